@@ -1,0 +1,1 @@
+"""Command lines: each experiment is a docstring, a config and a main."""

@@ -1,0 +1,95 @@
+"""The command line that the experiments share: flags, and errors on one line.
+
+    --config=FILE.py[:PRESET]     the config file; each experiment has a default
+    --config.rl.clip_high=0.2     any field of it
+    --workdir=DIR                 the run folder, instead of the one named after the config
+
+Exit codes: 0 done, 2 bad input (one line on stderr says what to change), 130 or 143 stopped by a signal.
+"""
+
+import errno
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from qerl_jax.errors import UserError
+from qerl_jax.run.signals import StoppedError
+
+
+def main(run: Callable[[ConfigDict, str | None], None], default_config: str) -> None:
+    """Parses the flags, calls `run(config, workdir)` and exits.
+
+    Args:
+        run: the experiment; `config` is locked, `workdir` is None when the flag is not given.
+            Import JAX inside it, so that `--help` and mistyped flags answer at once.
+        default_config: the config file used without --config, `FILE.py` or `FILE.py:PRESET`.
+    """
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        try:
+            return _parse_flags(argv, default_config)
+        except (UserError, flags.Error) as error:
+            _fail(error)
+        except OSError as error:
+            # The flag's error for an unreadable config file ends with the system's message.
+            _fail(f"cannot read the config: {str(error).strip().splitlines()[-1].strip()}")
+        except (AttributeError, KeyError) as error:
+            _fail(f"the config has no such field: {_key_message(error)}")
+
+    def guarded(argv: Sequence[str]) -> None:
+        del argv
+        if not flags.FLAGS["verbosity"].present:
+            # Only what libraries log through absl; warnings of Python and JAX stay.
+            logging.get_absl_logger().setLevel("ERROR")
+        try:
+            run(flags.FLAGS.config, flags.FLAGS.workdir)
+        except UserError as error:
+            _fail(error)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            _fail(f"no disk space: {error.filename or error}; make room and run the command again")
+        except StoppedError as stopped:
+            sys.exit(stopped.exit_code)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            sys.exit(130)
+
+    app.run(guarded, flags_parser=parse)
+
+
+def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
+    config_flags.DEFINE_config_file(
+        "config", default_config, "FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field."
+    )
+    flags.DEFINE_string("workdir", None, "The run folder; default: runs/EXPERIMENT-PRESET-HASH.")
+    for name in ("config", "workdir"):
+        flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
+    rest = flags.FLAGS(argv)
+    if len(rest) > 1:
+        raise UserError(
+            f"unexpected argument {rest[1]!r}; a config field is set like --config.steps=10"
+        )
+    flags.FLAGS.config.lock()  # raises OSError when the file could not be read
+    return rest
+
+
+def _fail(error: Exception | str) -> NoReturn:
+    """Prints one line and exits with code 2."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    print(f"error: {' '.join(lines)}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _key_message(error: BaseException) -> str:
+    """The text inside ml_collections' nested AttributeError(KeyError(text))."""
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    text = str(error.args[0]) if error.args else type(error).__name__
+    key, _, hint = text.partition("\n")
+    match = re.match(r"(Did you mean .*) instead of ", hint)
+    return f"{key} ({match[1]}?)" if match else text

@@ -1,0 +1,1 @@
+"""GPU kernels: arrays in, arrays out."""

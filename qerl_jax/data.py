@@ -1,0 +1,343 @@
+"""Problems: where they come from, in which order they are trained on, and how a prompt is written.
+
+A source is a local JSONL file, `reasoning_gym:TASK` (generated, needs no network), or a dataset of
+the Hugging Face hub (`openai/gsm8k`, with a configuration `owner/name:configuration`).
+"""
+
+import dataclasses
+import itertools
+import json
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from absl import logging
+
+from qerl_jax.errors import UserError
+from qerl_jax.rl.rewards import last_boxed
+from qerl_jax.weights.tokenizer import Tokenizer
+
+_GENERATED = "reasoning_gym:"
+_QUESTION_FIELDS = ("question", "problem", "prompt")
+_ANSWER_FIELDS = ("answer", "solution")
+_HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # where the hub itself knows no default
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question and its short reference answer (`72`, not the way to it)."""
+
+    question: str
+    answer: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A problem as the model sees it: the rendered chat and its token ids."""
+
+    problem: Problem
+    text: str
+    ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cursor:
+    """The place of the next training problem; `dataclasses.asdict` gives what JSON can hold."""
+
+    epoch: int = 0
+    index: int = 0
+
+
+def load_problems(
+    source: str,
+    *,
+    path: str = "",
+    eval_path: str = "",
+    split: Literal["train", "eval"] = "train",
+    eval_size: int = 0,
+    options: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    size: int = 10_000,
+) -> list[Problem]:
+    """Loads the training or the evaluation problems; no question is in both.
+
+    The evaluation problems are the first of `eval_path` where it is given; else the first of the
+    hub's test split; else held out: the last of the training file, the first of what is generated.
+    The same arguments give the same problems in the same order.
+
+    Args:
+        source: `reasoning_gym:TASK` or a hub id; unused for what `path` and `eval_path` give.
+        path: A JSONL file of training problems, one object with `question` and `answer` a line. A
+            worked answer ends in `#### NUMBER` (GSM8K); `problem` and `solution` are read too.
+        eval_path: A JSONL file of evaluation problems.
+        split: Which of the two to return.
+        eval_size: The most evaluation problems.
+        options: The options of the reasoning_gym task.
+        seed: The seed of what is generated.
+        size: How many distinct training problems to generate; fewer where the task has no more.
+
+    Raises:
+        UserError: The source is unknown, unreachable, malformed, or holds no problem for the split.
+    """
+    if split == "eval" and eval_path:
+        return _nonempty(_read_jsonl(eval_path)[:eval_size], f"{eval_path}: no evaluation problems")
+    held_out_size = 0 if eval_path else eval_size
+    if path:
+        where = path
+        train, evaluation = _hold_out_last(_read_jsonl(path), held_out_size)
+    elif source.startswith(_GENERATED):
+        where = source
+        problems = _generate(source, options or {}, seed=seed, size=size + held_out_size)
+        train, evaluation = problems[held_out_size:], problems[:held_out_size]
+    else:
+        where = source
+        train, evaluation = _load_hub(source, held_out_size)
+    if eval_path:
+        train = _without(train, _read_jsonl(eval_path)[:eval_size])
+    message = (
+        f"{where}: no problems for {split} (eval_size={eval_size}): give more or hold out fewer"
+    )
+    return _nonempty(train if split == "train" else evaluation, message)
+
+
+def _nonempty(problems: list[Problem], message: str) -> list[Problem]:
+    if not problems:
+        raise UserError(message)
+    return problems
+
+
+def _without(problems: Iterable[Problem], others: Iterable[Problem]) -> list[Problem]:
+    questions = {problem.question for problem in others}
+    return [problem for problem in problems if problem.question not in questions]
+
+
+def _hold_out_last(problems: list[Problem], size: int) -> tuple[list[Problem], list[Problem]]:
+    cut = max(len(problems) - size, 0)
+    return _without(problems[:cut], problems[cut:]), problems[cut:]
+
+
+# --- Local files ----------------------------------------------------------------------------------
+
+
+def _read_jsonl(path: str) -> list[Problem]:
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the problems: {error.strerror}") from error
+    rows = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where}: not a JSON object in UTF-8: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{where}: a JSON object is needed, not {type(row).__name__}")
+        rows.append((where, row))
+    return _nonempty(_problems(rows), f"{path}: no problems: the file is empty")
+
+
+def _problems(rows: Iterable[tuple[str, Any]]) -> list[Problem]:
+    """Reads (place, row) pairs; rows with an empty answer are left out, with one warning."""
+    problems, unanswered = [], []
+    for where, row in rows:
+        problem = _problem(row, where)
+        if problem.answer:
+            problems.append(problem)
+        else:
+            unanswered.append(where)
+    if unanswered:
+        logging.warning(
+            "Left out %d problems with an empty answer; the first: %s.",
+            len(unanswered),
+            unanswered[0],
+        )
+    return problems
+
+
+def _problem(row: Mapping[str, Any], where: str) -> Problem:
+    question = _field(row, _QUESTION_FIELDS, where)
+    if not question.strip():
+        raise UserError(f"{where}: the question is empty")
+    answer = _field(row, _ANSWER_FIELDS, where)
+    if "####" in answer:
+        answer = answer.rpartition("####")[2].replace(",", "")
+    elif "answer" not in row:
+        answer = last_boxed(answer) or answer
+    return Problem(question, answer.strip())
+
+
+def _field(row: Mapping[str, Any], names: Sequence[str], where: str) -> str:
+    name = next((name for name in names if name in row), None)
+    if name is None:
+        raise UserError(
+            f"{where}: no field {' or '.join(names)}; it has {', '.join(row) or 'none'}"
+        )
+    value = row[name]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str):
+        raise UserError(f"{where}: {name} must be a text, not {value!r:.50}")
+    return value
+
+
+# --- Generated problems ---------------------------------------------------------------------------
+
+
+def _generate(source: str, options: Mapping[str, Any], *, seed: int, size: int) -> list[Problem]:
+    """Returns up to `size` problems with different questions, in the order of their generation."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what reasoning_gym imports
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+    task = source.removeprefix(_GENERATED)
+    if task not in DATASETS:
+        raise UserError(f"{source}: no such task; there are {', '.join(sorted(DATASETS))}")
+    fields = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+    for name in options:
+        if name not in fields:
+            raise UserError(f"{source}: no option {name!r}; it has {', '.join(sorted(fields))}")
+    draws = 4 * size  # enough to meet nearly every question of a task that has few
+    try:
+        entries = reasoning_gym.create_dataset(task, **options, seed=seed, size=draws)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"{source}: options {dict(options)}: {error}") from error
+    answers: dict[str, str] = {}
+    for index in range(draws):
+        entry = entries[index]
+        if not isinstance(entry["answer"], str):
+            raise UserError(f"{source}: its problems have no single answer to compare with")
+        answers.setdefault(entry["question"], entry["answer"])
+        if len(answers) == size:
+            break
+    return list(itertools.starmap(Problem, answers.items()))
+
+
+# --- The hub --------------------------------------------------------------------------------------
+
+
+def _load_hub(source: str, eval_size: int) -> tuple[list[Problem], list[Problem]]:
+    import datasets
+
+    name, _, configuration = source.partition(":")
+    try:
+        splits = datasets.load_dataset(name, configuration or _HUB_CONFIGURATIONS.get(name))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"{source}: cannot load it from the Hugging Face hub ({reason}); "
+            "pass a local copy: --config.data.path=train.jsonl, with the same fields"
+        ) from error
+    if "train" not in splits:
+        raise UserError(f"{source}: no split 'train'; it has {', '.join(map(str, splits))}")
+    train = _rows(splits["train"], f"{source}[train]")
+    if "test" not in splits:
+        return _hold_out_last(train, eval_size)
+    evaluation = _rows(itertools.islice(splits["test"], eval_size), f"{source}[test]")
+    return _without(train, evaluation), evaluation
+
+
+def _rows(rows: Iterable[Any], where: str) -> list[Problem]:
+    return _problems((f"{where}:{number}", row) for number, row in enumerate(rows, 1))
+
+
+# --- The order of training ------------------------------------------------------------------------
+
+
+def next_problems[T](
+    problems: Sequence[T], cursor: Cursor, n: int, *, seed: int
+) -> tuple[list[T], Cursor]:
+    """Takes the next n problems: a fresh permutation every epoch, and no problem is left out.
+
+    Args:
+        problems: The training problems (or prompts).
+        cursor: Where the last call ended.
+        n: How many; a call can reach into the next epoch, even over several.
+        seed: The permutation follows from (seed, epoch) alone.
+
+    Returns:
+        The problems, and the cursor for the next call.
+
+    Raises:
+        UserError: There are no problems, or fewer than the cursor has passed.
+    """
+    epoch, index = cursor.epoch, cursor.index
+    if not problems or index >= len(problems):
+        raise UserError(
+            f"the data cursor is at problem {index} of {len(problems)}: "
+            "the training data is not what the run began with"
+        )
+    taken: list[T] = []
+    while len(taken) < n:
+        order = np.random.default_rng((seed, epoch)).permutation(len(problems))
+        part = order[index : index + n - len(taken)]
+        taken += [problems[i] for i in part]
+        index += len(part)
+        if index == len(problems):
+            epoch, index = epoch + 1, 0
+    return taken, Cursor(epoch, index)
+
+
+# --- Prompts --------------------------------------------------------------------------------------
+
+
+def render_prompt(
+    problem: Problem,
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str = "",
+    question_suffix: str = "",
+) -> str:
+    """Writes a problem as a chat that waits for the assistant.
+
+    Args:
+        problem: The problem.
+        tokenizer: Whose chat template is used.
+        system_prompt: The system message; '' leaves it to the template.
+        question_suffix: Put behind the question as it is, without a space of our own.
+    """
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": problem.question + question_suffix})
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def encode_prompts(
+    problems: Sequence[Problem],
+    tokenizer: Tokenizer,
+    *,
+    system_prompt: str = "",
+    question_suffix: str = "",
+    max_prompt_tokens: int,
+) -> list[Prompt]:
+    """Renders and tokenises problems, and drops those over the limit with one counted warning.
+
+    Raises:
+        UserError: Every prompt is over the limit.
+    """
+    prompts = []
+    for problem in problems:
+        text = render_prompt(
+            problem, tokenizer, system_prompt=system_prompt, question_suffix=question_suffix
+        )
+        prompts.append(Prompt(problem, text, tuple(tokenizer.encode(text))))
+    longest = max((len(prompt.ids) for prompt in prompts), default=0)
+    kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
+    if not kept:
+        raise UserError(
+            f"all {len(prompts)} prompts are over data.max_prompt_tokens={max_prompt_tokens} "
+            f"(the longest has {longest} tokens): --config.data.max_prompt_tokens={longest}"
+        )
+    if len(kept) < len(prompts):
+        logging.warning(
+            "Dropped %d of %d prompts over data.max_prompt_tokens=%d (the longest has %d tokens).",
+            len(prompts) - len(kept),
+            len(prompts),
+            max_prompt_tokens,
+            longest,
+        )
+    return kept

@@ -1,0 +1,5 @@
+"""The error that means: what was asked for cannot be done, and the message says what to change."""
+
+
+class UserError(Exception):
+    """Bad input: a config value, a file, a folder. Shown as one line, without a traceback."""

@@ -1,0 +1,1 @@
+"""What the model is: the quantised transformer, its adapter and its noise."""

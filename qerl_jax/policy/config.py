@@ -1,0 +1,237 @@
+"""The architecture of a policy, read from a Hugging Face config.json."""
+
+import dataclasses
+from typing import Any
+
+from qerl_jax.errors import UserError
+
+MODEL_TYPES = ("qwen2", "qwen3", "llama")
+_ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's scaling of the rotary frequencies.
+
+    Attributes:
+        factor: what the low frequencies are divided by.
+        low_freq_factor: wavelengths above original_max_position / low_freq_factor are scaled fully.
+        high_freq_factor: wavelengths below original_max_position / high_freq_factor are kept.
+        original_max_position: the context length of the pretraining, in tokens.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The architecture of a Qwen2, Qwen3 or Llama decoder.
+
+    Attributes:
+        model_type: 'qwen2', 'qwen3' or 'llama'.
+        vocab_size: V, rows of the embedding.
+        embed_dim: D.
+        mlp_dim: F.
+        num_layers: L.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads.
+        head_dim: H.
+        rope_theta: base of the rotary frequencies.
+        rope_scaling: Llama 3's frequency scaling, or None.
+        norm_eps: epsilon of every RMSNorm.
+        tie_embeddings: the output head is the embedding.
+        attention_bias: q, k and v have biases.
+        qk_norm: q and k are normalised per head.
+        max_position: the longest context, in tokens.
+    """
+
+    model_type: str
+    vocab_size: int
+    embed_dim: int
+    mlp_dim: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    norm_eps: float
+    tie_embeddings: bool
+    attention_bias: bool
+    qk_norm: bool
+    max_position: int
+
+    def __post_init__(self):
+        for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "max_position"):
+            if getattr(self, field) < 1:
+                raise UserError(
+                    f"model config: {field} is {getattr(self, field)}, must be positive"
+                )
+        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"model config: {self.num_heads} heads are not a multiple of "
+                f"{self.num_kv_heads} kv heads"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(f"model config: head_dim is {self.head_dim}, must be even and positive")
+
+
+def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
+    """Reads the contents of a config.json.
+
+    Args:
+        hf: the parsed config.json, of transformers 4 (`rope_theta`, `rope_scaling`) or 5
+            (`rope_parameters`).
+
+    Raises:
+        UserError: a key is missing or malformed, or the model needs something that is not
+            supported; the message names it.
+    """
+    model_type = hf.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise UserError(
+            f"config.json: model_type {model_type!r} is not supported; "
+            f"supported: {', '.join(MODEL_TYPES)}"
+        )
+    _reject_unsupported(hf, model_type)
+    num_heads = _integer(hf, "num_attention_heads")
+    embed_dim = _integer(hf, "hidden_size")
+    rope_theta, rope_scaling = _rope(hf)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=_integer(hf, "vocab_size"),
+        embed_dim=embed_dim,
+        mlp_dim=_integer(hf, "intermediate_size"),
+        num_layers=_integer(hf, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_integer(hf, "num_key_value_heads", default=num_heads),
+        head_dim=_integer(
+            hf, "head_dim", default=128 if model_type == "qwen3" else embed_dim // max(num_heads, 1)
+        ),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        norm_eps=_number(hf, "rms_norm_eps", default=1e-6),
+        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        attention_bias=model_type == "qwen2",
+        qk_norm=model_type == "qwen3",
+        max_position=_integer(hf, "max_position_embeddings"),
+    )
+
+
+def to_hf_config(config: ModelConfig) -> dict[str, Any]:
+    """The config.json of an architecture, readable by transformers 4 and 5 and by vLLM."""
+    hf: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[config.model_type]],
+        "model_type": config.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "max_position_embeddings": config.max_position,
+        "attention_dropout": 0.0,
+    }
+    if config.rope_scaling is not None:
+        hf["rope_scaling"] = {
+            "rope_type": "llama3",
+            "factor": config.rope_scaling.factor,
+            "low_freq_factor": config.rope_scaling.low_freq_factor,
+            "high_freq_factor": config.rope_scaling.high_freq_factor,
+            "original_max_position_embeddings": config.rope_scaling.original_max_position,
+        }
+    if config.model_type == "llama":
+        hf |= {"attention_bias": False, "mlp_bias": False}
+    else:
+        hf |= {"use_sliding_window": False, "sliding_window": None}
+    if config.model_type == "qwen3":
+        hf["attention_bias"] = False
+    return hf
+
+
+def _reject_unsupported(hf: dict[str, Any], model_type: str) -> None:
+    if hf.get("hidden_act", "silu") != "silu":
+        raise UserError(
+            f"config.json: hidden_act {hf['hidden_act']!r} is not supported; supported: 'silu'"
+        )
+    for flag in ("attention_bias", "mlp_bias"):
+        # Qwen2 has biases on q, k and v whatever its config says; a bias elsewhere has no place.
+        if hf.get(flag) and not (model_type == "qwen2" and flag == "attention_bias"):
+            raise UserError(f"config.json: {flag}=true is not supported for {model_type}")
+    if hf.get("partial_rotary_factor", 1.0) != 1.0:
+        raise UserError(
+            f"config.json: partial_rotary_factor={hf['partial_rotary_factor']} is not supported"
+        )
+    if _uses_sliding_window(hf, model_type):
+        raise UserError(
+            f"config.json: sliding-window attention (sliding_window={hf.get('sliding_window')}) "
+            "is not supported"
+        )
+
+
+def _uses_sliding_window(hf: dict[str, Any], model_type: str) -> bool:
+    if "layer_types" in hf and hf["layer_types"] is not None:
+        return any(kind != "full_attention" for kind in hf["layer_types"])
+    if hf.get("sliding_window") is None:
+        return False
+    if model_type == "llama":
+        return True
+    # Qwen slides only in the layers from max_window_layers on, and only if the flag is set.
+    first = hf.get("max_window_layers", 28)
+    return bool(hf.get("use_sliding_window")) and first < _integer(hf, "num_hidden_layers")
+
+
+def _rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
+    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"config.json: the rope parameters are {rope!r}, must be an object")
+    theta = rope["rope_theta"] if "rope_theta" in rope else hf.get("rope_theta", 10000.0)
+    theta = _number({"rope_theta": theta}, "rope_theta")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 or any(
+        isinstance(value, dict) for value in rope.values()
+    ):
+        raise UserError(f"config.json: rope parameters {rope} are not supported")
+    if kind == "default":
+        return theta, None
+    if kind != "llama3":
+        raise UserError(
+            f"config.json: rope type {kind!r} is not supported; supported: 'default', 'llama3'"
+        )
+    return theta, RopeScaling(
+        factor=_number(rope, "factor"),
+        low_freq_factor=_number(rope, "low_freq_factor"),
+        high_freq_factor=_number(rope, "high_freq_factor"),
+        original_max_position=_integer(rope, "original_max_position_embeddings"),
+    )
+
+
+def _integer(values: dict[str, Any], key: str, *, default: int | None = None) -> int:
+    value = values.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UserError(f"config.json: {key} is {value!r}, must be an integer")
+    return value
+
+
+def _number(values: dict[str, Any], key: str, *, default: float | None = None) -> float:
+    value = values.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise UserError(f"config.json: {key} is {value!r}, must be a number")
+    return float(value)

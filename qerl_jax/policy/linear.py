@@ -1,0 +1,35 @@
+"""The one linear map of the policy, whatever its weight is stored in."""
+
+import jax
+
+from pallas_kernels import fp4_matmul
+from qerl_jax.policy.quant import QuantTensor, kernel_weight
+
+
+def linear(
+    x: jax.Array,
+    weight: jax.Array | QuantTensor,
+    *,
+    lora: tuple[jax.Array, jax.Array] | None = None,
+    bias: jax.Array | None = None,
+) -> jax.Array:
+    """x W^T + (x A^T) B^T + bias.
+
+    Args:
+        x: [..., K].
+        weight: [N, K], dense or packed in 4 bits.
+        lora: A [R, K] and B [N, R] with the LoRA scale inside A.
+        bias: [N].
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    if isinstance(weight, QuantTensor):
+        return fp4_matmul.fp4_matmul(x, kernel_weight(weight), lora=lora, bias=bias)
+    y = fp4_matmul.dot(x, weight)
+    if lora is not None:
+        a, b = lora
+        y = y + fp4_matmul.dot(fp4_matmul.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
+    if bias is not None:
+        y = y + bias.astype(x.dtype)
+    return y

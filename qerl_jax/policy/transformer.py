@@ -1,0 +1,238 @@
+"""The policy: Qwen2, Qwen3 and Llama as pure functions of a parameter tree.
+
+Parameters are plain dicts and lists (D embed, F mlp, N query heads, K kv heads, H head dim):
+
+    embed_tokens [V, D]; lm_head [V, D], absent when tied; norm [D];
+    layers: a list of
+        input_layernorm [D], post_attention_layernorm [D]    float32
+        qkv_proj [(N + 2 K) H, D], qkv_bias                  bias: Qwen2
+        q_norm [H], k_norm [H]                               float32, Qwen3
+        o_proj [D, N H], gate_up_proj [2 F, D], down_proj [D, F]
+
+The projections are dense arrays or `QuantTensor`s. The dtype of `embed_tokens` is the dtype of the
+computation; norms, rotations and logits are float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.attention import KVCache, attend, rotary_angles, rotate
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.linear import linear
+from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.quant import QuantTensor, dequantize
+
+
+def forward(
+    params: dict,
+    lora: Lora | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: ModelConfig,
+) -> jax.Array:
+    """Logits of every position.
+
+    Args:
+        params: the frozen policy.
+        lora: its adapter, or None.
+        tokens: int32 [B, T], left-aligned, padded on the right with anything.
+        lengths: int32 [B], tokens of each row.
+        config: the architecture.
+
+    Returns:
+        float32 [B, T, V]; positions beyond a row's length mean nothing.
+    """
+    return logits(params, hidden_states(params, lora, tokens, lengths, config=config))
+
+
+def hidden_states(
+    params: dict,
+    lora: Lora | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: ModelConfig,
+    remat: bool = False,
+) -> jax.Array:
+    """The last layer's output after the final norm, [B, T, D]; see `forward`.
+
+    Args:
+        params: the frozen policy.
+        lora: its adapter, or None.
+        tokens: int32 [B, T].
+        lengths: int32 [B].
+        config: the architecture.
+        remat: recompute each layer in the backward pass instead of storing its activations.
+    """
+    x, _ = _run_layers(params, lora, tokens, lengths, config=config, remat=remat)
+    return _rms_norm(x, params["norm"], config.norm_eps)
+
+
+def logits(params: dict, hidden: jax.Array) -> jax.Array:
+    """float32 logits [..., V] of final hidden states [..., D]."""
+    head = params.get("lm_head", params["embed_tokens"])
+    return jax.lax.dot_general(
+        hidden,
+        head,
+        (((hidden.ndim - 1,), (1,)), ((), ())),
+        preferred_element_type=jnp.float32,
+    )
+
+
+def prefill(
+    params: dict,
+    lora: Lora | None,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    config: ModelConfig,
+    slots: int,
+) -> tuple[jax.Array, KVCache]:
+    """Reads the prompts.
+
+    Args:
+        params: the frozen policy.
+        lora: its adapter, or None.
+        tokens: int32 [B, T] prompts, left-aligned.
+        lengths: int32 [B], at least 1.
+        config: the architecture.
+        slots: S >= T, the size of the cache.
+
+    Returns:
+        float32 logits [B, V] after each prompt's last token, and the cache.
+    """
+    x, (keys, values) = _run_layers(params, lora, tokens, lengths, config=config, remat=False)
+    last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
+    room = ((0, 0), (0, slots - tokens.shape[1]), (0, 0), (0, 0))
+    cache = KVCache(
+        keys=[jnp.pad(k, room) for k in keys],
+        values=[jnp.pad(v, room) for v in values],
+        lengths=lengths,
+    )
+    return logits(params, _rms_norm(last, params["norm"], config.norm_eps)), cache
+
+
+def decode_step(
+    params: dict,
+    fused_lora: list[dict],
+    tokens: jax.Array,
+    cache: KVCache,
+    *,
+    config: ModelConfig,
+) -> tuple[jax.Array, KVCache]:
+    """Appends one token to every row.
+
+    Args:
+        params: the frozen policy.
+        fused_lora: `lora.fuse` of the adapter, made once outside the decode loop.
+        tokens: int32 [B].
+        cache: the rows so far; every row must have a free slot.
+        config: the architecture.
+
+    Returns:
+        float32 logits [B, V] after the token, and the cache with it.
+    """
+    rows = jnp.arange(tokens.shape[0])
+    angles = rotary_angles(cache.lengths[:, None], config)
+    x = params["embed_tokens"][tokens][:, None]
+    keys, values = [], []
+    for i, layer in enumerate(params["layers"]):
+        x, k, v = _decode_layer(
+            layer,
+            fused_lora[i],
+            x,
+            cache.keys[i],
+            cache.values[i],
+            rows,
+            cache.lengths,
+            angles,
+            config=config,
+        )
+        keys.append(k)
+        values.append(v)
+    x = _rms_norm(x[:, 0], params["norm"], config.norm_eps)
+    return logits(params, x), KVCache(keys=keys, values=values, lengths=cache.lengths + 1)
+
+
+def dequantize_layers(params: dict) -> dict:
+    """The policy with every packed projection dequantised: memory for speed where no kernel is.
+
+    Inside a jitted function that reads the weights many times, such as a chunk of decode steps,
+    this pays the dequantisation once.
+    """
+    dtype = params["embed_tokens"].dtype
+    return jax.tree.map(
+        lambda leaf: dequantize(leaf, dtype) if isinstance(leaf, QuantTensor) else leaf,
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, QuantTensor),
+    )
+
+
+def _run_layers(params, lora, tokens, lengths, *, config, remat):
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    angles = rotary_angles(positions, config)
+    x = params["embed_tokens"][tokens]
+    fused = lora_lib.fuse(lora, config, x.dtype)
+    layer_fn = functools.partial(_layer, config=config)
+    if remat:
+        layer_fn = jax.checkpoint(layer_fn)
+    keys, values = [], []
+    for layer, adapters in zip(params["layers"], fused, strict=True):
+        x, k, v = layer_fn(layer, adapters, x, lengths, angles)
+        keys.append(k)
+        values.append(v)
+    return x, (keys, values)
+
+
+# One jit per layer function: the layers share a trace and a lowering.
+@functools.partial(jax.jit, static_argnames="config")
+def _layer(layer, adapters, x, lengths, angles, *, config):
+    """One block over whole rows; returns the output and this layer's keys and values."""
+    q, k, v = _project_qkv(layer, adapters, x, angles, config)
+    x = _finish_layer(layer, adapters, x, attend(q, k, v, lengths, causal=True), config)
+    return x, k, v
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _decode_layer(layer, adapters, x, keys, values, rows, lengths, angles, *, config):
+    """One block over one new token per row; returns the output and the extended cache."""
+    q, k, v = _project_qkv(layer, adapters, x, angles, config)
+    keys = keys.at[rows, lengths].set(k[:, 0])
+    values = values.at[rows, lengths].set(v[:, 0])
+    x = _finish_layer(
+        layer, adapters, x, attend(q, keys, values, lengths + 1, causal=False), config
+    )
+    return x, keys, values
+
+
+def _project_qkv(layer, adapters, x, angles, config):
+    batch, length, _ = x.shape
+    h = _rms_norm(x, layer["input_layernorm"], config.norm_eps)
+    qkv = linear(
+        h, layer["qkv_proj"], lora=adapters.get("qkv_proj"), bias=layer.get("qkv_bias")
+    ).reshape(batch, length, -1, config.head_dim)
+    q, k, v = jnp.split(qkv, (config.num_heads, config.num_heads + config.num_kv_heads), axis=2)
+    if config.qk_norm:
+        q = _rms_norm(q, layer["q_norm"], config.norm_eps)
+        k = _rms_norm(k, layer["k_norm"], config.norm_eps)
+    return rotate(q, angles), rotate(k, angles), v
+
+
+def _finish_layer(layer, adapters, x, attended, config):
+    batch, length, _ = x.shape
+    attended = attended.reshape(batch, length, -1)
+    x = x + linear(attended, layer["o_proj"], lora=adapters.get("o_proj"))
+    h = _rms_norm(x, layer["post_attention_layernorm"], config.norm_eps)
+    gate_up = linear(h, layer["gate_up_proj"], lora=adapters.get("gate_up_proj"))
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return x + linear(jax.nn.silu(gate) * up, layer["down_proj"], lora=adapters.get("down_proj"))
+
+
+def _rms_norm(x, scale, eps):
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * scale).astype(x.dtype)

@@ -1,0 +1,1 @@
+"""How the policy improves: rewards, advantages, losses, the update."""

@@ -1,0 +1,421 @@
+r"""Rewards: plain functions of one completion, the door to a user's own, and the built-in ones.
+
+A reward is `f(prompt, completion, answer, num_tokens, finished) -> float | None`: the prompt and
+the completion as text, the problem's reference answer, the completion's length in tokens, and
+whether it ended with an end-of-sequence token. None means that the reward does not apply to this
+completion. A config names it by import path, `package.module:function`.
+
+The built-in rewards look for a *marked* answer: the last balanced `\boxed{...}` or the last
+`<answer>...</answer>`, whichever ends later.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib
+import inspect
+import logging
+import math
+import os
+import re
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence
+from decimal import Decimal
+from types import FrameType
+
+import numpy as np
+
+from qerl_jax.errors import UserError
+
+Reward = Callable[[str, str, str, int, bool], float | None]
+
+_ARGUMENTS = "(prompt, completion, answer, num_tokens, finished)"
+_TOLERANCE = Decimal("1e-6")
+_NUMBER = re.compile(
+    r"(?P<sign>(?<![\w)}])[-+])?\\?\$?"  # `5-3` holds an operator, not a sign
+    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?"
+    r"(?P<fraction> ?/ ?[0-9]+)?"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
+_BOX_TOKEN = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
+_THINK = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
+
+
+@dataclasses.dataclass
+class Scores:
+    """The rewards of B completions.
+
+    Attributes:
+        total: float64 [B], the weighted sum of the rewards that are present; NaN where none is.
+        parts: each reward by name, float64 [B], unweighted; NaN = missing.
+        errors: one line for each distinct failure, with its count.
+    """
+
+    total: np.ndarray
+    parts: dict[str, np.ndarray]
+    errors: list[str]
+
+
+class _OutOfTimeError(BaseException):
+    """Outside Exception, so that no `except Exception` in a reward holds it up."""
+
+
+def resolve(path: str) -> Reward:
+    """Imports the reward function that `package.module:function` names.
+
+    Raises:
+        UserError: The module or the function does not exist, or does not take the five arguments.
+    """
+    module_name, separator, name = path.partition(":")
+    if not separator or not module_name or not name:
+        raise UserError(f"reward {path!r}: write it as package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise UserError(f"reward {path!r}: cannot import {module_name}: {reason}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"reward {path!r}: {module_name} has no function {name!r}")
+    try:
+        inspect.signature(function).bind("", "", "", 0, True)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"reward {path!r}: it must take {_ARGUMENTS}: {error}") from error
+    if function is math_answer:
+        importlib.import_module(
+            "math_verify"
+        )  # takes seconds: not under the first call's time limit
+    return function
+
+
+def score(
+    rewards: Mapping[str, tuple[Reward, float]],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[str],
+    num_tokens: Sequence[int] | np.ndarray,
+    finished: Sequence[bool] | np.ndarray,
+    *,
+    time_limit: float,
+) -> Scores:
+    """Scores B completions with every reward.
+
+    A reward that raises, exceeds its time, or returns something that is no finite number is missing
+    (NaN) for that completion and is reported in `errors`; None is missing without a report.
+
+    Args:
+        rewards: Functions and their weights, by name.
+        prompts: B texts, like completions and answers.
+        completions: B texts.
+        answers: B reference answers.
+        num_tokens: B completion lengths in tokens.
+        finished: B flags, whether the completion ended by itself.
+        time_limit: Seconds for one call; 0 is no limit. It works by SIGALRM, hence only in the main
+            thread: elsewhere there is no limit.
+    """
+    lengths, flags = np.asarray(num_tokens).tolist(), np.asarray(finished).tolist()
+    rows = list(zip(prompts, completions, answers, lengths, flags, strict=True))
+    parts = {name: np.full(len(rows), np.nan) for name in rewards}
+    messages: dict[tuple[str, str, str], str] = {}
+    counts: dict[tuple[str, str, str], int] = collections.Counter()
+    for name, (function, _) in rewards.items():
+        for index, row in enumerate(rows):
+            try:
+                with _limited(time_limit):
+                    value = function(*row)
+                parts[name][index] = np.nan if value is None else _finite(value)
+            except _OutOfTimeError:
+                failure = (name, "time", "")
+                message = f"exceeded the time limit of {time_limit:g} s"
+            except (Exception, SystemExit) as error:
+                failure = (name, type(error).__name__, _place(error))
+                message = f"{type(error).__name__}: {_first_line(error)} ({_place(error)})"
+            else:
+                continue
+            messages.setdefault(failure, message)
+            counts[failure] += 1
+
+    weighted = [weight * parts[name] for name, (_, weight) in rewards.items()]
+    present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros(len(rows), bool)
+    total = np.where(present, np.nansum(weighted, axis=0), np.nan)
+    errors = [
+        f"reward {failure[0]!r} is missing for {count} of {len(rows)} completions: "
+        f"{messages[failure]}"
+        for failure, count in counts.items()
+    ]
+    return Scores(total=total, parts=parts, errors=errors)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Generator[None]:
+    """Raises _OutOfTimeError inside the block after `seconds`; leaves SIGALRM as it found it."""
+    if seconds <= 0 or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    active = True
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        if active:
+            raise _OutOfTimeError
+
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    # It repeats, because a bare `except:` can swallow the first one.
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield
+    finally:
+        active = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+def _finite(value: float) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"it returned {number}")
+    return number
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def _place(error: BaseException) -> str:
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+
+
+# --- Finding the answer ---------------------------------------------------------------------------
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Returns what the last balanced `\boxed{...}` holds, or None without one.
+
+    Example: `\boxed{2} or \boxed{\frac{1}{2}}` gives `\frac{1}{2}`.
+    """
+    span = _last_boxed_span(text)
+    return None if span is None else text[span[0] : span[1]]
+
+
+def last_tagged(text: str) -> str | None:
+    """Returns what the last closed `<answer>...</answer>` holds, or None without one."""
+    span = _last_tagged_span(text)
+    return None if span is None else text[span[0] : span[1]]
+
+
+def last_marked(text: str) -> str | None:
+    r"""Returns what the last `\boxed{...}` or `<answer>...</answer>` holds, or None without a mark.
+
+    A box inside the tags is opened: `<answer>\boxed{18}</answer>` -> `18`.
+    """
+    spans = [span for span in (_last_boxed_span(text), _last_tagged_span(text)) if span]
+    if not spans:
+        return None
+    start, end = max(spans, key=lambda span: span[1])
+    inner = last_boxed(text[start:end])
+    return text[start:end] if inner is None else inner
+
+
+def _last_boxed_span(text: str) -> tuple[int, int] | None:
+    if "\\boxed" not in text:
+        return None
+    span = None
+    opened: list[int | None] = []  # for each open brace, where its box begins
+    for token in _BOX_TOKEN.finditer(text):
+        if token[0].startswith("\\boxed"):
+            opened.append(token.end())
+        elif token[0] == "{":
+            opened.append(None)
+        elif token[0] == "}" and opened:
+            start = opened.pop()
+            if start is not None:
+                span = (start, token.start())
+    return span
+
+
+def _last_tagged_span(text: str) -> tuple[int, int] | None:
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return None if start < 0 else (start + len("<answer>"), end)
+
+
+def last_number(text: str) -> Decimal | None:
+    r"""Returns the last number of a text, exactly; None without one.
+
+    Reads `-3`, `3.50`, `1,000`, `1{,}000`, `$18`, `18 dollars`, `5%`, `1.5e3` and Unicode's minus.
+    None as well when the last one is a fraction (`1/2`, `\frac{1}{2}`): 2 is not its value.
+    """
+    last = None
+    for last in _NUMBER.finditer(_plain(text)):  # noqa: B007
+        pass
+    return None if last is None else _value(last)
+
+
+def _plain(text: str) -> str:
+    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\!", "").replace("\\,", "")
+    return _FRACTION.sub(r"\1/\2", text)
+
+
+def _value(match: re.Match[str]) -> Decimal | None:
+    if match["fraction"]:
+        return None
+    digits = match["digits"].replace(",", "")
+    return Decimal(f"{match['sign'] or ''}{digits}{match['exponent'] or ''}")
+
+
+def _whole_number(text: str) -> Decimal | None:
+    match = _NUMBER.fullmatch(_plain(text).strip())
+    return None if match is None else _value(match)
+
+
+def _same_number(number: Decimal | None, answer: str) -> float:
+    expected = last_number(answer)
+    if expected is None:
+        raise ValueError(
+            f"the answer {answer[:50]!r} is not a number: use exact_answer or math_answer"
+        )
+    return float(number is not None and abs(number - expected) <= _TOLERANCE)
+
+
+# --- Correctness ----------------------------------------------------------------------------------
+
+
+def numeric_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""1.0 when the completion's number is the answer's, within 1e-6.
+
+    The completion's number is the last one in the marked answer; without a mark, the last one of
+    the line after `####`; without that, the last one in the text. A mark without a number is wrong.
+    Example: `3 * 6 = 18 dollars.` is right for `18`; `I count 18. \boxed{1999}` is wrong.
+    """
+    found = last_marked(completion)
+    if found is None and "####" in completion:
+        found = completion.rpartition("####")[2].strip().partition("\n")[0]
+    return _same_number(last_number(completion if found is None else found), answer)
+
+
+def tagged_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """1.0 when the last number inside the last `<answer>...</answer>` is the answer, within 1e-6.
+
+    Example: `<think>9 + 9</think> <answer>18</answer>` is right for `18`; a bare `18` is wrong.
+    """
+    return _same_number(last_number(last_tagged(completion) or ""), answer)
+
+
+def boxed_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""1.0 when the last number inside the last balanced `\boxed{...}` is the answer, within 1e-6.
+
+    Example: `so \boxed{1{,}000}` is right for `1000`; `so 1000` is wrong.
+    """
+    return _same_number(last_number(last_boxed(completion) or ""), answer)
+
+
+def exact_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """1.0 when the marked answer, or else the whole completion, is the answer, ends stripped.
+
+    Example: ` yes ` is right for `yes`; `yes, it is` is wrong, `<answer>yes</answer>` is right.
+    """
+    found = last_marked(completion)
+    return float((completion if found is None else found).strip() == answer.strip())
+
+
+def math_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""1.0 when the completion's answer equals the reference in mathematics, judged by math-verify.
+
+    Reads the marked answer (`<answer>42</answer>` counts like `\boxed{42}`); without a mark, what
+    math-verify finds in the last 500 characters.
+    Example: `\boxed{\frac{1}{2}}`, `<answer>1/2</answer>` and `It is $0.5$.` are right for `0.5`.
+    """
+    found = last_marked(completion)
+    if found is None:
+        return _verify(answer, completion[-500:])
+    found = found.strip().removesuffix(".").strip("*$ ")
+    if found == answer.strip():
+        return 1.0
+    number, expected = _whole_number(found), _whole_number(answer)
+    if number is not None and expected is not None:
+        return float(abs(number - expected) <= _TOLERANCE)
+    return _verify(answer, f"\\boxed{{{found}}}") if found else 0.0
+
+
+def _verify(answer: str, text: str) -> float:
+    import math_verify
+
+    reference = _reference(answer)
+    prediction = math_verify.parse(text, parsing_timeout=0)
+    return float(math_verify.verify(reference, prediction, timeout_seconds=0))
+
+
+@functools.lru_cache(maxsize=1024)
+def _reference(answer: str) -> list:
+    """The parsed reference answer, which a whole group of completions is compared with."""
+    import math_verify
+
+    # Its own time limits, which would take SIGALRM from ours, are off; it warns about that.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
+
+
+# --- Format and length ----------------------------------------------------------------------------
+
+
+def think_format(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """1.0 for QeRL's layout, nothing before, between or after, and each tag once.
+
+    Example: `<think>9 + 9 = 18</think> <answer>18</answer>`.
+    """
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    once = all(completion.count(tag) == 1 for tag in tags)
+    return float(once and _THINK.fullmatch(completion.strip()) is not None)
+
+
+def boxed_format(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""1.0 when the last balanced `\boxed{...}` holds something.
+
+    Example: `It is \boxed{18}.`
+    """
+    return float(bool((last_boxed(completion) or "").strip()))
+
+
+def number_only_format(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """1.0 when the completion is one number and nothing else.
+
+    Example: `-1,000.5`, but not `It is 18.`
+    """
+    return float(_whole_number(completion) is not None)
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """DAPO's soft punishment of long completions (Eq. 13), in tokens, from 0 down to -1.
+
+    Args:
+        num_tokens: The completion's length.
+        max_tokens: The longest length allowed (L).
+        buffer: The last tokens before that, over which the punishment grows (Lc).
+    """
+    if num_tokens <= max_tokens - buffer:
+        return 0.0
+    if num_tokens > max_tokens:
+        return -1.0
+    return (max_tokens - buffer - num_tokens) / buffer

@@ -1,0 +1,236 @@
+"""One optimiser step on a batch of completions, as one jitted function."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import Lora
+from qerl_jax.rl.batch import TrainBatch
+from qerl_jax.rl.logprobs import completion_kl, completion_logprobs
+from qerl_jax.rl.losses import LossConfig, policy_loss, summarize_metrics
+
+
+@struct.dataclass
+class TrainState:
+    """Everything that an update changes.
+
+    Attributes:
+        lora: the trained adapter.
+        opt_state: the optimiser's state.
+        updates: int32, optimiser steps so far, skipped ones included.
+        skipped_in_a_row: int32, how many of the latest updates were skipped as not finite.
+    """
+
+    lora: Lora
+    opt_state: optax.OptState
+    updates: jax.Array
+    skipped_in_a_row: jax.Array
+
+
+def make_optimizer(
+    *,
+    learning_rate: float,
+    schedule: str,
+    warmup_updates: int,
+    total_updates: int,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    max_grad_norm: float,
+) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global gradient norm.
+
+    Args:
+        learning_rate: after the warm-up.
+        schedule: 'constant', or 'cosine' or 'linear' down to a tenth over `total_updates`.
+        warmup_updates: linear from zero; the first update already has a share of it.
+        total_updates: the length of the schedule.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, times the learning rate.
+        max_grad_norm: larger gradients are scaled down to this norm.
+
+    Raises:
+        UserError: an unknown schedule.
+    """
+    steps = max(1, total_updates - warmup_updates)
+    decays = {
+        "constant": lambda: optax.constant_schedule(learning_rate),
+        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, steps, alpha=0.1),
+        "linear": lambda: optax.linear_schedule(learning_rate, 0.1 * learning_rate, steps),
+    }
+    if schedule not in decays:
+        raise UserError(f"unknown optimizer.schedule {schedule!r}: choose from {', '.join(decays)}")
+    decay = decays[schedule]()
+
+    def rate(count):
+        warm = (count + 1) / (warmup_updates + 1)
+        return jnp.where(
+            count < warmup_updates, learning_rate * warm, decay(count - warmup_updates)
+        )
+
+    return optax.chain(
+        optax.clip_by_global_norm(max_grad_norm),
+        optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay),
+    )
+
+
+def init_state(lora: Lora, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update."""
+    return TrainState(
+        lora=lora,
+        opt_state=optimizer.init(lora),
+        updates=jnp.int32(0),
+        skipped_in_a_row=jnp.int32(0),
+    )
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "loss", "optimizer", "temperature", "remat"),
+    donate_argnames="state",
+)
+def train_step(
+    state: TrainState,
+    params: dict,
+    batch: TrainBatch,
+    *,
+    config: ModelConfig,
+    loss: LossConfig,
+    optimizer: optax.GradientTransformation,
+    temperature: float,
+    remat: bool,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """Accumulates the gradient over the micro-batches and applies it.
+
+    A gradient that is not finite leaves adapter and optimiser as they were.
+
+    Args:
+        state: is consumed.
+        params: the frozen policy, with the rollout's noise if the correction asks for it.
+        batch: micro-batches, [N, B, ...].
+        config: the architecture.
+        loss: the loss.
+        optimizer: see `make_optimizer`.
+        temperature: of the sampling.
+        remat: recompute each layer in the backward pass.
+
+    Returns:
+        The new state and scalar metrics: loss, grad_norm (before the clip), update_skipped, and
+        those of `policy_loss`.
+    """
+
+    def micro_step(carry, micro):
+        total_loss, total_grad = carry
+
+        def micro_loss(lora):
+            logprobs, entropies = completion_logprobs(
+                params,
+                lora,
+                micro.tokens,
+                micro.prompt_lengths,
+                micro.lengths,
+                width=micro.weights.shape[-1],
+                config=config,
+                temperature=temperature,
+                remat=remat,
+            )
+            value, metrics = policy_loss(
+                logprobs,
+                old_logprobs=micro.old_logprobs,
+                advantages=micro.advantages,
+                mask=micro.loss_mask,
+                weights=micro.weights,
+                config=loss,
+                ref_logprobs=micro.ref_logprobs,
+                rollout_logprobs=micro.rollout_logprobs,
+            )
+            in_loss = micro.loss_mask.sum()
+            metrics["train_entropy"] = ((entropies * micro.loss_mask).sum(), in_loss)
+            return value, metrics
+
+        (value, metrics), grad = jax.value_and_grad(micro_loss, has_aux=True)(state.lora)
+        return (total_loss + value, jax.tree.map(jnp.add, total_grad, grad)), metrics
+
+    zeros = jax.tree.map(jnp.zeros_like, state.lora)
+    (total_loss, grad), metrics = jax.lax.scan(micro_step, (jnp.float32(0), zeros), batch)
+    grad_norm = optax.global_norm(grad)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(total_loss)
+    updates, opt_state = optimizer.update(grad, state.opt_state, state.lora)
+    lora = optax.apply_updates(state.lora, updates)
+    lora, opt_state = jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old),
+        (lora, opt_state),
+        (state.lora, state.opt_state),
+    )
+    state = TrainState(
+        lora=lora,
+        opt_state=opt_state,
+        updates=state.updates + 1,
+        skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
+    )
+    return state, {
+        "loss": total_loss,
+        "grad_norm": grad_norm,
+        "update_skipped": ~finite,
+        **summarize_metrics(metrics),
+    }
+
+
+@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+def score(
+    params: dict,
+    lora: Lora | None,
+    batch: TrainBatch,
+    *,
+    config: ModelConfig,
+    temperature: float,
+) -> jax.Array:
+    """Log-probabilities float32 [N, B, C] of the completions in micro-batches, no gradient."""
+
+    def logprobs(micro):
+        return completion_logprobs(
+            params,
+            lora,
+            micro.tokens,
+            micro.prompt_lengths,
+            micro.lengths,
+            width=micro.weights.shape[-1],
+            config=config,
+            temperature=temperature,
+        )[0]
+
+    return jax.lax.map(logprobs, batch)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+def mean_kl(
+    params: dict,
+    other_params: dict,
+    lora: Lora | None,
+    batch: TrainBatch,
+    *,
+    config: ModelConfig,
+    temperature: float,
+) -> jax.Array:
+    """Mean exact KL(policy | other policy) over the tokens of a batch's completions [B, ...]."""
+    kl = completion_kl(
+        params,
+        other_params,
+        lora,
+        batch.tokens,
+        batch.prompt_lengths,
+        batch.lengths,
+        width=batch.weights.shape[-1],
+        config=config,
+        temperature=temperature,
+    )
+    mask = jnp.arange(kl.shape[1]) < (batch.lengths - batch.prompt_lengths)[:, None]
+    return jnp.sum(kl * mask) / jnp.maximum(mask.sum(), 1)

@@ -1,0 +1,1 @@
+"""How a run lives: the loop, its folder, its logs and its checkpoints."""

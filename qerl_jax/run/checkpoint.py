@@ -1,0 +1,180 @@
+"""Checkpoints of what changes during a run: saved in the background, checked when restored.
+
+Orbax writes a checkpoint under a temporary name and renames it when it is complete, so a process
+killed while saving leaves the earlier ones as they were. It does not notice altered bytes inside a
+complete checkpoint: a CRC-32 of the arrays, saved beside them, does.
+"""
+
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from orbax.checkpoint import v1 as ocp
+
+from qerl_jax.errors import UserError
+from qerl_jax.run.folder import require_free_space
+
+_MARGIN_BYTES = 64 * 2**20
+
+
+class Checkpoints:
+    """The checkpoints of one run, at `folder/STEP`; use it as a context manager.
+
+    Args:
+        folder: where they lie; made if missing. What an interrupted save left there is removed, so
+          the caller must hold the run's lock.
+        keep: how many of the newest to keep.
+    """
+
+    def __init__(self, folder: str | Path, *, keep: int):
+        if keep < 1:
+            raise UserError(f"checkpoint.keep is {keep}: at least 1 checkpoint must be kept")
+        self._folder = Path(folder).resolve()
+        self._checkpointer = ocp.training.Checkpointer(
+            str(self._folder),
+            # pyrefly: ignore[bad-argument-type]  Orbax's annotation names another class.
+            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            cleanup_tmp_directories=True,
+        )
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exc_info) -> None:
+        self.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, ascending; one still being written is included."""
+        return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
+
+    def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
+        """Saves in the background; returns when `state` is copied and may be donated.
+
+        Waits for the save before it. Does nothing when `step` is saved already.
+
+        Args:
+            step: number of finished steps.
+            state: a tree of arrays (typed PRNG keys included).
+            meta: a small JSON object, given back by `restore_latest`.
+
+        Raises:
+            UserError: no disk space, or the save before this one failed.
+        """
+        self.wait()
+        if step in self.steps:
+            return
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        require_free_space(self._folder, num_bytes + _MARGIN_BYTES)
+        custom: dict[str, Any] = {"crc32": _crc32(state), "meta": meta}
+        self._checkpointer.save_async(step, state, force=True, custom_metadata=custom)
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk.
+
+        Raises:
+            UserError: it could not be written. The checkpoints before it are intact.
+        """
+        try:
+            self._checkpointer.wait()
+        except Exception as error:
+            raise UserError(
+                f"a checkpoint could not be written to {self._folder} ({_reason(error)}); "
+                "the ones before it are intact"
+            ) from error
+
+    def restore_latest(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
+        """Restores the newest checkpoint that is whole.
+
+        One that is damaged is named on stderr, and the one before it is taken; the damaged one is
+        renamed to `damaged-STEP`, so that its step can be saved again.
+
+        Args:
+            like: a state, or its `jax.eval_shape`: tree, shapes, dtypes and shardings are wanted
+                like this. Without a sharding an array goes to the first device.
+
+        Returns:
+            The step, the state and the meta object; None when there is no checkpoint.
+
+        Raises:
+            UserError: there are checkpoints, and none can be read.
+        """
+        self.wait()
+        abstract = jax.tree.map(_abstract, like)
+        failures = {}
+        for step in reversed(self.steps):
+            try:
+                state, meta = self._load(step, abstract)
+            except Exception as error:
+                failures[step] = _reason(error)
+                continue
+            self._set_aside(failures, step)
+            return step, state, meta
+        if failures:
+            listed = "; ".join(f"{step}: {reason}" for step, reason in failures.items())
+            raise UserError(
+                f"no checkpoint in {self._folder} can be read ({listed}); "
+                "to train from the start, pass another --workdir"
+            )
+        return None
+
+    def close(self) -> None:
+        """Waits for the last save and releases the threads; raises what `wait` raises."""
+        try:
+            self.wait()
+        finally:
+            self._checkpointer.close()
+
+    def _load(self, step: int, abstract: Any) -> tuple[Any, dict[str, Any]]:
+        custom = self._checkpointer.metadata(step).custom_metadata
+        if not isinstance(custom, dict) or not isinstance(custom.get("meta"), dict):
+            raise ValueError("its metadata is missing")
+        state = self._checkpointer.load(step, abstract)
+        if _crc32(state) != custom["crc32"]:
+            raise ValueError("its arrays do not match their checksum")
+        return state, custom["meta"]
+
+    def _set_aside(self, failures: dict[int, str], restored: int) -> None:
+        for step, reason in failures.items():
+            target = self._folder / f"damaged-{step}"
+            number = 1
+            while target.exists():
+                number += 1
+                target = self._folder / f"damaged-{step}-{number}"
+            (self._folder / str(step)).rename(target)
+            print(
+                f"WARNING: the checkpoint of step {step} is damaged ({reason}) and now lies at "
+                f"{target}. Resuming from step {restored}.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if failures:
+            self._checkpointer.reload()
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None:
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _crc32(state: Any) -> int:
+    """CRC-32 of the arrays' bytes, in tree order."""
+    crc = 0
+    for leaf in jax.tree.leaves(state):
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            leaf = jax.random.key_data(leaf)
+        crc = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), crc)
+    return crc
+
+
+def _reason(error: BaseException) -> str:
+    """The first cause of an error, on one line of at most 200 characters."""
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

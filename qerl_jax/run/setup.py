@@ -1,0 +1,186 @@
+"""From a config to everything that a run needs and that does not change while it runs."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import optax
+from ml_collections import ConfigDict
+
+from qerl_jax.data import Prompt, encode_prompts, load_problems
+from qerl_jax.errors import UserError
+from qerl_jax.policy import aqn
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.rl.losses import LossConfig, loss_config
+from qerl_jax.rl.rewards import Reward
+from qerl_jax.rl.train_step import make_optimizer
+from qerl_jax.rollout.engine import SamplingConfig
+from qerl_jax.run.collect import CollectConfig
+from qerl_jax.weights.load import LoadedModel, load
+
+CORRECTIONS = ("none", "tis", "noisy_forward")
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What does not change during a run."""
+
+    config: ConfigDict
+    model: LoadedModel
+    lora_config: LoraConfig
+    train_prompts: list[Prompt]
+    eval_prompts: list[Prompt]
+    collect: CollectConfig
+    loss: LossConfig
+    optimizer: optax.GradientTransformation
+    sigma: optax.Schedule
+    key: jax.Array
+
+
+def check(config: ConfigDict) -> None:
+    """Refuses what would fail after minutes, or never be noticed."""
+    limits = {
+        "steps": (config.steps, 1),
+        "rollout.prompts_per_step": (config.rollout.prompts_per_step, 1),
+        "rollout.group_size": (config.rollout.group_size, 2),
+        "rollout.max_new_tokens": (config.rollout.max_new_tokens, 1),
+        "rollout.chunk_steps": (config.rollout.chunk_steps, 1),
+        "rollout.temperature": (config.rollout.temperature, 1e-6),
+        "rl.updates_per_rollout": (config.rl.updates_per_rollout, 1),
+        "rl.dynamic_sampling_rounds": (config.rl.dynamic_sampling_rounds, 1),
+        "train.micro_batch_rows": (config.train.micro_batch_rows, 1),
+        "checkpoint.every": (config.checkpoint.every, 1),
+        "aqn.kl_rows": (config.aqn.kl_rows, 1),
+        "eval.every": (config.eval.every, 0),
+    }
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise UserError(f"{name}={value}: it must be at least {least}")
+    if config.aqn.correction not in CORRECTIONS:
+        raise UserError(
+            f"unknown aqn.correction {config.aqn.correction!r}: choose from "
+            f"{', '.join(CORRECTIONS)}"
+        )
+    if config.rollout.dequantize not in ("chunk", "step"):
+        raise UserError(f"rollout.dequantize={config.rollout.dequantize!r}: 'chunk' or 'step'")
+
+
+def prepare(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], *, schedule_steps: int
+) -> Setup:
+    """Loads the model and the problems and builds the rest from the config.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        schedule_steps: the steps that the schedules of noise and learning rate span.
+
+    Raises:
+        UserError: something asked for cannot be done.
+    """
+    lora_config = LoraConfig(
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        rslora=config.lora.rslora,
+        targets=tuple(config.lora.targets),
+    )
+    sigma = aqn.sigma_schedule(
+        config.aqn.schedule,
+        sigma_start=config.aqn.sigma_start,
+        sigma_end=config.aqn.sigma_end,
+        stages=config.aqn.stages,
+        total_steps=schedule_steps,
+    )
+    loss = loss_config(
+        config.rl.loss,
+        clip_low=config.rl.clip_low,
+        clip_high=config.rl.clip_high,
+        kl_coef=config.rl.kl_coef,
+        kl_grad=config.rl.kl_grad,
+        tis_cap=config.aqn.tis_cap if config.aqn.correction == "tis" else None,
+    )
+    updates = config.rl.updates_per_rollout
+    optimizer = make_optimizer(
+        learning_rate=config.optimizer.learning_rate,
+        schedule=config.optimizer.schedule,
+        warmup_updates=config.optimizer.warmup_steps * updates,
+        total_updates=schedule_steps * updates,
+        b1=config.optimizer.b1,
+        b2=config.optimizer.b2,
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+        max_grad_norm=config.optimizer.max_grad_norm,
+    )
+    problems = {
+        split: load_problems(
+            config.data.source,
+            path=config.data.path,
+            eval_path=config.data.eval_path,
+            split=split,
+            eval_size=config.eval.problems if config.eval.every else 0,
+            options=config.data.options.to_dict(),
+            seed=config.seed,
+        )
+        for split in (("train", "eval") if config.eval.every else ("train",))
+    }
+    if problems.get("eval") and "correctness" not in rewards:
+        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
+    device = jax.devices()[0]
+    print(
+        f"loading {config.model.source} as {config.model.format} on {device.device_kind}",
+        flush=True,
+    )
+    model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if longest > model.config.max_position:
+        raise UserError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, the model knows "
+            f"{model.config.max_position} positions: lower one of them"
+        )
+    prompts = {
+        split: encode_prompts(
+            found,
+            model.tokenizer,
+            system_prompt=config.data.system_prompt,
+            question_suffix=config.data.question_suffix,
+            max_prompt_tokens=config.data.max_prompt_tokens,
+        )
+        for split, found in problems.items()
+    }
+    packed = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    print(
+        f"{model.config.num_layers} layers, {packed / 1e9:.2f} GB of weights; "
+        f"{len(prompts['train'])} training prompts, {len(prompts.get('eval', []))} held out",
+        flush=True,
+    )
+    return Setup(
+        config=config,
+        model=model,
+        lora_config=lora_config,
+        train_prompts=prompts["train"],
+        eval_prompts=prompts.get("eval", []),
+        collect=CollectConfig(
+            prompts_per_step=config.rollout.prompts_per_step,
+            group_size=config.rollout.group_size,
+            sampling=SamplingConfig(
+                max_new_tokens=config.rollout.max_new_tokens,
+                temperature=config.rollout.temperature,
+                top_k=config.rollout.top_k,
+                top_p=config.rollout.top_p,
+                chunk_steps=config.rollout.chunk_steps,
+                dequantize=config.rollout.dequantize,
+            ),
+            rewards=rewards,
+            time_limit=config.reward_time_limit,
+            overlong_buffer=config.rl.overlong_buffer,
+            overlong_weight=config.rl.overlong_penalty,
+            advantage_scale=config.rl.advantage_scale,
+            advantage_eps=config.rl.advantage_eps,
+            rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
+            data_seed=config.seed,
+        ),
+        loss=loss,
+        optimizer=optimizer,
+        sigma=sigma,
+        key=jax.random.key(config.seed, impl="threefry2x32"),
+    )

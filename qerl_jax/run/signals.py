@@ -1,0 +1,38 @@
+"""SIGTERM and SIGINT as a wish to stop at the next safe point."""
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+
+class StoppedError(Exception):
+    """A signal asked the run to end; what it had is saved."""
+
+    def __init__(self, signum: int):
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.exit_code = 128 + signum
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT instead of dying of them; the second SIGINT interrupts."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+
+    def handle(signum, frame):
+        del frame
+        if received and signum == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(signum)
+        print(f"\n{signal.Signals(signum).name}: saving and stopping", file=sys.stderr, flush=True)
+
+    old = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for signum, handler in old.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,395 @@
+"""The training loop.
+
+A step draws problems, samples completions from the noisy policy, scores them, and updates the
+adapter; then it logs one row and, now and then, evaluates and saves. Everything random follows from
+the seed and the step, so a run that is killed and started again repeats what it lost, bit for bit.
+"""
+
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from qerl_jax.data import Cursor
+from qerl_jax.errors import UserError
+from qerl_jax.policy import aqn
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.rl.batch import make_batch, micro_batches
+from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rl.train_step import (
+    TrainState,
+    init_state,
+    mean_kl,
+    score,
+    train_step,
+)
+from qerl_jax.run.checkpoint import Checkpoints
+from qerl_jax.run.collect import Experience, collect
+from qerl_jax.run.evaluate import greedy_accuracy
+from qerl_jax.run.folder import RunFolder, open_run
+from qerl_jax.run.metrics import LiveLine, MetricsLog, format_row
+from qerl_jax.run.plots import plot_run
+from qerl_jax.run.setup import Setup, check, prepare
+from qerl_jax.run.signals import StoppedError, stop_signals
+from qerl_jax.weights.export import load_peft_adapter, save_peft_adapter
+
+_SKIPS_THAT_STOP = 3
+
+
+@dataclasses.dataclass
+class _Progress:
+    """What changes, and is in the checkpoints."""
+
+    step: int
+    state: TrainState
+    cursor: Cursor
+    best_accuracy: float
+
+
+def train(
+    config: ConfigDict,
+    *,
+    workdir: str | Path | None = None,
+    rewards: Mapping[str, tuple[Reward, float]] | None = None,
+) -> Path:
+    """Trains, resumes, or says that there is nothing left to do.
+
+    Args:
+        config: see `experiments/configs/grpo_gsm8k.py`.
+        workdir: the run folder; None names it after the config.
+        rewards: function and weight by name, instead of those that the config names.
+
+    Returns:
+        The run folder: metrics.jsonl, completions.jsonl, curves.png, the PEFT adapters `adapter`
+        and `best_adapter`, checkpoints and TensorBoard's files.
+
+    Raises:
+        UserError: something asked for cannot be done.
+        StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
+    """
+    _make_gpu_deterministic()
+    check(config)
+    rewards = rewards or {
+        name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
+    }
+    with (
+        open_run(workdir, config) as run,
+        Checkpoints(run.path / "checkpoints", keep=config.checkpoint.keep) as checkpoints,
+    ):
+        if checkpoints.steps and checkpoints.steps[-1] >= config.steps:
+            _announce_finished(run, checkpoints.steps[-1])
+            return run.path
+        if jax.default_backend() == "gpu":
+            jax.config.update(
+                "jax_compilation_cache_dir", str(run.path.resolve() / "compile_cache")
+            )
+        setup = prepare(config, rewards, schedule_steps=run.schedule_steps)
+        progress = _restore(setup, checkpoints) or _start(setup)
+        with (
+            MetricsLog(
+                run.path,
+                tensorboard=config.log.tensorboard,
+                wandb=config.log.wandb,
+                trackio=config.log.trackio,
+                run_name=run.path.name,
+            ) as log,
+            stop_signals() as received,
+        ):
+            log.truncate(progress.step)
+            try:
+                _run_steps(setup, progress, run, checkpoints, log, received)
+            except StoppedError:
+                _save(setup, progress, checkpoints)
+                checkpoints.wait()
+                print(f"saved after step {progress.step}; the same command continues", flush=True)
+                raise
+        _finish(setup, progress, run)
+    return run.path
+
+
+def _run_steps(
+    setup: Setup,
+    progress: _Progress,
+    run: RunFolder,
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    received: list[int],
+) -> None:
+    config, live = setup.config, LiveLine()
+    evaluating = bool(setup.eval_prompts)
+    durations: list[float] = []
+
+    def watch(total: int, what: str):
+        began = time.perf_counter()
+
+        def on_progress(done: int, tokens: int) -> None:
+            if received:
+                raise StoppedError(received[0])
+            rate = tokens / (time.perf_counter() - began)
+            live.update(f"{what} {done}/{total} rows, {rate:.0f} tok/s")
+
+        return on_progress
+
+    def evaluate(step: int) -> float:
+        accuracy = greedy_accuracy(
+            setup.model,
+            progress.state.lora,
+            setup.eval_prompts,
+            correctness=setup.collect.rewards["correctness"][0],
+            time_limit=config.reward_time_limit,
+            sampling=dataclasses.replace(
+                setup.collect.sampling, max_new_tokens=config.eval.max_new_tokens
+            ),
+            rows=min(
+                len(setup.eval_prompts), config.rollout.prompts_per_step * config.rollout.group_size
+            ),
+            on_progress=watch(len(setup.eval_prompts), f"evaluation after step {step}:"),
+        )
+        if accuracy > progress.best_accuracy:
+            progress.best_accuracy = accuracy
+            if step:
+                _save_adapter(setup, progress, run.path / "best_adapter")
+        return accuracy
+
+    before = {}
+    if evaluating and progress.step == 0:
+        before["eval_accuracy_before"] = evaluate(0)
+        live.clear()
+        print(f"greedy accuracy before training: {before['eval_accuracy_before']:.3f}", flush=True)
+    while progress.step < config.steps:
+        began = time.perf_counter()
+        number = progress.step + 1
+        with _profile(config, number, run.path):
+            rows = config.rollout.prompts_per_step * config.rollout.group_size
+            row, experience = _step(
+                setup, progress, watch(rows, f"step {number}/{config.steps} rollout"), live
+            )
+        row = {"step": number} | row | before
+        before = {}
+        if evaluating and (number % config.eval.every == 0 or number == config.steps):
+            row["eval_accuracy"] = evaluate(number)
+        durations.append(time.perf_counter() - began)
+        row["step_seconds"] = durations[-1]
+        row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
+        live.clear()
+        for error in experience.scores.errors:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+        print(format_row(row, config.steps), flush=True)
+        log.write(row)
+        log.write_completions(number, _samples(experience, config.log.completions))
+        if number % config.checkpoint.every == 0 or number == config.steps:
+            _save(setup, progress, checkpoints)
+        if received:
+            raise StoppedError(received[0])
+
+
+def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine):
+    """One step; returns the row of metrics and the experience, and moves `progress` on."""
+    config, params = setup.config, setup.model.params
+    key = jax.random.fold_in(setup.key, progress.step)
+    sigma = float(setup.sigma(progress.step))
+    noisy = aqn.perturb_norms(
+        jax.random.fold_in(key, 0),
+        params,
+        sigma,
+        form=config.aqn.form,
+        final_norm=config.aqn.final_norm,
+    )
+    perturbed = aqn.count_perturbed(params, noisy)
+    if sigma > 0 and not perturbed:
+        raise UserError(f"the noise of sigma={sigma} changed no norm: float32 rounds it away")
+    experience, cursor = collect(
+        jax.random.fold_in(key, 1),
+        setup.model,
+        noisy,
+        progress.state.lora,
+        setup.train_prompts,
+        progress.cursor,
+        config=setup.collect,
+        on_progress=on_progress,
+    )
+    live.update(f"step {progress.step + 1}/{config.steps} update")
+    began = time.perf_counter()
+    batch = make_batch(
+        [prompt.ids for prompt in experience.prompts],
+        experience.rollout.tokens,
+        experience.rollout.lengths,
+        experience.rollout.finished,
+        experience.advantages,
+        experience.rollout.logprobs,
+        mask_truncated=config.rl.mask_truncated,
+        aggregation=setup.loss.aggregation,
+        pad_id=setup.model.tokenizer.pad_id,
+    )
+    row = {"sigma": sigma, "perturbed_norms": perturbed}
+    if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:
+        row["noise_kl"] = _noise_kl(setup, noisy, progress.state, batch)
+    trained = noisy if config.aqn.correction == "noisy_forward" else params
+    state, metrics = _update(setup, progress.state, trained, batch)
+    seconds = time.perf_counter() - began
+    if int(state.skipped_in_a_row) >= _SKIPS_THAT_STOP:
+        raise UserError(
+            f"the gradients of {_SKIPS_THAT_STOP} updates in a row were not finite (step "
+            f"{progress.step + 1}); lower --config.optimizer.learning_rate and start a new run"
+        )
+    progress.step, progress.state, progress.cursor = progress.step + 1, state, cursor
+    row |= experience.metrics | metrics
+    row["train_seconds"] = seconds
+    row["train_tokens_per_second"] = (
+        float(batch.lengths.sum()) * config.rl.updates_per_rollout / seconds
+    )
+    return row, experience
+
+
+def _update(setup: Setup, state: TrainState, params: dict, batch):
+    """The optimiser steps on one rollout; returns the state and metrics as Python numbers."""
+    config, model = setup.config, setup.model
+    shared = {"config": model.config, "temperature": config.rollout.temperature}
+    batch = micro_batches(batch, config.train.micro_batch_rows)
+    if setup.loss.kl_coef:
+        batch = batch.replace(ref_logprobs=score(model.params, None, batch, **shared))
+    if config.rl.updates_per_rollout > 1:
+        batch = batch.replace(old_logprobs=score(params, state.lora, batch, **shared))
+    history = []
+    for _ in range(config.rl.updates_per_rollout):
+        state, metrics = train_step(
+            state,
+            params,
+            batch,
+            loss=setup.loss,
+            optimizer=setup.optimizer,
+            remat=config.train.remat,
+            **shared,
+        )
+        history.append(metrics)
+    history = jax.device_get(history)
+    combine = {"update_skipped": np.sum, "ratio_max": np.max, "logprob_diff_max": np.max}
+    return state, {
+        name: combine.get(name, np.mean)([metrics[name] for metrics in history]).item()
+        for name in history[0]
+    }
+
+
+def _noise_kl(setup: Setup, noisy: dict, state: TrainState, batch) -> float:
+    """KL of the noisy against the clean policy on the first rows of the batch."""
+    rows = jax.tree.map(lambda x: x[: setup.config.aqn.kl_rows], batch)
+    kl = mean_kl(
+        noisy,
+        setup.model.params,
+        state.lora,
+        rows,
+        config=setup.model.config,
+        temperature=setup.config.rollout.temperature,
+    )
+    return float(kl)
+
+
+def _samples(experience: Experience, count: int) -> list[dict]:
+    """Completions to show: the first of each group, as many as asked for, then the next of each."""
+    rows = len(experience.texts)
+    group = rows // len({id(prompt) for prompt in experience.prompts})
+    order = np.arange(rows).reshape(-1, group).T.reshape(-1)[:count]
+    return [
+        {
+            "prompt": experience.prompts[row].text,
+            "completion": experience.texts[row],
+            "answer": experience.prompts[row].problem.answer,
+            "reward": float(experience.scores.total[row]),
+            **{f"reward/{name}": float(v[row]) for name, v in experience.scores.parts.items()},
+            "advantage": float(experience.advantages[row]),
+            "tokens": int(experience.rollout.lengths[row]),
+            "finished": bool(experience.rollout.finished[row]),
+        }
+        for row in order.tolist()
+    ]
+
+
+# --- The beginning and the end ------------------------------------------------------------------
+
+
+def _start(setup: Setup) -> _Progress:
+    if setup.config.lora.init:
+        lora = load_peft_adapter(setup.config.lora.init, setup.model.config, setup.lora_config)
+        lora = jax.tree.map(jax.numpy.asarray, lora)
+    else:
+        # The steps fold non-negative numbers into the key.
+        key = jax.random.fold_in(setup.key, 2**32 - 1)
+        lora = lora_lib.init(key, setup.model.config, setup.lora_config)
+    return _Progress(
+        step=0, state=init_state(lora, setup.optimizer), cursor=Cursor(), best_accuracy=-1.0
+    )
+
+
+def _restore(setup: Setup, checkpoints: Checkpoints) -> _Progress | None:
+    restored = checkpoints.restore_latest(jax.eval_shape(lambda: _start(setup).state))
+    if restored is None:
+        return None
+    step, state, meta = restored
+    if meta["fingerprint"] != setup.model.fingerprint:
+        raise UserError(
+            f"the weights of {setup.config.model.source} are not those that this run began with; "
+            "restore them or pass another --workdir"
+        )
+    print(f"resuming after step {step}", flush=True)
+    return _Progress(
+        step=step,
+        state=state,
+        cursor=Cursor(**meta["cursor"]),
+        best_accuracy=meta["best_accuracy"],
+    )
+
+
+def _save(setup: Setup, progress: _Progress, checkpoints: Checkpoints) -> None:
+    checkpoints.save(
+        progress.step,
+        progress.state,
+        {
+            "cursor": dataclasses.asdict(progress.cursor),
+            "best_accuracy": progress.best_accuracy,
+            "fingerprint": setup.model.fingerprint,
+        },
+    )
+
+
+def _save_adapter(setup: Setup, progress: _Progress, path: Path) -> None:
+    save_peft_adapter(path, progress.state.lora, setup.lora_config, base_model=setup.model.source)
+
+
+def _finish(setup: Setup, progress: _Progress, run: RunFolder) -> None:
+    _save_adapter(setup, progress, run.path / "adapter")
+    plot_run(run.path)
+    _announce_finished(run, progress.step)
+
+
+def _announce_finished(run: RunFolder, steps: int) -> None:
+    print(
+        f"finished after {steps} steps: {run.path}/adapter (PEFT), {run.path}/curves.png; "
+        f"to train on, pass --workdir={run.path} --config.steps={2 * steps}",
+        flush=True,
+    )
+
+
+@contextlib.contextmanager
+def _profile(config: ConfigDict, number: int, path: Path) -> Iterator[None]:
+    """A jax.profiler trace of the steps profile.start to profile.stop, both included."""
+    if number == config.profile.start:
+        jax.profiler.start_trace(str(path / "profile"))
+    yield
+    if number == config.profile.stop and config.profile.start:
+        jax.profiler.stop_trace()
+
+
+def _make_gpu_deterministic() -> None:
+    """Asks XLA for reproducible GPU kernels; works only before JAX has started its backend."""
+    flag = "--xla_gpu_exclude_nondeterministic_ops=true"
+    flags = os.environ.get("XLA_FLAGS", "")
+    if flag.split("=")[0] not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()

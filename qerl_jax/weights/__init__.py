@@ -1,0 +1,1 @@
+"""How checkpoints come and go."""

@@ -1,0 +1,221 @@
+"""Reading GGUF files (llama.cpp's format) as Hugging Face tensors.
+
+GGUF renames the tensors, stores quantised blocks, and interleaves the rows of Llama's q and k
+projections for its own rotary convention. Here they come out dequantised, under Hugging Face names
+and in Hugging Face row order.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import gguf
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy.attention import rotary_frequencies
+from qerl_jax.policy.config import ModelConfig, RopeScaling
+from qerl_jax.weights import names
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_ROPE_FREQS = "rope_freqs.weight"
+_CHUNK_ROWS = 4096  # rows dequantised at once: bounds the float32 copy of a large embedding
+_GLOBAL_NAMES = {
+    "token_embd.weight": names.EMBED,
+    "output_norm.weight": names.NORM,
+    "output.weight": names.HEAD,
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "q_proj",
+    "attn_k": "k_proj",
+    "attn_v": "v_proj",
+    "attn_output": "o_proj",
+    "attn_q_norm": "q_norm",
+    "attn_k_norm": "k_norm",
+    "ffn_gate": "gate_proj",
+    "ffn_up": "up_proj",
+    "ffn_down": "down_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class GgufFile:
+    """An open GGUF file.
+
+    Attributes:
+        path: the file.
+        metadata: its key-value pairs.
+        config: the architecture.
+        tensors: the stored tensors by Hugging Face name, still quantised.
+    """
+
+    path: pathlib.Path
+    metadata: Mapping[str, Any]
+    config: ModelConfig
+    tensors: Mapping[str, gguf.ReaderTensor]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor in Hugging Face's order, outputs first."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """One tensor, dequantised, in Hugging Face's row order."""
+        tensor = self.tensors[name]
+        out = np.empty(self.shape(name), dtype)
+        try:
+            for row in range(0, len(out), _CHUNK_ROWS):
+                rows = slice(row, row + _CHUNK_ROWS)
+                out[rows] = gguf.dequantize(tensor.data[rows], tensor.tensor_type)
+        except NotImplementedError as error:
+            raise UserError(
+                f"{self.path}: '{tensor.name}' has the type {tensor.tensor_type.name}, "
+                "which cannot be dequantised"
+            ) from error
+        if self.config.model_type == "llama":
+            if name.endswith("q_proj.weight"):
+                return _split_halves(out, self.config.num_heads)
+            if name.endswith("k_proj.weight"):
+                return _split_halves(out, self.config.num_kv_heads)
+        return out
+
+
+def open_gguf(path: pathlib.Path | str) -> GgufFile:
+    """Opens a file and reads its metadata; tensors are read when asked for.
+
+    Raises:
+        UserError: the file is missing, truncated or no GGUF file, or its architecture or one of
+            its settings is not supported; the message names it.
+    """
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    try:
+        reader = gguf.GGUFReader(path)
+    # The package raises whatever its slicing ran into.
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
+        raise UserError(f"{path}: truncated or not a GGUF file ({error})") from error
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    rope_freqs = tensors.pop(_ROPE_FREQS, None)
+    config = _config(path, metadata, tensors)
+    if rope_freqs is not None:
+        scaling = _llama3_scaling(path, np.asarray(rope_freqs.data, np.float32), config)
+        config = dataclasses.replace(config, rope_scaling=scaling)
+    renamed = {_hf_name(path, name): tensor for name, tensor in tensors.items()}
+    return GgufFile(path=path, metadata=metadata, config=config, tensors=renamed)
+
+
+def _config(
+    path: pathlib.Path, metadata: Mapping[str, Any], tensors: Mapping[str, gguf.ReaderTensor]
+) -> ModelConfig:
+    architecture = metadata.get("general.architecture")
+    if architecture not in ARCHITECTURES:
+        raise UserError(
+            f"{path}: the architecture {architecture!r} is not supported; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    get = functools.partial(_value, path, metadata, architecture)
+    num_heads = get("attention.head_count")
+    embed_dim = get("embedding_length")
+    head_dim = get("attention.key_length", default=embed_dim // max(num_heads, 1))
+    _reject_unsupported(path, get, head_dim)
+    if "token_embd.weight" not in tensors:
+        raise UserError(f"{path}: the tensor 'token_embd.weight' is missing")
+    return ModelConfig(
+        model_type=architecture,
+        vocab_size=int(tensors["token_embd.weight"].shape[-1]),
+        embed_dim=embed_dim,
+        mlp_dim=get("feed_forward_length"),
+        num_layers=get("block_count"),
+        num_heads=num_heads,
+        num_kv_heads=get("attention.head_count_kv", default=num_heads),
+        head_dim=head_dim,
+        rope_theta=_decimal(get("rope.freq_base", default=10000.0)),
+        rope_scaling=None,
+        norm_eps=_decimal(get("attention.layer_norm_rms_epsilon")),
+        tie_embeddings="output.weight" not in tensors,
+        attention_bias=architecture == "qwen2",
+        qk_norm=architecture == "qwen3",
+        max_position=get("context_length"),
+    )
+
+
+def _reject_unsupported(path: pathlib.Path, get: functools.partial, head_dim: int) -> None:
+    plain = {
+        "expert_count": 0,
+        "attention.value_length": head_dim,
+        "rope.dimension_count": head_dim,
+        "rope.scaling.type": "none",
+        "rope.scale_linear": 1.0,
+        "attention.sliding_window": 0,
+    }
+    for key, supported in plain.items():
+        value = get(key, default=supported)
+        if value != supported:
+            raise UserError(f"{path}: {key}={value} is not supported; supported: {supported}")
+
+
+def _value(
+    path: pathlib.Path,
+    metadata: Mapping[str, Any],
+    architecture: str,
+    key: str,
+    *,
+    default: Any = None,
+) -> Any:
+    value = metadata.get(f"{architecture}.{key}", default)
+    kind = str if isinstance(default, str) else int | float
+    if not isinstance(value, kind):
+        raise UserError(
+            f"{path}: the metadata '{architecture}.{key}' is {value!r}, must be a "
+            f"{'string' if kind is str else 'number'}"
+        )
+    return value
+
+
+def _decimal(value: float) -> float:
+    """The shortest decimal of a stored float32: 1e-05 instead of 9.999999747378752e-06."""
+    return float(str(np.float32(value)))
+
+
+def _llama3_scaling(
+    path: pathlib.Path, factors: np.ndarray, config: ModelConfig
+) -> RopeScaling | None:
+    """Recovers Llama 3's scaling from the divisors [H/2] of the frequencies that a file stores."""
+    if np.all(factors == 1):
+        return None
+    if not factors.max(initial=0) > 1:
+        raise UserError(f"{path}: '{_ROPE_FREQS}' is not the frequency scaling of Llama 3")
+    # Only the factor differs among Llama 3.1, 3.2 and 3.3; the lowest frequencies carry it whole.
+    scaling = RopeScaling(
+        factor=_decimal(factors.max()),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=8192,
+    )
+    scaled = rotary_frequencies(dataclasses.replace(config, rope_scaling=scaling))
+    expected = rotary_frequencies(config) / scaled
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+        raise UserError(f"{path}: '{_ROPE_FREQS}' is not the frequency scaling of Llama 3")
+    return scaling
+
+
+def _hf_name(path: pathlib.Path, name: str) -> str:
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _LAYER_NAMES:
+        raise UserError(f"{path}: the tensor '{name}' is not part of a supported architecture")
+    return f"{names.layer_module(int(match[1]), _LAYER_NAMES[match[2]])}.{match[3]}"
+
+
+def _split_halves(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Undoes GGUF's row order, which pairs row i of a head with row i + H/2."""
+    outputs, inputs = weight.shape
+    pairs = weight.reshape(heads, outputs // heads // 2, 2, inputs)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(outputs, inputs)

@@ -1,0 +1,37 @@
+"""Reading the JSON files of a checkpoint."""
+
+import json
+import pathlib
+from typing import Any
+
+from qerl_jax.errors import UserError
+
+
+def read_object(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        UserError: the file cannot be read, or holds anything else.
+    """
+    try:
+        return parse_object(path, path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def parse_object(path: pathlib.Path, text: bytes) -> dict[str, Any]:
+    """The JSON object in a part of a file; see `read_object`."""
+    try:
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: malformed JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: malformed JSON: expected an object")
+    return value
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return value

@@ -1,0 +1,58 @@
+"""Our parameter tree and Hugging Face's tensor names, for loading, exporting and adapters."""
+
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import projection_shapes
+
+EMBED = "model.embed_tokens.weight"
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
+HEAD_NORMS = ("q_norm", "k_norm")
+BIASED = ("q_proj", "k_proj", "v_proj")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", *HEAD_NORMS)
+
+
+def layer_module(layer: int, module: str) -> str:
+    """The path of a layer's projection or norm, as 'model.layers.0.self_attn.q_proj'."""
+    if module in LAYER_NORMS:
+        return f"model.layers.{layer}.{module}"
+    block = "self_attn" if module in _ATTENTION else "mlp"
+    return f"model.layers.{layer}.{block}.{module}"
+
+
+def peft_tensor(layer: int, projection: str, matrix: str) -> str:
+    """PEFT's name of an adapter matrix; `matrix` is 'a' ([R, K]) or 'b' ([N, R])."""
+    return f"base_model.model.{layer_module(layer, projection)}.lora_{matrix.upper()}.weight"
+
+
+def expected_shapes(config: ModelConfig, *, packed: bool = False) -> dict[str, tuple[int, ...]]:
+    """Every tensor of a checkpoint and its shape.
+
+    Args:
+        config: the architecture.
+        packed: the projections are stored as compressed-tensors' NVFP4: weight_packed [N, K/2],
+            weight_scale [N, K/16] and weight_global_scale [1] instead of weight [N, K].
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBED: (config.vocab_size, config.embed_dim),
+        NORM: (config.embed_dim,),
+    }
+    if not config.tie_embeddings:
+        shapes[HEAD] = (config.vocab_size, config.embed_dim)
+    for layer in range(config.num_layers):
+        for norm in LAYER_NORMS:
+            shapes[f"{layer_module(layer, norm)}.weight"] = (config.embed_dim,)
+        if config.qk_norm:
+            for norm in HEAD_NORMS:
+                shapes[f"{layer_module(layer, norm)}.weight"] = (config.head_dim,)
+        for projection, (outputs, inputs) in projection_shapes(config).items():
+            module = layer_module(layer, projection)
+            if packed:
+                shapes[f"{module}.weight_packed"] = (outputs, inputs // 2)
+                shapes[f"{module}.weight_scale"] = (outputs, inputs // 16)
+                shapes[f"{module}.weight_global_scale"] = (1,)
+            else:
+                shapes[f"{module}.weight"] = (outputs, inputs)
+            if config.attention_bias and projection in BIASED:
+                shapes[f"{module}.bias"] = (outputs,)
+    return shapes

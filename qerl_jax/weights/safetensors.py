@@ -1,0 +1,160 @@
+"""Reading safetensors files through a memory map, trusting nothing that their header says.
+
+The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header
+with the dtype, shape and byte range of every tensor, then the bytes. The `safetensors` package has
+no FP8 in NumPy; here every dtype that ml_dtypes knows is read, and nothing is read before it is
+used.
+"""
+
+import math
+import pathlib
+
+import ml_dtypes
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.weights import json_file
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+_MAX_HEADER_BYTES = 100_000_000
+_DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+    "U16": np.uint16,
+    "I16": np.int16,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "U32": np.uint32,
+    "I32": np.int32,
+    "F32": np.float32,
+    "U64": np.uint64,
+    "I64": np.int64,
+    "F64": np.float64,
+}
+
+
+def read_file(path: pathlib.Path | str) -> dict[str, np.ndarray]:
+    """The tensors of one file as read-only views of a memory map, in the order of their bytes.
+
+    Raises:
+        UserError: the file is missing, truncated or malformed; nothing was allocated by then.
+    """
+    path = pathlib.Path(path)
+    try:
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+    entries, start = _header(path, data)
+    views = {}
+    for name, (dtype, shape, begin, end) in entries.items():
+        try:
+            views[name] = data[start + begin : start + end].view(dtype).reshape(shape)
+        except (OverflowError, ValueError) as error:
+            raise UserError(f"{path}: malformed header: '{name}' has shape {shape}") from error
+    return views
+
+
+def read_folder(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
+    """The tensors of a Hugging Face folder, in one file or in shards with an index.
+
+    Raises:
+        UserError: a file is missing, malformed or outside the folder, or the index does not
+            describe the shards.
+    """
+    folder = pathlib.Path(folder)
+    if (folder / SINGLE_FILE).exists():
+        return read_file(folder / SINGLE_FILE)
+    if not (folder / INDEX_FILE).exists():
+        raise UserError(
+            f"{folder}: there is neither {SINGLE_FILE} nor {INDEX_FILE}; "
+            "only safetensors checkpoints can be read"
+        )
+    return _read_shards(folder)
+
+
+def _header(path: pathlib.Path, data: np.ndarray) -> tuple[dict[str, tuple], int]:
+    """The validated entries {name: (dtype, shape, begin, end)} and where the tensors start."""
+    if data.size < 8:
+        raise UserError(f"{path}: truncated: {data.size} bytes are no safetensors file")
+    length = int.from_bytes(data[:8].tobytes(), "little")
+    if length > _MAX_HEADER_BYTES:
+        raise UserError(
+            f"{path}: not a safetensors file: its header would be {length} bytes long, "
+            f"at most {_MAX_HEADER_BYTES} are allowed"
+        )
+    start = 8 + length
+    if start > data.size:
+        raise UserError(
+            f"{path}: truncated: the header ends at byte {start}, the file at {data.size}"
+        )
+    header = json_file.parse_object(path, data[8:start].tobytes())
+    header.pop("__metadata__", None)
+    entries = {name: _entry(path, name, value) for name, value in header.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: item[1][2:]))
+    position = 0
+    for name, (_, _, begin, end) in entries.items():
+        if start + end > data.size:
+            raise UserError(
+                f"{path}: truncated: '{name}' ends at byte {start + end}, the file at {data.size}"
+            )
+        if begin != position:
+            kind = "overlaps the one before" if begin < position else "leaves a gap before it"
+            raise UserError(f"{path}: malformed header: '{name}' {kind}")
+        position = end
+    if start + position != data.size:
+        raise UserError(
+            f"{path}: malformed: the last tensor ends at byte {start + position}, "
+            f"the file at {data.size}"
+        )
+    return entries, start
+
+
+def _entry(path: pathlib.Path, name: str, value: object) -> tuple:
+    if not isinstance(value, dict) or not {"dtype", "shape", "data_offsets"} <= value.keys():
+        raise UserError(f"{path}: malformed header: '{name}' lacks a dtype, shape or data_offsets")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise UserError(f"{path}: '{name}' has the dtype {dtype!r}; known: {', '.join(_DTYPES)}")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise UserError(
+            f"{path}: malformed header: '{name}' has shape {shape!r} and data_offsets {offsets!r}"
+        )
+    begin, end = offsets
+    size = math.prod(shape) * np.dtype(_DTYPES[dtype]).itemsize
+    if end - begin != size:
+        raise UserError(
+            f"{path}: malformed header: '{name}' spans {end - begin} bytes, "
+            f"its shape {shape} and dtype {dtype} need {size}"
+        )
+    return np.dtype(_DTYPES[dtype]), tuple(shape), begin, end
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(v) is int and v >= 0 for v in values)
+
+
+def _read_shards(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    path = folder / INDEX_FILE
+    weight_map = json_file.read_object(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise UserError(f"{path}: malformed: 'weight_map' must map tensor names to file names")
+    tensors: dict[str, np.ndarray] = {}
+    for file in sorted(set(weight_map.values())):
+        # Compared as written: the files of a hub cache are links to outside the folder.
+        if pathlib.PurePath(file).is_absolute() or ".." in pathlib.PurePath(file).parts:
+            raise UserError(f"{path}: the shard '{file}' lies outside the folder")
+        if not (folder / file).exists():
+            raise UserError(f"{folder}: the shard '{file}' named by {INDEX_FILE} is missing")
+        shard = read_file(folder / file)
+        listed = {name for name, shard_file in weight_map.items() if shard_file == file}
+        if listed != shard.keys():
+            name = sorted(listed ^ shard.keys())[0]
+            where = "is not in" if name in listed else "is not listed for"
+            raise UserError(f"{path}: does not describe its shards: '{name}' {where} '{file}'")
+        tensors |= shard
+    return tensors

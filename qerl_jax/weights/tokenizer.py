@@ -1,0 +1,287 @@
+"""Text to token ids and back, with the chat template and every id that ends a reply."""
+
+import dataclasses
+import datetime
+import functools
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from qerl_jax.errors import UserError
+from qerl_jax.weights import json_file
+
+# Ends of a turn or of a document in the supported families. A checkpoint names one or two of them;
+# a policy may emit any.
+_END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# GGUF's types of tokens.
+_CONTROL = 3
+_USER_DEFINED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer with its chat template.
+
+    Attributes:
+        backend: the tokenizer itself.
+        chat_template: a Jinja template, or None.
+        special_tokens: what the template may refer to: 'bos_token', 'eos_token' and the like.
+        eos_ids: every id that ends a reply, ascending.
+        pad_id: the id that fills up rows; its positions are never read.
+    """
+
+    backend: tokenizers.Tokenizer
+    chat_template: str | None
+    special_tokens: Mapping[str, str]
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text; special tokens are recognised in it, none are added."""
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
+        """The text of ids, by default without the special tokens."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Renders a conversation.
+
+        Args:
+            messages: dicts with 'role' and 'content'.
+            add_generation_prompt: end with the beginning of the assistant's reply.
+
+        Raises:
+            UserError: there is no chat template, or it rejects the messages.
+        """
+        if self.chat_template is None:
+            raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
+        try:
+            return _compile_template(self.chat_template).render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            message = " ".join(str(error).split())  # syntax errors quote their lines
+            raise UserError(f"the chat template failed: {message}") from error
+
+
+def from_folder(folder: pathlib.Path | str) -> Tokenizer:
+    """Reads the tokenizer of a Hugging Face folder.
+
+    Raises:
+        UserError: the folder has no tokenizer, or a file of it is malformed.
+    """
+    folder = pathlib.Path(folder)
+    backend = _read_backend(folder)
+    backend.no_padding()
+    backend.no_truncation()
+    settings = _read_json(folder / "tokenizer_config.json")
+    special_tokens = {
+        key: value["content"] if isinstance(value, dict) else value
+        for key, value in settings.items()
+        if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
+    }
+    named = []
+    for file in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / file).get("eos_token_id")
+        named += ids if isinstance(ids, list) else [ids]
+    return _finish(
+        backend,
+        chat_template=_read_chat_template(folder, settings),
+        special_tokens=special_tokens,
+        eos_ids=named,
+        pad_id=None,
+    )
+
+
+def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Builds the tokenizer that a GGUF file's metadata describes.
+
+    Raises:
+        UserError: the metadata is incomplete, or of a tokenizer that is not supported.
+    """
+    model = metadata.get("tokenizer.ggml.model")
+    pre = metadata.get("tokenizer.ggml.pre")
+    if model != "gpt2" or pre not in ("smollm", "qwen2", "llama-bpe"):
+        raise UserError(
+            f"GGUF tokenizer {model!r} with pre-tokenizer {pre!r} is not supported; supported: "
+            "'gpt2' with 'smollm', 'qwen2' or 'llama-bpe'"
+        )
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    merges = [tuple(merge.split(" ")) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if not tokens or len(types) != len(tokens) or any(len(merge) != 2 for merge in merges):
+        raise UserError("the tokenizer metadata of the GGUF file is incomplete or malformed")
+    try:
+        # Llama 3 takes a whole word that is in the vocabulary, whatever the merges say.
+        bpe = models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")
+    except Exception as error:  # tokenizers raises no narrower class
+        raise UserError(f"the tokenizer metadata of the GGUF file is malformed: {error}") from error
+    backend = tokenizers.Tokenizer(bpe)
+    backend.pre_tokenizer = _pre_tokenizer(pre)
+    if pre == "qwen2":
+        backend.normalizer = normalizers.NFC()
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=kind == _CONTROL, normalized=False)
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    ids = {
+        key: metadata.get(f"tokenizer.ggml.{name}_token_id")
+        for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown"))
+    }
+    special_tokens = {
+        f"{key}_token": tokens[i] for key, i in ids.items() if i is not None and i < len(tokens)
+    }
+    return _finish(
+        backend,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        special_tokens=special_tokens,
+        eos_ids=[ids["eos"], metadata.get("tokenizer.ggml.eot_token_id")],
+        pad_id=ids["pad"],
+    )
+
+
+def _finish(
+    backend: tokenizers.Tokenizer,
+    *,
+    chat_template: str | None,
+    special_tokens: Mapping[str, str],
+    eos_ids: Sequence[int | None],
+    pad_id: int | None,
+) -> Tokenizer:
+    """Collects every end of a reply: those named, the tokenizer's own and the well-known ones."""
+    own = backend.token_to_id(special_tokens.get("eos_token", ""))
+    found = {i for i in (*eos_ids, own) if i is not None}
+    added = backend.get_added_tokens_decoder()
+    found |= {i for i, token in added.items() if token.special and token.content in _END_TOKENS}
+    if not found:
+        raise UserError("the tokenizer names no end-of-sequence token")
+    if pad_id is None and "pad_token" in special_tokens:
+        pad_id = backend.token_to_id(special_tokens["pad_token"])
+    return Tokenizer(
+        backend=backend,
+        chat_template=chat_template,
+        special_tokens=special_tokens,
+        eos_ids=tuple(sorted(found)),
+        pad_id=min(found) if pad_id is None else pad_id,
+    )
+
+
+def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    if pre == "smollm":
+        return pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
+    pattern = _QWEN2_SPLIT if pre == "qwen2" else _LLAMA3_SPLIT
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
+    file = folder / "tokenizer.json"
+    if file.exists():
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises no narrower class
+            raise UserError(f"{file}: malformed: {error}") from error
+    if not (folder / "vocab.json").exists():
+        raise UserError(f"{folder}: there is neither tokenizer.json nor vocab.json")
+    import transformers  # two seconds, and only for folders of before tokenizer.json
+
+    try:
+        read: Any = transformers.AutoTokenizer
+        return read.from_pretrained(folder).backend_tokenizer
+    except Exception as error:  # whatever a malformed file leads to
+        raise UserError(f"{folder}: the tokenizer cannot be read: {error}") from error
+
+
+def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
+    if (folder / "chat_template.jinja").exists():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    template = _read_json(folder / "chat_template.json").get("chat_template")
+    template = template or settings.get("chat_template")
+    if isinstance(template, list):  # several by name
+        template = {item["name"]: item["template"] for item in template}.get("default")
+    return template
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    """A JSON object, or {} when there is no such file."""
+    return json_file.read_object(path) if path.exists() else {}
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %} marks the assistant's tokens for other trainers; its body is plain text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+@functools.lru_cache
+def _compile_template(source: str) -> jinja2.Template:
+    """Chat templates come with the weights: sandboxed, with the functions that they expect."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    functions: dict[str, Any] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+    }
+    return environment.from_string(source, globals=functions)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(form):
+    return datetime.datetime.now().strftime(form)
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,141 @@
+"""Writes nvfp4_*/: tiny NVFP4A16 checkpoints made by llm-compressor, and what they decode to.
+
+Each folder is a compressed-tensors checkpoint (config.json, model.safetensors, a tokenizer) plus
+source_bf16.safetensors, the bfloat16 model that was quantised, and logits.safetensors: `ids` [T]
+and the float32 logits [T, V] that transformers computes from the decompressed weights, once as
+compressed-tensors decompresses them (`logits_bf16`: each weight rounded to bfloat16 after its
+scales) and once without that rounding (`logits_float32`).
+
+Besides random weights, the source has what a quantiser may get wrong: blocks of zeros and of
+negative zeros, blocks whose scale underflows, an outlier, rounding ties, and fused projections that
+differ in their largest weight.
+
+Needs Python 3.11, torch==2.13.0 (CPU), llmcompressor==0.14.0.1 (with compressed-tensors==0.19.0 and
+transformers==5.17.0), safetensors==0.8.0:
+
+    python tests/golden/make_nvfp4.py
+"""
+
+import json
+import pathlib
+import tempfile
+
+import torch
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+from llmcompressor import oneshot
+from llmcompressor.modifiers.quantization import QuantizationModifier
+from safetensors.torch import load_file, save_file
+from tiny_tokenizer import write_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+HERE = pathlib.Path(__file__).parent
+COMMON = {
+    "hidden_size": 32,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "qwen2": COMMON | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": COMMON | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
+    "llama": COMMON | {"model_type": "llama", "tie_word_embeddings": False},
+}
+
+
+def randomize(model, generator):
+    """Fills every parameter; the linear weights of each projection have a size of their own."""
+    for name, parameter in model.named_parameters():
+        values = torch.randn(parameter.shape, generator=generator)
+        if "norm" in name:
+            values = 1 + 0.5 * values
+        elif name.endswith("bias"):
+            values = 0.5 * values
+        elif "_proj" in name:
+            size = 0.5 + torch.rand((), generator=generator)
+            values = size * values / parameter.shape[1] ** 0.5
+            values[0, :16] = 0
+            values[1, :16] = -0.0
+            values[2, :16] *= 1e-4
+            values[3, 16:32] *= 1e-6
+            values[4, 5] = 4 * size
+            # Sixteenths of the block's largest weight, which fall on ties between code points.
+            values[5, 16:32] = torch.arange(-8, 8) / 8 * size
+        parameter.copy_(values)
+
+
+def decoded(tensors, dtype):
+    """The tensors of a plain checkpoint: codes times scales in float32, rounded to `dtype`."""
+    plain = {}
+    for name, value in tensors.items():
+        if name.endswith(".weight_packed"):
+            prefix = name.removesuffix("_packed")
+            rows, columns = value.shape[0], 2 * value.shape[1]
+            codes = unpack_fp4_from_uint8(value, rows, columns, dtype=torch.float32)
+            scales = tensors[prefix + "_scale"].float() / tensors[prefix + "_global_scale"]
+            weight = codes.reshape(rows, -1, 16) * scales[..., None]
+            plain[prefix] = weight.reshape(rows, columns).to(dtype).float()
+        elif not name.endswith(("_scale", "_global_scale")):
+            plain[name] = value.float()
+    return plain
+
+
+def logits(config, tensors, ids):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
+    model.tie_weights()
+    return model(ids[None]).logits[0].contiguous()
+
+
+@torch.no_grad()
+def main():
+    torch.set_num_threads(1)
+    for seed, (name, options) in enumerate(CONFIGS.items()):
+        folder = HERE / f"nvfp4_{name}"
+        generator = torch.Generator().manual_seed(seed)
+        config = AutoConfig.for_model(**options)
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+        randomize(model, generator)
+        with tempfile.TemporaryDirectory() as scratch:
+            model.save_pretrained(scratch)
+            source = load_file(f"{scratch}/model.safetensors")
+            model = AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.bfloat16)
+            with torch.enable_grad():
+                recipe = QuantizationModifier(
+                    targets="Linear", scheme="NVFP4A16", ignore=["lm_head"]
+                )
+                oneshot(model=model, recipe=recipe)
+            model.save_pretrained(folder, save_compressed=True)
+        for path in folder.iterdir():
+            if path.name not in ("config.json", "model.safetensors"):
+                path.unlink()
+        write_tokenizer(folder, options["vocab_size"])
+        save_file(source, folder / "source_bf16.safetensors")
+
+        quantized = load_file(folder / "model.safetensors")
+        ids = torch.randint(options["vocab_size"], (12,), generator=generator)
+        by_library = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        by_library(ids[None])  # decompresses
+        rounded = decoded(quantized, torch.bfloat16)
+        for key, weight in by_library.state_dict().items():
+            if key.endswith("_proj.weight"):
+                assert torch.equal(weight.float(), rounded[key]), key
+        tensors = {
+            "ids": ids.to(torch.int32),
+            "logits_bf16": logits(config, rounded, ids),
+            "logits_float32": logits(config, decoded(quantized, torch.float32), ids),
+        }
+        save_file(tensors, folder / "logits.safetensors")
+        largest = (tensors["logits_bf16"] - tensors["logits_float32"]).abs().max().item()
+        print(name, json.dumps({"tensors": len(quantized), "rounding moves logits by": largest}))
+
+
+if __name__ == "__main__":
+    main()

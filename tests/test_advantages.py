@@ -1,0 +1,69 @@
+"""Group-relative advantages."""
+
+import numpy as np
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.rl.advantages import group_advantages
+
+NAN = np.nan
+
+
+@pytest.mark.parametrize(("eps", "expected"), [(1e-4, 0.865875), (1e-6, 0.866024)])
+def test_half_of_four_correct(eps, expected):
+    advantages = group_advantages(np.array([[1.0, 0.0, 0.0, 1.0]]), eps=eps)
+    assert advantages.dtype == np.float32
+    np.testing.assert_allclose(advantages, [[expected, -expected, -expected, expected]], atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_equal_rewards_have_exactly_no_advantage(scale, dtype):
+    # In float64 the mean of seven rewards of 2.2 is not 2.2.
+    rewards = np.array([[0.2 + 2.0] * 7, [1, 2, 3, 4, 5, 6, 7]], dtype)
+    advantages = group_advantages(rewards, scale=scale, eps=1e-12)
+    assert not advantages[0].any()
+    assert advantages[1].any()
+
+
+@pytest.mark.parametrize(
+    ("scale", "std"), [("group", [[1.0], [10.0]]), ("batch", np.sqrt(688 / 5)), ("none", 1.0)]
+)
+def test_scales(scale, std):
+    # The six rewards have mean 11 and squared distances 100, 81, 64, 1, 81 and 361 from it.
+    rewards = np.array([[1.0, 2.0, 3.0], [10.0, 20.0, 30.0]])
+    expected = np.array([[-1.0, 0.0, 1.0], [-10.0, 0.0, 10.0]]) / np.array(std)
+    np.testing.assert_allclose(group_advantages(rewards, scale=scale, eps=0.0), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_missing_rewards_take_no_part(scale):
+    rewards = np.array([[1.0, NAN, 3.0, 8.0], [5.0, 6.0, NAN, 7.0]])
+    advantages = group_advantages(rewards, scale=scale, eps=0.0)
+    dense = group_advantages(np.array([[1.0, 3.0, 8.0], [5.0, 6.0, 7.0]]), scale=scale, eps=0.0)
+    present = ~np.isnan(rewards)
+    np.testing.assert_allclose(advantages[present], dense.ravel(), rtol=1e-6)
+    assert not advantages[~present].any()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize(
+    "rewards",
+    [[[2.0]], [[NAN, 2.0, NAN]], [[NAN, NAN]], [[NAN, 2.0, 2.0]], [[1.0], [2.0]], [[np.inf, 1.0]]],
+)
+def test_nothing_to_compare_is_no_advantage(scale, rewards):
+    advantages = group_advantages(np.array(rewards), scale=scale)
+    assert advantages.shape == np.shape(rewards)
+    assert not advantages.any()
+
+
+def test_offsets_do_not_matter():
+    rewards = np.array([[0.0, 1.0, 0.5, 0.0]])
+    np.testing.assert_allclose(
+        group_advantages(rewards + 1e6), group_advantages(rewards), rtol=1e-6
+    )
+
+
+def test_unknown_scale():
+    with pytest.raises(UserError, match=r"'std'.*group"):
+        group_advantages(np.zeros((1, 2)), scale="std")

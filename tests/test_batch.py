@@ -1,0 +1,157 @@
+"""From completions to masks, weights and micro-batches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.rl import losses
+from qerl_jax.rl.batch import make_batch, micro_batches, minibatches
+
+EOS = PAD = 2
+PROMPTS = [[5, EOS, 7], [5, EOS, 7], [8], [8]]
+COMPLETIONS = np.array(
+    [[11, 12, EOS, 99], [EOS, 99, 99, 99], [13, EOS, 14, 15], [16, 17, 99, 99]], np.int32
+)
+LENGTHS = np.array([3, 1, 4, 2])
+FINISHED = np.array([True, True, False, True])
+ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5])
+
+
+def batch_of(lengths=LENGTHS, finished=FINISHED, **options):
+    defaults = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
+    defaults["length_multiple"] = 8
+    logprobs = np.where(np.arange(4) < lengths[:, None], -1.0, np.nan)
+    return make_batch(
+        PROMPTS, COMPLETIONS, lengths, finished, ADVANTAGES, logprobs, **defaults | options
+    )
+
+
+def lengths_mask(lengths):
+    return (np.arange(4) < np.array(lengths)[:, None]).astype(np.float32)
+
+
+def test_tokens_are_contiguous_and_padded():
+    batch = batch_of()
+    expected = [
+        [5, EOS, 7, 11, 12, EOS, PAD, PAD],
+        [5, EOS, 7, EOS, PAD, PAD, PAD, PAD],
+        [8, 13, EOS, 14, 15, PAD, PAD, PAD],
+        [8, 16, 17, PAD, PAD, PAD, PAD, PAD],
+    ]
+    np.testing.assert_array_equal(batch.tokens, expected)
+    np.testing.assert_array_equal(batch.prompt_lengths, [3, 3, 1, 1])
+    np.testing.assert_array_equal(batch.lengths, [6, 4, 5, 3])
+    assert batch.tokens.dtype == batch.lengths.dtype == np.int32
+    floats = (batch.loss_mask, batch.weights, batch.advantages, batch.rollout_logprobs)
+    assert all(x.dtype == np.float32 for x in floats)
+    np.testing.assert_array_equal(batch.rollout_logprobs, -lengths_mask(LENGTHS))
+
+
+@pytest.mark.parametrize(("multiple", "width"), [(1, 6), (4, 8), (64, 64)])
+def test_width_is_a_multiple(multiple, width):
+    assert batch_of(length_multiple=multiple).tokens.shape == (4, width)
+
+
+def test_mask_follows_lengths_not_ids():
+    # The pad is an EOS, prompts contain it, and a completion goes on after one: nothing matters.
+    np.testing.assert_array_equal(batch_of().loss_mask, lengths_mask([3, 1, 4, 2]))
+
+
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+def test_truncated_rows_leave_the_mask_and_the_token_count(aggregation):
+    batch = batch_of(mask_truncated=True, aggregation=aggregation)
+    expected = lengths_mask([3, 1, 0, 2])
+    np.testing.assert_array_equal(batch.loss_mask, expected)
+    if aggregation == "token":
+        np.testing.assert_allclose(batch.weights, expected / 6)
+    else:
+        np.testing.assert_allclose(batch.weights, expected / np.array([[12], [4], [1], [8]]))
+
+
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, np.array([3, 0, 4, 2]), np.array([0, 0, 0, 0])], ids=str
+)
+@pytest.mark.parametrize("all_truncated", [False, True])
+def test_loss_is_finite_whatever_is_empty(aggregation, lengths, all_truncated):
+    finished = FINISHED & (not all_truncated)
+    batch = batch_of(lengths, finished, mask_truncated=True, aggregation=aggregation)
+    config = losses.LossConfig(aggregation, kl_coef=0.1, tis_cap=2.0)
+    loss, gradient = jax.value_and_grad(loss_of)(jnp.full((4, 4), -2.0), batch, config)
+    assert np.isfinite(loss)
+    assert np.isfinite(gradient).all()
+    assert np.isfinite(batch.weights).all()
+    assert bool(gradient.any()) == bool(batch.loss_mask.any())
+
+
+def loss_of(logprobs, batch, config):
+    """The loss of some rows, at a KL to a policy half a nat away."""
+    return losses.policy_loss(
+        logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=batch.loss_mask,
+        weights=batch.weights,
+        config=config,
+        ref_logprobs=logprobs - 0.5,
+        rollout_logprobs=batch.rollout_logprobs,
+    )[0]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+def test_micro_batches_have_the_loss_of_the_batch(rows, aggregation):
+    config = losses.LossConfig(aggregation, kl_coef=0.1, tis_cap=2.0)
+    old = -np.arange(16, dtype=np.float32).reshape(4, 4) / 8
+    batch = batch_of(aggregation=aggregation).replace(old_logprobs=jnp.asarray(old))
+    micro = micro_batches(batch, rows)
+    number = -(-4 // rows)
+    assert all(leaf.shape[:2] == (number, rows) for leaf in jax.tree.leaves(micro))
+    assert micro.ref_logprobs is None
+    assert micro.lengths.min() >= 1
+    assert micro.prompt_lengths.min() >= 1
+    parts = [jax.tree.map(lambda x, i=i: x[i], micro) for i in range(number)]
+    total = sum(float(loss_of(jnp.full((rows, 4), -1.2), part, config)) for part in parts)
+    whole = float(loss_of(jnp.full((4, 4), -1.2), batch, config))
+    assert total == pytest.approx(whole, rel=1e-5)
+    np.testing.assert_array_equal(micro.tokens.reshape(-1, 8)[:4], batch.tokens)
+
+
+@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
+def test_minibatches_have_the_mean_loss_of_the_batch(aggregation):
+    config = losses.LossConfig(aggregation)
+    batch = batch_of(aggregation=aggregation).replace(old_logprobs=np.zeros((4, 4), np.float32))
+    key = jax.random.key(0)
+    parts = minibatches(batch, 2, key=key)
+    mean = sum(float(loss_of(jnp.full((2, 4), 0.1), part, config)) for part in parts) / 2
+    whole = float(loss_of(jnp.full((4, 4), 0.1), batch, config))
+    assert mean == pytest.approx(whole, rel=1e-5)
+    again = minibatches(batch, 2, key=key)
+    jax.tree.map(np.testing.assert_array_equal, parts, again)
+    seen = np.concatenate([part.advantages for part in parts])
+    np.testing.assert_array_equal(np.sort(seen), np.sort(ADVANTAGES))
+    orders = {
+        tuple(minibatches(batch, 1, key=jax.random.key(seed))[0].advantages.tolist())
+        for seed in range(8)
+    }
+    assert len(orders) > 1
+
+
+def test_minibatches_must_be_equal():
+    with pytest.raises(UserError, match=r"4 rows .* 3 equal"):
+        minibatches(batch_of(), 3, key=jax.random.key(0))
+
+
+def test_empty_prompt():
+    arguments = COMPLETIONS, LENGTHS, FINISHED, ADVANTAGES, np.zeros((4, 4))
+    options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
+    with pytest.raises(UserError, match="prompt 2 is empty"):
+        make_batch([[1], [1], [], [1]], *arguments, **options)
+
+
+def test_shapes_are_checked():
+    options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
+    with pytest.raises(AssertionError):
+        make_batch(PROMPTS, COMPLETIONS, LENGTHS, FINISHED, ADVANTAGES, np.zeros((4, 3)), **options)

@@ -1,0 +1,200 @@
+"""Checkpoints: what is saved comes back, and damage is noticed."""
+
+import shutil
+from pathlib import Path
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.run import checkpoint
+from qerl_jax.run.checkpoint import Checkpoints
+
+
+@flax.struct.dataclass
+class State:
+    lora: list
+    opt_state: optax.OptState
+    key: jax.Array
+    packed: jax.Array
+
+
+def make_state(seed):
+    key = jax.random.key(seed)
+    lora = [{"q_proj": {"a": jax.random.normal(key, (64, 256))}}]
+    return State(
+        lora=lora,
+        opt_state=optax.adamw(1e-3).init(lora),
+        key=key,
+        packed=jnp.arange(8, dtype=jnp.uint8) + seed,
+    )
+
+
+def assert_equal(a, b):
+    def raw(x):
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(raw(x), raw(y))
+
+
+def meta_of(step):
+    return {"cursor": [step, {"epoch": 0}], "best": 0.1 * step, "base": "ab12", "none": None}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A folder with checkpoints of the steps 10, 20 and 30."""
+    folder = tmp_path / "checkpoints"
+    with Checkpoints(folder, keep=3) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(step, make_state(step), meta_of(step))
+    return folder
+
+
+def restore(folder, like=None):
+    with Checkpoints(folder, keep=3) as checkpoints:
+        return checkpoints.restore_latest(make_state(0) if like is None else like)
+
+
+def largest_file(folder):
+    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_nothing_saved(tmp_path):
+    assert restore(tmp_path / "checkpoints") is None
+
+
+def test_round_trip_from_an_abstract_state(saved, capsys):
+    step, state, meta = restore(saved, jax.eval_shape(lambda: make_state(0)))
+    assert (step, meta) == (30, meta_of(30))
+    assert_equal(state, make_state(30))
+    assert capsys.readouterr().err == ""
+
+
+def test_keeps_the_newest_and_ignores_a_second_save_of_a_step(tmp_path):
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3, 3):
+            checkpoints.save(step, make_state(step), {})
+        checkpoints.wait()
+        assert checkpoints.steps == [2, 3]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["2", "3"]
+
+
+def test_state_may_be_donated_after_save(tmp_path):
+    update = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 + 7, s), donate_argnums=0)
+    state = {"a": jnp.arange(2**20, dtype=jnp.float32)}
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state, {})
+        update(state)
+        _, restored, _ = checkpoints.restore_latest({"a": jax.ShapeDtypeStruct((2**20,), "f4")})
+    np.testing.assert_array_equal(restored["a"], np.arange(2**20, dtype=np.float32))
+
+
+def cut(folder):
+    path = largest_file(folder)
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def zero_a_page(folder):
+    path = largest_file(folder)
+    data = bytearray(path.read_bytes())
+    data[8192:12288] = bytes(4096)
+    path.write_bytes(data)
+
+
+def flip_a_bit(folder):
+    path = largest_file(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def lose_the_arrays(folder):
+    shutil.rmtree(folder / "state")
+
+
+def lose_the_metadata(folder):
+    (folder / "_CHECKPOINT_METADATA").unlink()
+
+
+def lose_everything(folder):
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+@pytest.mark.parametrize(
+    "damage", [cut, zero_a_page, flip_a_bit, lose_the_arrays, lose_the_metadata, lose_everything]
+)
+def test_damaged_checkpoint_falls_back_loudly(saved, capsys, damage):
+    damage(saved / "30")
+    with Checkpoints(saved, keep=3) as checkpoints:
+        step, state, meta = checkpoints.restore_latest(make_state(0))
+        assert (step, meta) == (20, meta_of(20))
+        assert_equal(state, make_state(20))
+        warning = capsys.readouterr().err
+        assert warning.count("\n") == 1
+        assert "WARNING: the checkpoint of step 30 is damaged" in warning
+        assert "Resuming from step 20" in warning
+        # The step can be reached and saved again.
+        checkpoints.save(30, make_state(31), meta_of(30))
+    assert (saved / "damaged-30").is_dir()
+    step, state, _ = restore(saved)
+    assert step == 30
+    assert_equal(state, make_state(31))
+
+
+def test_all_damaged_is_an_error_and_nothing_is_moved(saved):
+    for step in (10, 20, 30):
+        cut(saved / str(step))
+    with pytest.raises(UserError, match=r"30: .*; 20: .*; 10: .*--workdir"):
+        restore(saved)
+    assert sorted(p.name for p in saved.iterdir()) == ["10", "20", "30"]
+
+
+def test_half_written_checkpoint_is_ignored_and_removed(saved, capsys):
+    # What is on disk when a process is killed while it writes step 40.
+    shutil.copytree(saved / "30", saved / "40.orbax-checkpoint-tmp")
+    cut(saved / "40.orbax-checkpoint-tmp")
+    step, state, _ = restore(saved)
+    assert step == 30
+    assert_equal(state, make_state(30))
+    assert capsys.readouterr().err == ""
+    assert sorted(p.name for p in saved.iterdir()) == ["10", "20", "30"]
+
+
+def test_no_disk_space_is_one_line_and_nothing_is_lost(saved, monkeypatch):
+    def full(path, num_bytes):
+        assert Path(path) == saved
+        assert num_bytes > 3 * 64 * 256 * 4
+        raise UserError("no disk space")
+
+    monkeypatch.setattr(checkpoint, "require_free_space", full)
+    with Checkpoints(saved, keep=3) as checkpoints:
+        with pytest.raises(UserError, match="no disk space"):
+            checkpoints.save(40, make_state(40), {})
+        assert checkpoints.steps == [10, 20, 30]
+    assert restore(saved)[0] == 30
+
+
+def test_failed_background_write_is_reported(saved, monkeypatch):
+    checkpoints = Checkpoints(saved, keep=3)
+    monkeypatch.setattr(
+        checkpoints._checkpointer, "wait", lambda: (_ for _ in ()).throw(OSError("disk on fire"))
+    )
+    with pytest.raises(UserError, match=r"could not be written .*disk on fire.* intact"):
+        checkpoints.save(40, make_state(40), {})
+    monkeypatch.undo()
+    checkpoints.close()
+
+
+def test_keep_must_be_positive(tmp_path):
+    with pytest.raises(UserError, match="keep is 0"):
+        Checkpoints(tmp_path, keep=0)

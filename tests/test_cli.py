@@ -1,0 +1,88 @@
+"""Flags and errors of the command line, in processes of their own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+CONFIG = """
+from ml_collections import ConfigDict
+from qerl_jax.errors import UserError
+
+def get_config(preset="small"):
+    if preset not in ("small", "large"):
+        raise UserError(f"unknown preset {preset!r}; there are small, large")
+    rl = {"clip_low": 0.2, "clip_high": 0.28}
+    return ConfigDict({"steps": 3, "preset": preset, "rl": rl, "targets": ("a", "b")})
+"""
+
+EXPERIMENT = """
+import errno, sys
+from experiments import cli
+from qerl_jax.errors import UserError
+
+def run(config, workdir):
+    if config.steps == 7:
+        raise UserError("steps is 7;\\n  use 8")
+    if config.steps == 8:
+        raise KeyboardInterrupt
+    if config.steps == 9:
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    print(config.preset, config.rl.clip_high, config.targets, workdir, "jax" in sys.modules)
+
+cli.main(run, sys.path[0] + "/config.py")
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "config.py").write_text(CONFIG)
+    (tmp_path / "experiment.py").write_text(EXPERIMENT)
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, "experiment.py", *arguments],
+            cwd=tmp_path,
+            env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def test_flags_reach_the_experiment_before_jax_is_imported(command):
+    assert command().stdout == "small 0.28 ('a', 'b') None False\n"
+    arguments = ("--config=config.py:large", "--config.rl.clip_high=0.2", "--workdir=here")
+    assert command(*arguments).stdout == "large 0.2 ('a', 'b') here False\n"
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("--config.rl.clip_hgh=0.2", ["'clip_hgh'", 'Did you mean "clip_high"?']),
+        ("--config.rl.clip_high=much", ["clip_high=much"]),
+        ("--config.stepz.of=1", ["'stepz'"]),
+        ("--workdri=x", ["'workdri'", "workdir"]),
+        ("--config=config.py:huge", ["'huge'", "small, large"]),
+        ("--config=absent.py", ["absent.py"]),
+        ("steps=4", ["'steps=4'", "--config.steps"]),
+        ("--config.steps=7", ["steps is 7; use 8"]),
+        ("--config.steps=9", ["no disk space", "metrics.jsonl"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(command, argument, words):
+    result = command(argument)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_interrupt_is_exit_code_130(command):
+    result = command("--config.steps=8")
+    assert (result.returncode, result.stderr) == (130, "interrupted\n")

@@ -1,0 +1,119 @@
+"""Reading and writing config.json."""
+
+import pytest
+import transformers
+from tiny_checkpoints import model_config
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy.config import RopeScaling, from_hf_config, to_hf_config
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def hf_config(model_type="qwen2", **changes):
+    return {
+        "model_type": model_type,
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "hidden_act": "silu",
+    } | changes
+
+
+def test_qwen2_has_biases_and_the_head_dim_of_its_width():
+    config = from_hf_config(hf_config(use_sliding_window=False, sliding_window=32768))
+    assert config.attention_bias
+    assert not config.qk_norm
+    assert config.head_dim == 128
+    assert config.tie_embeddings
+    assert config.rope_theta == 1e6
+    assert config.rope_scaling is None
+
+
+def test_qwen3_has_qk_norm_and_a_head_dim_of_its_own():
+    config = from_hf_config(hf_config("qwen3", attention_bias=False))
+    assert config.qk_norm
+    assert not config.attention_bias
+    assert config.head_dim == 128
+    assert from_hf_config(hf_config("qwen3", head_dim=64)).head_dim == 64
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3_ROPE},
+        {"rope_theta": None, "rope_parameters": LLAMA3_ROPE | {"rope_theta": 5e5}},
+        {
+            "rope_theta": 5e5,
+            "rope_scaling": {k: v for k, v in LLAMA3_ROPE.items() if k != "rope_type"}
+            | {"type": "llama3"},
+        },
+    ],
+)
+def test_both_spellings_of_llama3_scaling(rope):
+    config = from_hf_config(hf_config("llama", **rope))
+    assert config.rope_theta == 5e5
+    assert config.rope_scaling == RopeScaling(8.0, 1.0, 4.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gemma3"}, "gemma3"),
+        ({"model_type": None}, "None"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"model_type": "llama", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias"),
+        ({"model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+        ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "4096"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
+        ({"model_type": "llama", "sliding_window": 4096}, "4096"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "full_attention"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"num_hidden_layers": None}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"num_key_value_heads": 5}, "12 heads"),
+        ({"num_attention_heads": 0, "num_key_value_heads": 1}, "0 heads"),
+        ({"head_dim": 33}, "head_dim"),
+        ({"hidden_size": -1}, "embed_dim"),
+    ],
+)
+def test_the_unsupported_is_rejected_by_name(changes, named):
+    with pytest.raises(UserError, match=named) as caught:
+        from_hf_config(hf_config() | changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_window_that_no_layer_uses_is_accepted():
+    from_hf_config(hf_config(use_sliding_window=True, sliding_window=4096, max_window_layers=28))
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 8192)])
+def test_hf_config_round_trip(model_type, scaling):
+    config = model_config(model_type, rope_scaling=scaling, tie_embeddings=True)
+    assert from_hf_config(to_hf_config(config)) == config
+
+
+def test_transformers_reads_the_written_config():
+    written = to_hf_config(model_config("llama", rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192)))
+    read = transformers.LlamaConfig(**written)
+    assert read.head_dim == 8
+    assert read.rope_parameters["rope_type"] == "llama3"
+    assert read.rope_parameters["rope_theta"] == 10000.0

@@ -1,0 +1,290 @@
+"""qerl_jax.data: problems from files, generators and the hub, their order, and their prompts."""
+
+import dataclasses
+import json
+import re
+import sys
+import types
+
+import ml_collections
+import pytest
+
+from qerl_jax import data
+from qerl_jax.data import Cursor, Problem
+from qerl_jax.errors import UserError
+
+CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+
+
+class WordTokenizer:
+    """One token a word."""
+
+    def apply_chat_template(self, messages, *, add_generation_prompt=True):
+        text = " ".join(f"<{message['role']}> {message['content']}" for message in messages)
+        return text + " <assistant>" * add_generation_prompt
+
+    def encode(self, text):
+        return [len(word) for word in text.split()]
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def numbered(count):
+    return [Problem(f"q{i}", str(i)) for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"question": "q", "answer": "48/2 = 24\n#### 72"}, Problem("q", "72")),
+        ({"question": "q", "answer": "#### 1,000 "}, Problem("q", "1000")),
+        ({"question": "q", "answer": "#### -3"}, Problem("q", "-3")),
+        ({"problem": "q", "answer": r"\left( 3, \frac{\pi}{2} \right)"}, None),
+        ({"problem": "q", "answer": " 025 ", "level": 5}, Problem("q", "025")),
+        ({"problem": "q", "solution": r"so \boxed{7}"}, Problem("q", "7")),
+        ({"prompt": "q", "solution": "42"}, Problem("q", "42")),
+        ({"problem": "q", "solution": r"\boxed{7}", "answer": "8"}, Problem("q", "8")),
+        ({"question": "q", "answer": 18}, Problem("q", "18")),
+        ({"question": "a\u2028b \u00e9", "answer": "1"}, Problem("a\u2028b \u00e9", "1")),
+    ],
+)
+def test_jsonl_rows(tmp_path, row, problem):
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8-sig")
+    expected = problem or Problem("q", row["answer"])
+    assert data.load_problems("openai/gsm8k", path=str(path)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "train.jsonl: no problems: the file is empty"),
+        (b"\n \n", "train.jsonl: no problems: the file is empty"),
+        (b'{"question": "q", "answer": "1"}\n{"question": ', "train.jsonl:2: not a JSON object"),
+        (b'{"question": "\xff", "answer": "1"}', "train.jsonl:1: not a JSON object in UTF-8"),
+        (b"[" * 100_000, "train.jsonl:1: not a JSON object"),
+        (b"[1]", "train.jsonl:1: a JSON object is needed, not list"),
+        (b'{"answer": "1"}', "train.jsonl:1: no field question or problem or prompt; it has answ"),
+        (b'{"question": "q"}', "train.jsonl:1: no field answer or solution; it has question"),
+        (b"{}", "it has none"),
+        (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a text, not None"),
+        (b'{"question": "q", "answer": true}', "train.jsonl:1: answer must be a text, not True"),
+        (b'{"question": " ", "answer": "1"}', "train.jsonl:1: the question is empty"),
+        (b'{"question": "q", "answer": ""}', "train.jsonl: no problems"),
+    ],
+)
+def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        data.load_problems("openai/gsm8k", path=str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_rows_with_an_empty_answer_are_left_out_with_one_warning(tmp_path, caplog):
+    rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(["1", "", "####"])]
+    path = write(tmp_path / "train.jsonl", rows)
+    assert data.load_problems("", path=path) == [Problem("q0", "1")]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Left out 2 problems with an empty answer; the first: {path}:2."
+    ]
+
+
+def test_missing_file():
+    with pytest.raises(UserError, match=r"no\.jsonl: cannot read the problems: No such file"):
+        data.load_problems("openai/gsm8k", path="no.jsonl")
+
+
+def test_jsonl_holds_out_the_last(tmp_path):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in (0, 1, 2, 4, 3, 4)]
+    path = write(tmp_path / "train.jsonl", rows)
+    load = lambda split: data.load_problems("", path=path, split=split, eval_size=2)  # noqa: E731
+    assert [problem.question for problem in load("eval")] == ["q3", "q4"]
+    assert [problem.question for problem in load("train")] == ["q0", "q1", "q2"]
+    assert len(data.load_problems("", path=path)) == 6
+    with pytest.raises(UserError, match=r"train\.jsonl: no problems for train \(eval_size=6\)"):
+        data.load_problems("", path=path, eval_size=6)
+
+
+def test_eval_path(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(4)])
+    other = write(tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "1"} for i in (9, 3, 0)])
+    load = lambda split: data.load_problems(  # noqa: E731
+        "", path=path, eval_path=other, split=split, eval_size=2
+    )
+    assert [problem.question for problem in load("eval")] == ["q9", "q3"]
+    assert [problem.question for problem in load("train")] == ["q0", "q1", "q2"]
+
+
+def chain_sum(**arguments):
+    return data.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, **arguments)
+
+
+def test_generated_problems():
+    train = chain_sum(size=40, eval_size=10, seed=3)
+    held_out = chain_sum(size=40, eval_size=10, seed=3, split="eval")
+    questions = [problem.question for problem in train + held_out]
+    assert (len(train), len(held_out), len(set(questions))) == (40, 10, 50)
+    assert train == chain_sum(size=40, eval_size=10, seed=3)
+    assert train != chain_sum(size=40, eval_size=10, seed=4)
+    assert held_out == chain_sum(size=80, eval_size=10, seed=3, split="eval")
+    for problem in train:
+        left, sign, right = re.findall(r"(\d) ([+-]) (\d) =$", problem.question)[0]
+        assert int(problem.answer) == int(left) + int(right) * (1 if sign == "+" else -1)
+
+
+def test_a_small_task_gives_what_it_has():
+    train = chain_sum(size=1_000, eval_size=50)
+    held_out = chain_sum(size=1_000, eval_size=50, split="eval")
+    assert len(train) + len(held_out) == 200  # 10 * 10 pairs of digits, two signs
+    assert not {p.question for p in train} & {p.question for p in held_out}
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("reasoning_gym:chain_sums", {}, "no such task; there are ab, acre,"),
+        ("reasoning_gym:chain_sum", {"terms": 2}, "no option 'terms'; it has allow_negation, max_"),
+        ("reasoning_gym:chain_sum", {"seed": 2}, "no option 'seed'"),
+        ("reasoning_gym:chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
+        ("reasoning_gym:chain_sum", {"min_terms": "two"}, "options {'min_terms': 'two'}"),
+        ("reasoning_gym:rubiks_cube", {}, "its problems have no single answer to compare with"),
+    ],
+)
+def test_bad_generated_source(source, options, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        data.load_problems(source, options=options, size=2)
+
+
+def test_options_as_a_config_dict():
+    options = ml_collections.ConfigDict(CHAIN_SUM)
+    assert data.load_problems("reasoning_gym:chain_sum", options=options, size=5) == chain_sum(
+        size=5
+    )
+
+
+def fake_hub(monkeypatch, load_dataset):
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+
+
+def test_hub(monkeypatch):
+    calls = []
+    row = lambda i: {"question": f"q{i}", "answer": f"#### {i}"}  # noqa: E731
+
+    def load_dataset(*arguments):
+        calls.append(arguments)
+        return {"train": [row(i) for i in range(4)], "test": [row(i) for i in (9, 3, 8)]}
+
+    fake_hub(monkeypatch, load_dataset)
+    load = data.load_problems
+    assert load("openai/gsm8k", split="eval", eval_size=2) == [
+        Problem("q9", "9"),
+        Problem("q3", "3"),
+    ]
+    assert [p.answer for p in load("openai/gsm8k", eval_size=2)] == ["0", "1", "2"]
+    assert len(load("me/math:hard")) == 4
+    assert calls == [("openai/gsm8k", "main"), ("openai/gsm8k", "main"), ("me/math", "hard")]
+
+
+def test_hub_without_a_test_split_holds_out_the_last(monkeypatch):
+    rows = [{"prompt": f"q{i}", "solution": str(i)} for i in range(5)]
+    fake_hub(monkeypatch, lambda *_: {"train": rows})
+    assert [p.answer for p in data.load_problems("me/math", split="eval", eval_size=2)] == [
+        "3",
+        "4",
+    ]
+    assert len(data.load_problems("me/math", eval_size=2)) == 3
+
+
+def unreachable(*_):
+    raise ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub\nwith more lines")
+
+
+@pytest.mark.parametrize(
+    ("load_dataset", "message"),
+    [
+        (
+            unreachable,
+            "openai/gsm8k: cannot load it from the Hugging Face hub (Couldn't reach 'openai/gsm8k' "
+            "on the Hub); pass a local copy: --config.data.path=train.jsonl, with the same fields",
+        ),
+        (lambda *_: {"dev": []}, "openai/gsm8k: no split 'train'; it has dev"),
+        (lambda *_: {"train": []}, "openai/gsm8k: no problems for train"),
+        (lambda *_: {"train": [{"a": "b"}]}, "openai/gsm8k[train]:1: no field question"),
+    ],
+)
+def test_hub_errors(monkeypatch, load_dataset, message):
+    fake_hub(monkeypatch, load_dataset)
+    with pytest.raises(UserError, match=re.escape(message)):
+        data.load_problems("openai/gsm8k")
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 21, (3, 7, 4, 7), (7, 7, 7), (20, 1), (21,)])
+def test_every_epoch_has_every_problem_once_however_it_is_cut(sizes):
+    problems = numbered(7)
+    whole, end = data.next_problems(problems, Cursor(), 21, seed=5)
+    taken, cursor = [], Cursor()
+    for size in sizes:
+        part, cursor = data.next_problems(problems, cursor, size, seed=5)
+        assert len(part) == size
+        cursor = Cursor(**json.loads(json.dumps(dataclasses.asdict(cursor))))
+        taken += part
+    assert taken == whole
+    assert cursor == end == Cursor(3, 0)
+    for epoch in range(3):
+        assert set(taken[7 * epoch : 7 * epoch + 7]) == set(problems)
+
+
+def test_permutations_differ_by_epoch_and_by_seed():
+    problems = numbered(30)
+    first, cursor = data.next_problems(problems, Cursor(), 30, seed=0)
+    second, _ = data.next_problems(problems, cursor, 30, seed=0)
+    other, _ = data.next_problems(problems, Cursor(), 30, seed=1)
+    assert first != second
+    assert first != other
+    assert data.next_problems(problems, Cursor(1, 10), 5, seed=0) == (second[10:15], Cursor(1, 15))
+    assert data.next_problems(problems, cursor, 0, seed=0) == ([], cursor)
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_cursor_beyond_the_data_is_refused(count):
+    with pytest.raises(UserError, match=f"at problem 3 of {count}: the training data is not what"):
+        data.next_problems(numbered(count), Cursor(0, 3), 1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("system_prompt", "suffix", "text"),
+    [
+        ("", "", "<user> 1 + 1 = <assistant>"),
+        ("Be short.", "\nUse tags.", "<system> Be short. <user> 1 + 1 =\nUse tags. <assistant>"),
+    ],
+)
+def test_render_prompt(system_prompt, suffix, text):
+    problem = Problem("1 + 1 =", "2")
+    options = {"system_prompt": system_prompt, "question_suffix": suffix}
+    assert data.render_prompt(problem, WordTokenizer(), **options) == text
+    (prompt,) = data.encode_prompts([problem], WordTokenizer(), **options, max_prompt_tokens=20)
+    assert (prompt.problem, prompt.text) == (problem, text)
+    assert prompt.ids == tuple(len(word) for word in text.split())
+
+
+def test_long_prompts_are_dropped_with_one_warning(caplog):
+    problems = [Problem("a " * count, "1") for count in (1, 9, 3, 4, 8)]
+    prompts = data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)
+    assert [prompt.problem for prompt in prompts] == [problems[0], problems[2], problems[3]]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Dropped 2 of 5 prompts over data.max_prompt_tokens=6 (the longest has 11 tokens)."
+    ]
+
+
+def test_when_every_prompt_is_too_long():
+    message = (
+        "all 2 prompts are over data.max_prompt_tokens=4 (the longest has 11 tokens): "
+        "--config.data.max_prompt_tokens=11"
+    )
+    problems = [Problem("a " * count, "1") for count in (9, 8)]
+    with pytest.raises(UserError, match=re.escape(message)):
+        data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=4)

@@ -1,0 +1,184 @@
+"""PEFT adapters: what is written, what PEFT wrote, and adapters that do not fit."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoints import model_config
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy import config as config_lib
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.weights import export
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+CONFIG = model_config("qwen3")
+LORA_CONFIG = LoraConfig(rank=4, alpha=8.0, rslora=False)
+
+
+def random_lora(lora_config=LORA_CONFIG, config=CONFIG):
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda key: lora_lib.init(key, config, lora_config), jax.random.key(0))
+    return jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), shapes)
+
+
+def saved(tmp_path, lora_config=LORA_CONFIG):
+    folder = tmp_path / "adapter"
+    lora = random_lora(lora_config)
+    export.save_peft_adapter(folder, lora, lora_config, base_model="someone/base")
+    return folder, lora
+
+
+@pytest.mark.parametrize(
+    "lora_config",
+    [
+        LORA_CONFIG,
+        LoraConfig(rank=2, alpha=3.5, rslora=True),
+        LoraConfig(rank=2, alpha=4.0, rslora=False, targets=("down_proj", "q_proj")),
+    ],
+)
+def test_round_trip(tmp_path, lora_config):
+    folder, lora = saved(tmp_path, lora_config)
+    read = export.load_peft_adapter(folder, CONFIG, lora_config)
+    assert jax.tree.structure(read) == jax.tree.structure(lora)
+    jax.tree.map(np.testing.assert_array_equal, read, lora)
+    assert read.scale == lora_config.scale
+
+
+def test_what_is_written(tmp_path):
+    folder, lora = saved(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    tensors = load_file(folder / "adapter_model.safetensors")
+    assert len(tensors) == CONFIG.num_layers * 7 * 2
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
+    assert tensors[name].dtype == np.float32
+    np.testing.assert_array_equal(tensors[name], lora.layers[1]["q_proj"]["a"])
+    name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
+    np.testing.assert_array_equal(tensors[name], lora.layers[0]["down_proj"]["b"])
+    written = json.loads((folder / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == "someone/base"
+    assert (written["r"], written["lora_alpha"]) == (4, 8)
+    assert isinstance(written["lora_alpha"], int)
+    assert written["task_type"] == "CAUSAL_LM"
+    assert set(written["target_modules"]) == set(lora_lib.PROJECTIONS)
+
+
+@pytest.mark.parametrize("kind", ["plain", "rslora"])
+def test_an_adapter_that_peft_wrote(tmp_path, kind):
+    source = GOLDEN / "peft_logits" / kind
+    config = config_lib.from_hf_config(
+        json.loads((GOLDEN / "logits_qwen2" / "config.json").read_text())
+    )
+    lora_config = LoraConfig(rank=4, alpha=8.0, rslora=kind == "rslora")
+    lora = export.load_peft_adapter(source, config, lora_config)
+    export.save_peft_adapter(tmp_path / "copy", lora, lora_config, base_model="logits_qwen2")
+    theirs = load_file(source / "adapter_model.safetensors")
+    ours = load_file(tmp_path / "copy" / "adapter_model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(ours[name], tensor)
+    theirs = json.loads((source / "adapter_config.json").read_text())
+    ours = json.loads((tmp_path / "copy" / "adapter_config.json").read_text())
+    assert ours.keys() <= theirs.keys()
+    ours["target_modules"].sort()
+    theirs["target_modules"].sort()
+    assert ours == {key: theirs[key] for key in ours}
+
+
+def test_an_existing_adapter_is_replaced(tmp_path):
+    folder, _ = saved(tmp_path)
+    (folder / "stale").write_text("")
+    _, lora = saved(tmp_path)
+    assert not (folder / "stale").exists()
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        export.load_peft_adapter(folder, CONFIG, LORA_CONFIG),
+        lora,
+    )
+
+
+def test_a_failed_write_leaves_the_old_adapter(tmp_path, monkeypatch):
+    folder, lora = saved(tmp_path)
+
+    def save_file(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", save_file)
+    with pytest.raises(UserError, match="No space left on device"):
+        export.save_peft_adapter(folder, random_lora(), LORA_CONFIG, base_model="x")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        export.load_peft_adapter(folder, CONFIG, LORA_CONFIG),
+        lora,
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields"),
+    [
+        (LoraConfig(rank=8, alpha=8.0, rslora=False), ["r is 4"]),
+        (LoraConfig(rank=4, alpha=16.0, rslora=True), ["lora_alpha is 8", "use_rslora is False"]),
+        (LoraConfig(rank=4, alpha=8.0, rslora=False, targets=("q_proj",)), ["target_modules"]),
+    ],
+)
+def test_differing_options_are_listed(tmp_path, asked, fields):
+    folder, _ = saved(tmp_path)
+    with pytest.raises(UserError) as caught:
+        export.load_peft_adapter(folder, CONFIG, asked)
+    for field in fields:
+        assert field in str(caught.value)
+    assert str(caught.value).count(" is ") == len(fields)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"peft_type": "IA3"},
+        {"use_dora": True},
+        {"bias": "all"},
+        {"modules_to_save": ["input_layernorm"]},
+        {"rank_pattern": {"q_proj": 8}},
+        {"target_modules": "all-linear"},
+    ],
+)
+def test_other_kinds_of_adapters_are_refused(tmp_path, changes):
+    folder, _ = saved(tmp_path)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match=next(iter(changes))):
+        export.load_peft_adapter(folder, CONFIG, LORA_CONFIG)
+
+
+def rename(tensors):
+    return {name.replace("layers.1", "layers.7"): value for name, value in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (rename, "lacks"),
+        (lambda t: t | {"extra": np.ones(1, np.float32)}, "extra"),
+        (lambda t: {k: v[:, :3].copy() for k, v in t.items()}, "shape"),
+        (lambda t: {k: v.astype(np.int32) for k, v in t.items()}, "int32"),
+    ],
+)
+def test_weights_that_do_not_fit(tmp_path, change, named):
+    folder, _ = saved(tmp_path)
+    path = folder / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+    with pytest.raises(UserError, match=named):
+        export.load_peft_adapter(folder, CONFIG, LORA_CONFIG)
+
+
+def test_a_folder_without_an_adapter(tmp_path):
+    with pytest.raises(UserError, match=r"adapter_config\.json"):
+        export.load_peft_adapter(tmp_path, CONFIG, LORA_CONFIG)

@@ -1,0 +1,185 @@
+"""The run folder: name, lock, saved config."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ml_collections import ConfigDict
+
+from qerl_jax.errors import UserError
+from qerl_jax.run import folder
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def make_config(**changes):
+    config = ConfigDict(
+        {
+            "experiment": "grpo",
+            "preset": "tiny",
+            "steps": 10,
+            "seed": 0,
+            "rl": {"clip_low": 0.2, "clip_high": 0.28},
+            "lora": {"targets": ("q_proj", "v_proj")},
+            "data": {"options": {}},
+        }
+    )
+    config.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
+    return config.lock()
+
+
+def test_config_dict_survives_json():
+    fields = folder.config_dict(make_config())
+    assert fields["lora"]["targets"] == ["q_proj", "v_proj"]
+    assert json.loads(json.dumps(fields)) == fields
+
+
+def test_config_dict_rejects_what_json_cannot_hold():
+    with pytest.raises(UserError, match=r"config\.reward is a function.*import path"):
+        folder.config_dict(ConfigDict({"reward": lambda: 0.0}))
+
+
+def test_fingerprint_depends_on_every_field_but_steps():
+    base = folder.fingerprint(make_config())
+    assert len(base) == 8
+    assert int(base, 16) >= 0
+    assert folder.fingerprint(make_config(steps=99)) == base
+    assert folder.fingerprint(make_config(seed=1)) != base
+    assert folder.fingerprint(make_config(rl__clip_high=0.2)) != base
+    assert folder.default_folder(make_config()) == Path("runs") / f"grpo-tiny-{base}"
+
+
+def test_first_start_writes_the_config(tmp_path):
+    path = tmp_path / "runs" / "a"
+    with folder.open_run(path, make_config()) as run:
+        assert (run.path, run.schedule_steps, run.resumed) == (path, 10, False)
+    saved = json.loads((path / "config.json").read_text())
+    assert saved["config"] == folder.config_dict(make_config())
+    assert saved["versions"]["jax"]
+    assert saved["versions"]["python"].startswith("3.")
+    assert saved["device"]["count"] >= 1
+    assert saved["command"]
+    assert "git" in saved
+
+
+def test_no_path_means_the_default_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with folder.open_run(None, make_config()) as run:
+        assert run.path == folder.default_folder(make_config())
+
+
+def test_more_steps_extend_the_run_and_leave_the_schedules(tmp_path):
+    with folder.open_run(tmp_path / "a", make_config()):
+        pass
+    before = (tmp_path / "a" / "config.json").read_bytes()
+    with folder.open_run(tmp_path / "a", make_config(steps=50)) as run:
+        assert (run.schedule_steps, run.resumed) == (10, True)
+    assert (tmp_path / "a" / "config.json").read_bytes() == before
+
+
+def test_another_config_is_refused_by_field(tmp_path):
+    with folder.open_run(tmp_path / "a", make_config()):
+        pass
+    changed = make_config(
+        rl__clip_high=0.2, lora__targets=("q_proj",), data__options={"digits": 2}, steps=99
+    )
+    with pytest.raises(UserError) as caught, folder.open_run(tmp_path / "a", changed):
+        pass
+    message = str(caught.value)
+    assert "rl.clip_high: 0.28 -> 0.2" in message
+    assert 'lora.targets: ["q_proj", "v_proj"] -> ["q_proj"]' in message
+    assert "data.options.digits: (absent) -> 2" in message
+    assert "steps" not in message
+    assert "clip_low" not in message
+    assert "\n" not in message
+
+
+def test_interrupted_first_start_is_a_first_start(tmp_path):
+    (tmp_path / "lock").touch()
+    (tmp_path / "config.json.tmp").write_text('{"conf')
+    with folder.open_run(tmp_path, make_config()) as run:
+        assert not run.resumed
+
+
+def test_foreign_folder_is_refused_and_untouched(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with (
+        pytest.raises(UserError, match=r"not a run folder.*thesis\.tex"),
+        folder.open_run(tmp_path, make_config()),
+    ):
+        pass
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"config": {}}', "{"])
+def test_unreadable_config_is_refused(tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    with (
+        pytest.raises(UserError, match=r"config\.json cannot be read"),
+        folder.open_run(tmp_path, make_config()),
+    ):
+        pass
+    assert (tmp_path / "config.json").read_text() == content
+
+
+def test_path_of_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match="as a run folder"),
+        folder.open_run(tmp_path / "file", make_config()),
+    ):
+        pass
+
+
+HOLDER = """
+import os, sys, time
+from pathlib import Path
+from qerl_jax.run.folder import _acquire
+lock = open(sys.argv[1] + "/lock", "a+")
+_acquire(lock, Path(sys.argv[1]))
+if os.fork():
+    print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_lock_keeps_a_second_process_out_and_dies_with_its_holder(tmp_path):
+    with folder.open_run(tmp_path, make_config()):
+        pass
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        env={"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(UserError, match=rf"in use by process {holder.pid} on .*--workdir"),
+            folder.open_run(tmp_path, make_config()),
+        ):
+            pass
+        holder.kill()
+        holder.wait()
+        # Its forked child is still alive.
+        with folder.open_run(tmp_path, make_config()) as run:
+            assert run.resumed
+    finally:
+        subprocess.run(["kill", "-9", "--", f"-{holder.pid}"], check=False)
+        holder.stdout.close()
+
+
+def test_require_free_space(tmp_path):
+    folder.require_free_space(tmp_path, 1)
+    with pytest.raises(UserError, match=r"needs 1000000000\.00 GB and has [0-9.]+ GB free"):
+        folder.require_free_space(tmp_path, 10**18)
+
+
+def test_write_atomic_replaces(tmp_path):
+    path = tmp_path / "x.json"
+    folder.write_atomic(path, "old")
+    folder.write_atomic(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]

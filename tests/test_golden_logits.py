@@ -1,0 +1,57 @@
+"""The policy's logits equal those of transformers (generator: golden/make_logits.py)."""
+
+import pathlib
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy import transformer
+from qerl_jax.weights.load import load
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MODELS = ("qwen2", "qwen3", "llama3", "llama_tied")
+
+
+def golden(name):
+    """The model in float32, its rows of ids padded to one width, and the logits of each row."""
+    model = load(str(GOLDEN / f"logits_{name}"), format="bf16", dtype="float32")
+    expected = load_file(GOLDEN / f"logits_{name}" / "logits.safetensors")
+    rows = [expected[f"ids_{i}"] for i in range(3)]
+    lengths = jnp.array([len(row) for row in rows], jnp.int32)
+    tokens = np.full((3, int(lengths.max()) + 3), 77, np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return model, jnp.asarray(tokens), lengths, [expected[f"logits_{i}"] for i in range(3)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward(name):
+    model, tokens, lengths, expected = golden(name)
+    logits = transformer.forward(model.params, None, tokens, lengths, config=model.config)
+    for row, want in enumerate(expected):
+        np.testing.assert_allclose(logits[row, : len(want)], want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_and_decode(name):
+    model, tokens, lengths, expected = golden(name)
+    prompt = 3
+    logits, cache = transformer.prefill(
+        model.params,
+        None,
+        tokens[:, :prompt],
+        jnp.full_like(lengths, prompt),
+        config=model.config,
+        slots=tokens.shape[1],
+    )
+    adapters = lora_lib.fuse(None, model.config, jnp.float32)
+    for position in range(prompt, int(lengths.max()) + 1):
+        for row, want in enumerate(expected):
+            if position <= len(want):
+                np.testing.assert_allclose(logits[row], want[position - 1], atol=1e-4, rtol=0)
+        logits, cache = transformer.decode_step(
+            model.params, adapters, tokens[:, position], cache, config=model.config
+        )

@@ -1,0 +1,92 @@
+"""Packed bytes and logits equal those of llm-compressor (generator: golden/make_nvfp4.py)."""
+
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from qerl_jax.policy import transformer
+from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.weights.load import load
+from qerl_jax.weights.names import layer_module
+from qerl_jax.weights.safetensors import read_file
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MODELS = ("qwen2", "qwen3", "llama")
+
+
+@pytest.fixture
+def source_folder(tmp_path):
+    """Returns a function from a model's name to the folder of its bfloat16 source."""
+
+    def make(name):
+        checkpoint = GOLDEN / f"nvfp4_{name}"
+        config = json.loads((checkpoint / "config.json").read_text())
+        del config["quantization_config"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        shutil.copy(checkpoint / "source_bf16.safetensors", tmp_path / "model.safetensors")
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(checkpoint / file, tmp_path / file)
+        return str(tmp_path)
+
+    return make
+
+
+def assert_stored(params, tensors):
+    """Asserts that the packed projections hold the checkpoint's bytes."""
+    for i, layer in enumerate(params["layers"]):
+        for fused, members in FUSED.items():
+            weight = layer[fused]
+            start = 0
+            for member in members:
+                module = layer_module(i, member)
+                packed = tensors[f"{module}.weight_packed"]
+                rows = slice(start, start + len(packed))
+                start = rows.stop
+                np.testing.assert_array_equal(weight.packed[rows], packed, err_msg=module)
+                np.testing.assert_array_equal(
+                    np.asarray(weight.scales[rows]).view(np.uint8),
+                    tensors[f"{module}.weight_scale"].view(np.uint8),
+                    err_msg=module,
+                )
+                divisor = tensors[f"{module}.weight_global_scale"]
+                assert np.all(weight.global_scale[rows] == divisor), module
+            assert start == weight.shape[0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantising_the_source_gives_the_bytes_of_the_checkpoint(name, source_folder):
+    model = load(source_folder(name), format="nvfp4")
+    assert_stored(model.params, read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loading_the_checkpoint_keeps_its_bytes(name):
+    model = load(str(GOLDEN / f"nvfp4_{name}"), format="nvfp4")
+    assert_stored(model.params, read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("weights", ["float32", "bf16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name, weights):
+    model = load(str(GOLDEN / f"nvfp4_{name}"), format="nvfp4", dtype="float32")
+    params = model.params
+    if weights == "bf16":
+        params["layers"] = [
+            {
+                key: dequantize(value, jnp.bfloat16).astype(jnp.float32)
+                if isinstance(value, QuantTensor)
+                else value
+                for key, value in layer.items()
+            }
+            for layer in params["layers"]
+        ]
+    expected = load_file(GOLDEN / f"nvfp4_{name}" / "logits.safetensors")
+    ids = jnp.asarray(expected["ids"])[None]
+    logits = transformer.forward(params, None, ids, jnp.array([ids.shape[1]]), config=model.config)
+    np.testing.assert_allclose(logits[0], expected[f"logits_{weights}"], atol=1e-4, rtol=0)

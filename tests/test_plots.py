@@ -1,0 +1,56 @@
+"""The picture of a run's curves."""
+
+import json
+
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.run.plots import plot_run
+
+
+def write(folder, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text)
+
+
+FULL = [
+    {
+        "step": step,
+        "reward": step / 9,
+        "accuracy": step / 10,
+        "entropy": 1 / step,
+        "sigma": 0.0 if step < 3 else 10.0**-step,
+        "noise_kl": 1e-3 if step % 5 == 0 else None,
+        **({"eval_accuracy": 0.5} if step == 4 else {}),
+    }
+    for step in range(1, 9)
+]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        FULL,
+        FULL[:1],
+        [{"step": 1, "reward": 0.5}, {"step": 2, "entropy": 0.4}],
+        [{"step": 1, "sigma": 0.0}, {"step": 2, "sigma": 0.0}],
+        [{"step": 1, "reward": None, "accuracy": 0.1}],
+    ],
+)
+def test_curves_are_a_png(tmp_path, rows):
+    write(tmp_path, rows)
+    path = plot_run(tmp_path)
+    assert path == tmp_path / "curves.png"
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"step": 1, "reward": None}]])
+def test_nothing_to_draw(tmp_path, rows):
+    write(tmp_path, rows)
+    assert plot_run(tmp_path) is None
+    assert not (tmp_path / "curves.png").exists()
+
+
+def test_missing_metrics(tmp_path):
+    with pytest.raises(UserError, match=r"metrics\.jsonl"):
+        plot_run(tmp_path)

@@ -1,0 +1,423 @@
+"""qerl_jax.rl.rewards: reading answers, comparing them, and surviving rewards that misbehave."""
+
+import contextlib
+import math
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from decimal import Decimal
+
+import numpy as np
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.rl import rewards
+
+
+def call(reward, completion, answer="18"):
+    return reward("question", completion, answer, 5, True)
+
+
+def score(functions, count=1, time_limit=0.2):
+    texts = ["text"] * count
+    named = {name: (function, 1.0) for name, function in functions.items()}
+    return rewards.score(
+        named, texts, texts, texts, [3] * count, [True] * count, time_limit=time_limit
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("18", "18"),
+        ("-3", "-3"),
+        ("\u22123", "-3"),
+        ("+5", "5"),
+        ("3.50", "3.5"),
+        (".5", "0.5"),
+        ("1,000", "1000"),
+        ("1{,}000", "1000"),
+        (r"1,\!000", "1000"),
+        ("12,345,678.9", "12345678.9"),
+        ("1,0000", "0"),
+        ("3, 4", "4"),
+        ("$18", "18"),
+        (r"\$18", "18"),
+        ("-$18", "-18"),
+        ("$-18", "-18"),
+        ("18 dollars", "18"),
+        ("5%", "5"),
+        ("It is 18.", "18"),
+        ("18.\n", "18"),
+        ("1.5e3", "1500"),
+        ("5-3", "3"),
+        ("10 - 3 = 7", "7"),
+        ("4 - 7 = -3", "-3"),
+        ("48/2 = 24", "24"),
+        ("1/2", None),
+        (r"\frac{1}{2}", None),
+        ("", None),
+        ("none", None),
+        ("9" * 10_000, "9" * 10_000),
+    ],
+)
+def test_last_number(text, number):
+    assert rewards.last_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed", "tagged", "marked"),
+    [
+        ("", None, None, None),
+        (r"\boxed{18}", "18", None, "18"),
+        (r"\boxed {18}", "18", None, "18"),
+        (r"\boxed{1} and \boxed{2}", "2", None, "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", None, r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}", None, r"\{1, 2\}"),
+        (r"\boxed{1} \boxed{2", "1", None, "1"),
+        (r"\boxed{ {5 }", None, None, None),
+        ("} } \\boxed{7} {", "7", None, "7"),
+        (r"\boxed{}", "", None, ""),
+        ("<answer>18</answer>", None, "18", "18"),
+        ("<answer>1</answer><answer> 2 </answer>", None, " 2 ", " 2 "),
+        ("<answer>1<answer>2</answer>", None, "2", "2"),
+        ("<answer>18", None, None, None),
+        ("18</answer>", None, None, None),
+        (r"\boxed{1} <answer>2</answer>", "1", "2", "2"),
+        (r"<answer>2</answer> \boxed{1}", "1", "2", "1"),
+        (r"<answer>\boxed{3}</answer>", "3", r"\boxed{3}", "3"),
+    ],
+)
+def test_marks(text, boxed, tagged, marked):
+    assert rewards.last_boxed(text) == boxed
+    assert rewards.last_tagged(text) == tagged
+    assert rewards.last_marked(text) == marked
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "numeric", "tag", "box"),
+    [
+        ("", "18", 0, 0, 0),
+        ("18", "18", 1, 0, 0),
+        ("1999", "18", 0, 0, 0),
+        ("<answer>1999</answer>", "18", 0, 0, 0),
+        ("18", "1999", 0, 0, 0),
+        ("3 * 6 = 18 dollars.", "18", 1, 0, 0),
+        ("<think>9+9</think> <answer>$18</answer> 7", "18", 1, 1, 0),
+        (r"first 7, so \boxed{18}.", "18", 1, 0, 1),
+        (r"I count 18. \boxed{1999}", "18", 0, 0, 0),
+        (r"\boxed{18} or \boxed{19}", "18", 0, 0, 0),
+        (r"\boxed{1{,}000}", "1,000", 1, 0, 1),
+        (r"\boxed{}  18", "18", 0, 0, 0),
+        (r"\boxed{18", "18", 1, 0, 0),
+        ("9 + 9\n#### 18\nand 3 more", "18", 1, 0, 0),
+        ("#### 1,000", "1000", 1, 0, 0),
+        ("18.0000001", "18", 1, 0, 0),
+        ("18.00001", "18", 0, 0, 0),
+        ("1234567891", "1234567890", 0, 0, 0),
+        ("-3", "3", 0, 0, 0),
+        ("<answer>\u22123.0</answer>", "-3", 1, 1, 0),
+        ("<answer>1/18</answer>", "18", 0, 0, 0),
+        ("1" * 10_000, "1" * 10_000, 1, 0, 0),
+        ("1" * 9_999 + "2", "1" * 10_000, 0, 0, 0),
+        ("1e999", "18", 0, 0, 0),
+    ],
+)
+def test_numeric_rewards(completion, answer, numeric, tag, box):
+    assert call(rewards.numeric_answer, completion, answer) == numeric
+    assert call(rewards.tagged_answer, completion, answer) == tag
+    assert call(rewards.boxed_answer, completion, answer) == box
+
+
+def test_numeric_reward_needs_a_numeric_answer():
+    with pytest.raises(ValueError, match="'yes' is not a number: use exact_answer"):
+        call(rewards.numeric_answer, "18", "yes")
+
+
+@pytest.mark.parametrize(
+    ("completion", "value"),
+    [
+        (" yes\n", 1),
+        ("Yes", 0),
+        ("yes, it is", 0),
+        ("", 0),
+        ("I say <answer> yes </answer>", 1),
+        (r"no \boxed{yes}", 1),
+        ("yes <answer>no</answer>", 0),
+    ],
+)
+def test_exact_answer(completion, value):
+    assert call(rewards.exact_answer, completion, "yes") == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "value"),
+    [
+        (r"\boxed{\frac{1}{2}}", "0.5", 1),
+        ("<answer>1/2</answer>", "0.5", 1),
+        ("<answer>42</answer>", "42", 1),
+        ("<answer>$42$.</answer>", "42", 1),
+        ("<answer>1,000</answer>", "1000", 1),
+        (r"\boxed{025}", "25", 1),
+        (r"\boxed{41} \boxed{42}", "42", 1),
+        (r"\boxed{42} \boxed{41}", "42", 0),
+        (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
+        (r"\boxed{(3,\pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
+        (r"\boxed{\text{Evelyn}}", r"\text{Evelyn}", 1),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1),
+        ("It is $0.5$.", r"\frac{1}{2}", 1),
+        ("The answer is 41.", "42", 0),
+        (r"\boxed{1999}", "18", 0),
+        (r"\boxed{}", "0", 0),
+        (r"\boxed{42", "42", 0),
+        ("", "42", 0),
+    ],
+)
+def test_math_answer(completion, answer, value):
+    assert call(rewards.math_answer, completion, answer) == value
+
+
+@pytest.mark.parametrize(
+    ("completion", "think", "boxed", "number_only"),
+    [
+        ("", 0, 0, 0),
+        ("<think>a\nb</think> <answer>18</answer>\n", 1, 0, 0),
+        ("<think></think><answer></answer>", 1, 0, 0),
+        ("so <think>a</think><answer>18</answer>", 0, 0, 0),
+        ("<think>a</think> so <answer>18</answer>", 0, 0, 0),
+        ("<think>a</think><answer>18</answer> ok", 0, 0, 0),
+        ("<think>a</think><answer>1</answer><answer>18</answer>", 0, 0, 0),
+        ("<answer>18</answer><think>a</think>", 0, 0, 0),
+        ("<think>a<answer>18</answer>", 0, 0, 0),
+        (r"It is \boxed{18}.", 0, 1, 0),
+        (r"\boxed{ }", 0, 0, 0),
+        (r"\boxed{18", 0, 0, 0),
+        (" -1,000.5 ", 0, 0, 1),
+        ("18", 0, 0, 1),
+        ("It is 18", 0, 0, 0),
+        ("18 19", 0, 0, 0),
+        ("1/2", 0, 0, 0),
+    ],
+)
+def test_formats(completion, think, boxed, number_only):
+    assert call(rewards.think_format, completion) == think
+    assert call(rewards.boxed_format, completion) == boxed
+    assert call(rewards.number_only_format, completion) == number_only
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "penalty"),
+    [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0)],
+)
+def test_overlong_penalty_is_dapo_equation_13(num_tokens, penalty):
+    assert rewards.overlong_penalty(num_tokens, 100, 20) == pytest.approx(penalty, abs=1e-12)
+
+
+def test_overlong_penalty_without_buffer():
+    assert [rewards.overlong_penalty(n, 100, 0) for n in (99, 100, 101)] == [0.0, 0.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "\\boxed{" * 5_000,
+        "{" * 40_000,
+        "<answer>" * 5_000,
+        "<think>" * 5_000,
+        "<think></think>" * 2_000 + "<answer>",
+        "<think>" + " " * 40_000 + "</think> <answer></answer>x",
+        "1," * 20_000,
+        "1,111" * 10_000,
+        "-$" * 20_000,
+        "\\frac{1" * 6_000,
+        "1 / " * 10_000,
+        "9" * 40_000,
+        "." * 40_000,
+    ],
+    ids=range(13),
+)
+@pytest.mark.parametrize(
+    "reward",
+    [rewards.numeric_answer, rewards.boxed_answer, rewards.think_format, rewards.boxed_format],
+)
+def test_long_adversarial_completions_are_read_in_linear_time(reward, completion):
+    start = time.perf_counter()
+    call(reward, completion)
+    assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "99999999!", "(" * 3000 + "1" + ")" * 3000])
+def test_math_answer_stays_under_the_time_limit(power):
+    start = time.perf_counter()
+    named = {"correctness": (rewards.math_answer, 1.0)}
+    rewards.score(named, [""], [rf"\boxed{{{power}}}"], ["7"], [3], [True], time_limit=0.3)
+    assert time.perf_counter() - start < 3
+
+
+def test_scores_are_weighted_sums_of_what_is_present():
+    length = lambda prompt, completion, answer, num_tokens, finished: num_tokens  # noqa: E731
+    not_for_long = lambda p, c, a, num_tokens, f: None if num_tokens > 2 else True  # noqa: E731
+    texts = ["", "", ""]
+    scores = rewards.score(
+        {"length": (length, 0.5), "short": (not_for_long, 2.0)},
+        texts,
+        texts,
+        texts,
+        np.array([1, 2, 3]),
+        np.array([True, True, False]),
+        time_limit=1.0,
+    )
+    np.testing.assert_array_equal(scores.total, [2.5, 3.0, 1.5])
+    np.testing.assert_array_equal(scores.parts["length"], [1.0, 2.0, 3.0])
+    np.testing.assert_array_equal(scores.parts["short"], [1.0, 1.0, np.nan])
+    assert scores.total.dtype == np.float64
+    assert scores.errors == []
+
+
+def test_arguments_reach_the_reward():
+    seen = []
+    named = {"spy": (lambda *arguments: seen.append(arguments), 1.0)}
+    scores = rewards.score(
+        named, ["p"], ["c"], ["a"], np.array([7]), np.array([False]), time_limit=1.0
+    )
+    assert seen == [("p", "c", "a", 7, False)]
+    assert math.isnan(scores.total[0])
+
+
+def spin(*_):
+    while True:
+        pass
+
+
+def spin_and_catch(*_):
+    while True:
+        with contextlib.suppress(Exception):
+            time.sleep(1)
+
+
+def sleep(*_):
+    time.sleep(30)
+
+
+def backtrack(*_):
+    return float(re.match(r"(a+)+$", "a" * 40 + "b") is not None)
+
+
+@pytest.mark.parametrize("reward", [spin, spin_and_catch, sleep, backtrack])
+def test_time_limit_interrupts(reward):
+    start = time.perf_counter()
+    scores = score({"slow": reward}, count=2, time_limit=0.1)
+    assert time.perf_counter() - start < 2
+    assert np.isnan(scores.total).all()
+    assert scores.errors == [
+        "reward 'slow' is missing for 2 of 2 completions: exceeded the time limit of 0.1 s"
+    ]
+
+
+def test_time_limit_restores_the_handler_and_the_timer():
+    fired = []
+    before = signal.signal(signal.SIGALRM, lambda *_: fired.append(True))
+    outer = signal.setitimer(signal.ITIMER_REAL, 50)
+    try:
+        handler = signal.getsignal(signal.SIGALRM)
+        score({"slow": sleep, "fine": lambda *_: 1.0}, time_limit=0.05)
+        assert signal.getsignal(signal.SIGALRM) is handler
+        assert 40 < signal.getitimer(signal.ITIMER_REAL)[0] <= 50
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *outer)
+        signal.signal(signal.SIGALRM, before)
+    assert fired == []
+
+
+def test_outside_the_main_thread_there_is_no_limit():
+    results = []
+    slow = lambda *_: time.sleep(0.1) or 1.0  # noqa: E731
+    thread = threading.Thread(target=lambda: results.append(score({"r": slow}, time_limit=0.02)))
+    thread.start()
+    thread.join()
+    assert results[0].total.tolist() == [1.0]
+
+
+def fail(*_):
+    raise RuntimeError("no verdict\nsecond line")
+
+
+def leave(*_):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (fail, "RuntimeError: no verdict (test_rewards.py:"),
+        (leave, "SystemExit: 3 (test_rewards.py:"),
+        (lambda *_: float("nan"), "ValueError: it returned nan"),
+        (lambda *_: float("inf"), "ValueError: it returned inf"),
+        (lambda *_: "high", "ValueError: could not convert string to float: 'high'"),
+        (lambda: 1.0, "TypeError"),
+    ],
+)
+def test_failures_are_missing_and_reported_once(reward, message):
+    scores = score({"bad": reward, "good": lambda *_: 1.0}, count=3)
+    assert np.isnan(scores.parts["bad"]).all()
+    assert scores.total.tolist() == [1.0, 1.0, 1.0]
+    (line,) = scores.errors
+    assert line.startswith("reward 'bad' is missing for 3 of 3 completions: " + message)
+    assert "\n" not in line
+
+
+def test_keyboard_interrupt_passes_through():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score({"r": interrupt})
+
+
+def test_unequal_lengths_are_refused():
+    named = {"r": (rewards.numeric_answer, 1.0)}
+    with pytest.raises(ValueError, match="zip"):
+        rewards.score(named, ["p"], ["c", "c"], ["1"], [1], [True], time_limit=1.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "numeric_answer",
+        "tagged_answer",
+        "boxed_answer",
+        "exact_answer",
+        "math_answer",
+        "think_format",
+        "boxed_format",
+        "number_only_format",
+    ],
+)
+def test_resolve_built_in(name):
+    assert rewards.resolve(f"qerl_jax.rl.rewards:{name}") is getattr(rewards, name)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("numeric_answer", "write it as package.module:function"),
+        ("qerl_jax.rl.rewards:", "write it as package.module:function"),
+        ("qerl_jax.rl.missing:f", "cannot import qerl_jax.rl.missing: ModuleNotFoundError"),
+        ("qerl_jax.rl.rewards:nothing", "has no function 'nothing'"),
+        ("qerl_jax.rl.rewards:overlong_penalty", "it must take (prompt, completion, answer,"),
+    ],
+)
+def test_resolve_names_what_is_missing(path, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        rewards.resolve(path)
+
+
+def test_import_is_light():
+    code = (
+        "import sys, qerl_jax.rl.rewards; print({'jax', 'math_verify', 'sympy'} & set(sys.modules))"
+    )
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert output.stdout.strip() == "set()"

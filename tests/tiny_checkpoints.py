@@ -1,0 +1,156 @@
+"""Tiny random checkpoints for tests, as folders of a model hub and as GGUF files."""
+
+import json
+import pathlib
+
+import gguf
+import ml_dtypes
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+
+from qerl_jax.policy import config as config_lib
+from qerl_jax.weights import names
+
+VOCAB = 48
+
+
+def model_config(model_type="llama", **changes):
+    """An architecture with 2 layers, and head_dim other than embed_dim / num_heads for Qwen3."""
+    fields = {
+        "model_type": model_type,
+        "vocab_size": VOCAB,
+        "embed_dim": 32,
+        "mlp_dim": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16 if model_type == "qwen3" else 8,
+        "rope_theta": 10000.0,
+        "rope_scaling": None,
+        "norm_eps": 1e-6,
+        "tie_embeddings": False,
+        "attention_bias": model_type == "qwen2",
+        "qk_norm": model_type == "qwen3",
+        "max_position": 128,
+    }
+    return config_lib.ModelConfig(**(fields | changes))
+
+
+def random_tensors(config, *, dtype=ml_dtypes.bfloat16, seed=0):
+    """Every tensor of an unquantised checkpoint."""
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.standard_normal(shape, np.float32).astype(dtype)
+        for name, shape in names.expected_shapes(config).items()
+    }
+
+
+def write_folder(folder, config, tensors, **config_extra):
+    """Writes config.json, model.safetensors, tokenizer.json and generation_config.json."""
+    folder = pathlib.Path(folder)
+    folder.mkdir(exist_ok=True)
+    hf = config_lib.to_hf_config(config) | config_extra
+    (folder / "config.json").write_text(json.dumps(hf))
+    save_file(tensors, folder / "model.safetensors")
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder, **settings):
+    """A tokenizer whose words t0, t1, ... are the ids 0, 1, ...; it ends with <|im_end|>."""
+    vocabulary = {f"t{i}": i for i in range(VOCAB - 2)}
+    vocabulary |= {"<|endoftext|>": VOCAB - 2, "<|im_end|>": VOCAB - 1}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<|endoftext|>", "<|im_end|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"} | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+_GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name):
+    """llama.cpp's name of a Hugging Face tensor."""
+    fixed = {
+        names.EMBED: "token_embd.weight",
+        names.NORM: "output_norm.weight",
+        names.HEAD: "output.weight",
+    }
+    if name in fixed:
+        return fixed[name]
+    _, _, layer, rest = name.split(".", 3)
+    module, parameter = rest.rsplit(".", 1)
+    return f"blk.{layer}.{_GGUF_NAMES[module]}.{parameter}"
+
+
+def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantization=None):
+    """Writes a GGUF file as llama.cpp's converter does: Llama's q and k rows are interleaved.
+
+    Args:
+        path: the file.
+        config: its architecture.
+        tensors: float32 tensors by Hugging Face name.
+        metadata: architecture keys to add or, with None, to leave out.
+        rope_freqs: contents of rope_freqs.weight.
+        quantization: the gguf type of the projections, or None for float32.
+    """
+    arch = config.model_type
+    writer = gguf.GGUFWriter(path, arch)
+    values = {
+        "block_count": config.num_layers,
+        "context_length": config.max_position,
+        "embedding_length": config.embed_dim,
+        "feed_forward_length": config.mlp_dim,
+        "attention.head_count": config.num_heads,
+        "attention.head_count_kv": config.num_kv_heads,
+        "attention.key_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": config.norm_eps,
+        "rope.freq_base": config.rope_theta,
+    } | (metadata or {})
+    for key, value in values.items():
+        if isinstance(value, str):
+            writer.add_string(f"{arch}.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"{arch}.{key}", value)
+        elif value is not None:
+            writer.add_uint32(f"{arch}.{key}", value)
+    words = [f"t{i}" for i in range(config.vocab_size - 2)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*words, "<|endoftext|>", "<|im_end|>"])
+    writer.add_token_types([1] * len(words) + [3, 3])
+    writer.add_token_merges([])
+    writer.add_eos_token_id(config.vocab_size - 1)
+    heads = {"q_proj.weight": config.num_heads, "k_proj.weight": config.num_kv_heads}
+    for name, tensor in tensors.items():
+        for suffix, count in heads.items():
+            if arch == "llama" and name.endswith(suffix):
+                halves = tensor.reshape(count, 2, -1, tensor.shape[1])
+                tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
+        if quantization is not None and "_proj.weight" in name:
+            data = gguf.quantize(np.ascontiguousarray(tensor), quantization)
+            writer.add_tensor(gguf_name(name), data, raw_dtype=quantization)
+        else:
+            writer.add_tensor(gguf_name(name), np.ascontiguousarray(tensor))
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", rope_freqs)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
