@@ -4,13 +4,15 @@
     --config.rl.clip_high=0.2     any field of it
     --workdir=DIR                 the run folder, instead of the one named after the config
 
-Exit codes: 0 done, 2 bad input (one line on stderr says what to change), 130 or 143 stopped by a signal.
+Exit codes: 0 done, 2 bad input (one line on stderr says what to change), 130 and 143 stopped by
+SIGINT and SIGTERM.
 """
 
 import errno
 import re
 import sys
 from collections.abc import Callable, Sequence
+from logging import getLogger
 from typing import NoReturn
 
 from absl import app, flags, logging
@@ -45,6 +47,7 @@ def main(run: Callable[[ConfigDict, str | None], None], default_config: str) -> 
         if not flags.FLAGS["verbosity"].present:
             # Only what libraries log through absl; warnings of Python and JAX stay.
             logging.get_absl_logger().setLevel("ERROR")
+            getLogger("jax").setLevel("WARNING")
         try:
             run(flags.FLAGS.config, flags.FLAGS.workdir)
         except UserError as error:

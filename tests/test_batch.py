@@ -7,7 +7,7 @@ import pytest
 
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
-from qerl_jax.rl.batch import make_batch, micro_batches, minibatches
+from qerl_jax.rl.batch import make_batch, micro_batches
 
 EOS = PAD = 2
 PROMPTS = [[5, EOS, 7], [5, EOS, 7], [8], [8]]
@@ -21,7 +21,6 @@ ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5])
 
 def batch_of(lengths=LENGTHS, finished=FINISHED, **options):
     defaults = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
-    defaults["length_multiple"] = 8
     logprobs = np.where(np.arange(4) < lengths[:, None], -1.0, np.nan)
     return make_batch(
         PROMPTS, COMPLETIONS, lengths, finished, ADVANTAGES, logprobs, **defaults | options
@@ -49,9 +48,13 @@ def test_tokens_are_contiguous_and_padded():
     np.testing.assert_array_equal(batch.rollout_logprobs, -lengths_mask(LENGTHS))
 
 
-@pytest.mark.parametrize(("multiple", "width"), [(1, 6), (4, 8), (64, 64)])
-def test_width_is_a_multiple(multiple, width):
-    assert batch_of(length_multiple=multiple).tokens.shape == (4, width)
+@pytest.mark.parametrize(("longest", "width"), [(6, 8), (8, 8), (9, 16), (33, 40), (65, 80)])
+def test_width_is_the_bucket_of_the_longest_row(longest, width):
+    rest = np.zeros((2, 4)), np.array([1, 4]), np.ones(2, bool), np.zeros(2), np.zeros((2, 4))
+    options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
+    batch = make_batch([[5], [5] * (longest - 4)], *rest, **options)
+    assert batch.lengths.max() == longest
+    assert batch.tokens.shape == (2, width)
 
 
 def test_mask_follows_lengths_not_ids():
@@ -117,31 +120,6 @@ def test_micro_batches_have_the_loss_of_the_batch(rows, aggregation):
     whole = float(loss_of(jnp.full((4, 4), -1.2), batch, config))
     assert total == pytest.approx(whole, rel=1e-5)
     np.testing.assert_array_equal(micro.tokens.reshape(-1, 8)[:4], batch.tokens)
-
-
-@pytest.mark.parametrize("aggregation", losses.AGGREGATIONS)
-def test_minibatches_have_the_mean_loss_of_the_batch(aggregation):
-    config = losses.LossConfig(aggregation)
-    batch = batch_of(aggregation=aggregation).replace(old_logprobs=np.zeros((4, 4), np.float32))
-    key = jax.random.key(0)
-    parts = minibatches(batch, 2, key=key)
-    mean = sum(float(loss_of(jnp.full((2, 4), 0.1), part, config)) for part in parts) / 2
-    whole = float(loss_of(jnp.full((4, 4), 0.1), batch, config))
-    assert mean == pytest.approx(whole, rel=1e-5)
-    again = minibatches(batch, 2, key=key)
-    jax.tree.map(np.testing.assert_array_equal, parts, again)
-    seen = np.concatenate([part.advantages for part in parts])
-    np.testing.assert_array_equal(np.sort(seen), np.sort(ADVANTAGES))
-    orders = {
-        tuple(minibatches(batch, 1, key=jax.random.key(seed))[0].advantages.tolist())
-        for seed in range(8)
-    }
-    assert len(orders) > 1
-
-
-def test_minibatches_must_be_equal():
-    with pytest.raises(UserError, match=r"4 rows .* 3 equal"):
-        minibatches(batch_of(), 3, key=jax.random.key(0))
 
 
 def test_empty_prompt():

@@ -102,7 +102,6 @@ def step_batch(aggregation, tensors):
         mask_truncated=True,
         aggregation=aggregation,
         pad_id=0,
-        length_multiple=4,
     )
     np.testing.assert_array_equal(batch.loss_mask, tensors["mask"])
     return batch

@@ -15,7 +15,7 @@ def fp4_matmul(
     lora: tuple[jax.Array, jax.Array] | None = None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """y = x W^T + (x A^T) B^T + bias for a frozen NVFP4 weight W.
+    """Returns x W^T + (x A^T) B^T + bias for a frozen NVFP4 weight W.
 
     The gradient with respect to x comes from the packed weight again, so that no dequantised copy
     outlives the call. W itself has none.

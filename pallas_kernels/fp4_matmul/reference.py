@@ -38,12 +38,12 @@ def dequantize(weight: Fp4Weight, dtype: jnp.dtype) -> jax.Array:
 
 
 def matmul(x: jax.Array, weight: Fp4Weight) -> jax.Array:
-    """x [..., K] times the transposed weight, accumulated in float32, [..., N] in x's dtype."""
+    """Returns x [..., K] times the transposed weight, [..., N], accumulated in float32."""
     return dot(x, dequantize(weight, x.dtype))
 
 
 def matmul_transposed(dy: jax.Array, weight: Fp4Weight) -> jax.Array:
-    """dy [..., N] times the weight, [..., K]: the gradient of `matmul` with respect to x."""
+    """Returns dy [..., N] times the weight, [..., K]: the gradient of `matmul` with respect to x."""
     return jax.lax.dot_general(
         dy,
         dequantize(weight, dy.dtype),
@@ -53,7 +53,7 @@ def matmul_transposed(dy: jax.Array, weight: Fp4Weight) -> jax.Array:
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [..., K] times a dense [N, K] weight transposed, float32 accumulation, in x's dtype."""
+    """Returns x [..., K] times a dense [N, K] weight transposed, accumulated in float32."""
     return jax.lax.dot_general(
         x,
         weight,

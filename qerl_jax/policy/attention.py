@@ -45,7 +45,7 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """cos and sin, float32 [B, T, 1, H/2], of int32 positions [B, T]."""
+    """Cosines and sines, float32 [B, T, 1, H/2], of int32 positions [B, T]."""
     angles = positions[..., None, None].astype(jnp.float32) * rotary_frequencies(config)
     return jnp.cos(angles), jnp.sin(angles)
 

@@ -13,7 +13,7 @@ def linear(
     lora: tuple[jax.Array, jax.Array] | None = None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """x W^T + (x A^T) B^T + bias.
+    """Returns x W^T + (x A^T) B^T + bias.
 
     Args:
         x: [..., K].

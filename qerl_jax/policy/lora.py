@@ -79,7 +79,7 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:
-    """PEFT's initialisation: A uniform in +-1/sqrt(K), B zero, so that the update starts at zero."""
+    """PEFT's initialisation: A uniform in +-1/sqrt(K), B zero, so that the update is zero."""
     shapes = projection_shapes(config)
     layers = []
     for layer in range(config.num_layers):

@@ -115,7 +115,7 @@ def _pack(weight: np.ndarray, global_scale: np.float32) -> tuple[np.ndarray, np.
 def _e2m1_codes(values: np.ndarray) -> np.ndarray:
     """The 4-bit codes (sign, 3-bit magnitude index) nearest to float32 values, ties to even."""
     magnitude = np.abs(values)
-    codes = np.signbit(values).astype(np.uint8) << 3
+    codes = (values < 0).astype(np.uint8) << 3
     for index, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         # The tie goes to the even one of the two neighbouring codes.
         codes += magnitude > midpoint if index % 2 == 0 else magnitude >= midpoint

@@ -161,7 +161,7 @@ def train_step(
 
     zeros = jax.tree.map(jnp.zeros_like, state.lora)
     (total_loss, grad), metrics = jax.lax.scan(micro_step, (jnp.float32(0), zeros), batch)
-    grad_norm = optax.global_norm(grad)
+    grad_norm = optax.tree.norm(grad)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(total_loss)
     updates, opt_state = optimizer.update(grad, state.opt_state, state.lora)
     lora = optax.apply_updates(state.lora, updates)

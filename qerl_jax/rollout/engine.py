@@ -21,6 +21,8 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.sampling import row_keys, sample
 
+Array = np.ndarray | jax.Array
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
@@ -56,11 +58,11 @@ class Rollout:
         entropies: float32 [B, C], entropy of the distribution each token was drawn from, in nats.
     """
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    finished: np.ndarray
-    logprobs: np.ndarray
-    entropies: np.ndarray
+    tokens: Array
+    lengths: Array
+    finished: Array
+    logprobs: Array
+    entropies: Array
 
 
 @struct.dataclass

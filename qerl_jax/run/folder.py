@@ -229,7 +229,9 @@ def _version(package: str) -> str | None:
 
 
 def _git_state() -> dict[str, Any] | None:
-    """Commit and dirty flag of the source tree; None when it is not a git checkout."""
+    """Commit and dirty flag of the source tree; None when neither git nor QERL_COMMIT knows it."""
+    if commit := os.environ.get("QERL_COMMIT"):
+        return {"commit": commit, "dirty": None}
     if not (_SOURCE_ROOT / ".git").exists():
         return None
     try:

@@ -195,7 +195,7 @@ def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine):
     """One step; returns the row of metrics and the experience, and moves `progress` on."""
     config, params = setup.config, setup.model.params
     key = jax.random.fold_in(setup.key, progress.step)
-    sigma = float(setup.sigma(progress.step))
+    sigma = float(np.asarray(setup.sigma(progress.step)))
     noisy = aqn.perturb_norms(
         jax.random.fold_in(key, 0),
         params,
@@ -255,9 +255,9 @@ def _update(setup: Setup, state: TrainState, params: dict, batch):
     shared = {"config": model.config, "temperature": config.rollout.temperature}
     batch = micro_batches(batch, config.train.micro_batch_rows)
     if setup.loss.kl_coef:
-        batch = batch.replace(ref_logprobs=score(model.params, None, batch, **shared))
+        batch = dataclasses.replace(batch, ref_logprobs=score(model.params, None, batch, **shared))
     if config.rl.updates_per_rollout > 1:
-        batch = batch.replace(old_logprobs=score(params, state.lora, batch, **shared))
+        batch = dataclasses.replace(batch, old_logprobs=score(params, state.lora, batch, **shared))
     history = []
     for _ in range(config.rl.updates_per_rollout):
         state, metrics = train_step(
