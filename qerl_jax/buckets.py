@@ -3,5 +3,5 @@
 
 def bucket(length: int) -> int:
     """The smallest width of at least `length`: four per power of two, multiples of 8."""
-    step = max(8, 1 << (length - 1).bit_length() - 3) if length > 1 else 8
+    step = max(8, (1 << (length - 1).bit_length()) // 8)
     return -(-length // step) * step

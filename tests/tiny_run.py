@@ -1,16 +1,18 @@
 """Runs that take seconds: a random model of two layers, a few problems, and rewards that vary."""
 
+import dataclasses
 import json
 import pathlib
-import time
 
-import jax
 import ml_dtypes
 import numpy as np
 import tiny_checkpoints
 
 from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.run.metrics import read_metrics
 from qerl_jax.weights import names
+from qerl_jax.weights.export import load_peft_adapter
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 TEMPLATE = (
@@ -77,12 +79,68 @@ def write_problems(path, *, count=24):
     return path
 
 
-def make_config(model, problems, changes=None):
-    """The default config made tiny; `changes` by flattened name."""
-    config = get_config("qwen2.5-1.5b")
-    settings = SETTINGS | {"model.source": str(model), "data.path": str(problems)}
-    config.update_from_flattened_dict(settings | (changes or {}))
-    return config
+@dataclasses.dataclass(frozen=True)
+class Tiny:
+    """What runs start from: a model folder, a JSONL file, and a cache of what XLA compiled."""
+
+    model: pathlib.Path
+    problems: pathlib.Path
+    compile_cache: pathlib.Path
+
+    def config(self, changes=None):
+        """The default config made tiny; `changes` by flattened name."""
+        config = get_config("qwen2.5-1.5b")
+        config.update_from_flattened_dict(
+            SETTINGS
+            | {"model.source": str(self.model), "data.path": str(self.problems)}
+            | (changes or {})
+        )
+        return config
+
+    def config_file(self, path, changes=None):
+        """A config file for the command line; it needs this folder in PYTHONPATH."""
+        arguments = [repr(str(p)) for p in (self.model, self.problems, self.compile_cache)]
+        path.write_text(
+            "import pathlib, tiny_run\n"
+            f"paths = map(pathlib.Path, ({', '.join(arguments)}))\n"
+            f"def get_config():\n    return tiny_run.Tiny(*paths).config({changes!r})\n"
+        )
+        return path
+
+
+def write_tiny(folder):
+    """Writes what runs start from."""
+    return Tiny(
+        model=write_model(folder / "model"),
+        problems=write_problems(folder / "problems.jsonl"),
+        compile_cache=folder / "compile_cache",
+    )
+
+
+def results(run):
+    """The rows of metrics of a run folder, without the times."""
+    return [
+        {k: v for k, v in row.items() if not k.endswith(("_seconds", "_per_second"))}
+        for row in read_metrics(run / "metrics.jsonl")
+    ]
+
+
+def adapter(run, name="adapter"):
+    """The adapter of a run folder of a tiny config with its own targets, rank and alpha."""
+    saved = json.loads((run / "config.json").read_text())["config"]["lora"]
+    lora_config = LoraConfig(
+        rank=saved["rank"],
+        alpha=saved["alpha"],
+        rslora=saved["rslora"],
+        targets=tuple(saved["targets"]),
+    )
+    return load_peft_adapter(run / name, tiny_checkpoints.model_config(), lora_config)
+
+
+def contents(run):
+    """The bytes of every file of a run folder but its lock."""
+    files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock"]
+    return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
 
 def numbers(completion):
@@ -91,9 +149,12 @@ def numbers(completion):
 
 def even_end(prompt, completion, answer, num_tokens, finished):
     """1.0 when the last word's number is even."""
-    return float(numbers(completion or "t1")[-1] % 2 == 0)
+    return float(bool(completion) and numbers(completion)[-1] % 2 == 0)
 
 
 def low_share(prompt, completion, answer, num_tokens, finished):
     """The share of words in the lower half of the vocabulary."""
-    return float(np.mean([number < 23 for number in numbers(completion)] or [0.0]))
+    return sum(number < 23 for number in numbers(completion)) / max(1, num_tokens)
+
+
+REWARDS = {"correctness": (even_end, 1.0), "format": (low_share, 0.1)}

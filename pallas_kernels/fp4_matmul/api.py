@@ -75,6 +75,8 @@ def _check(x, weight, lora, bias):
         problems.append(f"packed is {weight.packed.dtype}, expected uint8")
     if weight.scales.shape != (n, k // reference.BLOCK) or k % reference.BLOCK:
         problems.append(f"scales are {weight.scales.shape}, expected {(n, k // reference.BLOCK)}")
+    if weight.scales.dtype != jnp.float8_e4m3fn:
+        problems.append(f"scales are {weight.scales.dtype}, expected float8_e4m3fn")
     if weight.global_scale.shape != (n,):
         problems.append(f"global_scale is {weight.global_scale.shape}, expected {(n,)}")
     if lora is not None:

@@ -1,9 +1,11 @@
 """The definition of an NVFP4 weight, and the product by dequantise-and-dot for any backend."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+Array = Any  # jax.Array; in a cotangent, NumPy float0
 
 BLOCK = 16
 
@@ -17,9 +19,9 @@ class Fp4Weight(NamedTuple):
         global_scale: float32 [N], a divisor.
     """
 
-    packed: jax.Array
-    scales: jax.Array
-    global_scale: jax.Array
+    packed: Array
+    scales: Array
+    global_scale: Array
 
 
 def dequantize(weight: Fp4Weight, dtype: jnp.dtype) -> jax.Array:
@@ -32,7 +34,10 @@ def dequantize(weight: Fp4Weight, dtype: jnp.dtype) -> jax.Array:
         magnitude < 4, magnitude, jnp.where(magnitude < 6, 2 * magnitude - 4, 4 * magnitude - 16)
     ).astype(jnp.int8)
     doubled = jnp.where(codes > 7, -doubled, doubled)
-    scales = 0.5 * weight.scales.astype(jnp.float32) / weight.global_scale[:, None]
+    # XLA would turn a division by a broadcast into a product with the reciprocal: other rounding.
+    divisors = jnp.broadcast_to(weight.global_scale[:, None], weight.scales.shape)
+    divisors = jax.lax.optimization_barrier(divisors)
+    scales = 0.5 * weight.scales.astype(jnp.float32) / divisors
     blocks = doubled.reshape(outputs, 2 * half // BLOCK, BLOCK).astype(jnp.float32)
     return (blocks * scales[..., None]).astype(dtype).reshape(outputs, 2 * half)
 
@@ -43,7 +48,7 @@ def matmul(x: jax.Array, weight: Fp4Weight) -> jax.Array:
 
 
 def matmul_transposed(dy: jax.Array, weight: Fp4Weight) -> jax.Array:
-    """Returns dy [..., N] times the weight, [..., K]: the gradient of `matmul` with respect to x."""
+    """Returns dy [..., N] times the weight, [..., K]: the gradient of `matmul` by x."""
     return jax.lax.dot_general(
         dy,
         dequantize(weight, dy.dtype),

@@ -6,6 +6,7 @@ The bytes are those of llm-compressor's NVFP4A16 checkpoints, bit for bit.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from flax import struct
 
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
+
+Array = Any  # NumPy while loading, jax.Array in the policy
 
 BLOCK = 16  # inputs that share an FP8 scale
 _E2M1_MAX = 6.0
@@ -35,9 +38,9 @@ class QuantTensor:
         format: the name of the number format.
     """
 
-    packed: jax.Array
-    scales: jax.Array
-    global_scale: jax.Array
+    packed: Array
+    scales: Array
+    global_scale: Array
     format: str = struct.field(pytree_node=False, default="nvfp4")
 
     @property

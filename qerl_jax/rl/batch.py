@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import chex
 import flax.struct
@@ -12,7 +13,7 @@ from qerl_jax.buckets import bucket
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import token_weights
 
-Array = np.ndarray | jax.Array
+Array = Any  # NumPy on the host, jax.Array inside of jit
 
 
 @flax.struct.dataclass

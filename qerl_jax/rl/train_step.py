@@ -86,7 +86,7 @@ def init_state(lora: Lora, optimizer: optax.GradientTransformation) -> TrainStat
     """The state before the first update."""
     return TrainState(
         lora=lora,
-        opt_state=optimizer.init(lora),
+        opt_state=optimizer.init(lora),  # pyrefly: ignore[bad-argument-type]
         updates=jnp.int32(0),
         skipped_in_a_row=jnp.int32(0),
     )
@@ -163,8 +163,9 @@ def train_step(
     (total_loss, grad), metrics = jax.lax.scan(micro_step, (jnp.float32(0), zeros), batch)
     grad_norm = optax.tree.norm(grad)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(total_loss)
-    updates, opt_state = optimizer.update(grad, state.opt_state, state.lora)
-    lora = optax.apply_updates(state.lora, updates)
+    # optax's types do not know dataclasses as trees.
+    updates, opt_state = optimizer.update(grad, state.opt_state, state.lora)  # pyrefly: ignore[bad-argument-type]
+    lora = optax.apply_updates(state.lora, updates)  # pyrefly: ignore[bad-argument-type]
     lora, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
         (lora, opt_state),

@@ -7,6 +7,7 @@ together in jitted chunks of a fixed number of steps, until every row has ended.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.sampling import row_keys, sample
 
-Array = np.ndarray | jax.Array
+Array = Any  # NumPy on the host, jax.Array inside of jit
 
 
 @dataclasses.dataclass(frozen=True)

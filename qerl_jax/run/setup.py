@@ -52,6 +52,7 @@ def check(config: ConfigDict) -> None:
         "checkpoint.every": (config.checkpoint.every, 1),
         "aqn.kl_rows": (config.aqn.kl_rows, 1),
         "eval.every": (config.eval.every, 0),
+        "eval.max_new_tokens": (config.eval.max_new_tokens, 1),
     }
     for name, (value, least) in limits.items():
         if value < least:
@@ -63,6 +64,9 @@ def check(config: ConfigDict) -> None:
         )
     if config.rollout.dequantize not in ("chunk", "step"):
         raise UserError(f"rollout.dequantize={config.rollout.dequantize!r}: 'chunk' or 'step'")
+    start, stop = config.profile.start, config.profile.stop
+    if (start, stop) != (0, 0) and not 1 <= start <= stop:
+        raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
 
 
 def prepare(
@@ -131,12 +135,13 @@ def prepare(
         flush=True,
     )
     model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    if longest > model.config.max_position:
-        raise UserError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {longest}, the model knows "
-            f"{model.config.max_position} positions: lower one of them"
-        )
+    for part in ("rollout", "eval") if config.eval.every else ("rollout",):
+        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
+        if longest > model.config.max_position:
+            raise UserError(
+                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model knows "
+                f"{model.config.max_position} positions: lower one of them"
+            )
     prompts = {
         split: encode_prompts(
             found,

@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -34,7 +34,7 @@ from qerl_jax.rl.train_step import (
 from qerl_jax.run.checkpoint import Checkpoints
 from qerl_jax.run.collect import Experience, collect
 from qerl_jax.run.evaluate import greedy_accuracy
-from qerl_jax.run.folder import RunFolder, open_run
+from qerl_jax.run.folder import RunFolder, open_run, write_atomic
 from qerl_jax.run.metrics import LiveLine, MetricsLog, format_row
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.setup import Setup, check, prepare
@@ -42,16 +42,26 @@ from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.weights.export import load_peft_adapter, save_peft_adapter
 
 _SKIPS_THAT_STOP = 3
+_FINISHED = "finished"  # the file that says after how many steps
 
 
 @dataclasses.dataclass
 class _Progress:
-    """What changes, and is in the checkpoints."""
+    """What changes, and is in the checkpoints.
+
+    Attributes:
+        step: finished steps.
+        state: the adapter and its optimiser.
+        cursor: the place of the next problem.
+        best_accuracy: of the evaluations so far.
+        unlogged: row of metrics and samples of the last step while its evaluation is due.
+    """
 
     step: int
     state: TrainState
     cursor: Cursor
     best_accuracy: float
+    unlogged: tuple[dict, list[dict]] | None = None
 
 
 def train(
@@ -84,7 +94,7 @@ def train(
         open_run(workdir, config) as run,
         Checkpoints(run.path / "checkpoints", keep=config.checkpoint.keep) as checkpoints,
     ):
-        if checkpoints.steps and checkpoints.steps[-1] >= config.steps:
+        if checkpoints.steps and _is_finished(run, checkpoints.steps[-1], config.steps):
             _announce_finished(run, checkpoints.steps[-1])
             return run.path
         if jax.default_backend() == "gpu":
@@ -102,10 +112,11 @@ def train(
                 run_name=run.path.name,
             ) as log,
             stop_signals() as received,
+            contextlib.ExitStack() as trace,
         ):
-            log.truncate(progress.step)
+            log.truncate(progress.step - bool(progress.unlogged))
             try:
-                _run_steps(setup, progress, run, checkpoints, log, received)
+                _run_steps(setup, progress, run, checkpoints, log, received, trace)
             except StoppedError:
                 _save(setup, progress, checkpoints)
                 checkpoints.wait()
@@ -122,9 +133,11 @@ def _run_steps(
     checkpoints: Checkpoints,
     log: MetricsLog,
     received: list[int],
+    trace: contextlib.ExitStack,
 ) -> None:
     config, live = setup.config, LiveLine()
     evaluating = bool(setup.eval_prompts)
+    first_traced = max(config.profile.start, progress.step + 1)
     durations: list[float] = []
 
     def watch(total: int, what: str):
@@ -164,27 +177,36 @@ def _run_steps(
         before["eval_accuracy_before"] = evaluate(0)
         live.clear()
         print(f"greedy accuracy before training: {before['eval_accuracy_before']:.3f}", flush=True)
-    while progress.step < config.steps:
+    while progress.unlogged or progress.step < config.steps:
         began = time.perf_counter()
-        number = progress.step + 1
-        with _profile(config, number, run.path):
+        if not progress.unlogged:
+            number = progress.step + 1
+            if config.profile.start and number == first_traced <= config.profile.stop:
+                trace.enter_context(jax.profiler.trace(str(run.path / "profile")))
             rows = config.rollout.prompts_per_step * config.rollout.group_size
             row, experience = _step(
                 setup, progress, watch(rows, f"step {number}/{config.steps} rollout"), live
             )
-        row = {"step": number} | row | before
-        before = {}
+            if number == config.profile.stop:
+                trace.close()
+            samples = _samples(experience, config.rollout.group_size, config.log.completions)
+            progress.unlogged = {"step": number} | row | before, samples
+            before = {}
+            live.clear()
+            for error in experience.scores.errors:
+                print(f"warning: {error}", file=sys.stderr, flush=True)
+        number = progress.step
+        row, samples = progress.unlogged
         if evaluating and (number % config.eval.every == 0 or number == config.steps):
             row["eval_accuracy"] = evaluate(number)
         durations.append(time.perf_counter() - began)
         row["step_seconds"] = durations[-1]
         row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
         live.clear()
-        for error in experience.scores.errors:
-            print(f"warning: {error}", file=sys.stderr, flush=True)
         print(format_row(row, config.steps), flush=True)
         log.write(row)
-        log.write_completions(number, _samples(experience, config.log.completions))
+        log.write_completions(number, samples)
+        progress.unlogged = None
         if number % config.checkpoint.every == 0 or number == config.steps:
             _save(setup, progress, checkpoints)
         if received:
@@ -292,11 +314,9 @@ def _noise_kl(setup: Setup, noisy: dict, state: TrainState, batch) -> float:
     return float(kl)
 
 
-def _samples(experience: Experience, count: int) -> list[dict]:
+def _samples(experience: Experience, group_size: int, count: int) -> list[dict]:
     """Completions to show: the first of each group, as many as asked for, then the next of each."""
-    rows = len(experience.texts)
-    group = rows // len({id(prompt) for prompt in experience.prompts})
-    order = np.arange(rows).reshape(-1, group).T.reshape(-1)[:count]
+    order = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)[:count]
     return [
         {
             "prompt": experience.prompts[row].text,
@@ -344,6 +364,7 @@ def _restore(setup: Setup, checkpoints: Checkpoints) -> _Progress | None:
         state=state,
         cursor=Cursor(**meta["cursor"]),
         best_accuracy=meta["best_accuracy"],
+        unlogged=meta["unlogged"],
     )
 
 
@@ -354,6 +375,7 @@ def _save(setup: Setup, progress: _Progress, checkpoints: Checkpoints) -> None:
         {
             "cursor": dataclasses.asdict(progress.cursor),
             "best_accuracy": progress.best_accuracy,
+            "unlogged": progress.unlogged,
             "fingerprint": setup.model.fingerprint,
         },
     )
@@ -366,7 +388,14 @@ def _save_adapter(setup: Setup, progress: _Progress, path: Path) -> None:
 def _finish(setup: Setup, progress: _Progress, run: RunFolder) -> None:
     _save_adapter(setup, progress, run.path / "adapter")
     plot_run(run.path)
+    write_atomic(run.path / _FINISHED, f"{progress.step}\n")
     _announce_finished(run, progress.step)
+
+
+def _is_finished(run: RunFolder, last_checkpoint: int, steps: int) -> bool:
+    """Whether the wanted steps are done and what follows the last checkpoint is written too."""
+    path = run.path / _FINISHED
+    return last_checkpoint >= steps and path.exists() and path.read_text() == f"{last_checkpoint}\n"
 
 
 def _announce_finished(run: RunFolder, steps: int) -> None:
@@ -375,16 +404,6 @@ def _announce_finished(run: RunFolder, steps: int) -> None:
         f"to train on, pass --workdir={run.path} --config.steps={2 * steps}",
         flush=True,
     )
-
-
-@contextlib.contextmanager
-def _profile(config: ConfigDict, number: int, path: Path) -> Iterator[None]:
-    """A jax.profiler trace of the steps profile.start to profile.stop, both included."""
-    if number == config.profile.start:
-        jax.profiler.start_trace(str(path / "profile"))
-    yield
-    if number == config.profile.stop and config.profile.start:
-        jax.profiler.stop_trace()
 
 
 def _make_gpu_deterministic() -> None:

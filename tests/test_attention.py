@@ -1,0 +1,113 @@
+"""Rotary positions and attention against plain NumPy in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_checkpoints import model_config
+
+from qerl_jax.policy.attention import attend, rotary_angles, rotary_frequencies, rotate
+from qerl_jax.policy.config import RopeScaling
+
+H = 16
+
+
+def draw(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def attention(query, keys, values):
+    """One query [N, H] over its visible keys and values [S, K, H], in float64."""
+    query, keys, values = (np.asarray(x, np.float64) for x in (query, keys, values))
+    group = query.shape[0] // keys.shape[1]
+    out = np.zeros_like(query)
+    for head in range(query.shape[0]):
+        scores = keys[:, head // group] @ query[head] / np.sqrt(query.shape[1])
+        weights = np.exp(scores - scores.max())
+        out[head] = weights / weights.sum() @ values[:, head // group]
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 2), (3, 1)])
+def test_causal_attention_over_ragged_rows(heads, kv_heads):
+    lengths = [7, 1, 4]
+    q = draw(3, 7, heads, H)
+    k, v = draw(3, 7, kv_heads, H, seed=1), draw(3, 7, kv_heads, H, seed=2)
+    out = attend(*(jnp.asarray(x) for x in (q, k, v)), jnp.array(lengths), causal=True)
+    assert out.shape == q.shape
+    assert np.isfinite(out).all()
+    for row, length in enumerate(lengths):
+        for t in range(length):
+            expected = attention(q[row, t], k[row, : t + 1], v[row, : t + 1])
+            np.testing.assert_allclose(out[row, t], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
+def test_decoding_attention_over_the_filled_slots(heads, kv_heads):
+    lengths = [9, 1, 6]
+    q = draw(3, 1, heads, H)
+    k, v = draw(3, 9, kv_heads, H, seed=1), draw(3, 9, kv_heads, H, seed=2)
+    out = attend(*(jnp.asarray(x) for x in (q, k, v)), jnp.array(lengths), causal=False)
+    for row, length in enumerate(lengths):
+        expected = attention(q[row, 0], k[row, :length], v[row, :length])
+        np.testing.assert_allclose(out[row, 0], expected, atol=1e-5)
+
+
+def test_frequencies():
+    frequencies = rotary_frequencies(model_config("qwen3", rope_theta=1e6))
+    assert frequencies.dtype == np.float32
+    np.testing.assert_allclose(frequencies, 1e6 ** (-np.arange(8) / 8), rtol=1e-5)
+
+
+def test_llama3_scaling():
+    # Of Llama 3.2, computed by transformers 5.23: kept, blended and divided frequencies.
+    config = model_config(
+        head_dim=64, rope_theta=500000.0, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192)
+    )
+    expected = {
+        0: 1.0,
+        1: 0.663601279258728,
+        14: 0.0032114461064338684,
+        15: 0.0012905480107292533,
+        16: 0.000429556705057621,
+        17: 9.708286233944818e-05,
+        18: 1.9461638657958247e-05,
+        31: 9.418306490260875e-08,
+    }
+    frequencies = rotary_frequencies(config)
+    np.testing.assert_allclose(frequencies[list(expected)], list(expected.values()), rtol=1e-5)
+
+
+def rotated(x, positions, config):
+    return np.asarray(rotate(jnp.asarray(x), rotary_angles(jnp.asarray(positions), config)))
+
+
+def test_rotation_pairs_the_halves():
+    config = model_config("qwen3")
+    x, positions = draw(2, 5, 3, H), np.array([[0, 1, 2, 3, 4], [7, 100, 8, 1, 0]])
+    out = rotated(x, positions, config)
+    turns = positions[..., None, None] * 10000.0 ** (-np.arange(0, H, 2) / H)
+    expected = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * np.exp(1j * turns)
+    np.testing.assert_allclose(out[..., : H // 2], expected.real, atol=1e-5)
+    np.testing.assert_allclose(out[..., H // 2 :], expected.imag, atol=1e-5)
+    np.testing.assert_array_equal(out[0, 0], x[0, 0])
+
+
+def test_products_depend_on_the_distance_alone():
+    config = model_config("qwen3")
+    q, k = draw(1, 1, 1, H), draw(1, 1, 1, H, seed=1)
+
+    def product(i, j):
+        return float(np.sum(rotated(q, [[i]], config) * rotated(k, [[j]], config)))
+
+    assert product(9, 4) == pytest.approx(product(25, 20), abs=1e-5)
+    assert product(9, 4) != pytest.approx(product(9, 5), abs=1e-2)
+
+
+def test_rotation_keeps_the_type_and_rounds_once():
+    config = model_config("qwen3")
+    x = jnp.asarray(draw(1, 3, 2, H), jnp.bfloat16)
+    angles = rotary_angles(jnp.array([[40, 41, 42]]), config)
+    out = rotate(x, angles)
+    assert out.dtype == jnp.bfloat16
+    wide = rotate(x.astype(jnp.float32), angles)
+    np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))

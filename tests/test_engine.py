@@ -1,0 +1,197 @@
+"""Rollouts: greedy decoding, ends, chunks, and log-probabilities that the trainer computes too."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import random_lora, random_tokens, tiny_policy
+
+from qerl_jax.policy import aqn, transformer
+from qerl_jax.rl.batch import make_batch
+from qerl_jax.rl.logprobs import completion_logprobs
+from qerl_jax.rollout.engine import SamplingConfig, generate, pad_prompts
+
+PAD = 0
+PROMPTS = [list(random_tokens(length, seed=length)) for length in (5, 2, 9)]
+KEY = jax.random.key(5)
+
+
+@functools.cache
+def policy(quantized=False):
+    config, params = tiny_policy("qwen3", quantized=quantized)
+    return config, params, random_lora(config)
+
+
+def rollout(prompts=PROMPTS, *, params=None, quantized=False, eos_ids=(), key=KEY, **options):
+    """A rollout of the tiny policy; options of generate and of its SamplingConfig."""
+    config, frozen, lora = policy(quantized)
+    run = {name: options.pop(name) for name in ("group_size", "on_progress") if name in options}
+    return generate(
+        key,
+        frozen if params is None else params,
+        lora,
+        prompts,
+        config=config,
+        sampling=SamplingConfig(**{"max_new_tokens": 9, "chunk_steps": 4} | options),
+        eos_ids=eos_ids,
+        pad_id=PAD,
+        **run,
+    )
+
+
+@functools.cache
+def greedy():
+    """The nine likeliest next tokens of each prompt, one forward pass a token."""
+    config, params, lora = policy()
+    forward = jax.jit(functools.partial(transformer.forward, config=config))
+    rows = [list(prompt) for prompt in PROMPTS]
+    for _ in range(9):
+        tokens = np.zeros((3, 20), np.int32)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)] = ids
+        logits = forward(params, lora, tokens, np.array([len(ids) for ids in rows]))
+        for row, ids in enumerate(rows):
+            ids.append(int(logits[row, len(ids) - 1].argmax()))
+    return np.array([ids[-9:] for ids in rows])
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "chunk_steps"), [(1, 4), (6, 4), (9, 16), (9, 3)]
+)
+def test_greedy_decoding(max_new_tokens, chunk_steps):
+    result = rollout(temperature=0.0, max_new_tokens=max_new_tokens, chunk_steps=chunk_steps)
+    np.testing.assert_array_equal(result.tokens, greedy()[:, :max_new_tokens])
+    np.testing.assert_array_equal(result.lengths, np.full(3, max_new_tokens))
+    assert not result.finished.any()
+    assert result.tokens.dtype == result.lengths.dtype == np.int32
+    assert result.logprobs.shape == result.entropies.shape == (3, max_new_tokens)
+
+
+def expected_lengths(eos_ids):
+    """Tokens up to the first end of each greedy row, and whether there is one."""
+    ends = np.isin(greedy(), eos_ids)
+    finished = ends.any(axis=1)
+    return np.where(finished, ends.argmax(axis=1) + 1, 9), finished
+
+
+@pytest.mark.parametrize(
+    ("chunk_steps", "picks"), [(1, [(0, 3)]), (4, [(0, 2), (1, 6)]), (4, [(0, 0), (2, 8)])]
+)
+def test_a_completion_ends_with_any_eos(chunk_steps, picks):
+    eos_ids = tuple(int(greedy()[pick]) for pick in picks)
+    lengths, finished = expected_lengths(eos_ids)
+    assert finished.any()
+    result = rollout(temperature=0.0, eos_ids=eos_ids, chunk_steps=chunk_steps)
+    np.testing.assert_array_equal(result.lengths, lengths)
+    np.testing.assert_array_equal(result.finished, finished)
+    inside = np.arange(9) < lengths[:, None]
+    np.testing.assert_array_equal(result.tokens, np.where(inside, greedy(), PAD))
+    assert (result.logprobs[inside] < 0).all()
+    assert (result.entropies[inside] > 0).all()
+    assert not result.logprobs[~inside].any()
+    assert not result.entropies[~inside].any()
+
+
+def test_decoding_stops_when_every_row_has_ended():
+    calls = []
+    eos_ids = tuple(greedy()[:, 3].tolist())
+    lengths, _ = expected_lengths(eos_ids)
+    assert lengths.max() <= 4
+    rollout(
+        temperature=0.0,
+        eos_ids=eos_ids,
+        chunk_steps=2,
+        on_progress=lambda done, tokens: calls.append((done, tokens)),
+    )
+    # Before the first chunk, after three tokens, after five; two more chunks are not needed.
+    first = tuple(
+        (int((lengths <= drawn).sum()), int(np.minimum(lengths, drawn).sum())) for drawn in (1, 3)
+    )
+    assert tuple(calls) == (*first, (3, lengths.sum()))
+
+
+def test_results_do_not_depend_on_the_chunks():
+    options = {"quantized": True, "group_size": 2, "eos_ids": (3, 4, 5, 6), "top_p": 0.9}
+    results = [
+        rollout(chunk_steps=steps, dequantize=dequantize, **options)
+        for steps, dequantize in ((1, "step"), (3, "step"), (3, "chunk"))
+    ]
+    assert results[0].finished.any()
+    for result in results[1:]:
+        for name in ("tokens", "lengths", "finished"):
+            np.testing.assert_array_equal(getattr(result, name), getattr(results[0], name))
+        np.testing.assert_allclose(result.logprobs, results[0].logprobs, atol=1e-5)
+        np.testing.assert_allclose(result.entropies, results[0].entropies, atol=1e-5)
+
+
+def test_groups_are_neighbours_and_their_members_differ():
+    result = rollout(group_size=4)
+    assert len({tuple(row) for row in result.tokens.tolist()}) == 12
+    # The first token is drawn from one distribution in a group and from another in the next.
+    first = result.entropies[:, 0].reshape(3, 4)
+    assert (first == first[:, :1]).all()
+    assert len(set(first[:, 0].tolist())) == 3
+
+
+def test_draws_depend_on_the_key_and_the_row_alone():
+    result = rollout(group_size=4)
+    fewer = rollout(PROMPTS[:2], group_size=4, max_new_tokens=6)
+    np.testing.assert_array_equal(fewer.tokens, result.tokens[:8, :6])
+    other = rollout(group_size=4, key=jax.random.key(6))
+    assert (other.tokens != result.tokens).mean() > 0.5
+
+
+def test_prompts_are_padded_to_a_bucket():
+    tokens, lengths = pad_prompts(PROMPTS, pad_id=7)
+    assert tokens.shape == (3, 16)
+    np.testing.assert_array_equal(lengths, [5, 2, 9])
+    for row, prompt in enumerate(PROMPTS):
+        np.testing.assert_array_equal(tokens[row, : len(prompt)], prompt)
+        assert (tokens[row, len(prompt) :] == 7).all()
+
+
+@pytest.mark.parametrize(("dequantize", "temperature"), [("chunk", 1.0), ("step", 0.6)])
+def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperature):
+    config, params, lora = policy(quantized=True)
+    noisy = aqn.perturb_norms(jax.random.key(1), params, 3e-2)
+    result = rollout(
+        params=noisy,
+        quantized=True,
+        group_size=4,
+        eos_ids=(3, 4, 5),
+        temperature=temperature,
+        dequantize=dequantize,
+    )
+    assert result.finished.any()
+    assert not result.finished.all()
+    batch = make_batch(
+        [prompt for prompt in PROMPTS for _ in range(4)],
+        result.tokens,
+        result.lengths,
+        result.finished,
+        np.zeros(12),
+        result.logprobs,
+        mask_truncated=False,
+        aggregation="token",
+        pad_id=PAD,
+    )
+    mask = batch.loss_mask > 0
+
+    def difference(params):
+        logprobs, entropies = completion_logprobs(
+            params,
+            lora,
+            jnp.asarray(batch.tokens),
+            batch.prompt_lengths,
+            batch.lengths,
+            width=9,
+            config=config,
+            temperature=temperature,
+        )
+        distances = np.abs(logprobs - result.logprobs), np.abs(entropies - result.entropies)
+        return [distance[mask].max() for distance in distances]
+
+    assert max(difference(noisy)) < 1e-4
+    assert min(difference(params)) > 1e-2

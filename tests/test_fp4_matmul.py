@@ -1,0 +1,218 @@
+"""The definition of an NVFP4 weight, its product and the derivatives, against NumPy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import fp4_matmul as fp4
+from pallas_kernels.fp4_matmul import reference
+
+E2M1 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+E2M1 = np.concatenate([E2M1, -E2M1])
+N, K, R = 48, 64, 4
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def defined(weight):
+    """e2m1(code) * (float32(scale) / float32(global_scale)), the product in float64."""
+    packed = np.asarray(weight.packed)
+    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
+    scales = np.asarray(weight.scales).astype(np.float32)
+    scales = scales / np.asarray(weight.global_scale)[:, None]
+    return E2M1[codes] * np.repeat(scales, 16, axis=1).astype(np.float64)
+
+
+def random_weight(n=N, k=K, seed=0):
+    rng = np.random.default_rng(seed)
+    scales = rng.uniform(50, 448, (n, k // 16)).astype(ml_dtypes.float8_e4m3fn)
+    return fp4.Fp4Weight(
+        packed=jnp.asarray(rng.integers(0, 256, (n, k // 2), np.uint8)),
+        scales=jnp.asarray(scales),
+        global_scale=jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32),
+    )
+
+
+def random_arguments(dtype=jnp.float32, *, rows=(3, 5)):
+    """x, (A, B) and bias."""
+    rng = np.random.default_rng(1)
+
+    def draw(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    return draw(*rows, K), (draw(R, K), draw(N, R)), draw(N)
+
+
+def float64(x):
+    return np.asarray(x).astype(np.float64)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_code_under_every_scale(dtype, jit):
+    scales = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn)
+    scales = scales[~np.isnan(scales.astype(np.float32))]
+    assert len(scales) == 254
+    divisors = np.array([1.0, 448.0, 2688.0 / 0.0371, 3.1e-3, 7.7e5], np.float32)
+    low = np.arange(0, 16, 2, dtype=np.uint8)
+    row = np.tile(low | (low + 1) << 4, len(scales))
+    weight = fp4.Fp4Weight(
+        packed=jnp.asarray(np.tile(row, (len(divisors), 1))),
+        scales=jnp.asarray(np.tile(scales, (len(divisors), 1))),
+        global_scale=jnp.asarray(divisors),
+    )
+    dequantize = jax.jit(fp4.dequantize, static_argnums=1) if jit else fp4.dequantize
+    values = dequantize(weight, jnp.dtype(dtype))
+    expected = defined(weight).astype(np.float32).astype(dtype)
+    assert values.dtype == dtype
+    np.testing.assert_array_equal(float64(values), float64(expected))
+
+
+def test_the_even_column_is_in_the_low_nibble():
+    weight = fp4.Fp4Weight(
+        packed=jnp.full((1, 8), 0x72, jnp.uint8),
+        scales=jnp.ones((1, 1), jnp.float8_e4m3fn),
+        global_scale=jnp.full(1, 2.0),
+    )
+    np.testing.assert_array_equal(fp4.dequantize(weight, jnp.float32)[0, :4], [0.5, 3, 0.5, 3])
+
+
+@pytest.mark.parametrize("rows", [(), (1,), (7,), (2, 3)], ids=str)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_product_with_lora_and_bias(dtype, tolerance, rows):
+    weight = random_weight()
+    x, (a, b), bias = random_arguments(dtype, rows=rows)
+    y = fp4.fp4_matmul(x, weight, lora=(a, b), bias=bias)
+    assert y.dtype == dtype
+    assert y.shape == (*rows, N)
+    dense = float64(defined(weight).astype(dtype))
+    expected = float64(x) @ dense.T + float64(x) @ float64(a).T @ float64(b).T + float64(bias)
+    np.testing.assert_allclose(float64(y), expected, atol=tolerance * np.abs(expected).max())
+
+
+def test_product_alone():
+    weight = random_weight()
+    x, _, _ = random_arguments()
+    expected = float64(x) @ defined(weight).T
+    np.testing.assert_allclose(fp4.fp4_matmul(x, weight), expected, atol=1e-5)
+
+
+def loss(x, lora, bias, weight, dy):
+    return jnp.sum(fp4.fp4_matmul(x, weight, lora=lora, bias=bias).astype(jnp.float32) * dy)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("bfloat16", 3e-2)])
+def test_derivatives(dtype, tolerance, wrap):
+    weight = random_weight()
+    x, (a, b), bias = random_arguments(dtype)
+    dy = np.random.default_rng(2).standard_normal((3, 5, N)).astype(dtype).astype(np.float32)
+    dx, (da, db), dbias = jax.grad(wrap(loss), argnums=(0, 1, 2))(x, (a, b), bias, weight, dy)
+
+    def flat(x):
+        return float64(x).reshape(-1, x.shape[-1])
+
+    dense = float64(defined(weight).astype(dtype))
+    through_b = flat(dy) @ float64(b)
+    expected = {
+        "dx": (dx, flat(dy) @ dense + through_b @ float64(a)),
+        "dA": (da, through_b.T @ flat(x)),
+        "dB": (db, flat(dy).T @ (flat(x) @ float64(a).T)),
+        "dbias": (dbias, flat(dy).sum(axis=0)),
+    }
+    for name, (actual, want) in expected.items():
+        assert actual.dtype == dtype, name
+        actual = float64(actual).reshape(want.shape)
+        tolerated = tolerance * np.abs(want).max()
+        np.testing.assert_allclose(actual, want, atol=tolerated, err_msg=name)
+
+
+def test_the_weight_has_no_gradient():
+    weight = random_weight()
+    x, lora, bias = random_arguments()
+    grad = jax.grad(loss, argnums=3, allow_int=True)(x, lora, bias, weight, jnp.ones((3, 5, N)))
+    assert grad.packed.dtype == jax.dtypes.float0
+    assert not np.asarray(grad.scales).astype(np.float32).any()
+    assert not grad.global_scale.any()
+
+
+def dense_residuals(function, x):
+    """The floating-point arrays of N K elements that wait for the backward pass."""
+    residuals = jax.tree.leaves(jax.vjp(function, x)[1])
+    assert residuals
+    return [r for r in residuals if r.size >= N * K and jnp.issubdtype(r.dtype, jnp.floating)]
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_dense_weight_waits_for_the_backward_pass(dtype, wrap):
+    weight = random_weight()
+    x, lora, bias = random_arguments(dtype)
+    function = wrap(lambda x: fp4.fp4_matmul(x, weight, lora=lora, bias=bias))
+    assert not dense_residuals(function, x)
+    # It would be seen.
+    assert dense_residuals(lambda x: reference.matmul(x, weight), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("remat", [False, True])
+def test_no_dense_weight_waits_in_compiled_memory(remat):
+    # XLA may merge the dequantisation of the two passes and keep its result.
+    size, depth = 1024, 8
+    weights = [random_weight(size, size, seed) for seed in range(depth)]
+
+    def total(x, weights):
+        def layer(x, weight):
+            return jnp.tanh(fp4.fp4_matmul(x, weight))
+
+        for weight in weights:
+            x = (jax.checkpoint(layer) if remat else layer)(x, weight)
+        return x.astype(jnp.float32).sum()
+
+    x = jnp.ones((8, size), jnp.bfloat16)
+    memory = jax.jit(jax.grad(total)).lower(x, weights).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < depth / 2 * size * size * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": np.ones((2, K), np.int32)}, "x is int32, expected float32, bfloat16 or float16"),
+        ({"x": np.ones((2, K - 1), np.float32)}, "x has 63 inputs, the weight 64"),
+        ({"packed": np.zeros((N, K // 2), np.int8)}, "packed is int8, expected uint8"),
+        ({"scales": np.ones((N, 3))}, r"scales are \(48, 3\), expected \(48, 4\)"),
+        ({"scales": np.ones((N, 4), np.uint8)}, "scales are uint8, expected float8_e4m3fn"),
+        ({"global_scale": np.ones(1)}, r"global_scale is \(1,\), expected \(48,\)"),
+        (
+            {"lora": (np.ones((R, K)), np.ones((N, R + 1)))},
+            r"lora is \(4, 64\), \(48, 5\), expected \(R, 64\), \(48, R\)",
+        ),
+        ({"lora": (np.ones((R, N)), np.ones((N, R)))}, r"lora is \(4, 48\), \(48, 4\)"),
+        ({"bias": np.ones(K)}, r"bias is \(64,\), expected \(48,\)"),
+    ],
+)
+def test_errors_name_the_values(changes, message):
+    x, lora, bias = random_arguments()
+    arrays = {"x": x, "lora": lora, "bias": bias, **random_weight()._asdict()} | changes
+    weight = fp4.Fp4Weight(*(arrays.pop(name) for name in fp4.Fp4Weight._fields))
+    with pytest.raises(ValueError, match=message):
+        fp4.fp4_matmul(arrays.pop("x"), weight, **arrays)
+
+
+def test_inputs_are_a_multiple_of_the_block():
+    weight = fp4.Fp4Weight(
+        jnp.zeros((N, 12), jnp.uint8), jnp.ones((N, 1), jnp.float8_e4m3fn), jnp.ones(N)
+    )
+    with pytest.raises(ValueError, match=r"24 inputs.*multiple of 16|\(48, 1\)"):
+        fp4.fp4_matmul(jnp.ones((2, 24)), weight)
+
+
+def test_several_errors_come_together():
+    x, _, _ = random_arguments()
+    with pytest.raises(ValueError, match="inputs.*bias"):
+        fp4.fp4_matmul(x[..., 1:], random_weight(), bias=jnp.ones(1))

@@ -1,0 +1,109 @@
+"""The draws, their distribution, and the log-probabilities that go with them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from qerl_jax.rollout.sampling import entropy, row_keys, sample
+
+ROWS = 20000
+PROBABILITIES = np.array([0.05, 0.35, 0.2, 0.3, 0.1])
+KEY = jax.random.key(0)
+
+
+def draw(logits, *, key=KEY, rows=None, position=0, **options):
+    rows = jnp.arange(len(logits)) if rows is None else jnp.asarray(rows)
+    keys = row_keys(key, rows, jnp.full_like(rows, position))
+    return sample(keys, jnp.asarray(logits, jnp.float32), **options)
+
+
+def random_logits(rows=64, vocabulary=16):
+    return 2 * np.random.default_rng(0).standard_normal((rows, vocabulary), np.float32)
+
+
+def distribution(temperature=1.0, kept=range(5)):
+    """The probabilities of the kept tokens, tempered and normalised."""
+    weights = np.where(np.isin(np.arange(5), list(kept)), PROBABILITIES ** (1 / temperature), 0)
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"temperature": 0.6}, [0, 1, 2, 3, 4]),
+        ({"temperature": 1.7}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 5}, [0, 1, 2, 3, 4]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        ({"top_p": 0.6}, [1, 3]),
+        ({"top_p": 0.7}, [1, 2, 3]),
+        ({"top_p": 0.96}, [0, 1, 2, 3, 4]),
+        ({"top_p": 1e-6}, [1]),
+        # Tempered: 0.64 and 0.31 are the largest.
+        ({"top_p": 0.5, "temperature": 0.3}, [1]),
+        # Of the three largest, renormalised: 0.41, 0.35, 0.24.
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 2, 3]),
+    ],
+    ids=str,
+)
+def test_distribution(options, kept):
+    options = {"temperature": 1.0} | options
+    tokens, _, _ = draw(np.tile(np.log(PROBABILITIES), (ROWS, 1)), **options)
+    counts = np.bincount(tokens, minlength=5)
+    expected = distribution(options["temperature"], kept)
+    np.testing.assert_array_equal(np.flatnonzero(counts), kept)
+    # Exceeded with probability 1e-4 at four degrees of freedom.
+    chi_square = np.sum((counts[kept] - ROWS * expected[kept]) ** 2 / (ROWS * expected[kept]))
+    assert chi_square < 23.5
+
+
+def test_temperature_zero_takes_the_largest():
+    logits = random_logits()
+    tokens, logprobs, _ = draw(logits, temperature=0.0, top_k=3, top_p=0.5)
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+    # Its log-probabilities are those of temperature 1.
+    _, _, entropies = draw(logits, temperature=1.0)
+    expected = jax.nn.log_softmax(logits).max(axis=1)
+    np.testing.assert_allclose(logprobs, expected, atol=1e-6)
+    _, _, greedy_entropies = draw(logits, temperature=0.0)
+    np.testing.assert_array_equal(greedy_entropies, entropies)
+
+
+@pytest.mark.parametrize("truncation", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_logprobs_and_entropies_are_those_before_the_truncation(temperature, truncation):
+    logits = random_logits()
+    tokens, logprobs, entropies = draw(logits, temperature=temperature, **truncation)
+    scaled = logits.astype(np.float64) / temperature
+    expected = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(logprobs, expected[np.arange(64), tokens], atol=1e-5)
+    np.testing.assert_allclose(entropies, -(np.exp(expected) * expected).sum(axis=1), atol=1e-5)
+    assert tokens.dtype == jnp.int32
+    assert logprobs.dtype == entropies.dtype == jnp.float32
+
+
+def test_entropy_of_a_uniform_distribution():
+    uniform = jnp.full((2, 3, 8), -jnp.log(8.0))
+    np.testing.assert_allclose(entropy(uniform), np.full((2, 3), np.log(8)), rtol=1e-6)
+
+
+def test_a_draw_depends_on_key_row_and_position_alone():
+    logits = np.tile(random_logits(1), (64, 1))
+    tokens, _, _ = draw(logits, temperature=1.0)
+    assert len(set(tokens.tolist())) > 3
+    chosen = [40, 3, 17]
+    some, _, _ = draw(logits[:3], rows=chosen, temperature=1.0)
+    np.testing.assert_array_equal(some, tokens[jnp.array(chosen)])
+    for change in ({"position": 1}, {"key": jax.random.key(1)}, {"rows": np.arange(64) + 64}):
+        other, _, _ = draw(logits, temperature=1.0, **change)
+        assert (other != tokens).sum() > 16
+
+
+def test_keys_of_rows_and_positions_are_all_different():
+    rows, positions = np.divmod(np.arange(64), 8)
+    keys = jax.random.key_data(row_keys(KEY, jnp.asarray(rows), jnp.asarray(positions)))
+    assert len(np.unique(keys, axis=0)) == 64

@@ -1,0 +1,379 @@
+"""Whole runs of a tiny model, in this process."""
+
+import math
+import shutil
+import time
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from safetensors.numpy import load_file, save_file
+
+import qerl_jax.run.setup
+import qerl_jax.run.train
+from qerl_jax.errors import UserError
+from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.train import train
+
+ALWAYS = {
+    "step", "reward", "reward_std", "accuracy", "format", "reward/correctness", "reward/format",
+    "length", "finished", "entropy", "sigma", "perturbed_norms", "advantage_zero_groups",
+    "sampled_groups", "rewards_missing", "loss", "grad_norm", "update_skipped", "clip_fraction",
+    "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max", "train_entropy",
+    "rollout_tokens", "rollout_seconds", "rollout_tokens_per_second", "train_seconds",
+    "train_tokens_per_second", "step_seconds", "remaining_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def finished(tiny, tmp_path_factory):
+    """A finished run; do not write to it."""
+    folder = tmp_path_factory.mktemp("runs") / "finished"
+    return train(tiny.config({"log.tensorboard": True, "aqn.stages": 4}), workdir=folder)
+
+
+def assert_finite(rows, allowed=()):
+    for row in rows:
+        for key, value in row.items():
+            if key not in allowed:
+                assert value is not None, f"{key} of step {row['step']}"
+                assert math.isfinite(value)
+
+
+def same_adapters(a, b):
+    return all(
+        np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def test_rows(finished):
+    rows = read_metrics(finished / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert_finite(rows)
+    for row in rows:
+        step = row["step"]
+        expected = ALWAYS | ({"eval_accuracy"} if step in (2, 4) else set())
+        expected |= {"noise_kl"} if step in (1, 3) else set()
+        expected |= {"eval_accuracy_before"} if step == 1 else set()
+        assert expected <= row.keys()
+        assert row.keys() - expected <= {"clip_fraction_low", "clip_fraction_high"}
+        assert row["rollout_tokens"] == row["length"] * 8
+    assert [row["perturbed_norms"] for row in rows] == [0, 4, 4, 4]
+    assert [row["sigma"] for row in rows] == pytest.approx(
+        [0, 1e-2, 1e-2 * 0.05 ** (1 / 3), 1e-2 * 0.05 ** (2 / 3)]
+    )
+    assert rows[0]["noise_kl"] == 0 < rows[2]["noise_kl"]
+    assert rows[0]["logprob_diff_max"] < 1e-4 < rows[1]["logprob_diff_max"]
+
+
+def test_files(finished):
+    samples = read_metrics(finished / "completions.jsonl")
+    assert [sample["step"] for sample in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
+    for sample in samples:
+        assert sample["prompt"].endswith(" t1 t2")
+        parts = sample["reward/correctness"] + 0.1 * sample["reward/format"]
+        assert sample["reward"] == pytest.approx(parts)
+        words = len(sample["completion"].split())
+        assert sample["tokens"] - words in (0, 1)
+    assert len({samples[0]["prompt"], samples[1]["prompt"]}) == 2
+    assert (finished / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((finished / "tensorboard").glob("events*"))) == 1
+    assert any(
+        leaf.any() for leaf in (m["b"] for m in tiny_run.adapter(finished).layers[0].values())
+    )
+
+
+def test_a_finished_run_is_left_alone(finished, tiny, capsys):
+    before = tiny_run.contents(finished)
+    train(tiny.config({"log.tensorboard": True, "aqn.stages": 4}), workdir=finished)
+    assert tiny_run.contents(finished) == before
+    out = capsys.readouterr().out
+    assert "finished after 4 steps" in out
+    assert f"--workdir={finished} --config.steps=8" in out
+
+
+def test_same_config_gives_the_same_metrics(finished, tiny, tmp_path):
+    again = train(tiny.config({"aqn.stages": 4}), workdir=tmp_path / "again")
+    assert tiny_run.results(again) == tiny_run.results(finished)
+    other = train(tiny.config({"aqn.stages": 4, "seed": 1, "steps": 1}), workdir=tmp_path / "other")
+    assert tiny_run.results(other)[0]["entropy"] != tiny_run.results(finished)[0]["entropy"]
+
+
+def test_more_steps_extend_a_finished_run(finished, tiny, tmp_path, monkeypatch):
+    run = shutil.copytree(finished, tmp_path / "run")
+    spans = []
+    make_optimizer = qerl_jax.run.setup.make_optimizer
+
+    def recording(**options):
+        spans.append(options["total_updates"])
+        return make_optimizer(**options)
+
+    monkeypatch.setattr(qerl_jax.run.setup, "make_optimizer", recording)
+    changes = {"log.tensorboard": True, "aqn.stages": 4, "steps": 8}
+    train(tiny.config(changes), workdir=run)
+    rows = tiny_run.results(run)
+    assert [row["step"] for row in rows] == list(range(1, 9))
+    assert rows[:4] == tiny_run.results(finished)
+    # A schedule of 8 steps would give step 5 the sigma of the third stage of four.
+    assert {row["sigma"] for row in rows[4:]} == {rows[3]["sigma"]}
+    assert spans == [4]
+    assert not same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
+
+
+def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
+    accuracies, adapters = iter([0.25, 0.5, 0.25, 0.5, 0.375]), []
+
+    def greedy_accuracy(model, lora, problems, **options):
+        adapters.append(jax.device_get(lora))
+        return next(accuracies)
+
+    monkeypatch.setattr(qerl_jax.run.train, "greedy_accuracy", greedy_accuracy)
+    run = train(tiny.config({"eval.every": 1}), workdir=tmp_path / "run")
+    rows = tiny_run.results(run)
+    assert rows[0]["eval_accuracy_before"] == 0.25
+    assert [row["eval_accuracy"] for row in rows] == [0.5, 0.25, 0.5, 0.375]
+    assert same_adapters(tiny_run.adapter(run, "best_adapter"), adapters[1])
+    assert same_adapters(tiny_run.adapter(run), adapters[4])
+    assert not same_adapters(adapters[1], adapters[4])
+
+
+SCHEDULE = """
+def ramp(*, sigma_start, sigma_end, stages, total_steps):
+    return lambda step: sigma_start * (step + 1) / total_steps
+"""
+VARIANTS = {
+    "dapo": {
+        "rl.loss": "dapo",
+        "aqn.correction": "tis",
+        "rl.kl_coef": 0.1,
+        "rl.updates_per_rollout": 2,
+        "rl.overlong_buffer": 4,
+        "rl.advantage_scale": "batch",
+        "optimizer.schedule": "cosine",
+        "optimizer.warmup_steps": 1,
+        "train.micro_batch_rows": 3,
+    },
+    "noisy_forward": {
+        "aqn.correction": "noisy_forward",
+        "aqn.schedule": "tiny_schedule:ramp",
+        "aqn.final_norm": True,
+        "aqn.form": "relative",
+        "rl.kl_coef": 0.1,
+        "rl.kl_grad": "unbiased",
+        "lora.targets": ("q_proj", "down_proj"),
+        "lora.rslora": True,
+        "model.format": "bf16",
+        "train.remat": True,
+    },
+    "truncated": {
+        "model.dtype": "bfloat16",
+        "rl.mask_truncated": True,
+        "rollout.max_new_tokens": 2,
+        "rl.advantage_scale": "none",
+        "rollout.top_k": 20,
+        "rollout.top_p": 0.9,
+        "rollout.dequantize": "step",
+        "optimizer.schedule": "linear",
+        "eval.every": 0,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def variant(tiny, tmp_path_factory):
+    """Runs a variant for two steps, the second with noise; each once."""
+    folder = tmp_path_factory.mktemp("variants")
+    (folder / "tiny_schedule.py").write_text(SCHEDULE)
+    done = {}
+
+    def run(name):
+        if name not in done:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.syspath_prepend(folder)
+                config = tiny.config(VARIANTS[name] | {"steps": 2})
+                done[name] = train(config, workdir=folder / name)
+        return tiny_run.results(done[name])
+
+    return run
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_are_finite(variant, name):
+    rows = variant(name)
+    assert_finite(rows)
+    assert [row["update_skipped"] for row in rows] == [0, 0]
+    assert all((row["grad_norm"] > 0) == (name != "truncated") for row in rows)
+
+
+def test_noisy_forward_trains_the_policy_that_sampled(variant):
+    rows = variant("noisy_forward")
+    assert [row["sigma"] for row in rows] == pytest.approx([5e-3, 1e-2])
+    assert [row["perturbed_norms"] for row in rows] == [5, 5]
+    assert all(row["logprob_diff_max"] < 1e-4 for row in rows)
+    # The reference is the policy without adapter and without noise.
+    assert all(row["kl"] > 0 for row in rows)
+
+
+def test_dapo_with_several_updates(variant):
+    rows = variant("dapo")
+    assert [row["perturbed_norms"] for row in rows] == [0, 4]
+    assert all(row["ratio_max"] > 1 for row in rows)
+    assert all(-1 <= row["reward/overlong"] < 0 for row in rows)
+    assert rows[0]["tis_weight"] == pytest.approx(1, abs=1e-5)
+    assert rows[1]["logprob_diff_max"] > 1e-3
+    assert abs(rows[1]["tis_weight"] - 1) > 1e-5
+    assert all(row["kl"] > 0 for row in rows)
+
+
+def test_fully_truncated_batch_has_no_gradient(variant):
+    rows = variant("truncated")
+    assert all(row["finished"] == row["loss"] == row["grad_norm"] == 0 for row in rows)
+    assert not any("eval_accuracy" in row or "eval_accuracy_before" in row for row in rows)
+
+
+def constant(prompt, completion, answer, num_tokens, finished):
+    return 1.0
+
+
+EQUAL = {"correctness": (constant, 1.0)}
+
+
+def test_equal_rewards_change_nothing_but_the_weight_decay(tiny, tmp_path):
+    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 3, "steps": 2}
+    run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=EQUAL)
+    for row in tiny_run.results(run):
+        assert row["advantage_zero_groups"] == 1
+        assert row["sampled_groups"] == 6
+        assert row["grad_norm"] == 0
+        assert row["reward_std"] == 0
+        assert not row["update_skipped"]
+    first = tiny_run.adapter(
+        train(
+            tiny.config({"optimizer.learning_rate": 0.0, "steps": 1}),
+            workdir=tmp_path / "untrained",
+        )
+    )
+    decay = (1 - 1e-2 * 0.1) ** 2
+    for trained, initial in zip(
+        jax.tree.leaves(tiny_run.adapter(run)), jax.tree.leaves(first), strict=True
+    ):
+        np.testing.assert_allclose(trained, initial * decay, rtol=1e-5)
+
+
+def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
+    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 4, "steps": 3}
+    rare = {"correctness": (lambda p, completion, *_: float("t7" in completion.split()), 1.0)}
+    run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=rare)
+    rows = tiny_run.results(run)
+    assert max(row["sampled_groups"] for row in rows) > 2
+    assert max(row["sampled_groups"] for row in rows) <= 8
+    for row in rows:
+        informative = round(row["sampled_groups"] * (1 - row["advantage_zero_groups"]))
+        assert (informative >= 2) == (row["sampled_groups"] < 8) or row["sampled_groups"] == 8
+        assert (row["grad_norm"] > 0) == (informative > 0)
+
+
+def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):
+    calls = iter(range(1000))
+
+    def failing(prompt, completion, answer, num_tokens, finished):
+        match next(calls) % 8:
+            case 0:
+                raise ValueError("no such tag")
+            case 1:
+                time.sleep(5)
+            case 2:
+                return None
+            case 3:
+                return math.inf
+        return 1.0
+
+    changes = {"reward_time_limit": 0.05, "eval.every": 0, "steps": 2}
+    rewards = {"failing": (failing, 1.0), "format": (tiny_run.low_share, 1.0)}
+    run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=rewards)
+    rows = tiny_run.results(run)
+    assert_finite(rows, allowed=("accuracy",))
+    assert [row["rewards_missing"] for row in rows] == [4, 4]
+    assert [row["reward/failing"] for row in rows] == [1, 1]
+    assert all(row["accuracy"] is None for row in rows)
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 6
+    for text in ("ValueError: no such tag", "exceeded the time limit of 0.05 s", "returned inf"):
+        expected = [
+            w
+            for w in warnings
+            if w.startswith("warning: reward 'failing' is missing for 1 of 8") and text in w
+        ]
+        assert len(expected) == 2
+
+
+def test_no_reward_at_all(tiny, tmp_path):
+    rewards = {"correctness": (lambda *_: None, 1.0)}
+    run = train(tiny.config({"steps": 1}), workdir=tmp_path / "run", rewards=rewards)
+    (row,) = tiny_run.results(run)
+    assert row["reward"] is None
+    assert row["grad_norm"] == row["eval_accuracy"] == 0
+
+
+def test_start_from_an_adapter(finished, tiny, tmp_path):
+    changes = {"lora.init": str(finished / "adapter"), "optimizer.learning_rate": 0.0, "steps": 1}
+    run = train(tiny.config(changes), workdir=tmp_path / "run")
+    assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
+    train(tiny.config(changes | {"steps": 2}), workdir=run)
+    assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
+
+
+def test_non_finite_gradients_are_skipped_and_then_stop_the_run(finished, tiny, tmp_path):
+    broken = shutil.copytree(finished / "adapter", tmp_path / "broken")
+    tensors = load_file(broken / "adapter_model.safetensors")
+    name = min(tensors)
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    save_file(tensors, broken / "adapter_model.safetensors")
+    config = tiny.config({"lora.init": str(broken), "eval.every": 0})
+    for _ in range(2):  # Starting it again finds the same.
+        with pytest.raises(
+            UserError, match=r"3 updates in a row were not finite \(step 3\)"
+        ) as caught:
+            train(config, workdir=tmp_path / "run")
+        assert "\n" not in str(caught.value)
+        rows = tiny_run.results(tmp_path / "run")
+        assert [(row["step"], row["update_skipped"]) for row in rows] == [(1, 1), (2, 1)]
+
+
+def test_one_non_finite_gradient_does_not_stop_the_run(tiny, tmp_path):
+    calls = iter(range(1000))
+
+    def huge_once(prompt, completion, answer, num_tokens, finished):
+        return (1e30 if next(calls) < 8 else 1.0) * len(set(completion.split()))
+
+    changes = {"rl.advantage_scale": "none", "eval.every": 0, "steps": 3}
+    run = train(tiny.config(changes), workdir=tmp_path / "run", rewards={"huge": (huge_once, 1.0)})
+    rows = tiny_run.results(run)
+    assert [row["update_skipped"] for row in rows] == [1, 0, 0]
+    assert rows[0]["grad_norm"] is None
+    assert all(row["grad_norm"] > 0 for row in rows[1:])
+
+
+def test_fewer_problems_than_prompts_in_a_step(tiny, tmp_path):
+    problems = tiny_run.write_problems(tmp_path / "three.jsonl", count=3)
+    changes = {
+        "data.path": str(problems),
+        "eval.every": 0,
+        "rollout.prompts_per_step": 4,
+        "log.completions": 3,
+        "steps": 1,
+    }
+    run = train(tiny.config(changes), workdir=tmp_path / "run")
+    prompts = [sample["prompt"] for sample in read_metrics(run / "completions.jsonl")]
+    assert len(set(prompts)) == len(prompts) == 3
+
+
+def test_profile(tiny, tmp_path):
+    changes = {"profile.start": 2, "profile.stop": 3, "eval.every": 0}
+    run = tmp_path / "run"
+    train(tiny.config(changes | {"steps": 2}), workdir=run)
+    assert list((run / "profile").rglob("*.xplane.pb"))
+    # Continued inside of the window.
+    train(tiny.config(changes), workdir=run)
+    assert len(tiny_run.results(run)) == 4

@@ -1,0 +1,145 @@
+"""The policy's own consistency; its logits are compared with transformers' in test_golden_*."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_checkpoints import VOCAB
+from tiny_model import KINDS, random_lora, random_tokens, tiny_policy
+
+from qerl_jax.policy import aqn, transformer
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.quant import QuantTensor
+
+LENGTHS = np.array([10, 7, 4], np.int32)
+TOKENS = random_tokens(3, 12)
+
+
+@functools.cache
+def logits_of(model_type, quantized=False, tie_embeddings=False):
+    """A policy, its adapter and its logits at every position."""
+    config, params = tiny_policy(model_type, quantized=quantized, tie_embeddings=tie_embeddings)
+    lora = random_lora(config)
+    return config, params, lora, forward(params, lora, config)
+
+
+def forward(params, lora, config, tokens=TOKENS):
+    return np.asarray(transformer.forward(params, lora, tokens, LENGTHS, config=config))
+
+
+def assert_valid_close(actual, expected, atol):
+    for row, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(actual[row, :length], expected[row, :length], atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "quantized", "tie_embeddings"),
+    [("qwen2", False, False), ("qwen3", False, True), ("llama", False, False), ("qwen3", True, False)],
+)  # fmt: skip
+def test_decoding_gives_the_logits_of_forward_at_every_position(
+    model_type, quantized, tie_embeddings
+):
+    config, params, lora, expected = logits_of(model_type, quantized, tie_embeddings)
+    prompts = np.array([3, 1, 2], np.int32)
+    logits, cache = transformer.prefill(
+        params, lora, TOKENS[:, :4], prompts, config=config, slots=16
+    )
+    fused = lora_lib.fuse(lora, config, jnp.float32)
+    step = jax.jit(functools.partial(transformer.decode_step, config=config))
+    seen = 0
+    for number in range(LENGTHS.max()):
+        positions = prompts + number
+        for row in np.flatnonzero(positions <= LENGTHS):
+            want = expected[row, positions[row] - 1]
+            np.testing.assert_allclose(logits[row], want, atol=1e-4)
+            seen += 1
+        tokens = TOKENS[np.arange(3), np.minimum(positions, TOKENS.shape[1] - 1)]
+        logits, cache = step(params, fused, jnp.asarray(tokens), cache)
+        np.testing.assert_array_equal(cache.lengths, positions + 1)
+    assert seen == (LENGTHS - prompts + 1).sum()
+
+
+@pytest.mark.parametrize("model_type", KINDS)
+def test_padding_does_not_matter(model_type):
+    config, params, lora, expected = logits_of(model_type)
+    other = np.where(np.arange(12) < LENGTHS[:, None], TOKENS, (TOKENS + 7) % VOCAB)
+    assert (other != TOKENS).any()
+    assert_valid_close(forward(params, lora, config, other), expected, atol=0)
+    wider = np.pad(TOKENS, ((0, 0), (0, 4)), constant_values=5)
+    assert_valid_close(forward(params, lora, config, wider), expected, atol=1e-5)
+
+
+def test_a_token_changes_what_follows_it_only():
+    config, params, lora, expected = logits_of("qwen3")
+    changed = TOKENS.copy()
+    changed[:, 2] = (changed[:, 2] + 1) % VOCAB
+    logits = forward(params, lora, config, changed)
+    np.testing.assert_array_equal(logits[:, :2], expected[:, :2])
+    assert (np.abs(logits - expected)[:, 2:4].max(axis=-1) > 1e-3).all()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "quantized"), [("qwen2", False), ("qwen3", True), ("llama", False)]
+)
+def test_remat_gives_the_same_gradients(model_type, quantized):
+    config, params = tiny_policy(model_type, quantized=quantized)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def gradient(lora, remat):
+        def loss(lora):
+            hidden = transformer.hidden_states(
+                params, lora, TOKENS, LENGTHS, config=config, remat=remat
+            )
+            return jnp.mean(jnp.sin(hidden))
+
+        return jax.grad(loss)(lora)
+
+    lora = random_lora(config)
+    plain, remat = gradient(lora, False), gradient(lora, True)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
+        assert jnp.abs(a).max() > 1e-5
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_dequantized_layers_give_the_same_logits():
+    config, params, lora, expected = logits_of("qwen3", quantized=True)
+    dense = transformer.dequantize_layers(params)
+    assert isinstance(params["layers"][0]["o_proj"], QuantTensor)
+    for layer in dense["layers"]:
+        for name in lora_lib.FUSED:
+            assert isinstance(layer[name], jax.Array)
+            assert layer[name].dtype == jnp.float32
+    assert_valid_close(forward(dense, lora, config), expected, atol=1e-5)
+
+
+def test_quantisation_changes_the_policy():
+    *_, expected = logits_of("qwen3")
+    *_, quantized = logits_of("qwen3", quantized=True)
+    assert 1e-2 < np.abs(quantized - expected).max() < 5
+
+
+@pytest.mark.parametrize("form", aqn.FORMS)
+def test_noise_changes_the_logits_and_none_does_not(form):
+    config, params, lora, expected = logits_of("qwen3", quantized=True)
+
+    def noisy(sigma):
+        perturbed = aqn.perturb_norms(jax.random.key(3), params, sigma, form=form)
+        return forward(perturbed, lora, config)
+
+    np.testing.assert_array_equal(noisy(0.0).view(np.uint32), expected.view(np.uint32))
+    small, large = (np.abs(noisy(sigma) - expected).max() for sigma in (1e-4, 1e-2))
+    assert 1e-5 < small < large / 20
+    assert large > 1e-2
+
+
+def test_bfloat16_policies_have_float32_logits_and_norms():
+    config, params, _, expected = logits_of("llama")
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim == 2 else x, params)
+    hidden = transformer.hidden_states(narrow, None, TOKENS, LENGTHS, config=config)
+    assert hidden.dtype == jnp.bfloat16
+    logits = transformer.logits(narrow, hidden)
+    assert logits.dtype == jnp.float32
+    expected = forward(params, None, config)
+    assert_valid_close(logits, expected, atol=0.1 * np.abs(expected).max())

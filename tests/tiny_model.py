@@ -1,0 +1,72 @@
+"""Tiny random policies in float32, dense or in NVFP4, and rows of tokens for them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny_checkpoints import VOCAB, model_config
+
+from qerl_jax.policy.lora import FUSED, PROJECTIONS, Lora, projection_shapes
+from qerl_jax.policy.quant import quantize_nvfp4
+
+KINDS = ("qwen2", "qwen3", "llama")
+
+
+def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
+    """The architecture and the parameters of a random policy, see `model_config`."""
+    config = model_config(model_type, **changes)
+    rng = np.random.default_rng(seed)
+    shapes = projection_shapes(config)
+
+    def norm(size):
+        return jnp.asarray(1.0 + 0.2 * rng.standard_normal(size), jnp.float32)
+
+    def projection(members):
+        weights = [
+            rng.standard_normal(shapes[name], np.float32) / shapes[name][1] ** 0.5
+            for name in members
+        ]
+        if quantized:
+            return jax.tree.map(jnp.asarray, quantize_nvfp4(weights))
+        return jnp.asarray(np.concatenate(weights))
+
+    def layer():
+        weights = {fused: projection(members) for fused, members in FUSED.items()}
+        weights["input_layernorm"] = norm(config.embed_dim)
+        weights["post_attention_layernorm"] = norm(config.embed_dim)
+        if config.qk_norm:
+            weights |= {"q_norm": norm(config.head_dim), "k_norm": norm(config.head_dim)}
+        if config.attention_bias:
+            outputs = weights["qkv_proj"].shape[0]
+            weights["qkv_bias"] = jnp.asarray(0.3 * rng.standard_normal(outputs), jnp.float32)
+        return weights
+
+    table = (config.vocab_size, config.embed_dim)
+    params = {
+        "embed_tokens": jnp.asarray(rng.standard_normal(table, np.float32)),
+        "norm": norm(config.embed_dim),
+        "layers": [layer() for _ in range(config.num_layers)],
+    }
+    if not config.tie_embeddings:
+        params["lm_head"] = jnp.asarray(rng.standard_normal(table, np.float32) / 4)
+    return config, params
+
+
+def random_lora(config, *, rank=4, scale=0.5, targets=PROJECTIONS, seed=1):
+    """An adapter with both factors random."""
+    rng = np.random.default_rng(seed)
+    shapes = projection_shapes(config)
+
+    def factor(*shape):
+        return jnp.asarray(rng.standard_normal(shape, np.float32) / shape[1] ** 0.5)
+
+    layers = [
+        {name: {"a": factor(rank, shapes[name][1]), "b": factor(shapes[name][0], rank)}
+         for name in targets}
+        for _ in range(config.num_layers)
+    ]  # fmt: skip
+    return Lora(layers=layers, scale=scale)
+
+
+def random_tokens(*shape, seed=2):
+    """int32 token ids."""
+    return np.random.default_rng(seed).integers(0, VOCAB, shape, np.int32)
