@@ -202,6 +202,8 @@ def _run_steps(
         durations.append(time.perf_counter() - began)
         row["step_seconds"] = durations[-1]
         row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
+        if memory := jax.local_devices()[0].memory_stats():
+            row["peak_memory_bytes"] = memory["peak_bytes_in_use"]
         live.clear()
         print(format_row(row, config.steps), flush=True)
         log.write(row)

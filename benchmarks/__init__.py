@@ -1,0 +1,1 @@
+"""What the README states, measured: each command writes a JSON file under benchmarks/results/."""

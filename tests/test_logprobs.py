@@ -1,0 +1,152 @@
+"""Log-probabilities of completions, and the exact KL between two policies."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_checkpoints import VOCAB
+from tiny_model import random_lora, random_tokens, tiny_policy
+
+from qerl_jax.policy import aqn, transformer
+from qerl_jax.rl import logprobs as logprobs_lib
+
+TOKENS = random_tokens(3, 16)
+PROMPT_LENGTHS = np.array([3, 1, 9], np.int32)
+LENGTHS = np.array([10, 6, 14], np.int32)
+WIDTH = 8
+MASK = np.arange(WIDTH) < (LENGTHS - PROMPT_LENGTHS)[:, None]
+# Chunks of 5 rows of float32 logits: 24 rows do not divide.
+SMALL_CHUNKS = 5 * 4 * VOCAB
+
+
+@functools.cache
+def policy():
+    config, params = tiny_policy("qwen3", quantized=True)
+    noisy = aqn.perturb_norms(jax.random.key(0), params, 5e-2, final_norm=True)
+    return config, params, noisy, random_lora(config)
+
+
+def completion_logprobs(params, lora, temperature=1.0, **options):
+    return logprobs_lib.completion_logprobs(
+        params,
+        lora,
+        TOKENS,
+        PROMPT_LENGTHS,
+        LENGTHS,
+        width=WIDTH,
+        config=policy()[0],
+        temperature=temperature,
+        **options,
+    )
+
+
+def log_softmax(params, lora, temperature):
+    """float64 [B, C, V] at the positions that predict the completions, 0 outside of the mask."""
+    logits = transformer.forward(params, lora, TOKENS, LENGTHS, config=policy()[0])
+    logits = np.asarray(logits, np.float64) / temperature
+    out = np.zeros((3, WIDTH, VOCAB))
+    for row, prompt in enumerate(PROMPT_LENGTHS):
+        for c in range(LENGTHS[row] - prompt):
+            at = logits[row, prompt + c - 1]
+            out[row, c] = at - at.max() - np.log(np.exp(at - at.max()).sum())
+    return out
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
+def test_logprobs_are_gathered_from_the_tempered_softmax(temperature, chunk_bytes, monkeypatch):
+    if chunk_bytes:
+        monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
+    _, params, _, lora = policy()
+    logprobs, entropies = completion_logprobs(params, lora, temperature)
+    assert logprobs.shape == entropies.shape == (3, WIDTH)
+    assert logprobs.dtype == entropies.dtype == jnp.float32
+    assert np.isfinite(logprobs).all()
+    assert np.isfinite(entropies).all()
+    expected = log_softmax(params, lora, temperature or 1.0)
+    for row, c in np.argwhere(MASK):
+        token = TOKENS[row, PROMPT_LENGTHS[row] + c]
+        assert logprobs[row, c] == pytest.approx(expected[row, c, token], abs=1e-4)
+    np.testing.assert_allclose(
+        entropies[MASK], -(np.exp(expected) * expected).sum(axis=-1)[MASK], atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_chunks_change_neither_values_nor_gradients(remat, monkeypatch):
+    _, params, _, lora = policy()
+
+    def loss(lora):
+        logprobs, entropies = completion_logprobs(params, lora, 0.8, remat=remat)
+        # The entropies are metrics: their part has no gradient.
+        return jnp.mean(jnp.sin(logprobs) * MASK) + jnp.mean(entropies), (logprobs, entropies)
+
+    def run():
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(lora)
+
+    (_, whole), gradient = run()
+    monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", SMALL_CHUNKS)
+    (_, chunked), chunked_gradient = run()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, chunked)
+    leaves = zip(jax.tree.leaves(gradient), jax.tree.leaves(chunked_gradient), strict=True)
+    for a, b in leaves:
+        assert jnp.abs(a).max() > 1e-5
+        np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_logits_are_held_in_chunks(monkeypatch):
+    monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", SMALL_CHUNKS)
+    _, params, _, lora = policy()
+
+    def shapes(jaxpr):
+        for equation in jaxpr.eqns:
+            yield from (variable.aval.shape for variable in equation.outvars)
+            for inner in jax.core.jaxprs_in_params(equation.params):
+                yield from shapes(inner)
+
+    jaxpr = jax.make_jaxpr(lambda lora: completion_logprobs(params, lora))(lora).jaxpr
+    rows = {shape[0] for shape in shapes(jaxpr) if len(shape) == 2 and shape[1] == VOCAB}
+    assert rows == {5}
+
+
+def test_entropies_have_no_gradient():
+    _, params, _, lora = policy()
+    gradient = jax.grad(lambda lora: completion_logprobs(params, lora)[1].sum())(lora)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
+
+
+def completion_kl(params, other_params, temperature):
+    return logprobs_lib.completion_kl(
+        params,
+        other_params,
+        policy()[-1],
+        TOKENS,
+        PROMPT_LENGTHS,
+        LENGTHS,
+        width=WIDTH,
+        config=policy()[0],
+        temperature=temperature,
+    )
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_kl_is_exact(temperature, chunk_bytes, monkeypatch):
+    if chunk_bytes:
+        monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
+    _, params, noisy, lora = policy()
+    kl = completion_kl(noisy, params, temperature)
+    assert kl.shape == (3, WIDTH)
+    p, q = log_softmax(noisy, lora, temperature), log_softmax(params, lora, temperature)
+    expected = (np.exp(p) * (p - q)).sum(axis=-1)
+    assert expected[MASK].min() > 1e-4
+    np.testing.assert_allclose(kl[MASK], expected[MASK], atol=1e-4)
+    reverse = (np.exp(q) * (q - p)).sum(axis=-1)
+    assert np.abs(expected - reverse)[MASK].max() > 1e-2
+
+
+def test_kl_of_equal_policies_is_zero():
+    _, params, _, _ = policy()
+    np.testing.assert_array_equal(completion_kl(params, params, 1.0)[MASK], 0)
