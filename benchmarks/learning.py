@@ -8,8 +8,8 @@
     uv run python -m benchmarks.learning runs/learn-* --control runs/control-* \
         --out=benchmarks/results/learning_smollm2-135m.json
 
-The steps of all seeds are pooled. A run that learns has a t far above 3; the control, with a learning
-rate of 0, stays below 2.
+The steps of all seeds are pooled. A run that learns has a t far above 3; the control, with a
+learning rate of 0, stays below 2.
 """
 
 import argparse

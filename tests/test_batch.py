@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from qerl_jax.buckets import bucket
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
 from qerl_jax.rl.batch import make_batch, micro_batches
@@ -48,13 +49,25 @@ def test_tokens_are_contiguous_and_padded():
     np.testing.assert_array_equal(batch.rollout_logprobs, -lengths_mask(LENGTHS))
 
 
-@pytest.mark.parametrize(("longest", "width"), [(6, 8), (8, 8), (9, 16), (33, 40), (65, 80)])
+@pytest.mark.parametrize(("longest", "width"), [(6, 8), (8, 8), (9, 16), (33, 48), (65, 96)])
 def test_width_is_the_bucket_of_the_longest_row(longest, width):
     rest = np.zeros((2, 4)), np.array([1, 4]), np.ones(2, bool), np.zeros(2), np.zeros((2, 4))
     options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
     batch = make_batch([[5], [5] * (longest - 4)], *rest, **options)
     assert batch.lengths.max() == longest
     assert batch.tokens.shape == (2, width)
+    limited = make_batch([[5], [5] * (longest - 4)], *rest, max_prompt=longest - 4, **options)
+    assert limited.tokens.shape == (2, -(-longest // 8) * 8)
+
+
+def test_buckets_are_few_and_close():
+    lengths = np.arange(1, 4097)
+    widths = np.array([bucket(int(length)) for length in lengths])
+    assert (widths >= lengths).all()
+    assert (widths % 8 == 0).all()
+    assert (widths <= np.maximum(lengths + 7, 1.5 * lengths)).all()
+    assert len(set(widths.tolist())) == 4 + 2 * 7
+    assert all(bucket(width) == width for width in set(widths.tolist()))
 
 
 def test_mask_follows_lengths_not_ids():

@@ -57,9 +57,7 @@ def greedy():
     return np.array([ids[-9:] for ids in rows])
 
 
-@pytest.mark.parametrize(
-    ("max_new_tokens", "chunk_steps"), [(1, 4), (6, 4), (9, 16), (9, 3)]
-)
+@pytest.mark.parametrize(("max_new_tokens", "chunk_steps"), [(1, 4), (6, 4), (9, 16), (9, 3)])
 def test_greedy_decoding(max_new_tokens, chunk_steps):
     result = rollout(temperature=0.0, max_new_tokens=max_new_tokens, chunk_steps=chunk_steps)
     np.testing.assert_array_equal(result.tokens, greedy()[:, :max_new_tokens])
@@ -144,7 +142,8 @@ def test_draws_depend_on_the_key_and_the_row_alone():
 
 
 def test_prompts_are_padded_to_a_bucket():
-    tokens, lengths = pad_prompts(PROMPTS, pad_id=7)
+    assert pad_prompts(PROMPTS, width=20, pad_id=7)[0].shape == (3, 24)
+    tokens, lengths = pad_prompts(PROMPTS, width=0, pad_id=7)
     assert tokens.shape == (3, 16)
     np.testing.assert_array_equal(lengths, [5, 2, 9])
     for row, prompt in enumerate(PROMPTS):

@@ -14,11 +14,6 @@ E2M1 = np.concatenate([E2M1, -E2M1])
 N, K, R = 48, 64, 4
 
 
-def bits(x):
-    x = np.asarray(x)
-    return x.view(f"u{x.dtype.itemsize}")
-
-
 def defined(weight):
     """e2m1(code) * (float32(scale) / float32(global_scale)), the product in float64."""
     packed = np.asarray(weight.packed)
@@ -208,11 +203,11 @@ def test_inputs_are_a_multiple_of_the_block():
     weight = fp4.Fp4Weight(
         jnp.zeros((N, 12), jnp.uint8), jnp.ones((N, 1), jnp.float8_e4m3fn), jnp.ones(N)
     )
-    with pytest.raises(ValueError, match=r"24 inputs.*multiple of 16|\(48, 1\)"):
+    with pytest.raises(ValueError, match="24 inputs, expected a multiple of 16"):
         fp4.fp4_matmul(jnp.ones((2, 24)), weight)
 
 
 def test_several_errors_come_together():
     x, _, _ = random_arguments()
-    with pytest.raises(ValueError, match="inputs.*bias"):
+    with pytest.raises(ValueError, match=r"inputs.*bias"):
         fp4.fp4_matmul(x[..., 1:], random_weight(), bias=jnp.ones(1))

@@ -127,7 +127,9 @@ def test_the_adapted_policy_is_that_of_merged_weights(model_type):
         merged.append(weights | {name: weights[name] + update[name] for name in FUSED})
     tokens, lengths = random_tokens(2, 8), jnp.array([8, 8])
     adapted = transformer.forward(params, lora, tokens, lengths, config=config)
-    expected = transformer.forward(params | {"layers": merged}, None, tokens, lengths, config=config)
+    expected = transformer.forward(
+        params | {"layers": merged}, None, tokens, lengths, config=config
+    )
     np.testing.assert_allclose(adapted, expected, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches, gradients that are not finite, compilations, learning rates."""
+"""One optimiser step: micro-batches, gradients that are not finite, traces, learning rates."""
 
 import functools
 
@@ -34,7 +34,7 @@ ADAMW = {
 
 @functools.cache
 def policy():
-    config, params = tiny_policy("llama", quantized=True)
+    config, params = tiny_policy("llama", quantized=True, num_layers=1)
     return config, params, random_lora(config)
 
 
@@ -81,44 +81,49 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("loss", ["dapo", "grpo"])
-def test_micro_batches_do_not_change_the_update(loss):
+# Micro-batches of 3 rows leave one that is filled up.
+@pytest.mark.parametrize(("loss", "splits"), [("dapo", (2, 4)), ("grpo", (3,))])
+def test_micro_batches_do_not_change_the_update(loss, splits):
     batch = batch_of(loss)
     state, metrics = step(batch, loss=loss)
     lora = policy()[-1]
     moved = jax.tree.map(lambda new, old: float(jnp.abs(new - old).max()), state.lora, lora)
     assert min(jax.tree.leaves(moved)) > 1e-4
-    # 3 rows leave a micro-batch that is filled up.
-    for rows in (2, 3, 4):
+    for rows in splits:
         other, other_metrics = step(batch, rows=rows, loss=loss)
         for a, b in zip(jax.tree.leaves(state.lora), jax.tree.leaves(other.lora), strict=True):
             np.testing.assert_allclose(a, b, atol=1e-6)
         assert metrics.keys() == other_metrics.keys()
         for name, value in metrics.items():
-            assert other_metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            np.testing.assert_allclose(other_metrics[name], value, 1e-4, 1e-6, err_msg=name)
 
 
 def test_remat_does_not_change_the_update():
     batch = batch_of()
-    plain, remat = (step(batch, rows=4, remat=remat)[0] for remat in (False, True))
+    plain, remat = (step(batch, remat=remat)[0] for remat in (False, True))
     for a, b in zip(jax.tree.leaves(plain.lora), jax.tree.leaves(remat.lora), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def test_metrics():
     batch = batch_of()
-    _, metrics = step(batch, rows=4)
+    _, metrics = step(batch)
     _, params, lora = policy()
     assert float(metrics["grad_norm"]) > 0
     assert not metrics["update_skipped"]
     mask = batch.loss_mask > 0
     ours, entropies = (np.asarray(x) for x in logprobs_of(params, lora, batch))
-    assert metrics["train_entropy"] == pytest.approx(entropies[mask].mean(), rel=1e-5)
     ratio = np.exp(ours - batch.old_logprobs)[mask]
-    assert metrics["ratio_mean"] == pytest.approx(ratio.mean(), rel=1e-4)
-    assert metrics["ratio_max"] == pytest.approx(ratio.max(), rel=1e-4)
     difference = np.abs(batch.old_logprobs - batch.rollout_logprobs)[mask]
-    assert metrics["logprob_diff_mean"] == pytest.approx(difference.mean(), rel=1e-4)
+    expected = {
+        "train_entropy": entropies[mask].mean(),
+        "ratio_mean": ratio.mean(),
+        "ratio_max": ratio.max(),
+        "logprob_diff_mean": difference.mean(),
+        "logprob_diff_max": difference.max(),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
 
 
 def logprobs_of(params, lora, batch, function=completion_logprobs):
@@ -136,12 +141,12 @@ def logprobs_of(params, lora, batch, function=completion_logprobs):
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted():
     optimizer = make_optimizer(**ADAMW)
-    good, bad = batch_of(), batch_of(advantages=[1.0, np.inf] + [0.0] * 6)
+    good, bad = batch_of(), batch_of(advantages=np.array([1.0, np.inf, 0, 0, 0, 0, 0, 0]))
     before, metrics = step(good, optimizer=optimizer)
     assert not metrics["update_skipped"]
     state = before
     for skipped in (1, 2):
-        state, metrics = step(bad, rows=4, state=state, optimizer=optimizer)
+        state, metrics = step(bad, state=state, optimizer=optimizer)
         assert metrics["update_skipped"]
         assert not np.isfinite(metrics["grad_norm"])
         assert_same((state.lora, state.opt_state), (before.lora, before.opt_state))
@@ -164,10 +169,8 @@ def test_steps_of_equal_shapes_compile_once():
 
     optimizer = optax.GradientTransformation(SGD.init, update)
     state, _ = step(batch_of(), rows=4, optimizer=optimizer)
-    state, _ = step(batch_of(seed=1), rows=4, optimizer=optimizer, state=state)
+    step(batch_of(seed=1), rows=4, optimizer=optimizer, state=state)
     assert len(traces) == 1
-    step(batch_of(), rows=2, optimizer=optimizer, state=state)
-    assert len(traces) == 2
 
 
 def test_the_state_is_consumed():
@@ -200,7 +203,7 @@ def test_score_and_mean_kl():
     kl = functools.partial(completion_kl, noisy)
     expected = np.asarray(logprobs_of(params, lora, batch, kl))[mask].mean()
     assert expected > 1e-3
-    assert mean_kl(noisy, params, lora, batch, **shared) == pytest.approx(expected, rel=1e-4)
+    np.testing.assert_allclose(mean_kl(noisy, params, lora, batch, **shared), expected, rtol=1e-4)
     assert mean_kl(params, params, lora, batch, **shared) == 0
 
 
@@ -232,16 +235,14 @@ def test_warm_up():
 )
 def test_decay_to_a_tenth_at_the_end(schedule, decay, warmup):
     total = 8 + warmup
-    rates = learning_rates(
-        total + 3, schedule=schedule, warmup_updates=warmup, total_updates=total
-    )
+    rates = learning_rates(total + 3, schedule=schedule, warmup_updates=warmup, total_updates=total)
     progress = np.minimum(np.arange(8 + 3) / 8, 1.0)
     np.testing.assert_allclose(rates[warmup:], 1e-3 * decay(progress), rtol=1e-4)
     assert (np.diff(rates[: warmup + 1]) > 0).all()
 
 
 def test_unknown_schedule():
-    with pytest.raises(UserError, match="exponential.*constant, cosine, linear"):
+    with pytest.raises(UserError, match=r"exponential.*constant, cosine, linear"):
         make_optimizer(**ADAMW | {"schedule": "exponential"})
 
 

@@ -36,8 +36,13 @@ def assert_valid_close(actual, expected, atol):
 
 @pytest.mark.parametrize(
     ("model_type", "quantized", "tie_embeddings"),
-    [("qwen2", False, False), ("qwen3", False, True), ("llama", False, False), ("qwen3", True, False)],
-)  # fmt: skip
+    [
+        ("qwen2", False, False),
+        ("qwen3", False, True),
+        ("llama", False, False),
+        ("qwen3", True, False),
+    ],
+)
 def test_decoding_gives_the_logits_of_forward_at_every_position(
     model_type, quantized, tie_embeddings
 ):

@@ -1,8 +1,11 @@
 """Runs that take seconds: a random model of two layers, a few problems, and rewards that vary."""
 
 import dataclasses
+import itertools
 import json
+import os
 import pathlib
+import time
 
 import ml_dtypes
 import numpy as np
@@ -98,7 +101,7 @@ class Tiny:
         return config
 
     def config_file(self, path, changes=None):
-        """A config file for the command line; it needs this folder in PYTHONPATH."""
+        """Writes a config file for the command line; see `environment`."""
         arguments = [repr(str(p)) for p in (self.model, self.problems, self.compile_cache)]
         path.write_text(
             "import pathlib, tiny_run\n"
@@ -106,6 +109,14 @@ class Tiny:
             f"def get_config():\n    return tiny_run.Tiny(*paths).config({changes!r})\n"
         )
         return path
+
+    def environment(self):
+        """The environment of a command: finds this module, and uses the compile cache."""
+        return os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "JAX_COMPILATION_CACHE_DIR": str(self.compile_cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
 
 
 def write_tiny(folder):
@@ -157,4 +168,18 @@ def low_share(prompt, completion, answer, num_tokens, finished):
     return sum(number < 23 for number in numbers(completion)) / max(1, num_tokens)
 
 
-REWARDS = {"correctness": (even_end, 1.0), "format": (low_share, 0.1)}
+def rare(prompt, completion, answer, num_tokens, finished):
+    """1.0 when one of the first two words of the vocabulary occurs.
+
+    With TINY_RUN_PAUSE=NUMBER:PATH in the environment, the call of this number makes the file and
+    waits until somebody removes it.
+    """
+    number, _, path = os.environ.get("TINY_RUN_PAUSE", "0:").partition(":")
+    if next(_calls) == int(number):
+        pathlib.Path(path).touch()
+        while os.path.exists(path):
+            time.sleep(0.01)
+    return float(min(numbers(completion), default=46) < 2)
+
+
+_calls = itertools.count(1)

@@ -73,7 +73,9 @@ def _check(x, weight, lora, bias):
         problems.append(f"x has {x.shape[-1]} inputs, the weight {k}")
     if weight.packed.dtype != jnp.uint8:
         problems.append(f"packed is {weight.packed.dtype}, expected uint8")
-    if weight.scales.shape != (n, k // reference.BLOCK) or k % reference.BLOCK:
+    if k % reference.BLOCK:
+        problems.append(f"the weight has {k} inputs, expected a multiple of {reference.BLOCK}")
+    if weight.scales.shape != (n, k // reference.BLOCK):
         problems.append(f"scales are {weight.scales.shape}, expected {(n, k // reference.BLOCK)}")
     if weight.scales.dtype != jnp.float8_e4m3fn:
         problems.append(f"scales are {weight.scales.dtype}, expected float8_e4m3fn")

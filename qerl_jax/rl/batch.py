@@ -46,6 +46,7 @@ def make_batch(
     mask_truncated: bool,
     aggregation: str,
     pad_id: int,
+    max_prompt: int | None = None,
 ) -> TrainBatch:
     """Returns the batch of one rollout.
 
@@ -63,6 +64,7 @@ def make_batch(
       mask_truncated: take unfinished completions out of the loss (DAPO's overlong filtering).
       aggregation: of the weights, see `losses.LossConfig`.
       pad_id: fills `tokens` beyond the end.
+      max_prompt: the longest prompt of the run, in tokens; T need not exceed it plus C.
 
     Raises:
       UserError: an empty prompt.
@@ -80,7 +82,9 @@ def make_batch(
         )
     total_lengths = prompt_lengths + lengths
 
-    tokens = np.full((rows, bucket(int(total_lengths.max()))), pad_id, np.int32)
+    limit = None if max_prompt is None else max_prompt + max_new_tokens
+    width = bucket(int(total_lengths.max()), limit=limit)
+    tokens = np.full((rows, width), pad_id, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         tokens[row, len(prompt) : total_lengths[row]] = completions[row, : lengths[row]]

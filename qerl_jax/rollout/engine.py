@@ -88,6 +88,7 @@ def generate(
     eos_ids: Sequence[int],
     pad_id: int,
     group_size: int = 1,
+    prompt_width: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Rollout:
     """Samples `group_size` completions of every prompt.
@@ -102,12 +103,13 @@ def generate(
         eos_ids: a completion ends with the first of these.
         pad_id: fills what follows a completion.
         group_size: G.
+        prompt_width: pad the prompts to at least this many tokens: fewer widths are compiled.
         on_progress: called between chunks with the rows that have ended and the tokens drawn.
 
     Returns:
         A Rollout of NumPy arrays.
     """
-    tokens, lengths = pad_prompts(prompts, pad_id=pad_id)
+    tokens, lengths = pad_prompts(prompts, width=prompt_width, pad_id=pad_id)
     # Equal chunks: the first token comes with the prompt.
     remaining = sampling.max_new_tokens - 1
     chunks = -(-remaining // sampling.chunk_steps)
@@ -123,14 +125,16 @@ def generate(
     return jax.device_get(state.rollout)
 
 
-def pad_prompts(prompts: Sequence[Sequence[int]], *, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
-    """Right-pads prompts to a common bucket.
+def pad_prompts(
+    prompts: Sequence[Sequence[int]], *, width: int, pad_id: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Right-pads prompts to a common bucket of at least `width`.
 
     Returns:
         int32 tokens [P, T] and int32 lengths [P].
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.full((len(prompts), bucket(int(lengths.max()))), pad_id, np.int32)
+    tokens = np.full((len(prompts), bucket(max(width, int(lengths.max())))), pad_id, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return tokens, lengths

@@ -5,6 +5,7 @@ killed while saving leaves the earlier ones as they were. It does not notice alt
 complete checkpoint: a CRC-32 of the arrays, saved beside them, does.
 """
 
+import shutil
 import sys
 import zlib
 from pathlib import Path
@@ -33,11 +34,13 @@ class Checkpoints:
         if keep < 1:
             raise UserError(f"checkpoint.keep is {keep}: at least 1 checkpoint must be kept")
         self._folder = Path(folder).resolve()
+        # Orbax would do this in a thread that may outlive the interpreter.
+        for interrupted in self._folder.glob("*.orbax-checkpoint-tmp"):
+            shutil.rmtree(interrupted)
         self._checkpointer = ocp.training.Checkpointer(
             str(self._folder),
             # pyrefly: ignore[bad-argument-type]  Orbax's annotation names another class.
             preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-            cleanup_tmp_directories=True,
         )
 
     def __enter__(self) -> "Checkpoints":

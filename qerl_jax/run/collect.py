@@ -31,6 +31,7 @@ class CollectConfig:
         advantage_eps: likewise.
         rounds: rollouts that a step may make to replace groups whose rewards are all equal (DAPO's
             dynamic sampling); 1 replaces none.
+        prompt_width: the longest prompt, in tokens.
         data_seed: of the order of the problems.
     """
 
@@ -44,6 +45,7 @@ class CollectConfig:
     advantage_scale: str
     advantage_eps: float
     rounds: int
+    prompt_width: int
     data_seed: int
 
 
@@ -115,6 +117,7 @@ def collect(
             eos_ids=model.tokenizer.eos_ids,
             pad_id=model.tokenizer.pad_id,
             group_size=group_size,
+            prompt_width=config.prompt_width,
             on_progress=on_progress,
         )
         rollout_seconds += time.perf_counter() - started

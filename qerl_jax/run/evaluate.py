@@ -1,6 +1,7 @@
 """Greedy pass@1 of the clean policy on held-out problems."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Sequence
 
 import jax
@@ -23,6 +24,7 @@ def greedy_accuracy(
     time_limit: float,
     sampling: SamplingConfig,
     rows: int,
+    prompt_width: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> float:
     """The share of problems whose greedy completion is correct.
@@ -35,6 +37,7 @@ def greedy_accuracy(
         time_limit: seconds for one judgement.
         sampling: limits; the temperature is ignored.
         rows: problems that decode together.
+        prompt_width: see `engine.generate`.
         on_progress: called with the problems that are done and the tokens so far.
     """
     sampling = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
@@ -51,6 +54,7 @@ def greedy_accuracy(
             sampling=sampling,
             eos_ids=model.tokenizer.eos_ids,
             pad_id=model.tokenizer.pad_id,
+            prompt_width=prompt_width,
             on_progress=on_progress and (lambda done, tokens: on_progress(before + done, tokens)),
         )
         rollout = jax.tree.map(lambda x: x[: len(batch)], rollout)
@@ -63,6 +67,8 @@ def greedy_accuracy(
             rollout.finished,
             time_limit=time_limit,
         )
+        for error in scores.errors:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
         return np.nan_to_num(scores.total) > 0.5
 
     starts = range(0, len(problems), rows)

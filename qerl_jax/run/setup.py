@@ -182,6 +182,7 @@ def prepare(
             advantage_scale=config.rl.advantage_scale,
             advantage_eps=config.rl.advantage_eps,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
+            prompt_width=max(len(prompt.ids) for found in prompts.values() for prompt in found),
             data_seed=config.seed,
         ),
         loss=loss,

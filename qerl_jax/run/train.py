@@ -7,7 +7,6 @@ the seed and the step, so a run that is killed and started again repeats what it
 
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -78,14 +77,14 @@ def train(
         rewards: function and weight by name, instead of those that the config names.
 
     Returns:
-        The run folder: metrics.jsonl, completions.jsonl, curves.png, the PEFT adapters `adapter`
-        and `best_adapter`, checkpoints and TensorBoard's files.
+        The run folder: metrics.jsonl, completions.jsonl, curves.png, checkpoints, TensorBoard's
+        files, the PEFT adapter `adapter`, and `best_adapter` once an evaluation is better than the
+        one before training.
 
     Raises:
         UserError: something asked for cannot be done.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
-    _make_gpu_deterministic()
     check(config)
     rewards = rewards or {
         name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
@@ -98,9 +97,10 @@ def train(
             _announce_finished(run, checkpoints.steps[-1])
             return run.path
         if jax.default_backend() == "gpu":
-            jax.config.update(
-                "jax_compilation_cache_dir", str(run.path.resolve() / "compile_cache")
-            )
+            # A resumed run must execute the very programs it was begun with: compiling again can
+            # choose other matmul kernels, which round otherwise.
+            jax.config.update("jax_compilation_cache_dir", str(run.path.resolve() / "programs"))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         setup = prepare(config, rewards, schedule_steps=run.schedule_steps)
         progress = _restore(setup, checkpoints) or _start(setup)
         with (
@@ -164,6 +164,7 @@ def _run_steps(
             rows=min(
                 len(setup.eval_prompts), config.rollout.prompts_per_step * config.rollout.group_size
             ),
+            prompt_width=setup.collect.prompt_width,
             on_progress=watch(len(setup.eval_prompts), f"evaluation after step {step}:"),
         )
         if accuracy > progress.best_accuracy:
@@ -252,6 +253,7 @@ def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine):
         mask_truncated=config.rl.mask_truncated,
         aggregation=setup.loss.aggregation,
         pad_id=setup.model.tokenizer.pad_id,
+        max_prompt=setup.collect.prompt_width,
     )
     row = {"sigma": sigma, "perturbed_norms": perturbed}
     if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:
@@ -345,9 +347,9 @@ def _start(setup: Setup) -> _Progress:
         # The steps fold non-negative numbers into the key.
         key = jax.random.fold_in(setup.key, 2**32 - 1)
         lora = lora_lib.init(key, setup.model.config, setup.lora_config)
-    return _Progress(
-        step=0, state=init_state(lora, setup.optimizer), cursor=Cursor(), best_accuracy=-1.0
-    )
+    # Bound to its device, as a restored state is: both compile to the same programs.
+    state = jax.device_put(init_state(lora, setup.optimizer), jax.devices()[0])
+    return _Progress(step=0, state=state, cursor=Cursor(), best_accuracy=-1.0)
 
 
 def _restore(setup: Setup, checkpoints: Checkpoints) -> _Progress | None:
@@ -406,11 +408,3 @@ def _announce_finished(run: RunFolder, steps: int) -> None:
         f"to train on, pass --workdir={run.path} --config.steps={2 * steps}",
         flush=True,
     )
-
-
-def _make_gpu_deterministic() -> None:
-    """Asks XLA for reproducible GPU kernels; works only before JAX has started its backend."""
-    flag = "--xla_gpu_exclude_nondeterministic_ops=true"
-    flags = os.environ.get("XLA_FLAGS", "")
-    if flag.split("=")[0] not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {flag}".strip()

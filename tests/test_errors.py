@@ -1,0 +1,243 @@
+"""Bad input on the command line: one line, exit code 2, and nothing is lost."""
+
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+
+import pytest
+import tiny_checkpoints
+import tiny_run
+from absl import flags
+
+from experiments import cli, grpo_gsm8k
+from qerl_jax.run.train import train
+
+CONFIG = tiny_run.ROOT / "experiments" / "configs" / "grpo_gsm8k.py"
+CHANGES = {"steps": 3, "eval.every": 0, "aqn.kl_every": 0}
+
+
+@pytest.fixture
+def command(tiny, tmp_path, monkeypatch, capsys):
+    """Returns a function that calls the experiment's main and gives the exit code and stderr."""
+    config = tiny.config_file(tmp_path / "tiny_config.py", CHANGES)
+    levels = {name: logging.getLogger(name).level for name in ("absl", "jax")}
+
+    def call(*arguments):
+        argv = ["grpo_gsm8k.py", f"--config={config}", *arguments]
+        before = set(flags.FLAGS)
+        # absl's own would change the logging of this process.
+        monkeypatch.setattr(cli.app, "run", lambda main, flags_parser: main(flags_parser(argv)))
+        monkeypatch.setattr(sys, "argv", argv)
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main(grpo_gsm8k.run, str(CONFIG))
+        except SystemExit as stopped:
+            code = stopped.code
+        finally:
+            for name in set(flags.FLAGS) - before:
+                delattr(flags.FLAGS, name)
+        return code, capsys.readouterr().err
+
+    yield call
+    for name, level in levels.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def fails(command):
+    """Returns a function that expects the one line of an error, with all of these words in it."""
+
+    def call(*arguments, words):
+        code, err = command(*arguments)
+        assert code == 2
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+        for word in words:
+            assert word in err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def finished_run(tiny, tmp_path_factory):
+    return train(tiny.config(CHANGES), workdir=tmp_path_factory.mktemp("runs") / "finished")
+
+
+@pytest.fixture
+def finished(finished_run, tmp_path):
+    return shutil.copytree(finished_run, tmp_path / "finished")
+
+
+@pytest.fixture
+def model(tiny, tmp_path):
+    """A copy of the model, to be spoiled."""
+    return shutil.copytree(tiny.model, tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config.rl.clip_hgh=0.2"], ["'clip_hgh'", "clip_high"]),
+        (["--config.rl.clip_high=wide"], ["clip_high"]),
+        ([f"--config={CONFIG}:qwen2.5-8b"], ["unknown preset 'qwen2.5-8b'", "qwen2.5-7b"]),
+        (["--config.rl.loss=ppo"], ["'ppo'", "grpo", "dapo"]),
+        (["--config.rollout.group_size=1"], ["rollout.group_size=1", "at least 2"]),
+        (["--config.profile.start=2"], ["profile.start=2, profile.stop=0"]),
+        (["--config.aqn.schedule=mine:ramp"], ["'mine:ramp'"]),
+        (["--config.rewards.format.function=mine:score"], ["'mine:score'"]),
+        (["--config.model.source=/absent/model"], ["'/absent/model'", "--config.model.source"]),
+        (["--config.data.path=/absent.jsonl"], ["/absent.jsonl"]),
+        (["--config.data.max_prompt_tokens=3"], ["data.max_prompt_tokens=3", "=6"]),
+        (["--config.rollout.max_new_tokens=113"], ["rollout.max_new_tokens = 129", "128"]),
+        (
+            ["--config.eval.every=1", "--config.eval.max_new_tokens=113"],
+            ["eval.max_new_tokens = 129", "128"],
+        ),
+        (["--config.lora.init=/absent/adapter"], ["/absent/adapter"]),
+        (["--config.log.wandb=true"], ["wandb", "--config.log.wandb=false"]),
+    ],
+)
+def test_bad_values(fails, tmp_path, arguments, words):
+    fails(*arguments, f"--workdir={tmp_path / 'run'}", words=words)
+
+
+def change_architecture(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
+
+
+def truncate(model):
+    data = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(data[:-1000])
+
+
+def lose_weights(model):
+    (model / "model.safetensors").unlink()
+
+
+def lose_template(model):
+    tiny_checkpoints.write_tokenizer(model)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (change_architecture, ["'mamba'", "qwen2"]),
+        (truncate, ["model.safetensors", "truncated"]),
+        (lose_weights, ["neither model.safetensors nor"]),
+        (lose_template, ["chat template"]),
+    ],
+)
+def test_bad_models(fails, model, tmp_path, spoil, words):
+    spoil(model)
+    fails(f"--config.model.source={model}", f"--workdir={tmp_path / 'run'}", words=words)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", ["problems.jsonl", "the file is empty"]),
+        ('{"question": "t1", "answer": "1"}\n{"quest', ["problems.jsonl:2"]),
+    ],
+)
+def test_bad_problems(fails, tmp_path, text, words):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(text)
+    fails(f"--config.data.path={path}", f"--workdir={tmp_path / 'run'}", words=words)
+
+
+def test_another_config_in_an_existing_folder(fails, finished):
+    before = tiny_run.contents(finished)
+    words = ["rl.clip_high: 0.28 -> 0.2", "seed: 0 -> 1", "--workdir"]
+    fails("--config.rl.clip_high=0.2", "--config.seed=1", f"--workdir={finished}", words=words)
+    assert tiny_run.contents(finished) == before
+
+
+def test_other_weights_in_an_existing_folder(fails, finished, tiny):
+    before = tiny_run.contents(finished)
+    weights = tiny.model / "model.safetensors"
+    data = weights.read_bytes()
+    try:
+        weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        fails("--config.steps=4", f"--workdir={finished}", words=[str(tiny.model), "began with"])
+    finally:
+        weights.write_bytes(data)
+    assert tiny_run.contents(finished) == before
+
+
+def test_a_foreign_folder(fails, tmp_path):
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").touch()
+    fails(f"--workdir={tmp_path / 'thesis'}", words=["thesis.tex", "--workdir"])
+    assert tiny_run.contents(tmp_path / "thesis") == {"thesis.tex": b""}
+
+
+HOLDER = """
+import fcntl, sys
+lock = open(sys.argv[1] + "/lock", "a+")
+fcntl.lockf(lock, fcntl.LOCK_EX)
+lock.truncate(0)
+lock.write("process 7")
+lock.flush()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_process_in_the_same_folder(fails, command, finished):
+    before = tiny_run.contents(finished)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, finished], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with holder:
+        assert holder.stdout.readline() == b"held\n"
+        fails(f"--workdir={finished}", words=["in use by process 7", "--workdir"])
+    assert tiny_run.contents(finished) == before
+    assert command(f"--workdir={finished}") == (0, "")
+
+
+def test_no_disk_space_for_a_checkpoint(fails, command, finished, monkeypatch):
+    usage = namedtuple("usage", "total used free")(10**12, 10**12, 10**6)
+    before = tiny_run.results(finished)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: usage)
+        words = ["no disk space", str(finished), "0.00 GB free"]
+        fails("--config.steps=5", f"--workdir={finished}", words=words)
+    assert tiny_run.results(finished)[:3] == before
+    assert (finished / "checkpoints" / "3").is_dir()
+    assert command("--config.steps=5", f"--workdir={finished}") == (0, "")
+    rows = tiny_run.results(finished)
+    assert rows[:3] == before
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+
+
+def test_non_finite_gradients(fails, tmp_path):
+    words = ["3 updates in a row were not finite", "learning_rate"]
+    arguments = ["--config.optimizer.learning_rate=inf", "--config.steps=9"]
+    fails(*arguments, f"--workdir={tmp_path / 'run'}", words=words)
+    rows = tiny_run.results(tmp_path / "run")
+    assert [(row["step"], row["update_skipped"]) for row in rows] == [(1, 0), (2, 1), (3, 1)]
+    assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
+
+
+def test_a_process_of_its_own(tiny, model, tmp_path):
+    change_architecture(model)
+    result = subprocess.run(
+        [
+            *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--workdir={tmp_path / 'run'}"),
+            f"--config={tiny.config_file(tmp_path / 'config.py')}",
+            f"--config.model.source={model}",
+        ],
+        env=tiny.environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "'mamba'" in result.stderr

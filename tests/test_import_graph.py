@@ -1,0 +1,134 @@
+"""Who imports whom: one direction between the packages and between the rooms, and no circles."""
+
+import ast
+import graphlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PACKAGES = ("pallas_kernels", "qerl_jax", "experiments")
+# What each room of qerl_jax, and each file beside them, may import of qerl_jax.
+ALLOWED = {
+    "errors": set(),
+    "buckets": set(),
+    "policy": {"errors"},
+    "rollout": {"policy", "buckets", "errors"},
+    "rl": {"policy", "rollout", "buckets", "errors"},
+    "weights": {"policy", "errors"},
+    "data": {"rl", "weights", "errors"},
+    "run": {"policy", "rollout", "rl", "weights", "data", "buckets", "errors"},
+}
+
+
+def modules(root):
+    """The paths of all modules of the packages by name."""
+    found = {}
+    for package in PACKAGES:
+        for path in (root / package).rglob("*.py"):
+            parts = path.relative_to(root).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def statements(tree, *, everywhere):
+    """The import statements of a module, with everywhere those inside functions too."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif everywhere or not isinstance(
+            node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+        ):
+            yield from statements(node, everywhere=everywhere)
+
+
+def imports(root, *, everywhere=True):
+    """The modules of the packages that each of them imports."""
+    known = modules(root)
+    graph = {}
+    for name, path in known.items():
+        graph[name] = set()
+        for node in statements(ast.parse(path.read_text()), everywhere=everywhere):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            else:
+                assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+                members = [f"{node.module}.{alias.name}" for alias in node.names]
+                targets = [member if member in known else node.module for member in members]
+            for target in targets:
+                if target.split(".")[0] in PACKAGES:
+                    assert target in known, f"{path}:{node.lineno}: no module {target}"
+                    graph[name].add(target)
+    return graph
+
+
+def room(module):
+    return module.split(".")[1]
+
+
+def qerl_edges():
+    """The imports between modules of qerl_jax, its own __init__ left out."""
+    for name, targets in imports(ROOT).items():
+        for target in targets:
+            if name.startswith("qerl_jax.") and target.startswith("qerl_jax."):
+                yield name, target
+
+
+def test_there_is_something_to_look_at():
+    graph = imports(ROOT)
+    assert "qerl_jax.policy.transformer" in graph["qerl_jax.rollout.engine"]
+    assert "pallas_kernels.fp4_matmul" in graph["qerl_jax.policy.linear"]
+    assert "qerl_jax.errors" in graph["experiments.cli"]
+
+
+def test_no_circles():
+    order = tuple(graphlib.TopologicalSorter(imports(ROOT, everywhere=False)).static_order())
+    assert len(order) == len(modules(ROOT))
+
+
+def test_a_circle_would_be_found(tmp_path):
+    for package in PACKAGES:
+        (tmp_path / package).mkdir()
+    (tmp_path / "qerl_jax/a.py").write_text("import qerl_jax.b\n")
+    (tmp_path / "qerl_jax/b.py").write_text("if True:\n    from qerl_jax import c\n")
+    (tmp_path / "qerl_jax/c.py").write_text("def f():\n    from qerl_jax.a import x\n")
+    (tmp_path / "qerl_jax/__init__.py").touch()
+    tuple(graphlib.TopologicalSorter(imports(tmp_path, everywhere=False)).static_order())
+    with pytest.raises(graphlib.CycleError):
+        tuple(graphlib.TopologicalSorter(imports(tmp_path)).static_order())
+
+
+def test_packages_have_one_direction():
+    for name, targets in imports(ROOT).items():
+        rank = PACKAGES.index(name.split(".")[0])
+        above = {target for target in targets if PACKAGES.index(target.split(".")[0]) > rank}
+        assert not above, f"{name} imports {above}"
+
+
+def test_rooms_have_one_direction():
+    for name, target in qerl_edges():
+        allowed = ALLOWED[room(name)] | {room(name)}
+        assert room(target) in allowed, f"{name} imports {target}"
+
+
+def test_no_experiment_imports_another():
+    for name, targets in imports(ROOT).items():
+        if name.startswith("experiments."):
+            shared = ("experiments.cli", "experiments.configs")
+            others = {
+                target
+                for target in targets
+                if target.startswith("experiments") and not target.startswith(shared)
+            }
+            assert not others, f"{name} imports {others}"
+            if name.startswith(shared):
+                assert "experiments.cli" not in targets, f"{name} imports experiments.cli"
+
+
+def test_packages_are_light():
+    packages = {name for name, path in modules(ROOT).items() if path.name == "__init__.py"}
+    names = ", ".join(sorted(packages - {"pallas_kernels.fp4_matmul"}))
+    program = f"import sys, {names}\nassert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
