@@ -20,6 +20,7 @@ import sys
 
 import numpy as np
 
+from benchmarks.run_summary import describe
 from qerl_jax.errors import UserError
 from qerl_jax.run.metrics import read_metrics
 
@@ -52,9 +53,7 @@ def summarize(folders: list[pathlib.Path]) -> dict:
     summary["minutes"] = float(
         np.mean([sum(row["step_seconds"] for row in rows) / 60 for rows in runs])
     )
-    described = json.loads((folders[0] / "config.json").read_text(encoding="utf-8"))
-    summary |= {key: described[key] for key in ("git", "device", "versions", "command")}
-    return summary
+    return summary | describe(folders[0])
 
 
 def main() -> None:

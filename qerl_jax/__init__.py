@@ -1,1 +1,37 @@
-"""QeRL in JAX: reinforcement learning of large language models on a policy in 4 bits."""
+"""QeRL in JAX: reinforcement learning of large language models on a policy in 4 bits.
+
+    from qerl_jax import load, generate, train
+
+The public names are imported when they are first used: importing the package is free.
+"""
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "Lora": "qerl_jax.policy.lora",
+    "LoraConfig": "qerl_jax.policy.lora",
+    "ModelConfig": "qerl_jax.policy.config",
+    "QuantTensor": "qerl_jax.policy.quant",
+    "SamplingConfig": "qerl_jax.rollout.engine",
+    "UserError": "qerl_jax.errors",
+    "forward": "qerl_jax.policy.transformer",
+    "generate": "qerl_jax.rollout.engine",
+    "load": "qerl_jax.weights.load",
+    "perturb_norms": "qerl_jax.policy.aqn",
+    "quantize_nvfp4": "qerl_jax.policy.quant",
+    "sigma_schedule": "qerl_jax.policy.aqn",
+    "train": "qerl_jax.run.train",
+}
+
+__all__ = list(_PUBLIC)  # pyrefly: ignore
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

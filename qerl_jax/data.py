@@ -230,8 +230,9 @@ def _load_hub(source: str, eval_size: int) -> tuple[list[Problem], list[Problem]
     except Exception as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"{source}: cannot load it from the Hugging Face hub ({reason}); "
-            "pass a local copy: --config.data.path=train.jsonl, with the same fields"
+            f"{source}: cannot load it from the Hugging Face hub ({reason}); pass a "
+            "local copy of the same fields, --config.data.path=train.jsonl, or generated problems, "
+            "--config.data.source=reasoning_gym:gsm_symbolic"
         ) from error
     if "train" not in splits:
         raise UserError(f"{source}: no split 'train'; it has {', '.join(map(str, splits))}")
@@ -314,10 +315,10 @@ def encode_prompts(
     question_suffix: str = "",
     max_prompt_tokens: int,
 ) -> list[Prompt]:
-    """Renders and tokenises problems, and drops those over the limit with one counted warning.
+    """Renders and tokenises problems.
 
     Raises:
-        UserError: Every prompt is over the limit.
+        UserError: A prompt is over the limit.
     """
     prompts = []
     for problem in problems:
@@ -325,19 +326,12 @@ def encode_prompts(
             problem, tokenizer, system_prompt=system_prompt, question_suffix=question_suffix
         )
         prompts.append(Prompt(problem, text, tuple(tokenizer.encode(text))))
-    longest = max((len(prompt.ids) for prompt in prompts), default=0)
-    kept = [prompt for prompt in prompts if len(prompt.ids) <= max_prompt_tokens]
-    if not kept:
+    lengths = [len(prompt.ids) for prompt in prompts]
+    over = sum(length > max_prompt_tokens for length in lengths)
+    if over:
         raise UserError(
-            f"all {len(prompts)} prompts are over data.max_prompt_tokens={max_prompt_tokens} "
-            f"(the longest has {longest} tokens): --config.data.max_prompt_tokens={longest}"
+            f"{over} of {len(prompts)} prompts are over data.max_prompt_tokens="
+            f"{max_prompt_tokens}; for the longest pass --config.data.max_prompt_tokens="
+            f"{max(lengths)}, or take them out"
         )
-    if len(kept) < len(prompts):
-        logging.warning(
-            "Dropped %d of %d prompts over data.max_prompt_tokens=%d (the longest has %d tokens).",
-            len(prompts) - len(kept),
-            len(prompts),
-            max_prompt_tokens,
-            longest,
-        )
-    return kept
+    return prompts

@@ -209,7 +209,8 @@ def unreachable(*_):
         (
             unreachable,
             "openai/gsm8k: cannot load it from the Hugging Face hub (Couldn't reach 'openai/gsm8k' "
-            "on the Hub); pass a local copy: --config.data.path=train.jsonl, with the same fields",
+            "on the Hub); pass a local copy of the same fields, --config.data.path=train.jsonl, or "
+            "generated problems, --config.data.source=reasoning_gym:gsm_symbolic",
         ),
         (lambda *_: {"dev": []}, "openai/gsm8k: no split 'train'; it has dev"),
         (lambda *_: {"train": []}, "openai/gsm8k: no problems for train"),
@@ -271,20 +272,12 @@ def test_render_prompt(system_prompt, suffix, text):
     assert prompt.ids == tuple(len(word) for word in text.split())
 
 
-def test_long_prompts_are_dropped_with_one_warning(caplog):
+def test_a_prompt_over_the_limit_is_an_error():
     problems = [Problem("a " * count, "1") for count in (1, 9, 3, 4, 8)]
-    prompts = data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)
-    assert [prompt.problem for prompt in prompts] == [problems[0], problems[2], problems[3]]
-    assert [record.getMessage() for record in caplog.records] == [
-        "Dropped 2 of 5 prompts over data.max_prompt_tokens=6 (the longest has 11 tokens)."
-    ]
-
-
-def test_when_every_prompt_is_too_long():
+    assert len(data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=11)) == 5
     message = (
-        "all 2 prompts are over data.max_prompt_tokens=4 (the longest has 11 tokens): "
+        "2 of 5 prompts are over data.max_prompt_tokens=6; for the longest pass "
         "--config.data.max_prompt_tokens=11"
     )
-    problems = [Problem("a " * count, "1") for count in (9, 8)]
     with pytest.raises(UserError, match=re.escape(message)):
-        data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=4)
+        data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+import qerl_jax
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("pallas_kernels", "qerl_jax", "experiments")
 # What each room of qerl_jax, and each file beside them, may import of qerl_jax.
@@ -132,3 +134,10 @@ def test_packages_are_light():
     names = ", ".join(sorted(packages - {"pallas_kernels.fp4_matmul"}))
     program = f"import sys, {names}\nassert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+def test_the_public_names_exist():
+    for name in qerl_jax.__all__:
+        assert getattr(qerl_jax, name).__name__ == name
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = qerl_jax.nonsense

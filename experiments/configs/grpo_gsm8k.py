@@ -116,7 +116,9 @@ def get_config(preset: str = "smollm2-135m") -> ConfigDict:
     c.lora.init = ""  # folder of a PEFT adapter to start from
 
     c.data = ConfigDict()
-    c.data.source = "openai/gsm8k"  # a hub id, or 'reasoning_gym:TASK'
+    # A hub id, or 'reasoning_gym:TASK': generated problems, which need no hub. gsm_symbolic is the
+    # stand-in for GSM8K, for models of 1B and more.
+    c.data.source = "openai/gsm8k"
     # Local JSONL files (question, answer) for training and evaluation; they replace the source.
     c.data.path = ""
     c.data.eval_path = ""

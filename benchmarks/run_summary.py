@@ -1,0 +1,68 @@
+"""What a run measured, as one JSON file: rewards, seconds, tokens per second, memory.
+
+    uv run python -m benchmarks.run_summary RUN --out=benchmarks/results/NAME.json
+
+Medians are over the steps after the first, which compiles.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import statistics
+import sys
+
+from qerl_jax.errors import UserError
+from qerl_jax.run.metrics import read_metrics
+
+_MEDIANS = (
+    "step_seconds",
+    "rollout_seconds",
+    "train_seconds",
+    "rollout_tokens_per_second",
+    "train_tokens_per_second",
+    "logprob_diff_mean",
+)
+_SERIES = ("reward", "accuracy", "length", "entropy", "sigma", "noise_kl", "step_seconds")
+
+
+def describe(folder: pathlib.Path) -> dict:
+    """Commit, device, versions, command and config of a run; paths keep their last part only."""
+    text = (folder / "config.json").read_text(encoding="utf-8")
+    config = json.loads(re.sub(r"(?<![\w.:/])/(?:[^\s/\"]+/)+", "", text))
+    return {key: config[key] for key in ("git", "device", "versions", "command", "config")}
+
+
+def summarize(folder: pathlib.Path) -> dict:
+    """The figures of a run of at least two steps."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    if len(rows) < 2:
+        raise UserError(f"{folder} has {len(rows)} steps: a summary needs at least 2")
+    return {
+        "steps": len(rows),
+        "reward_mean": statistics.mean(row["reward"] for row in rows),
+        "accuracy_mean": statistics.mean(row["accuracy"] for row in rows),
+        "median": {key: statistics.median(row[key] for row in rows[1:]) for key in _MEDIANS},
+        "peak_memory_bytes": max((row.get("peak_memory_bytes", 0) for row in rows), default=0),
+        "by_step": {key: [row.get(key) for row in rows] for key in _SERIES},
+    } | describe(folder)
+
+
+def main() -> None:
+    """Parses the command line and writes the JSON file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=pathlib.Path, help="a run folder")
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    args = parser.parse_args()
+    try:
+        summary = summarize(args.run)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

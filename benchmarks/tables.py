@@ -1,0 +1,79 @@
+"""Writes the tables of the README from benchmarks/results/.
+
+uv run python -m benchmarks.tables
+"""
+
+import json
+import pathlib
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results"
+_BEGIN, _END = "<!-- tables: python -m benchmarks.tables -->", "<!-- end of tables -->"
+
+
+def learning_table(result: dict) -> str:
+    """Does the default run learn?"""
+    lines = [
+        "| run | seeds x steps | reward, first fifth | last fifth | Welch's t | "
+        "greedy pass@1 before | after | minutes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, label in (("learning", "as it is"), ("control", "learning rate 0")):
+        part = result[name]
+        reward, evaluated = part["reward"], part["eval_accuracy"]
+        lines.append(
+            f"| {label} | {part['runs']} x {part['steps']} | {reward['first_fifth']:.3f} | "
+            f"{reward['last_fifth']:.3f} | {reward['welch_t']:.1f} | {evaluated['before']:.3f} | "
+            f"{evaluated['after']:.3f} | {part['minutes']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def run_table(result: dict) -> str:
+    """What a step costs on a GPU."""
+    median = result["median"]
+    return "\n".join(
+        [
+            "| steps | mean reward | s per step | rollout tok/s | train tok/s | peak memory |",
+            "|---|---|---|---|---|---|",
+            f"| {result['steps']} | {result['reward_mean']:.3f} | {median['step_seconds']:.1f} | "
+            f"{median['rollout_tokens_per_second']:.0f} | "
+            f"{median['train_tokens_per_second']:.0f} | "
+            f"{result['peak_memory_bytes'] / 1e9:.1f} GB |",
+        ]
+    )
+
+
+def provenance(result: dict) -> str:
+    """Commit and device of a result."""
+    commit = (result["git"] or {}).get("commit", "unknown")[:8]
+    return f"commit {commit}, {result['device']['kind']}, jax {result['versions']['jax']}"
+
+
+def _read(name: str) -> dict:
+    return json.loads((_RESULTS / name).read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Replaces what stands between the markers."""
+    learning = _read("learning_smollm2-135m.json")
+    gpu = _read("grpo_qwen2.5-coder-1.5b_h200.json")
+    text = "\n\n".join(
+        [
+            "The default command, SmolLM2-135M in NVFP4 on one-digit sums "
+            f"({provenance(learning['learning'])}, `benchmarks/learning.py`):",
+            learning_table(learning),
+            "Qwen2.5-Coder-1.5B-Instruct (a Q4_K_M GGUF, quantised to NVFP4 at load) on GSM8K: 128 "
+            "completions of at most 512 tokens and 4 updates a step, medians, the reference path "
+            f"({provenance(gpu)}, `benchmarks/run_summary.py`):",
+            run_table(gpu),
+        ]
+    )
+    readme = _ROOT / "README.md"
+    before, _, rest = readme.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    readme.write_text(f"{before}{_BEGIN}\n\n{text}\n\n{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
