@@ -33,6 +33,14 @@ def describe(folder: pathlib.Path) -> dict:
     return {key: config[key] for key in ("git", "device", "versions", "command", "config")}
 
 
+def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
+    """From summary.json; runs of before it have it in their rows."""
+    path = folder / "summary.json"
+    if path.exists():
+        return json.loads(path.read_text(encoding="utf-8"))["peak_memory_bytes"]
+    return max((row.get("peak_memory_bytes", 0) for row in rows), default=None)
+
+
 def summarize(folder: pathlib.Path) -> dict:
     """The figures of a run of at least two steps."""
     rows = read_metrics(folder / "metrics.jsonl")
@@ -43,7 +51,8 @@ def summarize(folder: pathlib.Path) -> dict:
         "reward_mean": statistics.mean(row["reward"] for row in rows),
         "accuracy_mean": statistics.mean(row["accuracy"] for row in rows),
         "median": {key: statistics.median(row[key] for row in rows[1:]) for key in _MEDIANS},
-        "peak_memory_bytes": max((row.get("peak_memory_bytes", 0) for row in rows), default=0),
+        "fastest_step_seconds": min(row["step_seconds"] for row in rows),
+        "peak_memory_bytes": _peak_memory(folder, rows),
         "by_step": {key: [row.get(key) for row in rows] for key in _SERIES},
     } | describe(folder)
 

@@ -1,10 +1,12 @@
 """Rotary positions and attention against plain NumPy in float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_checkpoints import model_config
 
+from qerl_jax.policy import attention as attention_lib
 from qerl_jax.policy.attention import attend, rotary_angles, rotary_frequencies, rotate
 from qerl_jax.policy.config import RopeScaling
 
@@ -111,3 +113,29 @@ def test_rotation_keeps_the_type_and_rounds_once():
     assert out.dtype == jnp.bfloat16
     wide = rotate(x.astype(jnp.float32), angles)
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("causal", [True, False])
+def test_cudnn_attention_is_the_attention_of_xla(causal, monkeypatch):
+    lengths = jnp.array([1, 7, 200, 256], jnp.int32)
+    queries = jax.random.normal(jax.random.key(0), (4, 256 if causal else 1, 8, 64), jnp.bfloat16)
+    keys, values = jax.random.normal(jax.random.key(1), (2, 4, 256, 2, 64), jnp.bfloat16)
+    valid = (jnp.arange(queries.shape[1]) < lengths[:, None])[..., None, None]
+
+    def loss(queries, keys, values):
+        out = attend(queries, keys, values, lengths, causal=causal)
+        out = jnp.where(valid, out, 0.0) if causal else out
+        return (out.astype(jnp.float32) ** 2).sum(), out
+
+    def run():
+        gradient = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+        return jax.tree.leaves(jax.jit(lambda *args: gradient(*args))(queries, keys, values))
+
+    assert attention_lib._use_cudnn(queries)
+    ours = run()
+    monkeypatch.setattr(attention_lib, "_use_cudnn", lambda queries: False)
+    for a, b in zip(ours, run(), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(b)

@@ -55,7 +55,7 @@ def test_presets_have_the_papers_hyperparameters(preset):
         5e-4,
         10,
     )
-    assert (config.steps, config.data.max_prompt_tokens) == (600, 256)
+    assert (config.steps, config.data.max_prompt_tokens) == (600, 320)
 
 
 def test_unknown_preset_lists_all():

@@ -141,9 +141,21 @@ def test_draws_depend_on_the_key_and_the_row_alone():
     assert (other.tokens != result.tokens).mean() > 0.5
 
 
-def test_prompts_are_padded_to_a_bucket():
-    assert pad_prompts(PROMPTS, width=20, pad_id=7)[0].shape == (3, 24)
-    tokens, lengths = pad_prompts(PROMPTS, width=0, pad_id=7)
+@pytest.mark.parametrize("max_rows", [1, 4, 8, 11, 12])
+def test_waves_draw_what_all_rows_together_draw(max_rows):
+    together, progress = rollout(group_size=4), []
+    waves = rollout(
+        group_size=4,
+        max_rows=max_rows,
+        on_progress=lambda done, tokens: progress.append((done, tokens)),
+    )
+    np.testing.assert_array_equal(waves.tokens, together.tokens)
+    np.testing.assert_allclose(waves.logprobs, together.logprobs, atol=1e-5)
+    assert progress == sorted(progress)
+
+
+def test_prompts_are_padded():
+    tokens, lengths = pad_prompts(PROMPTS, width=16, pad_id=7)
     assert tokens.shape == (3, 16)
     np.testing.assert_array_equal(lengths, [5, 2, 9])
     for row, prompt in enumerate(PROMPTS):

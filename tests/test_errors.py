@@ -220,7 +220,12 @@ def test_non_finite_gradients(fails, tmp_path):
     arguments = ["--config.optimizer.learning_rate=inf", "--config.steps=9"]
     fails(*arguments, f"--workdir={tmp_path / 'run'}", words=words)
     rows = tiny_run.results(tmp_path / "run")
-    assert [(row["step"], row["update_skipped"]) for row in rows] == [(1, 0), (2, 1), (3, 1)]
+    assert [(row["step"], row["update_skipped"]) for row in rows] == [
+        (1, 0),
+        (2, 1),
+        (3, 1),
+        (4, 1),
+    ]
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
 
 

@@ -1,5 +1,8 @@
 """The definition of an NVFP4 weight, its product and the derivatives, against NumPy."""
 
+import math
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -152,6 +155,33 @@ def test_no_dense_weight_waits_for_the_backward_pass(dtype, wrap):
     assert not dense_residuals(function, x)
     # It would be seen.
     assert dense_residuals(lambda x: reference.matmul(x, weight), x)
+
+
+def carried_by_loops(function, *args):
+    """The largest number of floats in an array that a compiled while loop carries."""
+    text = jax.jit(function).lower(*args).compile().as_text()
+    loops = [line.split(" while(")[0] for line in text.splitlines() if " while(" in line]
+    assert loops
+    shapes = re.findall(r"(?:f32|bf16)\[([\d,]*)\]", " ".join(loops))
+    return max(math.prod(int(n) for n in shape.split(",") if n) for shape in shapes)
+
+
+@pytest.mark.parametrize("derivative", [False, True])
+def test_a_loop_does_not_carry_a_dense_weight(derivative):
+    weight = random_weight(64, 64)
+    x = jax.random.normal(jax.random.key(0), (4, 64), jnp.bfloat16)
+
+    def repeated(matmul):
+        def total(x, w):
+            return jnp.sin(matmul(x, w)).astype(jnp.float32).sum()
+
+        step = jax.grad(total) if derivative else matmul
+        return lambda x, w: jax.lax.fori_loop(0, 9, lambda _, x: jnp.sin(step(x, w)), x)
+
+    assert carried_by_loops(repeated(fp4.fp4_matmul), x, weight) <= 64 * 64 // 4
+    # It would be seen.
+    dense = fp4.dequantize(weight, jnp.bfloat16)
+    assert carried_by_loops(repeated(fp4.dot), x, dense) == 64 * 64
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.batch import make_batch, micro_batches
 from qerl_jax.rl.losses import loss_config, policy_loss, token_weights
-from qerl_jax.rl.train_step import init_state, make_optimizer, score, train_step
+from qerl_jax.rl.train_step import batch_logprobs, init_state, make_optimizer, train_step
 from qerl_jax.weights.export import load_peft_adapter
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import peft_tensor
@@ -140,7 +140,7 @@ def test_optimiser_step(variant, micro_batch_rows):
 
     def logprobs(lora):
         micro = micro_batches(batch, micro_batch_rows)
-        scored = score(
+        scored = batch_logprobs(
             model.params, lora, micro, config=model.config, temperature=settings["temperature"]
         )
         return np.asarray(scored).reshape(-1, scored.shape[-1])[:rows]

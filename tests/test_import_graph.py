@@ -15,10 +15,11 @@ PACKAGES = ("pallas_kernels", "qerl_jax", "experiments")
 # What each room of qerl_jax, and each file beside them, may import of qerl_jax.
 ALLOWED = {
     "errors": set(),
+    "import_path": {"errors"},
     "buckets": set(),
-    "policy": {"errors"},
+    "policy": {"import_path", "errors"},
     "rollout": {"policy", "buckets", "errors"},
-    "rl": {"policy", "rollout", "buckets", "errors"},
+    "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
     "weights": {"policy", "errors"},
     "data": {"rl", "weights", "errors"},
     "run": {"policy", "rollout", "rl", "weights", "data", "buckets", "errors"},

@@ -84,7 +84,7 @@ def steps(run):
 def assert_same(run, uninterrupted):
     """Metrics, sampled texts and adapters are the same, and all that ends a run is there."""
     assert tiny_run.results(run) == tiny_run.results(uninterrupted)
-    files = ["completions.jsonl", "finished"]
+    files = ["completions.jsonl", "summary.json"]
     files += [str(path.relative_to(uninterrupted)) for path in uninterrupted.rglob("adapter_*.*")]
     assert len(files) == 6
     for file in files:

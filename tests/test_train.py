@@ -320,21 +320,25 @@ def test_start_from_an_adapter(finished, tiny, tmp_path):
     assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
 
 
-def test_non_finite_gradients_are_skipped_and_then_stop_the_run(finished, tiny, tmp_path):
+@pytest.mark.parametrize("updates", [1, 4])
+def test_non_finite_gradients_are_skipped_and_then_stop_the_run(finished, tiny, tmp_path, updates):
     broken = shutil.copytree(finished / "adapter", tmp_path / "broken")
     tensors = load_file(broken / "adapter_model.safetensors")
     name = min(tensors)
     tensors[name] = np.full_like(tensors[name], np.nan)
     save_file(tensors, broken / "adapter_model.safetensors")
-    config = tiny.config({"lora.init": str(broken), "eval.every": 0})
-    for _ in range(2):  # Starting it again finds the same.
-        with pytest.raises(
-            UserError, match=r"3 updates in a row were not finite \(step 3\)"
-        ) as caught:
+    config = tiny.config(
+        {"lora.init": str(broken), "eval.every": 0, "rl.updates_per_rollout": updates, "steps": 9}
+    )
+    for last in (3, 4):  # Starting it again goes on with the next step.
+        message = f"{last} updates in a row were not finite, up to step {last}; "
+        with pytest.raises(UserError, match=message) as caught:
             train(config, workdir=tmp_path / "run")
         assert "\n" not in str(caught.value)
         rows = tiny_run.results(tmp_path / "run")
-        assert [(row["step"], row["update_skipped"]) for row in rows] == [(1, 1), (2, 1)]
+        assert [(row["step"], row["update_skipped"]) for row in rows] == [
+            (step, 1) for step in range(1, last + 1)
+        ]
 
 
 def test_one_non_finite_gradient_does_not_stop_the_run(tiny, tmp_path):

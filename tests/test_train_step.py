@@ -14,7 +14,7 @@ from qerl_jax.policy import aqn
 from qerl_jax.rl.batch import make_batch, micro_batches
 from qerl_jax.rl.logprobs import completion_kl, completion_logprobs
 from qerl_jax.rl.losses import loss_config
-from qerl_jax.rl.train_step import init_state, make_optimizer, mean_kl, score, train_step
+from qerl_jax.rl.train_step import batch_logprobs, init_state, make_optimizer, mean_kl, train_step
 
 ROWS, WIDTH = 8, 6
 LENGTHS = np.array([6, 3, 1, 5, 6, 2, 4, 6])
@@ -55,7 +55,9 @@ def batch_of(loss="dapo", *, seed=0, advantages=None):
         pad_id=0,
     )
     config, params, lora = policy()
-    ours = score(params, lora, micro_batches(batch, ROWS), config=config, temperature=1.0)[0]
+    ours = batch_logprobs(params, lora, micro_batches(batch, ROWS), config=config, temperature=1.0)[
+        0
+    ]
     nearby = [np.asarray(ours + 0.2 * rng.standard_normal(ours.shape), np.float32) for _ in "ab"]
     return batch.replace(old_logprobs=nearby[0], ref_logprobs=nearby[1])
 
@@ -151,7 +153,6 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted():
         assert not np.isfinite(metrics["grad_norm"])
         assert_same((state.lora, state.opt_state), (before.lora, before.opt_state))
         assert int(state.skipped_in_a_row) == skipped
-        assert int(state.updates) == 1 + skipped
     after, metrics = step(good, state=state, optimizer=optimizer)
     assert not metrics["update_skipped"]
     assert int(after.skipped_in_a_row) == 0
@@ -194,7 +195,7 @@ def test_score_and_mean_kl():
     config, params, lora = policy()
     batch = batch_of()
     shared = {"config": config, "temperature": 1.0}
-    scored = np.asarray(score(params, lora, micro_batches(batch, 3), **shared))
+    scored = np.asarray(batch_logprobs(params, lora, micro_batches(batch, 3), **shared))
     assert scored.shape == (3, 3, WIDTH)
     mask = batch.loss_mask > 0
     expected = np.asarray(logprobs_of(params, lora, batch)[0])

@@ -39,13 +39,19 @@ _SOURCES = {
 
 PRESETS = tuple(_SOURCES)
 
-# Rows per micro-batch where the paper's 4096 tokens would not leave room for 8 of them.
-_MICRO_BATCH_ROWS = {
-    "qwen2.5-14b": 4,
-    "qwen2.5-32b": 2,
-    "qwen2.5-72b": 2,
-    "qwen3-14b": 4,
-    "qwen3-32b": 2,
+# Where 128 rows of 4352 tokens and a dense copy of the weights would not fit a card of 141 GB: rows
+# that decode together, rows of a micro-batch, what is dequantized at a time.
+_MEMORY = {
+    "qwen3-0.6b": (64, 8, "chunk"),
+    "qwen3-1.7b": (64, 8, "chunk"),
+    "qwen3-4b": (64, 8, "chunk"),
+    "qwen3-8b": (64, 8, "chunk"),
+    "llama3.1-8b": (64, 8, "chunk"),
+    "qwen2.5-14b": (32, 4, "step"),
+    "qwen3-14b": (32, 4, "step"),
+    "qwen2.5-32b": (16, 2, "step"),
+    "qwen3-32b": (16, 2, "step"),
+    "qwen2.5-72b": (16, 2, "step"),
 }
 
 # What the stand-in has instead: short sums, few and small steps.
@@ -65,7 +71,6 @@ _STAND_IN = {
     "rewards.format.function": "qerl_jax.rl.rewards:number_only_format",
     "rewards.format.weight": 0.0,
     "aqn.sigma_start": 5e-3,
-    "aqn.kl_every": 1,
     "rl.updates_per_rollout": 1,
     "optimizer.learning_rate": 3e-4,
     "train.micro_batch_rows": 32,
@@ -86,6 +91,7 @@ def get_config(preset: str = "smollm2-135m") -> ConfigDict:
     if preset not in _SOURCES:
         raise UserError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
 
+    max_rows, micro_batch_rows, dequantize = _MEMORY.get(preset, (0, 8, "chunk"))
     c = ConfigDict()
     c.experiment = "grpo_gsm8k"
     c.preset = preset
@@ -129,7 +135,7 @@ def get_config(preset: str = "smollm2-135m") -> ConfigDict:
         "the final number between <answer> and </answer>."
     )
     c.data.question_suffix = ""  # appended to every question
-    c.data.max_prompt_tokens = 256  # A longer prompt is an error.
+    c.data.max_prompt_tokens = 320  # A longer prompt is an error.
 
     c.rollout = ConfigDict()
     c.rollout.prompts_per_step = 16  # times group_size: 128 samples a step
@@ -138,11 +144,12 @@ def get_config(preset: str = "smollm2-135m") -> ConfigDict:
     c.rollout.temperature = 1.0
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1.0: off
+    c.rollout.max_rows = max_rows  # rows that decode together, the rest waits; 0: all
     c.rollout.chunk_steps = 32  # tokens decoded before the host looks which rows are done
 
     # 'chunk' dequantizes the weights once for the steps of a chunk, which needs room for a dense
     # copy of them while it decodes; 'step' does not, and is slower.
-    c.rollout.dequantize = "chunk"
+    c.rollout.dequantize = dequantize
 
     # Name -> function(prompt, completion, answer, num_tokens, finished) and its weight in the sum.
     # The one named 'correctness' is the accuracy.
@@ -169,8 +176,8 @@ def get_config(preset: str = "smollm2-135m") -> ConfigDict:
     # (truncated importance weights), or 'noisy_forward' (training under the noise as well).
     c.aqn.correction = "none"
     c.aqn.tis_cap = 2.0
-    c.aqn.kl_every = 10  # steps between measurements of KL(noisy, clean); 0: off
-    c.aqn.kl_rows = 8
+    c.aqn.kl_every = 1  # steps between measurements of KL(noisy, clean); 0: off
+    c.aqn.kl_rows = 8  # completions it is measured on
 
     c.rl = ConfigDict()
     c.rl.loss = "grpo"  # mean over each completion, then over rows; 'dapo': mean over all tokens
@@ -191,7 +198,7 @@ def get_config(preset: str = "smollm2-135m") -> ConfigDict:
 
     c.optimizer = ConfigDict()  # AdamW
     c.optimizer.learning_rate = 1e-5
-    c.optimizer.schedule = "constant"  # or 'cosine', 'linear': to zero at the last step
+    c.optimizer.schedule = "constant"  # or 'cosine', 'linear': to a tenth at the last step
     c.optimizer.warmup_steps = 0
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.99
@@ -201,7 +208,7 @@ def get_config(preset: str = "smollm2-135m") -> ConfigDict:
 
     c.train = ConfigDict()
     # Rows in one forward and backward pass: memory, not the result, depends on it.
-    c.train.micro_batch_rows = _MICRO_BATCH_ROWS.get(preset, 8)
+    c.train.micro_batch_rows = micro_batch_rows
     c.train.remat = True  # recompute each layer in the backward pass: less memory, more time
 
     c.eval = ConfigDict()  # greedy pass@1; the best adapter is kept

@@ -44,17 +44,29 @@ def dequantize(weight: Fp4Weight, dtype: jnp.dtype) -> jax.Array:
 
 def matmul(x: jax.Array, weight: Fp4Weight) -> jax.Array:
     """Returns x [..., K] times the transposed weight, [..., N], accumulated in float32."""
+    x, weight = _bind(x, weight)
     return dot(x, dequantize(weight, x.dtype))
 
 
 def matmul_transposed(dy: jax.Array, weight: Fp4Weight) -> jax.Array:
     """Returns dy [..., N] times the weight, [..., K]: the gradient of `matmul` by x."""
+    dy, weight = _bind(dy, weight)
     return jax.lax.dot_general(
         dy,
         dequantize(weight, dy.dtype),
         (((dy.ndim - 1,), (0,)), ((), ())),
         preferred_element_type=jnp.float32,
     ).astype(dy.dtype)
+
+
+def _bind(x: jax.Array, weight: Fp4Weight) -> tuple[jax.Array, Fp4Weight]:
+    """Makes the packed bytes depend on x.
+
+    XLA otherwise moves the dequantisation out of a loop whose weights stay the same, a scan over
+    micro-batches or a chunk of decode steps, and holds a dense copy of the whole model.
+    """
+    x, packed = jax.lax.optimization_barrier((x, weight.packed))
+    return x, weight._replace(packed=packed)
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:

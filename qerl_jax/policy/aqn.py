@@ -5,7 +5,6 @@ packed 4-bit weight is explored around without being touched (QeRL, arXiv 2510.1
 """
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 
 from qerl_jax.errors import UserError
+from qerl_jax.import_path import import_function
 
 SCHEDULES = ("exponential", "reference", "linear", "cosine", "logarithmic", "constant", "off")
 FORMS = ("additive", "relative")
@@ -59,7 +59,7 @@ def sigma_schedule(
       UserError: an unknown name, a factory that cannot be imported, a value out of range.
     """
     if ":" in name:
-        factory = _import_function(name)
+        factory = import_function(name, what="noise schedule")
         schedule = factory(
             sigma_start=sigma_start, sigma_end=sigma_end, stages=stages, total_steps=total_steps
         )
@@ -185,14 +185,3 @@ def _noisy_stages(name: str, start: float, end: float, stages: int) -> np.ndarra
         f"unknown noise schedule {name!r}: choose from {', '.join(SCHEDULES)}, "
         "or name a factory as 'package.module:function'"
     )
-
-
-def _import_function(path: str):
-    module_name, _, function_name = path.partition(":")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name, None)
-    except ImportError as error:
-        raise UserError(f"noise schedule {path!r} cannot be imported: {error}") from error
-    if not callable(function):
-        raise UserError(f"noise schedule {path!r}: no function {function_name!r} in {module_name}")
-    return function

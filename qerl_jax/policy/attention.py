@@ -97,8 +97,16 @@ def attend(
 def _use_cudnn(queries: jax.Array) -> bool:
     head_dim = queries.shape[-1]
     return (
-        jax.default_backend() == "gpu"
-        and queries.dtype in (jnp.bfloat16, jnp.float16)
+        queries.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128
+        and _has_cudnn_attention()
     )
+
+
+def _has_cudnn_attention() -> bool:
+    """Whether the default device is an NVIDIA GPU of the Ampere generation or later."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return False
+    return float(device.compute_capability) >= 8.0

@@ -20,6 +20,7 @@ Array = Any  # NumPy on the host, jax.Array inside of jit
 class TrainBatch:
     """Prompts with their completions, left-aligned; the arrays [B, C] speak of the completions.
 
+    C is the bucket of the longest completion, not the most that may be sampled.
     Completion token c of row b is at position prompt_lengths[b] + c of `tokens`. Where it is in the
     mask that position exists; beyond, it may be outside of T.
     """
@@ -56,24 +57,26 @@ def make_batch(
 
     Args:
       prompts: B lists of token ids, none empty.
-      completions: int [B, C], C the most tokens that are sampled.
+      completions: int [B, M], M the most tokens that are sampled.
       lengths: int [B], tokens of each completion, its EOS included; may be 0.
       finished: bool [B], whether the completion ended by itself.
       advantages: [B].
-      rollout_logprobs: [B, C].
+      rollout_logprobs: [B, M].
       mask_truncated: take unfinished completions out of the loss (DAPO's overlong filtering).
       aggregation: of the weights, see `losses.LossConfig`.
       pad_id: fills `tokens` beyond the end.
-      max_prompt: the longest prompt of the run, in tokens; T need not exceed it plus C.
+      max_prompt: the longest prompt of the run, in tokens; T need not exceed it plus M.
 
     Raises:
       UserError: an empty prompt.
     """
-    completions = np.asarray(completions, np.int32)
     rows, max_new_tokens = completions.shape
+    chex.assert_shape(rollout_logprobs, (rows, max_new_tokens))
+    columns = bucket(int(np.max(lengths)), limit=max_new_tokens)
+    completions = np.asarray(completions, np.int32)[:, :columns]
+    rollout_logprobs = rollout_logprobs[:, :columns]
     lengths, finished = np.asarray(lengths, np.int32), np.asarray(finished, bool)
     chex.assert_shape([lengths, finished, advantages], (rows,))
-    chex.assert_shape(rollout_logprobs, (rows, max_new_tokens))
     prompt_lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     chex.assert_shape(prompt_lengths, (rows,))
     if not prompt_lengths.all():
@@ -89,7 +92,7 @@ def make_batch(
         tokens[row, : len(prompt)] = prompt
         tokens[row, len(prompt) : total_lengths[row]] = completions[row, : lengths[row]]
 
-    sampled = np.arange(max_new_tokens) < lengths[:, None]
+    sampled = np.arange(completions.shape[1]) < lengths[:, None]
     in_loss = sampled & finished[:, None] if mask_truncated else sampled
     loss_mask = in_loss.astype(np.float32)
     return TrainBatch(

@@ -29,6 +29,7 @@ from types import FrameType
 import numpy as np
 
 from qerl_jax.errors import UserError
+from qerl_jax.import_path import import_function
 
 Reward = Callable[[str, str, str, int, bool], float | None]
 
@@ -50,7 +51,8 @@ class Scores:
     """The rewards of B completions.
 
     Attributes:
-        total: float64 [B], the weighted sum of the rewards that are present; NaN where none is.
+        total: float64 [B], the weighted sum of the rewards that are present; NaN where none with a
+            weight is.
         parts: each reward by name, float64 [B], unweighted; NaN = missing.
         errors: one line for each distinct failure, with its count.
     """
@@ -70,25 +72,14 @@ def resolve(path: str) -> Reward:
     Raises:
         UserError: The module or the function does not exist, or does not take the five arguments.
     """
-    module_name, separator, name = path.partition(":")
-    if not separator or not module_name or not name:
-        raise UserError(f"reward {path!r}: write it as package.module:function")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {_first_line(error)}"
-        raise UserError(f"reward {path!r}: cannot import {module_name}: {reason}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"reward {path!r}: {module_name} has no function {name!r}")
+    function = import_function(path, what="reward")
     try:
         inspect.signature(function).bind("", "", "", 0, True)
     except (TypeError, ValueError) as error:
         raise UserError(f"reward {path!r}: it must take {_ARGUMENTS}: {error}") from error
     if function is math_answer:
-        importlib.import_module(
-            "math_verify"
-        )  # takes seconds: not under the first call's time limit
+        # It takes seconds: not under the first call's time limit.
+        importlib.import_module("math_verify")
     return function
 
 
@@ -139,7 +130,8 @@ def score(
             messages.setdefault(failure, message)
             counts[failure] += 1
 
-    weighted = [weight * parts[name] for name, (_, weight) in rewards.items()]
+    # A reward of weight 0 is logged only: it does not make up for one that is missing.
+    weighted = [weight * parts[name] for name, (_, weight) in rewards.items() if weight]
     present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros(len(rows), bool)
     total = np.where(present, np.nansum(weighted, axis=0), np.nan)
     errors = [

@@ -22,13 +22,11 @@ class TrainState:
     Attributes:
         lora: the trained adapter.
         opt_state: the optimiser's state.
-        updates: int32, optimiser steps so far, skipped ones included.
         skipped_in_a_row: int32, how many of the latest updates were skipped as not finite.
     """
 
     lora: Lora
     opt_state: optax.OptState
-    updates: jax.Array
     skipped_in_a_row: jax.Array
 
 
@@ -87,7 +85,6 @@ def init_state(lora: Lora, optimizer: optax.GradientTransformation) -> TrainStat
     return TrainState(
         lora=lora,
         opt_state=optimizer.init(lora),  # pyrefly: ignore[bad-argument-type]
-        updates=jnp.int32(0),
         skipped_in_a_row=jnp.int32(0),
     )
 
@@ -174,7 +171,6 @@ def train_step(
     state = TrainState(
         lora=lora,
         opt_state=opt_state,
-        updates=state.updates + 1,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
     return state, {
@@ -186,7 +182,7 @@ def train_step(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
-def score(
+def batch_logprobs(
     params: dict,
     lora: Lora | None,
     batch: TrainBatch,

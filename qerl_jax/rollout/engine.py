@@ -35,6 +35,7 @@ class SamplingConfig:
         top_k: 0 is off.
         top_p: 1 is off.
         chunk_steps: decode steps between two looks at which rows have ended.
+        max_rows: rows that decode together, in whole groups; the others wait. 0 is all of them.
         dequantize: 'chunk' dequantises the packed weights once for all steps of a chunk, which
             needs room for a dense copy while it runs; 'step' reads the packed weights each time.
     """
@@ -44,6 +45,7 @@ class SamplingConfig:
     top_k: int = 0
     top_p: float = 1.0
     chunk_steps: int = 16
+    max_rows: int = 0
     dequantize: str = "chunk"
 
 
@@ -68,12 +70,16 @@ class Rollout:
 
 @struct.dataclass
 class _DecodeState:
-    """Rows in flight; `last` [B] is the newest token, `count` the tokens drawn so far."""
+    """Rows in flight; `last` [B] is the newest token, `count` the tokens drawn so far.
+
+    `first_row` is the number of the first row among all rows of the rollout.
+    """
 
     cache: KVCache
     last: jax.Array
     done: jax.Array
     count: jax.Array
+    first_row: jax.Array
     rollout: Rollout
 
 
@@ -103,19 +109,70 @@ def generate(
         eos_ids: a completion ends with the first of these.
         pad_id: fills what follows a completion.
         group_size: G.
-        prompt_width: pad the prompts to at least this many tokens: fewer widths are compiled.
+        prompt_width: the longest prompt there is, if known: then one width is compiled.
         on_progress: called between chunks with the rows that have ended and the tokens drawn.
 
     Returns:
         A Rollout of NumPy arrays.
     """
-    tokens, lengths = pad_prompts(prompts, width=prompt_width, pad_id=pad_id)
+    width = bucket(max(prompt_width, max(len(prompt) for prompt in prompts)))
+    wave = max(1, (sampling.max_rows or len(prompts) * group_size) // group_size)
+    wave = min(wave, len(prompts))
+    # The last wave is filled up, so that all have the compiled shape.
+    filled = list(prompts) + [prompts[0]] * (-len(prompts) % wave)
+    rollouts: list[Rollout] = []
+    for first in range(0, len(prompts), wave):
+        done, drawn = first * group_size, sum(int(r.lengths.sum()) for r in rollouts)
+        rollouts.append(
+            _generate_wave(
+                key,
+                params,
+                lora,
+                filled[first : first + wave],
+                first_row=done,
+                width=width,
+                group_size=group_size,
+                on_progress=on_progress
+                and functools.partial(_report, on_progress, done=done, drawn=drawn),
+                config=config,
+                sampling=sampling,
+                eos_ids=tuple(eos_ids),
+                pad_id=pad_id,
+            )
+        )
+    rows = len(prompts) * group_size
+    return jax.tree.map(lambda *x: np.concatenate(x)[:rows], *rollouts)
+
+
+def _report(on_progress, ended: int, tokens: int, *, done: int, drawn: int) -> None:
+    on_progress(done + ended, drawn + tokens)
+
+
+def _generate_wave(
+    key,
+    params,
+    lora,
+    prompts,
+    *,
+    first_row,
+    width,
+    group_size,
+    on_progress,
+    config,
+    sampling,
+    eos_ids,
+    pad_id,
+) -> Rollout:
+    """Samples for prompts that decode together."""
+    tokens, lengths = pad_prompts(prompts, width=width, pad_id=pad_id)
     # Equal chunks: the first token comes with the prompt.
     remaining = sampling.max_new_tokens - 1
     chunks = -(-remaining // sampling.chunk_steps)
     steps = -(-remaining // chunks) if chunks else 0
-    static = {"config": config, "sampling": sampling, "eos_ids": tuple(eos_ids), "pad_id": pad_id}
-    state = _start(key, params, lora, tokens, lengths, group_size=group_size, **static)
+    static = {"config": config, "sampling": sampling, "eos_ids": eos_ids, "pad_id": pad_id}
+    state = _start(
+        key, params, lora, tokens, lengths, np.int32(first_row), group_size=group_size, **static
+    )
     for _ in range(chunks):
         if on_progress is not None:
             on_progress(int(state.done.sum()), int(state.rollout.lengths.sum()))
@@ -128,13 +185,13 @@ def generate(
 def pad_prompts(
     prompts: Sequence[Sequence[int]], *, width: int, pad_id: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Right-pads prompts to a common bucket of at least `width`.
+    """Right-pads prompts to a common width.
 
     Returns:
         int32 tokens [P, T] and int32 lengths [P].
     """
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    tokens = np.full((len(prompts), bucket(max(width, int(lengths.max())))), pad_id, np.int32)
+    tokens = np.full((len(prompts), width), pad_id, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return tokens, lengths
@@ -144,7 +201,7 @@ def pad_prompts(
     jax.jit, static_argnames=("config", "sampling", "eos_ids", "pad_id", "group_size")
 )
 def _start(
-    key, params, lora, tokens, lengths, *, config, sampling, eos_ids, pad_id, group_size
+    key, params, lora, tokens, lengths, first_row, *, config, sampling, eos_ids, pad_id, group_size
 ) -> _DecodeState:
     """Reads each prompt once, repeats it for its group and draws the first tokens."""
     width = sampling.max_new_tokens
@@ -165,6 +222,7 @@ def _start(
         last=jnp.zeros(batch, jnp.int32),
         done=jnp.zeros(batch, bool),
         count=jnp.int32(0),
+        first_row=first_row,
         rollout=empty,
     )
     return _draw(key, state, logits, cache, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id)
@@ -193,7 +251,7 @@ def _decode_chunk(
 
 def _draw(key, state, logits, cache, *, sampling, eos_ids, pad_id) -> _DecodeState:
     """Draws the next token of every row that has not ended and records it."""
-    rows = jnp.arange(logits.shape[0])
+    rows = state.first_row + jnp.arange(logits.shape[0])
     positions = jnp.full_like(rows, state.count)
     tokens, logprobs, entropies = sample(
         row_keys(key, rows, positions),
@@ -202,8 +260,8 @@ def _draw(key, state, logits, cache, *, sampling, eos_ids, pad_id) -> _DecodeSta
         top_k=sampling.top_k,
         top_p=sampling.top_p,
     )
-    # The last chunk may run past the longest completion; those draws are dropped.
-    live = ~state.done & (state.count < sampling.max_new_tokens)
+    # The last chunk may run past the longest completion: then every row is done.
+    live = ~state.done
     tokens = jnp.where(live, tokens, pad_id)
     ended = live & jnp.isin(tokens, jnp.array(eos_ids, jnp.int32))
     old = state.rollout
@@ -220,5 +278,6 @@ def _draw(key, state, logits, cache, *, sampling, eos_ids, pad_id) -> _DecodeSta
         last=tokens,
         done=state.done | ended | (count >= sampling.max_new_tokens),
         count=count,
+        first_row=state.first_row,
         rollout=rollout,
     )

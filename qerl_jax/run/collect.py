@@ -1,6 +1,7 @@
 """The first half of a step: sample completions, score them, compare them within their groups."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -118,7 +119,7 @@ def collect(
             pad_id=model.tokenizer.pad_id,
             group_size=group_size,
             prompt_width=config.prompt_width,
-            on_progress=on_progress,
+            on_progress=on_progress and functools.partial(_report, on_progress, rollouts[:]),
         )
         rollout_seconds += time.perf_counter() - started
         rows = [prompt for prompt in drawn for _ in range(group_size)]
@@ -158,6 +159,10 @@ def collect(
         advantages=advantages.reshape(-1),
         metrics=metrics,
     ), cursor
+
+
+def _report(on_progress, before: list[Rollout], done: int, tokens: int) -> None:
+    on_progress(done, tokens + sum(int(rollout.lengths.sum()) for rollout in before))
 
 
 def decode(model: LoadedModel, rollout: Rollout) -> list[str]:

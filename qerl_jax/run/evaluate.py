@@ -23,7 +23,6 @@ def greedy_accuracy(
     correctness: Reward,
     time_limit: float,
     sampling: SamplingConfig,
-    rows: int,
     prompt_width: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> float:
@@ -35,42 +34,31 @@ def greedy_accuracy(
         problems: the prompts.
         correctness: the reward that judges a completion; more than 0.5 is correct, missing is not.
         time_limit: seconds for one judgement.
-        sampling: limits; the temperature is ignored.
-        rows: problems that decode together.
+        sampling: limits, and the rows that decode together; the temperature is ignored.
         prompt_width: see `engine.generate`.
-        on_progress: called with the problems that are done and the tokens so far.
+        on_progress: see `engine.generate`.
     """
-    sampling = dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-
-    def correct(batch: list[Prompt], before: int) -> np.ndarray:
-        # A full batch of rows keeps the compiled shapes; the surplus is cut off again.
-        padded = batch + batch[:1] * (rows - len(batch))
-        rollout = generate(
-            jax.random.key(0),
-            model.params,
-            lora,
-            [prompt.ids for prompt in padded],
-            config=model.config,
-            sampling=sampling,
-            eos_ids=model.tokenizer.eos_ids,
-            pad_id=model.tokenizer.pad_id,
-            prompt_width=prompt_width,
-            on_progress=on_progress and (lambda done, tokens: on_progress(before + done, tokens)),
-        )
-        rollout = jax.tree.map(lambda x: x[: len(batch)], rollout)
-        scores = score(
-            {"correctness": (correctness, 1.0)},
-            [prompt.text for prompt in batch],
-            decode(model, rollout),
-            [prompt.problem.answer for prompt in batch],
-            rollout.lengths,
-            rollout.finished,
-            time_limit=time_limit,
-        )
-        for error in scores.errors:
-            print(f"warning: {error}", file=sys.stderr, flush=True)
-        return np.nan_to_num(scores.total) > 0.5
-
-    starts = range(0, len(problems), rows)
-    judged = [correct(list(problems[start : start + rows]), start) for start in starts]
-    return float(np.concatenate(judged).mean())
+    rollout = generate(
+        jax.random.key(0),
+        model.params,
+        lora,
+        [prompt.ids for prompt in problems],
+        config=model.config,
+        sampling=dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0),
+        eos_ids=model.tokenizer.eos_ids,
+        pad_id=model.tokenizer.pad_id,
+        prompt_width=prompt_width,
+        on_progress=on_progress,
+    )
+    scores = score(
+        {"correctness": (correctness, 1.0)},
+        [prompt.text for prompt in problems],
+        decode(model, rollout),
+        [prompt.problem.answer for prompt in problems],
+        rollout.lengths,
+        rollout.finished,
+        time_limit=time_limit,
+    )
+    for error in scores.errors:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+    return float((np.nan_to_num(scores.total) > 0.5).mean())

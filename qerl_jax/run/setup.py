@@ -31,6 +31,7 @@ class Setup:
     train_prompts: list[Prompt]
     eval_prompts: list[Prompt]
     collect: CollectConfig
+    eval_sampling: SamplingConfig
     loss: LossConfig
     optimizer: optax.GradientTransformation
     sigma: optax.Schedule
@@ -53,7 +54,17 @@ def check(config: ConfigDict) -> None:
         "aqn.kl_rows": (config.aqn.kl_rows, 1),
         "eval.every": (config.eval.every, 0),
         "eval.max_new_tokens": (config.eval.max_new_tokens, 1),
+        "rollout.max_rows": (config.rollout.max_rows, 0),
+        "rollout.top_k": (config.rollout.top_k, 0),
+        "rollout.top_p": (config.rollout.top_p, 1e-6),
+        "rl.overlong_buffer": (config.rl.overlong_buffer, 0),
+        "optimizer.max_grad_norm": (config.optimizer.max_grad_norm, 1e-9),
     }
+    if config.rl.overlong_buffer > config.rollout.max_new_tokens:
+        raise UserError(
+            f"rl.overlong_buffer={config.rl.overlong_buffer} is more than "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: every completion is punished"
+        )
     for name, (value, least) in limits.items():
         if value < least:
             raise UserError(f"{name}={value}: it must be at least {least}")
@@ -123,7 +134,6 @@ def prepare(
             split=split,
             eval_size=config.eval.problems if config.eval.every else 0,
             options=config.data.options.to_dict(),
-            seed=config.seed,
         )
         for split in (("train", "eval") if config.eval.every else ("train",))
     }
@@ -152,12 +162,22 @@ def prepare(
         )
         for split, found in problems.items()
     }
-    packed = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     print(
-        f"{model.config.num_layers} layers, {packed / 1e9:.2f} GB of weights; "
+        f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
         f"{len(prompts['train'])} training prompts, {len(prompts.get('eval', []))} held out",
         flush=True,
     )
+    sampling = SamplingConfig(
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        top_k=config.rollout.top_k,
+        top_p=config.rollout.top_p,
+        chunk_steps=config.rollout.chunk_steps,
+        max_rows=config.rollout.max_rows,
+        dequantize=config.rollout.dequantize,
+    )
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
     return Setup(
         config=config,
         model=model,
@@ -167,14 +187,7 @@ def prepare(
         collect=CollectConfig(
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
-            sampling=SamplingConfig(
-                max_new_tokens=config.rollout.max_new_tokens,
-                temperature=config.rollout.temperature,
-                top_k=config.rollout.top_k,
-                top_p=config.rollout.top_p,
-                chunk_steps=config.rollout.chunk_steps,
-                dequantize=config.rollout.dequantize,
-            ),
+            sampling=sampling,
             rewards=rewards,
             time_limit=config.reward_time_limit,
             overlong_buffer=config.rl.overlong_buffer,
@@ -184,6 +197,11 @@ def prepare(
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
             prompt_width=max(len(prompt.ids) for found in prompts.values() for prompt in found),
             data_seed=config.seed,
+        ),
+        eval_sampling=dataclasses.replace(
+            sampling,
+            max_new_tokens=config.eval.max_new_tokens,
+            max_rows=min(rows, config.rollout.max_rows or rows),
         ),
         loss=loss,
         optimizer=optimizer,

@@ -7,14 +7,16 @@ the seed and the step, so a run that is killed and started again repeats what it
 
 import contextlib
 import dataclasses
+import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Cursor
@@ -25,15 +27,15 @@ from qerl_jax.rl.batch import make_batch, micro_batches
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rl.train_step import (
     TrainState,
+    batch_logprobs,
     init_state,
     mean_kl,
-    score,
     train_step,
 )
 from qerl_jax.run.checkpoint import Checkpoints
 from qerl_jax.run.collect import Experience, collect
 from qerl_jax.run.evaluate import greedy_accuracy
-from qerl_jax.run.folder import RunFolder, open_run, write_atomic
+from qerl_jax.run.folder import RunFolder, fingerprint, open_run, write_atomic
 from qerl_jax.run.metrics import LiveLine, MetricsLog, format_row
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.setup import Setup, check, prepare
@@ -41,7 +43,7 @@ from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.weights.export import load_peft_adapter, save_peft_adapter
 
 _SKIPS_THAT_STOP = 3
-_FINISHED = "finished"  # the file that says after how many steps
+_SUMMARY = "summary.json"  # written last: the run is finished
 
 
 @dataclasses.dataclass
@@ -77,9 +79,9 @@ def train(
         rewards: function and weight by name, instead of those that the config names.
 
     Returns:
-        The run folder: metrics.jsonl, completions.jsonl, curves.png, checkpoints, TensorBoard's
-        files, the PEFT adapter `adapter`, and `best_adapter` once an evaluation is better than the
-        one before training.
+        The run folder: metrics.jsonl, completions.jsonl, curves.png, summary.json, checkpoints,
+        TensorBoard's files, the PEFT adapter `adapter`, and `best_adapter` once an evaluation is
+        better than the one before training.
 
     Raises:
         UserError: something asked for cannot be done.
@@ -96,20 +98,16 @@ def train(
         if checkpoints.steps and _is_finished(run, checkpoints.steps[-1], config.steps):
             _announce_finished(run, checkpoints.steps[-1])
             return run.path
-        if jax.default_backend() == "gpu":
-            # A resumed run must execute the very programs it was begun with: compiling again can
-            # choose other matmul kernels, which round otherwise.
-            jax.config.update("jax_compilation_cache_dir", str(run.path.resolve() / "programs"))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         setup = prepare(config, rewards, schedule_steps=run.schedule_steps)
         progress = _restore(setup, checkpoints) or _start(setup)
         with (
+            _programs_in(run.path / "programs"),
             MetricsLog(
                 run.path,
                 tensorboard=config.log.tensorboard,
                 wandb=config.log.wandb,
                 trackio=config.log.trackio,
-                run_name=run.path.name,
+                run_name=f"{run.path.name}-{fingerprint(config)}",
             ) as log,
             stop_signals() as received,
             contextlib.ExitStack() as trace,
@@ -158,12 +156,7 @@ def _run_steps(
             setup.eval_prompts,
             correctness=setup.collect.rewards["correctness"][0],
             time_limit=config.reward_time_limit,
-            sampling=dataclasses.replace(
-                setup.collect.sampling, max_new_tokens=config.eval.max_new_tokens
-            ),
-            rows=min(
-                len(setup.eval_prompts), config.rollout.prompts_per_step * config.rollout.group_size
-            ),
+            sampling=setup.eval_sampling,
             prompt_width=setup.collect.prompt_width,
             on_progress=watch(len(setup.eval_prompts), f"evaluation after step {step}:"),
         )
@@ -203,15 +196,20 @@ def _run_steps(
         durations.append(time.perf_counter() - began)
         row["step_seconds"] = durations[-1]
         row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
-        if memory := jax.local_devices()[0].memory_stats():
-            row["peak_memory_bytes"] = memory["peak_bytes_in_use"]
         live.clear()
         print(format_row(row, config.steps), flush=True)
         log.write(row)
         log.write_completions(number, samples)
         progress.unlogged = None
-        if number % config.checkpoint.every == 0 or number == config.steps:
+        skips = int(progress.state.skipped_in_a_row)
+        due = number % config.checkpoint.every == 0 or number == config.steps
+        if due or skips >= _SKIPS_THAT_STOP:
             _save(setup, progress, checkpoints)
+        if skips >= _SKIPS_THAT_STOP:
+            raise UserError(
+                f"the gradients of {skips} updates in a row were not finite, up to step {number}; "
+                "lower --config.optimizer.learning_rate in a new run"
+            )
         if received:
             raise StoppedError(received[0])
 
@@ -261,11 +259,6 @@ def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine):
     trained = noisy if config.aqn.correction == "noisy_forward" else params
     state, metrics = _update(setup, progress.state, trained, batch)
     seconds = time.perf_counter() - began
-    if int(state.skipped_in_a_row) >= _SKIPS_THAT_STOP:
-        raise UserError(
-            f"the gradients of {_SKIPS_THAT_STOP} updates in a row were not finite (step "
-            f"{progress.step + 1}); lower --config.optimizer.learning_rate and start a new run"
-        )
     progress.step, progress.state, progress.cursor = progress.step + 1, state, cursor
     row |= experience.metrics | metrics
     row["train_seconds"] = seconds
@@ -281,9 +274,13 @@ def _update(setup: Setup, state: TrainState, params: dict, batch):
     shared = {"config": model.config, "temperature": config.rollout.temperature}
     batch = micro_batches(batch, config.train.micro_batch_rows)
     if setup.loss.kl_coef:
-        batch = dataclasses.replace(batch, ref_logprobs=score(model.params, None, batch, **shared))
+        batch = dataclasses.replace(
+            batch, ref_logprobs=batch_logprobs(model.params, None, batch, **shared)
+        )
     if config.rl.updates_per_rollout > 1:
-        batch = dataclasses.replace(batch, old_logprobs=score(params, state.lora, batch, **shared))
+        batch = dataclasses.replace(
+            batch, old_logprobs=batch_logprobs(params, state.lora, batch, **shared)
+        )
     history = []
     for _ in range(config.rl.updates_per_rollout):
         state, metrics = train_step(
@@ -295,8 +292,9 @@ def _update(setup: Setup, state: TrainState, params: dict, batch):
             remat=config.train.remat,
             **shared,
         )
-        history.append(metrics)
-    history = jax.device_get(history)
+        history.append(jax.device_get(metrics))
+        if history[-1]["update_skipped"]:
+            break  # The same rollout would give the same gradient.
     combine = {"update_skipped": np.sum, "ratio_max": np.max, "logprob_diff_max": np.max}
     return state, {
         name: combine.get(name, np.mean)([metrics[name] for metrics in history]).item()
@@ -305,8 +303,10 @@ def _update(setup: Setup, state: TrainState, params: dict, batch):
 
 
 def _noise_kl(setup: Setup, noisy: dict, state: TrainState, batch) -> float:
-    """KL of the noisy against the clean policy on the first rows of the batch."""
-    rows = jax.tree.map(lambda x: x[: setup.config.aqn.kl_rows], batch)
+    """KL of the noisy against the clean policy on rows from all over the batch."""
+    count = setup.config.aqn.kl_rows
+    stride = max(1, len(batch.lengths) // count)
+    rows = jax.tree.map(lambda x: x[::stride][:count], batch)
     kl = mean_kl(
         noisy,
         setup.model.params,
@@ -392,14 +392,22 @@ def _save_adapter(setup: Setup, progress: _Progress, path: Path) -> None:
 def _finish(setup: Setup, progress: _Progress, run: RunFolder) -> None:
     _save_adapter(setup, progress, run.path / "adapter")
     plot_run(run.path)
-    write_atomic(run.path / _FINISHED, f"{progress.step}\n")
+    memory = jax.local_devices()[0].memory_stats() or {}
+    summary = {
+        "steps": progress.step,
+        "best_accuracy": progress.best_accuracy if setup.eval_prompts else None,
+        "peak_memory_bytes": memory.get("peak_bytes_in_use"),  # of this process
+    }
+    write_atomic(run.path / _SUMMARY, json.dumps(summary, indent=2) + "\n")
     _announce_finished(run, progress.step)
 
 
 def _is_finished(run: RunFolder, last_checkpoint: int, steps: int) -> bool:
     """Whether the wanted steps are done and what follows the last checkpoint is written too."""
-    path = run.path / _FINISHED
-    return last_checkpoint >= steps and path.exists() and path.read_text() == f"{last_checkpoint}\n"
+    path = run.path / _SUMMARY
+    if last_checkpoint < steps or not path.exists():
+        return False
+    return json.loads(path.read_text(encoding="utf-8"))["steps"] == last_checkpoint
 
 
 def _announce_finished(run: RunFolder, steps: int) -> None:
@@ -408,3 +416,29 @@ def _announce_finished(run: RunFolder, steps: int) -> None:
         f"to train on, pass --workdir={run.path} --config.steps={2 * steps}",
         flush=True,
     )
+
+
+@contextlib.contextmanager
+def _programs_in(path: Path) -> Generator[None]:
+    """On a GPU, keeps the compiled programs in a folder while the block runs.
+
+    A resumed run must execute the very programs it was begun with: compiling again can choose
+    other matmul kernels, which round otherwise.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(path.resolve()),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    if jax.default_backend() != "gpu":
+        settings = {}
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        # The cache otherwise stays where it was first opened.
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()

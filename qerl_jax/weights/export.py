@@ -38,7 +38,7 @@ def save_peft_adapter(
 ) -> None:
     """Writes an adapter folder: adapter_config.json and adapter_model.safetensors (float32).
 
-    The folder appears complete or not at all; one that exists is replaced.
+    The folder appears complete or not at all; one that exists is replaced, by two renames.
 
     Args:
         folder: where to; its parents are made.

@@ -1,0 +1,32 @@
+"""Functions that a config names by import path, `package.module:function`."""
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from qerl_jax.errors import UserError
+
+
+def import_function(path: str, *, what: str) -> Callable[..., Any]:
+    """Imports a function.
+
+    Args:
+        path: `package.module:function`.
+        what: how the message calls it, for example 'reward'.
+
+    Raises:
+        UserError: the module cannot be imported, for whatever reason, or has no such function.
+    """
+    module_name, separator, name = path.partition(":")
+    if not separator or not module_name or not name:
+        raise UserError(f"{what} {path!r}: write it as package.module:function")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        reason = f"{type(error).__name__}: {first_line}"
+        raise UserError(f"{what} {path!r}: cannot import {module_name}: {reason}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"{what} {path!r}: {module_name} has no function {name!r}")
+    return function
