@@ -1,6 +1,7 @@
-"""One optimiser step on a batch of completions, as one jitted function."""
+"""One optimiser step on a batch of completions."""
 
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -89,11 +90,6 @@ def init_state(lora: Lora, optimizer: optax.GradientTransformation) -> TrainStat
     )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "loss", "optimizer", "temperature", "remat"),
-    donate_argnames="state",
-)
 def train_step(
     state: TrainState,
     params: dict,
@@ -123,46 +119,71 @@ def train_step(
         The new state and scalar metrics: loss, grad_norm (before the clip), update_skipped, and
         those of `policy_loss`.
     """
+    # One program for a micro-batch, called N times. In a scan over them XLA keeps what remat is to
+    # recompute: 158 instead of 18 GB for a 7B model with 8 rows of 4416 tokens on an H200.
+    total = _zeros_like((jnp.float32(0), state.lora))
+    history = []
+    for micro in _unstack(batch):
+        total, metrics = _accumulate(
+            total,
+            state.lora,
+            params,
+            micro,
+            config=config,
+            loss=loss,
+            temperature=temperature,
+            remat=remat,
+        )
+        history.append(metrics)
+    return _apply(state, *total, history, optimizer=optimizer)
 
-    def micro_step(carry, micro):
-        total_loss, total_grad = carry
 
-        def micro_loss(lora):
-            logprobs, entropies = completion_logprobs(
-                params,
-                lora,
-                micro.tokens,
-                micro.prompt_lengths,
-                micro.lengths,
-                width=micro.weights.shape[-1],
-                config=config,
-                temperature=temperature,
-                remat=remat,
-            )
-            value, metrics = policy_loss(
-                logprobs,
-                old_logprobs=micro.old_logprobs,
-                advantages=micro.advantages,
-                mask=micro.loss_mask,
-                weights=micro.weights,
-                config=loss,
-                ref_logprobs=micro.ref_logprobs,
-                rollout_logprobs=micro.rollout_logprobs,
-            )
-            in_loss = micro.loss_mask.sum()
-            metrics["train_entropy"] = ((entropies * micro.loss_mask).sum(), in_loss)
-            return value, metrics
+@functools.partial(
+    jax.jit,
+    static_argnames=("config", "loss", "temperature", "remat"),
+    donate_argnames="total",
+)
+def _accumulate(total, lora, params, micro, *, config, loss, temperature, remat):
+    """Adds one micro-batch's loss and gradient to `total`; returns its metrics too."""
 
-        (value, metrics), grad = jax.value_and_grad(micro_loss, has_aux=True)(state.lora)
-        return (total_loss + value, jax.tree.map(jnp.add, total_grad, grad)), metrics
+    def micro_loss(lora):
+        logprobs, entropies = completion_logprobs(
+            params,
+            lora,
+            micro.tokens,
+            micro.prompt_lengths,
+            micro.lengths,
+            width=micro.weights.shape[-1],
+            config=config,
+            temperature=temperature,
+            remat=remat,
+        )
+        value, metrics = policy_loss(
+            logprobs,
+            old_logprobs=micro.old_logprobs,
+            advantages=micro.advantages,
+            mask=micro.loss_mask,
+            weights=micro.weights,
+            config=loss,
+            ref_logprobs=micro.ref_logprobs,
+            rollout_logprobs=micro.rollout_logprobs,
+        )
+        in_loss = micro.loss_mask.sum()
+        metrics["train_entropy"] = ((entropies * micro.loss_mask).sum(), in_loss)
+        return value, metrics
 
-    zeros = jax.tree.map(jnp.zeros_like, state.lora)
-    (total_loss, grad), metrics = jax.lax.scan(micro_step, (jnp.float32(0), zeros), batch)
+    (value, metrics), grad = jax.value_and_grad(micro_loss, has_aux=True)(lora)
+    return jax.tree.map(jnp.add, total, (value, grad)), metrics
+
+
+@functools.partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
+def _apply(state, total_loss, grad, history, *, optimizer):
+    """Takes the optimiser's step, unless loss or gradient are not finite."""
     grad_norm = optax.tree.norm(grad)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(total_loss)
     # optax's types do not know dataclasses as trees.
-    updates, opt_state = optimizer.update(grad, state.opt_state, state.lora)  # pyrefly: ignore[bad-argument-type]
-    lora = optax.apply_updates(state.lora, updates)  # pyrefly: ignore[bad-argument-type]
+    updates, opt_state = optimizer.update(grad, state.opt_state, state.lora)
+    lora = optax.apply_updates(state.lora, updates)
     lora, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
         (lora, opt_state),
@@ -173,6 +194,7 @@ def train_step(
         opt_state=opt_state,
         skipped_in_a_row=jnp.where(finite, 0, state.skipped_in_a_row + 1),
     )
+    metrics = jax.tree.map(lambda *x: jnp.stack(x), *history)
     return state, {
         "loss": total_loss,
         "grad_norm": grad_norm,
@@ -181,7 +203,11 @@ def train_step(
     }
 
 
-@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+@jax.jit
+def _zeros_like(tree):
+    return jax.tree.map(jnp.zeros_like, tree)
+
+
 def batch_logprobs(
     params: dict,
     lora: Lora | None,
@@ -191,20 +217,31 @@ def batch_logprobs(
     temperature: float,
 ) -> jax.Array:
     """Log-probabilities float32 [N, B, C] of the completions in micro-batches, no gradient."""
+    return jnp.stack(
+        [
+            _micro_logprobs(params, lora, micro, config=config, temperature=temperature)
+            for micro in _unstack(batch)
+        ]
+    )
 
-    def logprobs(micro):
-        return completion_logprobs(
-            params,
-            lora,
-            micro.tokens,
-            micro.prompt_lengths,
-            micro.lengths,
-            width=micro.weights.shape[-1],
-            config=config,
-            temperature=temperature,
-        )[0]
 
-    return jax.lax.map(logprobs, batch)
+def _unstack(batch: TrainBatch) -> list[TrainBatch]:
+    """The micro-batches [B, ...] of [N, B, ...]."""
+    return [jax.tree.map(operator.itemgetter(i), batch) for i in range(len(batch.lengths))]
+
+
+@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+def _micro_logprobs(params, lora, micro, *, config, temperature):
+    return completion_logprobs(
+        params,
+        lora,
+        micro.tokens,
+        micro.prompt_lengths,
+        micro.lengths,
+        width=micro.weights.shape[-1],
+        config=config,
+        temperature=temperature,
+    )[0]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
