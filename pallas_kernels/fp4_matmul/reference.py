@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 Array = Any  # jax.Array; in a cotangent, NumPy float0
 
-BLOCK = 16
+BLOCK = 16  # inputs that share a scale
 
 
 class Fp4Weight(NamedTuple):

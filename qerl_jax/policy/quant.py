@@ -19,7 +19,7 @@ from qerl_jax.errors import UserError
 
 Array = Any  # NumPy while loading, jax.Array in the policy
 
-BLOCK = 16  # inputs that share an FP8 scale
+BLOCK = fp4_matmul.BLOCK  # inputs that share an FP8 scale
 _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 _BFLOAT16 = ml_dtypes.bfloat16

