@@ -65,11 +65,17 @@ def main() -> None:
             "The default command, SmolLM2-135M in NVFP4 on one-digit sums "
             f"({provenance(learning['learning'])}, `benchmarks/learning.py`):",
             learning_table(learning),
+            "    uv run python -m experiments.grpo_gsm8k --config.seed=SEED --workdir=runs/learn-SEED\n"
+            "    uv run python -m experiments.grpo_gsm8k --config.seed=SEED "
+            "--workdir=runs/control-SEED --config.optimizer.learning_rate=0.0\n"
+            "    uv run python -m benchmarks.learning runs/learn-* --control runs/control-* "
+            "--out=benchmarks/results/learning_smollm2-135m.json",
             "Qwen2.5-Coder-1.5B-Instruct (a Q4_K_M GGUF, quantised to NVFP4 at load) on GSM8K, 128 "
             "completions of at most 512 tokens and 4 updates a step, through the reference path "
             f"({provenance(gpu)}, `benchmarks/run_summary.py`). Half of the steps met a new array "
             "width and compiled, which the medians include; the fastest step did not:",
             run_table(gpu),
+            "    " + gpu["command"].replace("python3", "uv run --extra cuda python"),
         ]
     )
     readme = _ROOT / "README.md"
