@@ -65,7 +65,8 @@ def main() -> None:
             "The default command, SmolLM2-135M in NVFP4 on one-digit sums "
             f"({provenance(learning['learning'])}, `benchmarks/learning.py`):",
             learning_table(learning),
-            "    uv run python -m experiments.grpo_gsm8k --config.seed=SEED --workdir=runs/learn-SEED\n"
+            "    uv run python -m experiments.grpo_gsm8k --config.seed=SEED "
+            "--workdir=runs/learn-SEED\n"
             "    uv run python -m experiments.grpo_gsm8k --config.seed=SEED "
             "--workdir=runs/control-SEED --config.optimizer.learning_rate=0.0\n"
             "    uv run python -m benchmarks.learning runs/learn-* --control runs/control-* "
