@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 from absl import logging
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.rl.rewards import last_boxed
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -228,7 +228,7 @@ def _load_hub(source: str, eval_size: int) -> tuple[list[Problem], list[Problem]
     try:
         splits = datasets.load_dataset(name, configuration or _HUB_CONFIGURATIONS.get(name))
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error) or type(error).__name__
         raise UserError(
             f"{source}: cannot load it from the Hugging Face hub ({reason}); pass a "
             "local copy of the same fields, --config.data.path=train.jsonl, or generated problems, "

@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 
 
 def import_function(path: str, *, what: str) -> Callable[..., Any]:
@@ -23,8 +23,7 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        reason = f"{type(error).__name__}: {first_line}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(f"{what} {path!r}: cannot import {module_name}: {reason}") from error
     function = getattr(module, name, None)
     if not callable(function):

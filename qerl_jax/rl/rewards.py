@@ -28,7 +28,7 @@ from types import FrameType
 
 import numpy as np
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.import_path import import_function
 
 Reward = Callable[[str, str, str, int, bool], float | None]
@@ -124,7 +124,7 @@ def score(
                 message = f"exceeded the time limit of {time_limit:g} s"
             except (Exception, SystemExit) as error:
                 failure = (name, type(error).__name__, _place(error))
-                message = f"{type(error).__name__}: {_first_line(error)} ({_place(error)})"
+                message = f"{type(error).__name__}: {first_line(error)[:200]} ({_place(error)})"
             else:
                 continue
             messages.setdefault(failure, message)
@@ -172,10 +172,6 @@ def _finite(value: float) -> float:
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}")
     return number
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 def _place(error: BaseException) -> str:

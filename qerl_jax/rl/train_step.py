@@ -147,16 +147,8 @@ def _accumulate(total, lora, params, micro, *, config, loss, temperature, remat)
     """Adds one micro-batch's loss and gradient to `total`; returns its metrics too."""
 
     def micro_loss(lora):
-        logprobs, entropies = completion_logprobs(
-            params,
-            lora,
-            micro.tokens,
-            micro.prompt_lengths,
-            micro.lengths,
-            width=micro.weights.shape[-1],
-            config=config,
-            temperature=temperature,
-            remat=remat,
+        logprobs, entropies = _logprobs(
+            params, lora, micro, config=config, temperature=temperature, remat=remat
         )
         value, metrics = policy_loss(
             logprobs,
@@ -232,6 +224,11 @@ def _unstack(batch: TrainBatch) -> list[TrainBatch]:
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
 def _micro_logprobs(params, lora, micro, *, config, temperature):
+    return _logprobs(params, lora, micro, config=config, temperature=temperature)[0]
+
+
+def _logprobs(params, lora, micro, *, config, temperature, remat=False):
+    """`completion_logprobs` of one micro-batch."""
     return completion_logprobs(
         params,
         lora,
@@ -241,7 +238,8 @@ def _micro_logprobs(params, lora, micro, *, config, temperature):
         width=micro.weights.shape[-1],
         config=config,
         temperature=temperature,
-    )[0]
+        remat=remat,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))

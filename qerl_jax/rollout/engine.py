@@ -132,8 +132,7 @@ def generate(
                 first_row=done,
                 width=width,
                 group_size=group_size,
-                on_progress=on_progress
-                and functools.partial(_report, on_progress, done=done, drawn=drawn),
+                on_progress=progress_after(on_progress, rows=done, tokens=drawn),
                 config=config,
                 sampling=sampling,
                 eos_ids=tuple(eos_ids),
@@ -144,8 +143,13 @@ def generate(
     return jax.tree.map(lambda *x: np.concatenate(x)[:rows], *rollouts)
 
 
-def _report(on_progress, ended: int, tokens: int, *, done: int, drawn: int) -> None:
-    on_progress(done + ended, drawn + tokens)
+def progress_after(
+    on_progress: Callable[[int, int], None] | None, *, rows: int, tokens: int
+) -> Callable[[int, int], None] | None:
+    """`on_progress` for a part of the work that comes after `rows` and `tokens` of other parts."""
+    if on_progress is None:
+        return None
+    return lambda ended, drawn: on_progress(rows + ended, tokens + drawn)
 
 
 def _generate_wave(

@@ -1,7 +1,6 @@
 """The first half of a step: sample completions, score them, compare them within their groups."""
 
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +11,7 @@ from qerl_jax.data import Cursor, Prompt, next_problems
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, Scores, overlong_penalty, score
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, generate
+from qerl_jax.rollout.engine import Rollout, SamplingConfig, generate, progress_after
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -107,6 +106,7 @@ def collect(
     texts: list[str] = []
     for index in range(config.rounds):
         drawn, cursor = next_problems(problems, cursor, groups, seed=config.data_seed)
+        drawn_tokens = sum(int(rollout.lengths.sum()) for rollout in rollouts)
         started = time.perf_counter()
         rollout = generate(
             jax.random.fold_in(key, index),
@@ -119,7 +119,7 @@ def collect(
             pad_id=model.tokenizer.pad_id,
             group_size=group_size,
             prompt_width=config.prompt_width,
-            on_progress=on_progress and functools.partial(_report, on_progress, rollouts[:]),
+            on_progress=progress_after(on_progress, rows=0, tokens=drawn_tokens),
         )
         rollout_seconds += time.perf_counter() - started
         rows = [prompt for prompt in drawn for _ in range(group_size)]
@@ -159,10 +159,6 @@ def collect(
         advantages=advantages.reshape(-1),
         metrics=metrics,
     ), cursor
-
-
-def _report(on_progress, before: list[Rollout], done: int, tokens: int) -> None:
-    on_progress(done, tokens + sum(int(rollout.lengths.sum()) for rollout in before))
 
 
 def decode(model: LoadedModel, rollout: Rollout) -> list[str]:

@@ -6,7 +6,7 @@ runs/grpo_gsm8k-smollm2-135m-1a2b3c4d/
   checkpoints/       see `checkpoint.py`
   metrics.jsonl, completions.jsonl, tensorboard/    see `metrics.py`
   curves.png         see `plots.py`
-  finished           after how many steps, once everything is written
+  summary.json       steps, best accuracy, peak memory; written last
 """
 
 import contextlib

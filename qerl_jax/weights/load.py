@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.policy.config import ModelConfig, from_hf_config
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import BLOCK, QuantTensor, quantize_nvfp4
@@ -152,7 +152,7 @@ def _download(hub_id: str) -> pathlib.Path:
         folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
     # Not found, no access, no network, no disk space: each has classes of its own.
     except Exception as error:
-        reason = str(error).strip().split("\n")[0]
+        reason = first_line(error)
         raise UserError(
             f"model.source='{hub_id}' is no local folder and could not be downloaded from the "
             f"Hugging Face hub ({type(error).__name__}: {reason}); pass a local folder or .gguf "
