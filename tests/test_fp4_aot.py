@@ -152,9 +152,9 @@ def test_config(name, adapter, build):
     "config",
     [
         TileConfig(16, rows=2, stages=6, stream=True),
-        TileConfig(16, rows=4, block_k=256, stages=4, in_flight=0),
+        TileConfig(16, rows=4, block_k=256, stages=4),
         TileConfig(16, rows=5, stages=4),
-        TileConfig(32, rows=1, slices=4, block_k=512, stages=3, in_flight=0),
+        TileConfig(32, rows=1, slices=4, block_k=512, stages=3),
         TileConfig(64, rows=4, stages=4),
     ],
     ids=str,
@@ -166,6 +166,18 @@ def test_adapter_inside(config, build):
         return mosaic_sm90.matmul(x, weight, config=config, multiprocessors=132, a=a, b=b)
 
     build(product, array(m, k), tiles(n, k), array(rank, k), array(n, rank))
+
+
+def test_sizes_that_fill_no_tile(build):
+    def product(x, weight):
+        return mosaic_sm90.matmul(x, weight, config=TileConfig(40), multiprocessors=132)
+
+    build(product, array(33, 176), tiles(136, 176))
+
+    def dense(weight):
+        return mosaic_sm90.dequantize(weight, inputs=176, multiprocessors=132)
+
+    build(dense, tiles(136, 176))
 
 
 def operands_of_wgmma(ptx, codes, scales):
@@ -228,7 +240,7 @@ def test_the_generated_decode_is_exact(compile_for_h200, tmp_path, monkeypatch):
     )
     packed = fp4.to_tiles(weight)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    config = TileConfig(16, rows=1, in_flight=0)
+    config = TileConfig(16, rows=1)
 
     def product(x, weight):
         return mosaic_sm90.matmul(x, weight, config=config, multiprocessors=132)

@@ -21,20 +21,20 @@ ROUNDING = 2e-3
 CONFIGS = [
     None,
     TileConfig(16, rows=1),
-    TileConfig(16, rows=4, block_k=256, stages=4, in_flight=0),
+    TileConfig(16, rows=4, block_k=256, stages=4, in_flight=1),
     TileConfig(16, rows=5, block_k=256, stages=3),
     TileConfig(16, rows=6, stages=4),
-    TileConfig(16, rows=2, slices=2, block_k=256, stages=3, in_flight=2),
+    TileConfig(16, rows=2, slices=2, block_k=512, stages=3, in_flight=1),
     TileConfig(16, rows=1, slices=4, block_k=512, stages=3),
     TileConfig(16, rows=2, stages=6, stream=True),
-    TileConfig(16, rows=3, stages=6, stream=True, in_flight=0),
+    TileConfig(16, rows=3, stages=6, stream=True),
     TileConfig(16, rows=1, slices=4, block_k=512, stages=3, stream=True),
     TileConfig(64, rows=4, stages=5),
     TileConfig(64, rows=3, stages=5, stream=True),
     TileConfig(96, rows=4, stages=3),
-    TileConfig(128, rows=3, stages=3, in_flight=2),
+    TileConfig(128, rows=3, stages=3),
     TileConfig(192, rows=2, stages=2),
-    TileConfig(256, rows=2, stages=2, in_flight=0),
+    TileConfig(256, rows=2, stages=2),
 ]
 SHAPES = [
     (1, 256, 1024),
@@ -42,7 +42,7 @@ SHAPES = [
     (16, 3584, 18944),
     (33, 576, 576),
     (40, 1024, 8960),
-    (64, 136, 192),
+    (64, 136, 160),
     (200, 2048, 1536),
     (512, 37888, 3584),
     (1111, 512, 1024),
@@ -111,7 +111,7 @@ def exact(with_adapter, x, weight, lora, bias):
     y = dot(x.astype(jnp.float32), fp4.dequantize(weight, jnp.float32).T)
     if with_adapter:
         a, b = (part.astype(jnp.float32) for part in lora)
-        xa = dot(x.astype(jnp.float32), a.T).astype(jnp.bfloat16).astype(jnp.float32)
+        xa = jax.lax.reduce_precision(dot(x.astype(jnp.float32), a.T), 8, 7)  # bfloat16
         y += dot(xa, b.T) + bias.astype(jnp.float32)
     return y
 
@@ -123,7 +123,7 @@ def cases():
             for adapter in (False, True):
                 yield None, shape, adapter, form
     for config in CONFIGS[1:]:
-        for m, n, k in ((33, 576, 576), (40, 1024, 8960), (200, 2048, 1536)):
+        for m, n, k in ((33, 576, 576), (40, 1024, 8960), (200, 2056, 1520)):
             yield config, (m, n, k), True, "nvfp4"
     for config in CONFIGS[1:11]:
         inside = dataclasses.replace(config, adapter_inside=True)
@@ -226,7 +226,7 @@ def test_layers_in_a_loop():
 
 
 def test_shard_map():
-    mesh = jax.make_mesh((1,), ("tensor",))
+    mesh = jax.make_mesh((1,), ("tensor",), axis_types=(jax.sharding.AxisType.Auto,))
     weight = random_weight(np.random.default_rng(), 512, 1024)
     tiles = fp4.to_tiles(weight)
     x = jnp.ones((8, 1024), jnp.bfloat16)

@@ -54,7 +54,7 @@ VARIANTS = {
     "whole tiles": ((8, 64, 256), TileConfig(8, rows=1, stages=2), 0, 2),
     "tokens and rows that do not fill a tile": (
         (11, 136, 192),
-        TileConfig(8, rows=2, stages=2, in_flight=0),
+        TileConfig(8, rows=2, stages=2),
         0,
         2,
     ),
@@ -62,13 +62,13 @@ VARIANTS = {
     "shared tiles": ((16, 128, 640), TileConfig(16, rows=1, stages=3, stream=True), 64, 3),
     "slices": (
         (8, 64, 640),
-        TileConfig(8, rows=1, slices=2, block_k=256, stages=2, in_flight=2),
+        TileConfig(8, rows=1, slices=2, block_k=512, stages=2, in_flight=1),
         64,
         1,
     ),
     "slices of shared tiles": (
         (8, 192, 768),
-        TileConfig(8, rows=1, slices=2, block_k=256, stages=2, stream=True, in_flight=0),
+        TileConfig(8, rows=1, slices=2, block_k=256, stages=2, stream=True),
         64,
         2,
     ),
@@ -282,7 +282,7 @@ def test_shards_of_tiles():
         ({"config": TileConfig(8, slices=2)}, "block_k is 128, expected a multiple of 256"),
         ({"config": TileConfig(256, stages=9)}, "bytes of shared memory, limit"),
         ({"config": TileConfig(8, rows=8)}, "8 warpgroups compute, expected at most 7"),
-        ({"config": TileConfig(8, in_flight=3)}, "in_flight is 3, expected 0 to 2"),
+        ({"config": TileConfig(8, in_flight=2)}, "in_flight is 2, expected 0 to 1"),
     ],
 )
 def test_errors_name_the_values(changes, message):

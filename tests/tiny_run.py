@@ -112,8 +112,9 @@ class Tiny:
 
     def environment(self):
         """The environment of a command: finds this module, and uses the compile cache."""
+        path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join(path),
             "JAX_COMPILATION_CACHE_DIR": str(self.compile_cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         }

@@ -90,9 +90,8 @@ def matmul(
     tokens, k = x.shape
     row_tiles = weight.codes.shape[0]
     padded = row_tiles * TILE_ROWS
-    # The copy engine wants rows of a multiple of 16 bytes and, above 8, a multiple of 8 rows.
+    # The copy engine wants whole or single tiles of 8 rows and 64 columns.
     m = tokens if tokens <= 8 else -(-tokens // 8) * 8
-    outputs = n if n % 8 == 0 else padded
     simulated = interpret is not None
     if a is not None and simulated:
         xa, a = jnp.dot(x, a.T, preferred_element_type=jnp.float32).astype(x.dtype), None
@@ -105,12 +104,12 @@ def matmul(
         return jnp.pad(array, padding, constant_values=1)
 
     operands = {
-        "x": jnp.pad(x, ((0, m - tokens), (0, 0))),
+        "x": jnp.pad(x, ((0, m - tokens), (0, -k % 64))),
         "codes": weight.codes.reshape(*weight.codes.shape[:2], 4, 256),
         "scales": weight.scales,
         "divisor": rows_of(weight.divisor),
     }
-    results = {"y": jax.ShapeDtypeStruct((m, outputs), jnp.bfloat16)}
+    results = {"y": jax.ShapeDtypeStruct((m, padded), jnp.bfloat16)}
     locks = 0
     if b is not None:
         assert rank % 64 == 0
@@ -178,6 +177,7 @@ def dequantize(
     simulated = interpret is not None
     n = weight.shape[0]
     row_tiles, column_tiles, _ = weight.codes.shape
+    shape = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
     units = -(-row_tiles // rows) * column_tiles
     blocks = min(units, multiprocessors)
 
@@ -256,9 +256,9 @@ def dequantize(
 
             plgpu.wait_smem_to_gmem(0)
 
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((n, inputs), jnp.bfloat16),
+        out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         scratch_types={
             "codes_sm": plgpu.SMEM((stages, rows, 4, 256), jnp.uint32),
             "scales_sm": plgpu.SMEM((stages, rows, 128), jnp.uint32),
@@ -277,11 +277,13 @@ def dequantize(
             unsafe_no_auto_barriers=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
         ),
         interpret=interpret,
-    )(
+    )
+    dense = kernel(
         weight.codes.reshape(row_tiles, column_tiles, 4, 256),
         weight.scales,
-        jnp.pad(weight.divisor, (0, row_tiles * TILE_ROWS - n), constant_values=1),
+        jnp.pad(weight.divisor, (0, shape[0] - n), constant_values=1),
     )
+    return dense[:n, :inputs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -550,8 +552,6 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         )
 
     def multiply(acc, done, count):
-        release_after = config.in_flight - 1
-
         @pl.loop(0, count)
         def _(i):
             slot = lax.rem(done + i, config.stages)
@@ -561,21 +561,13 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
                 for half, operand in enumerate(operands(slot, tile)):
                     tokens = sm["x"].at[slot, tile, :, pl.ds(64 * half, 64)]
                     plgpu.wgmma(acc, operand, tokens.T)
-                    if config.in_flight or simulated:
-                        plgpu.wgmma_wait(0 if simulated else config.in_flight)
-                    if 2 * j + half == release_after:
-
-                        @pl.when(i > 0)
-                        def _():
-                            release(done + i - 1)
-
-            if not config.in_flight:
-                plgpu.wgmma_wait(0)
-                release(done + i)
-
-        if config.in_flight:
+                    if simulated:
+                        plgpu.wgmma_wait(0)
+                    elif config.in_flight:
+                        plgpu.wgmma_wait(config.in_flight)
+            # Where a loop turns back, ptxas gives away registers that a product in flight reads.
             plgpu.wgmma_wait(0)
-            release(done + count - 1)
+            release(done + i)
 
     def release(stage):
         plgpu.barrier_arrive(sm["empty"].at[lax.rem(stage, config.stages)])
@@ -621,9 +613,14 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         """Adds B xa^T if ends is 1; xa is in the next stage of the pipeline."""
         slot = lax.rem(done, config.stages)
 
+        @pl.loop(0, ends)
+        def _(_):
+            # Those that do not multiply wait too: an arrival that is early by a whole round of the
+            # pipeline would count for what the stage held before.
+            plgpu.barrier_wait(sm["xa_full"].at[slot])
+
         @pl.loop(0, ends if config.slices == 1 else jnp.where(part == 0, ends, 0))
         def _(_):
-            plgpu.barrier_wait(sm["xa_full"].at[slot])
             for j, columns in enumerate(adapter(row_start) if b is None else b):
                 if simulated:
                     sm["a"][warpgroup, :, :64] = columns

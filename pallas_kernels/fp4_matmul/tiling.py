@@ -13,7 +13,7 @@ MULTIPROCESSORS = 132  # of an H100 SXM and an H200
 
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")
-# Threads of a warpgroup hold 512 registers together with those at their place in the others.
+# The threads at one place of all warpgroups share this many registers.
 _REGISTERS = 512
 COPY_REGISTERS = 32
 
@@ -32,8 +32,8 @@ class TileConfig:
         stages: depth of the pipeline.
         stream: give every block of threads the same number of stages, across tiles; tiles that
             several blocks share are added up by the last of them. Otherwise whole tiles.
-        in_flight: products of 64 columns that may run while the next columns are decoded, also
-            across stages; few need few registers. 0 waits for all of them at the end of a stage.
+        in_flight: products of 64 columns of a stage that may run while the next columns are
+            decoded; few need few registers. 0: all of them.
         adapter_inside: compute x A^T of an adapter in the kernel too, where one tile holds all
             tokens; otherwise XLA computes it before.
     """
@@ -44,7 +44,7 @@ class TileConfig:
     block_k: int = 128
     stages: int = 4
     stream: bool = False
-    in_flight: int = 1
+    in_flight: int = 0
     adapter_inside: bool = False
 
     @property
@@ -78,8 +78,8 @@ class TileConfig:
         if self.block_k < 1 or self.block_k % (TILE_COLUMNS * self.slices):
             columns = TILE_COLUMNS * self.slices
             return f"block_k is {self.block_k}, expected a multiple of {columns}"
-        if not 0 <= self.in_flight <= self.products:
-            return f"in_flight is {self.in_flight}, expected 0 to {self.products}"
+        if not 0 <= self.in_flight < self.products:
+            return f"in_flight is {self.in_flight}, expected 0 to {self.products - 1}"
         if self.warpgroups > 7:
             return f"{self.warpgroups} warpgroups compute, expected at most 7"
         if self.smem_bytes() > SMEM_LIMIT:
@@ -88,8 +88,13 @@ class TileConfig:
 
 
 def compute_registers(warpgroups: int) -> int:
-    """Registers of a thread that computes, with this many warpgroups of them."""
-    return min(232, (_REGISTERS - COPY_REGISTERS) // warpgroups // 8 * 8)
+    """Registers of a thread that computes, with this many warpgroups of them.
+
+    All threads start with the same multiple of 8. What that rounding leaves out belongs to no one:
+    a block of threads that asks for it waits for ever.
+    """
+    started = _REGISTERS // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
+    return min(232, (started - COPY_REGISTERS) // warpgroups // 8 * 8)
 
 
 @functools.cache
@@ -156,8 +161,7 @@ def candidates(m: int, n: int, k: int, *, rank: int = 0) -> Iterator[TileConfig]
                     if block_k % (128 * slices) or block_k < rank or block_k > 128 * steps:
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
-                    # ptxas serialises others (its warning C7513).
-                    for in_flight in {2: (0, 1, 2), 4: (0, 2)}.get(products, (0,)):
+                    for in_flight in {4: (0, 1), 8: (1,)}.get(products, (0,)):
                         for stream in (False, True):
                             base = TileConfig(tile_m, rows, slices, block_k, 1, stream, in_flight)
                             deepest = dataclasses.replace(base, stages=_stages(base))
