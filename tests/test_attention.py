@@ -7,7 +7,14 @@ import pytest
 from tiny_checkpoints import model_config
 
 from qerl_jax.policy import attention as attention_lib
-from qerl_jax.policy.attention import attend, rotary_angles, rotary_frequencies, rotate
+from qerl_jax.policy.attention import (
+    attend,
+    attend_to_cache,
+    causal_attention_gradients,
+    rotary_angles,
+    rotary_frequencies,
+    rotate,
+)
 from qerl_jax.policy.config import RopeScaling
 
 H = 16
@@ -34,7 +41,7 @@ def test_causal_attention_over_ragged_rows(heads, kv_heads):
     lengths = [7, 1, 4]
     q = draw(3, 7, heads, H)
     k, v = draw(3, 7, kv_heads, H, seed=1), draw(3, 7, kv_heads, H, seed=2)
-    out = attend(*(jnp.asarray(x) for x in (q, k, v)), jnp.array(lengths), causal=True)
+    out = attend(*(jnp.asarray(x) for x in (q, k, v)), jnp.array(lengths))
     assert out.shape == q.shape
     assert np.isfinite(out).all()
     for row, length in enumerate(lengths):
@@ -48,7 +55,8 @@ def test_decoding_attention_over_the_filled_slots(heads, kv_heads):
     lengths = [9, 1, 6]
     q = draw(3, 1, heads, H)
     k, v = draw(3, 9, kv_heads, H, seed=1), draw(3, 9, kv_heads, H, seed=2)
-    out = attend(*(jnp.asarray(x) for x in (q, k, v)), jnp.array(lengths), causal=False)
+    k_cache, v_cache = (jnp.asarray(x).swapaxes(1, 2) for x in (k, v))
+    out = attend_to_cache(jnp.asarray(q), k_cache, v_cache, jnp.array(lengths))
     for row, length in enumerate(lengths):
         expected = attention(q[row, 0], k[row, :length], v[row, :length])
         np.testing.assert_allclose(out[row, 0], expected, atol=1e-5)
@@ -115,26 +123,35 @@ def test_rotation_keeps_the_type_and_rounds_once():
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("max_bytes", [2**29, 4 * 2 * 6 * 21 * 8, 1])
+def test_gradients_are_those_of_jax(max_bytes):
+    queries, dy = draw(2, 21, 6, H), draw(2, 21, 6, H, seed=3)
+    keys, values = draw(2, 21, 2, H, seed=1), draw(2, 21, 2, H, seed=2)
+
+    def attention(queries, keys, values):
+        return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
+
+    expected = jax.vjp(attention, queries, keys, values)[1](dy)
+    ours = causal_attention_gradients(queries, keys, values, dy, max_bytes=max_bytes)
+    for name, a, b in zip(("queries", "keys", "values"), ours, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("causal", [True, False])
-def test_cudnn_attention_is_the_attention_of_xla(causal, monkeypatch):
+def test_cudnn_attention_is_the_attention_of_xla(monkeypatch):
     lengths = jnp.array([1, 7, 200, 256], jnp.int32)
-    queries = jax.random.normal(jax.random.key(0), (4, 256 if causal else 1, 8, 64), jnp.bfloat16)
+    queries = jax.random.normal(jax.random.key(0), (4, 256, 8, 64), jnp.bfloat16)
     keys, values = jax.random.normal(jax.random.key(1), (2, 4, 256, 2, 64), jnp.bfloat16)
-    valid = (jnp.arange(queries.shape[1]) < lengths[:, None])[..., None, None]
+    valid = (jnp.arange(256) < lengths[:, None])[..., None, None]
 
     def loss(queries, keys, values):
-        out = attend(queries, keys, values, lengths, causal=causal)
-        out = jnp.where(valid, out, 0.0) if causal else out
+        out = jnp.where(valid, attend(queries, keys, values, lengths), 0.0)
         return (out.astype(jnp.float32) ** 2).sum(), out
 
     def run():
-        if causal:
-            program = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
-        else:  # of one token, which has no derivative in cuDNN
-            program = loss
-        return jax.tree.leaves(jax.jit(lambda *args: program(*args))(queries, keys, values))
+        gradient = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
+        return jax.tree.leaves(jax.jit(lambda *args: gradient(*args))(queries, keys, values))
 
     assert attention_lib._use_cudnn(queries)
     ours = run()

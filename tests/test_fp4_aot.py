@@ -138,34 +138,10 @@ def test_config(name, adapter, build):
     if adapter:
         extra = {"xa": array(m, rank), "b": array(n, rank), "bias": array(n)}
 
-        if config.adapter_inside:
-            extra["a"] = array(rank, k)
-            del extra["xa"]
-
     def product(x, weight, extra):
         return mosaic_sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
 
     build(product, array(m, k), tiles(n, k), extra)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        TileConfig(16, rows=2, stages=6, stream=True),
-        TileConfig(16, rows=4, block_k=256, stages=4),
-        TileConfig(16, rows=5, stages=4),
-        TileConfig(32, rows=1, slices=4, block_k=512, stages=3),
-        TileConfig(64, rows=4, stages=4),
-    ],
-    ids=str,
-)
-def test_adapter_inside(config, build):
-    m, n, k, rank = config.tile_m, 4608, 3584, 128
-
-    def product(x, weight, a, b):
-        return mosaic_sm90.matmul(x, weight, config=config, multiprocessors=132, a=a, b=b)
-
-    build(product, array(m, k), tiles(n, k), array(rank, k), array(n, rank))
 
 
 def test_sizes_that_fill_no_tile(build):
@@ -193,7 +169,8 @@ def operands_of_wgmma(ptx, codes, scales):
         4: [codes.reshape(64, 4, 4)[first_row + 8 * h, thread % 4] for h in range(2)],
         2: [scales.reshape(64, 2)[first_row + 8 * h] for h in range(2)],
     }
-    registers = {}
+    opaque = re.compile(r"{ \.reg \.b32 all; activemask\.b32 all; and\.b32 (\S+), all, (\d+); }")
+    registers = {target: np.uint32(int(value)) for target, value in opaque.findall(ptx)}
 
     def value(name):
         return registers[name] if name in registers else np.uint32(int(name) % 2**32)

@@ -125,10 +125,6 @@ def cases():
     for config in CONFIGS[1:]:
         for m, n, k in ((33, 576, 576), (40, 1024, 8960), (200, 2056, 1520)):
             yield config, (m, n, k), True, "nvfp4"
-    for config in CONFIGS[1:11]:
-        inside = dataclasses.replace(config, adapter_inside=True)
-        for m, n, k in ((7, 576, 1024), (16, 4608, 3584), (16, 3584, 18944)):
-            yield inside, (m, n, k), True, "nvfp4"
 
 
 @pytest.mark.parametrize(("config", "shape", "adapter", "form"), cases(), ids=str)
@@ -244,7 +240,8 @@ def test_shard_map():
         check_vma=False,
     )
     np.testing.assert_array_equal(
-        float64(jax.jit(run)(x, tiles)), float64(fp4.fp4_matmul(x, tiles))
+        float64(jax.jit(run)(x, tiles)),
+        float64(fp4.fp4_matmul(x, tiles, implementation="mosaic")),
     )
 
 

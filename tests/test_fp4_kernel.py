@@ -193,20 +193,6 @@ def test_every_step_has_one_block(stream, blocks):
     assert counts.max() - counts.min() <= 1
 
 
-@pytest.mark.parametrize("config", [TileConfig(16, rows=5), TileConfig(16, rows=1, stream=True)])
-@pytest.mark.parametrize("layer", cases.MODELS["7b"])
-def test_blocks_share_the_adapter(layer, config):
-    n, k = cases.MODELS["7b"][layer]
-    plan = mosaic_sm90.make_plan(config, 16, -(-n // 64), k, 132, rank=64)
-    parts = [tuple(int(i) for i in plan.adapter_columns(b)) for b in range(plan.blocks)]
-    columns = [first + i for first, count in parts for i in range(count)]
-    assert sorted(columns) == list(range(k // 128))
-    assert sum(count > 0 for _, count in parts) == plan.adapter_blocks
-    # Whole tiles leave multiprocessors idle, and those do it.
-    if layer in ("qkv", "o") and not config.stream:
-        assert all(plan.pieces(b) == 0 for b, (_, count) in enumerate(parts) if count)
-
-
 @pytest.mark.parametrize("m", [1, 8, 40, 64, 96, 200, 512, 8192])
 @pytest.mark.parametrize("model", cases.MODELS)
 def test_there_is_a_tiling_for_every_shape(model, m):

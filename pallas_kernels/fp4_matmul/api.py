@@ -109,10 +109,7 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
         missing = rank - lora[0].shape[0]
         a = jnp.pad(lora[0].astype(x.dtype), ((0, missing), (0, 0)))
         adapter["b"] = jnp.pad(lora[1].astype(x.dtype), ((0, 0), (0, missing)))
-        if config.adapter_inside and m <= config.tile_m and k % tiling.TILE_COLUMNS == 0:
-            adapter["a"] = a
-        else:
-            adapter["xa"] = xa = reference.dot(x, a)
+        adapter["xa"] = xa = reference.dot(x, a)
     y = _kernel().matmul(
         x, weight, config=config, multiprocessors=multiprocessors, bias=bias, **adapter
     )
@@ -125,8 +122,6 @@ def _kernel_matmul_bwd(_, residuals, dy):
     dlora = None
     if lora is not None:
         a, b = lora
-        if xa is None:
-            xa = reference.dot(x, a.astype(x.dtype))
         through = jnp.dot(dy, b.astype(dy.dtype))
         dx += jnp.dot(through, a.astype(dy.dtype), preferred_element_type=jnp.float32)
         dlora = (

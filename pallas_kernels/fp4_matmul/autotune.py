@@ -5,7 +5,7 @@
 The candidates fit into shared memory and registers by `tiling`'s arithmetic; the model ranks them
 and keeps a few of each kind. They are compiled in threads while the first ones are measured, and a
 tiling whose result is off does not count. An entry of the table serves all M from the one below up
-to its own, and adapters of rank 32, whose x A^T goes where it is faster.
+to its own, and adapters of rank 32.
 """
 
 import argparse
@@ -92,37 +92,7 @@ def tune(
         for _, config, program in finalists
     ]
     best, config = min(measured, key=lambda result: result[0])
-    if rank and m <= config.tile_m:
-        config = _place_adapter(config, tokens, weights, rank)
     return config, best
-
-
-def _place_adapter(config: TileConfig, tokens: list, weights: list, rank: int) -> TileConfig:
-    """The tiling with x A^T in the kernel, if that is faster and right."""
-    n, k = weights[0].shape
-    a, b = benchmark.random_adapter(rank, n, k)
-
-    def run(implementation, config):
-        def operation(x, weight, lora):
-            return fp4.fp4_matmul(
-                x, weight, lora=lora, implementation=implementation, config=config
-            )
-
-        return benchmark.repeated(operation)
-
-    expected = run("xla", None)(tokens[:1], weights[:1], (a, b))[0].astype(jnp.float32)
-    found = []
-    for inside in (False, True):
-        placed = dataclasses.replace(config, adapter_inside=inside)
-        program = run("mosaic", placed)
-        actual = program(tokens, weights, (a, b))[0].astype(jnp.float32)
-        error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
-        times = benchmark.device_times(program, tokens, weights, (a, b))
-        seconds = sum(time for _, time in times) / len(weights)
-        print(f"    {1e6 * seconds:8.2f} us with an adapter, inside {inside}, error {error:.1e}")
-        if error < 1e-2:
-            found.append((seconds, inside, placed))
-    return min(found)[-1] if found else config
 
 
 def merge(path: pathlib.Path, entries: list[dict]) -> None:

@@ -232,7 +232,7 @@ def shapes(names: str) -> dict[str, tuple[int, int]]:
     """The named layers [N, K] of a comma-separated list; a model's name stands for all of it."""
     found = {}
     for name in names.split(","):
-        model, _, layer = name.partition(".")
+        model, _, layer = (name, "", "") if name in cases.MODELS else name.rpartition(".")
         layers = cases.MODELS.get(model, {})
         chosen = [layer] if layer else list(layers)
         if not layers or any(part not in layers for part in chosen):

@@ -52,7 +52,6 @@ _SCALES = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 _LOCKS = 4096
-_ADAPTER_BLOCKS = 48  # at most, for x A^T, where no multiprocessors are idle
 _HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 _OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
@@ -63,25 +62,23 @@ def matmul(
     *,
     config: TileConfig,
     multiprocessors: int,
-    a: jax.Array | None = None,
     xa: jax.Array | None = None,
     b: jax.Array | None = None,
     bias: jax.Array | None = None,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Returns x W^T + xa B^T + bias, where xa is given or x A^T.
+    """Returns x W^T + xa B^T + bias.
 
     Args:
         x: bfloat16 [M, K].
         weight: [N, K].
         config: the tiling.
         multiprocessors: blocks of threads that run at a time.
-        a: bfloat16 [R, K], instead of xa; one tile of tokens, K a multiple of 128.
-        xa: bfloat16 [M, R], R a multiple of 64 up to config.block_k.
+        xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
         b: bfloat16 [N, R].
         bias: [N].
-        interpret: simulate on a CPU. The decode is then plain jnp; x A^T and the partial sums of a
-            streamed tile are computed outside of the kernel.
+        interpret: simulate on a CPU. The decode is then plain jnp; the partial sums of a streamed
+            tile are added up outside of the kernel.
 
     Returns:
         bfloat16 [M, N].
@@ -93,10 +90,8 @@ def matmul(
     # The copy engine wants whole or single tiles of 8 rows and 64 columns.
     m = tokens if tokens <= 8 else -(-tokens // 8) * 8
     simulated = interpret is not None
-    if a is not None and simulated:
-        xa, a = jnp.dot(x, a.T, preferred_element_type=jnp.float32).astype(x.dtype), None
     rank = 0 if b is None else b.shape[1]
-    plan = make_plan(config, m, row_tiles, k, multiprocessors, rank=0 if a is None else rank)
+    plan = make_plan(config, m, row_tiles, k, multiprocessors)
 
     def rows_of(array):
         """Padded to whole tiles of rows; with ones, by which one can divide."""
@@ -110,31 +105,21 @@ def matmul(
         "divisor": rows_of(weight.divisor),
     }
     results = {"y": jax.ShapeDtypeStruct((m, padded), jnp.bfloat16)}
-    locks = 0
-    if b is not None:
+    if b is not None and xa is not None:
         assert rank % 64 == 0
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
-        if a is not None:
-            assert plan.m_tiles == 1
-            assert k % TILE_COLUMNS == 0
-            operands["a"] = a
-            results["xa"] = jax.ShapeDtypeStruct((m, rank), jnp.bfloat16)
-            shape = (plan.adapter_blocks, rank // 64, TILE_ROWS, config.tile_m)
-            results["xa_partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-            locks = rank // 64 + 2
-        if xa is not None:
-            operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, 0)))
+        operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, 0)))
     if bias is not None:
         operands["bias"] = rows_of(bias)
     if config.stream:
         shape = (2 * plan.blocks, config.rows, TILE_ROWS, config.tile_m)
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        locks += plan.tiles * config.rows
-    if locks:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
-        # calls of a program share them, and their size hardly depends on the call.
-        operands["locks"] = jnp.zeros(-(-locks // _LOCKS) * _LOCKS, jnp.int32)
+        # calls of a program share them, and their size hardly depends on the call. After those of
+        # the tiles comes one of each block that nobody reads.
+        locks = -(-(plan.tiles + plan.blocks) * config.rows // _LOCKS) * _LOCKS
+        operands["locks"] = jnp.zeros(locks, jnp.int32)
     body = functools.partial(_body, plan, (*operands, *results), simulated)
     kernel = plgpu.kernel(
         body,
@@ -296,9 +281,6 @@ class Plan:
     row_tiles: int
     steps: int  # of a tile
     blocks: int
-    rank: int  # of the adapter whose x A^T is computed here, or 0
-    column_tiles: int  # of 128
-    adapter_share: int  # tiles of columns of x A^T that a block computes
 
     @property
     def tiles(self) -> int:
@@ -309,17 +291,6 @@ class Plan:
     def per_stage(self) -> int:
         """Tiles of 128 columns in a stage."""
         return self.config.block_k // TILE_COLUMNS
-
-    @property
-    def adapter_blocks(self) -> int:
-        """Blocks that compute a part of x A^T: the last ones, which may have nothing else to do."""
-        return -(-self.column_tiles // self.adapter_share)
-
-    def adapter_columns(self, block):
-        """The first tile of columns of a block's part of x A^T, and how many it has."""
-        first = (self.blocks - 1 - block) * self.adapter_share
-        count = jnp.minimum(self.column_tiles - first, self.adapter_share)
-        return first, jnp.maximum(count, 0)
 
     def coordinates(self, tile) -> tuple[Any, Any]:
         """Tile of tokens and tile of outputs; tiles that run together share what is in the L2."""
@@ -360,22 +331,12 @@ class Plan:
         return lax.div((step + 1) * self.blocks - 1, self.tiles * self.steps)
 
 
-def make_plan(
-    config: TileConfig, m: int, row_tiles: int, k: int, multiprocessors: int, *, rank: int = 0
-) -> Plan:
-    """The plan for M tokens, tiles of 64 rows and K columns; a rank asks for x A^T too."""
+def make_plan(config: TileConfig, m: int, row_tiles: int, k: int, multiprocessors: int) -> Plan:
+    """The plan for M tokens, tiles of 64 rows and K columns."""
     m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.rows)
-    steps, column_tiles = -(-k // config.block_k), -(-k // TILE_COLUMNS)
+    steps = -(-k // config.block_k)
     work = m_tiles * n_tiles * (steps if config.stream else 1)
-    blocks = min(work, multiprocessors)
-    idle = multiprocessors - blocks
-    if rank and 8 * idle >= column_tiles:
-        parts = min(column_tiles, idle)
-        blocks += parts
-    else:
-        parts = min(column_tiles, blocks, _ADAPTER_BLOCKS)
-    share = -(-column_tiles // parts)
-    return Plan(config, m_tiles, n_tiles, row_tiles, steps, blocks, rank, column_tiles, share)
+    return Plan(config, m_tiles, n_tiles, row_tiles, steps, min(work, multiprocessors))
 
 
 def _scratch(plan: Plan, adapter: int, simulated: bool) -> dict:
@@ -412,10 +373,8 @@ def _scratch(plan: Plan, adapter: int, simulated: bool) -> dict:
             "sums_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=config.slices - 1),
             "sums_empty": plgpu.Barrier(num_barriers=config.rows),
         }
-    if plan.rank:
-        scratch["a_full"] = plgpu.Barrier(num_barriers=config.stages)
-    if (config.stream or plan.rank) and not simulated:
-        scratch["arrived"] = plgpu.SMEM((config.rows,), jnp.int32)
+    if config.stream and not simulated:
+        scratch["arrived"] = plgpu.SMEM((config.rows, 2), jnp.int32)
     if simulated:
         scratch["a"] = plgpu.SMEM(
             (plan.config.warpgroups, TILE_ROWS, TILE_COLUMNS), jnp.bfloat16, transforms=_OPERAND
@@ -464,20 +423,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
         return slot
 
-    begun = jnp.int32(0)
-    if plan.rank:
-        first_tile, begun = plan.adapter_columns(block)
-
-        @pl.loop(0, begun)
-        def _(i):
-            slot = acquire(i)
-            tokens = pl.ds(0, config.tile_m)
-            part = pl.ds((first_tile + i) * TILE_COLUMNS, TILE_COLUMNS)
-            plgpu.copy_gmem_to_smem(
-                gm["x"].at[tokens, part], sm["x"].at[slot, 0], sm["a_full"].at[slot]
-            )
-
-    @pl.loop(0, plan.pieces(block), init_carry=begun)
+    @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
     def total(index, done):
         tile, first, count = plan.piece(block, index)
         m_tile, n_tile = plan.coordinates(tile)
@@ -511,8 +457,6 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         @pl.when(ends)
         def _():
             slot = acquire(done)
-            if plan.rank:
-                _await(gm["locks"].at[_published(plan)], plan.rank // 64, plan.tiles)
             for j in range(adapter_tiles(gm["xa"].shape[1])):
                 part = pl.ds(j * TILE_COLUMNS, TILE_COLUMNS)
                 plgpu.copy_gmem_to_smem(
@@ -652,97 +596,51 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(sm["y"].at[row], place)
 
-    def add_blocks(value, bias, tile, m_tile, row_tile):
-        """Leaves the partial sum in memory; the last of the blocks that share it adds them up."""
-        first, last = plan.sharers(tile)
+    def bias_of(row_tile):
+        """A row tile beyond the weight has the last one's bias; what it stores is dropped."""
+        start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
+        return read("bias", pl.ds(start, TILE_ROWS)) if "bias" in gm else None
 
-        @pl.when(first == last)
-        def _():
-            store(value, bias, m_tile, row_tile)
+    def add_blocks():
+        """Adds up the tiles that this block shares and is the last to leave a part of.
 
-        @pl.when(first != last)
-        def _():
-            gm["partial"].at[plan.slot(block, tile), row][...] = value
-            if simulated:
-                return
+        At most its first and its last tile are shared. Both are counted at the end, for to publish
+        takes longer than to compute a stage.
+        """
+        pieces = plan.pieces(block)
+        shared = []
+        for which, index in enumerate((0, pieces - 1)):
+            tile, _, _ = plan.piece(block, index)
+            first, last = plan.sharers(tile)
+            counts = (first != last) & ((which == 0) | (pieces > 1))
+            lock = jnp.where(counts, tile, plan.tiles + block) * config.rows + row
+            shared.append((counts, tile, first, last, lock))
+        locks = [gm["locks"].at[pl.ds(lock, 1)] for *_, lock in shared]
+        _arrive(locks[0], locks[1], sm["arrived"].at[row])
+        for which, (counts, tile, first, last, _) in enumerate(shared):
 
-            @when_last(tile * config.rows + row, last - first + 1)
-            def _():
+            @pl.when(counts & (sm["arrived"][row, which] == last - first))
+            def _(which=which, tile=tile, first=first, last=last):
+                _release(locks[which])
+
                 @pl.loop(
                     first + 1, last + 1, init_carry=read("partial", plan.slot(first, tile), row)
                 )
                 def total(sharer, total):
                     return total + read("partial", plan.slot(sharer, tile), row)
 
-                store(total, bias, m_tile, row_tile)
+                m_tile, n_tile = plan.coordinates(tile)
+                row_tile = n_tile * config.rows + row
+                store(total, bias_of(row_tile), m_tile, row_tile)
 
-    def when_last(lock, count):
-        """Runs a function in the last of `count` warpgroups that come here, after all others."""
-
-        def decorate(function):
-            _arrive(gm["locks"].at[pl.ds(lock, 1)], sm["arrived"].at[pl.ds(row, 1)])
-
-            @pl.when(sm["arrived"][row] == count - 1)
-            def _():
-                _release(gm["locks"].at[pl.ds(lock, 1)])
-                function()
-
-        return decorate
-
-    def multiply_a(first_tile, shares):
-        """This block's part of x A^T; the last of the blocks adds the parts up and publishes."""
-        tiles = plan.rank // 64
-        owned = [i * config.rows + row for i in range(-(-tiles // config.rows))]
-
-        def compute(*sums):
-            @pl.loop(0, shares)
-            def _(i):
-                slot = lax.rem(i, config.stages)
-                plgpu.barrier_wait(sm["a_full"].at[slot])
-                for tile, acc in zip(owned, sums, strict=True):
-                    # Warpgroups without a tile repeat the last one; nobody reads it.
-                    rows = pl.ds(jnp.minimum(tile, tiles - 1) * 64, 64)
-                    for half in range(2):
-                        start = (first_tile + i) * TILE_COLUMNS + 64 * half
-                        a = read("a", rows, pl.ds(start, 64))
-                        tokens = sm["x"].at[slot, 0, :, pl.ds(64 * half, 64)]
-                        plgpu.wgmma(acc, a, tokens.T)
-                    plgpu.wgmma_wait(0)
-                release(i)
-
-            return [acc[...] for acc in sums]
-
-        values = pl.run_scoped(compute, *(accumulator for _ in owned))
-        for tile, value in zip(owned, values, strict=True):
-
-            @pl.when((shares > 0) & (part == 0) & (tile < tiles))
-            def _(tile=tile, value=value):
-                gm["xa_partial"].at[plan.blocks - 1 - block, tile][...] = value
-
-                @when_last(_published(plan).start + 2 + tile, plan.adapter_blocks)
-                def _():
-                    @pl.loop(1, plan.adapter_blocks, init_carry=read("xa_partial", 0, tile))
-                    def total(other, total):
-                        return total + read("xa_partial", other, tile)
-
-                    copy_out(total, gm["xa"].at[pl.ds(0, config.tile_m), pl.ds(tile * 64, 64)])
-                    plgpu.wait_smem_to_gmem(0)
-                    _publish(gm["locks"].at[_published(plan)])
-
-    begun = jnp.int32(0)
-    if plan.rank:
-        first_tile, begun = plan.adapter_columns(block)
-        multiply_a(first_tile, begun)
-
-    @pl.loop(0, plan.pieces(block), init_carry=begun)
+    @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
     def _(index, done):
         tile, first, count = plan.piece(block, index)
         m_tile, n_tile = plan.coordinates(tile)
         row_tile = n_tile * config.rows + row
-        # The last tile of rows may reach beyond the weight; what it stores there is dropped.
         row_start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
         divisor = read("divisor", pl.ds(row_start, TILE_ROWS))
-        bias = read("bias", pl.ds(row_start, TILE_ROWS)) if "bias" in gm else None
+        bias = bias_of(row_tile)
         # Early if there are registers, as what comes late is waited for.
         b = adapter(row_start) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
         ends = jnp.where(_ends_tile(plan, first, count), 1, 0)
@@ -765,14 +663,26 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
 
         value = pl.run_scoped(compute, accumulator)
 
-        @pl.when(part == 0)
+        sharers = plan.sharers(tile) if config.stream else (0, 0)
+        whole = jnp.equal(*sharers)
+
+        @pl.when((part == 0) & whole)
         def _():
-            if config.stream:
-                add_blocks(value, bias, tile, m_tile, row_tile)
-            else:
-                store(value, bias, m_tile, row_tile)
+            store(value, bias, m_tile, row_tile)
+
+        if config.stream:
+
+            @pl.when((part == 0) & ~whole)
+            def _():
+                gm["partial"].at[plan.slot(block, tile), row][...] = value
 
         return done + count + (ends if "b" in gm else 0)
+
+    if config.stream and not simulated:
+
+        @pl.when(part == 0)
+        def _():
+            add_blocks()
 
     if config.slices > 1:
         # The last sums have been read.
@@ -844,7 +754,12 @@ def _decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
             )
 
         mask, mix, unmix = constant(layout.MASK), constant(layout.MIX), constant(~layout.MIX)
-        scale_mask, scale_bits = constant(layout.SCALE_MASK), constant(layout.SCALE_BITS)
+        scale_mask = constant(layout.SCALE_MASK)
+        # A constant that ptxas cannot see through: it would move one into a register for each use.
+        scale_bits = mgpu.utils.inline_ptx(
+            f"{{ .reg .b32 all; activemask.b32 all; and.b32 $0, all, {layout.SCALE_BITS}; }}",
+            result_types=i32,
+        )
         out = [np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(2)]
         for half in range(2):  # the rows r and r + 8
             words = codes.registers.flat[half]
@@ -889,98 +804,36 @@ def _fence_async_proxy() -> None:
     fence()
 
 
-def _arrive(lock, arrived) -> None:
-    """Publishes what the warpgroup wrote to global memory and counts it in `lock`.
+def _arrive(first, second, arrived) -> None:
+    """Publishes what the warpgroup wrote to global memory and counts it in two locks.
 
     Args:
-        lock: int32 [1] in global memory.
-        arrived: int32 [1] in shared memory; receives how many arrived before.
+        first: int32 [1] in global memory.
+        second: the same.
+        arrived: int32 [2] in shared memory; receives how many arrived before at each.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-    def arrive(_, lock, arrived):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+    def arrive(_, first, second, arrived):
+        pointers = [mgpu.utils.memref_ptr(ref) for ref in (first, second, arrived)]
         barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [
-                mgpu.utils.memref_ptr(lock),
-                mgpu.utils.memref_ptr(arrived),
-                mgpu.utils.thread_idx(),
-                barrier,
-            ],
-            "{ .reg .pred first; .reg .b32 lane, old; "
-            "fence.acq_rel.gpu; bar.sync $3, 128; "
-            "and.b32 lane, $2, 127; setp.eq.u32 first, lane, 0; "
-            "@first atom.acq_rel.gpu.global.add.u32 old, [$0], 1; "
-            "@first st.shared.u32 [$1], old; "
-            "bar.sync $3, 128; fence.acq_rel.gpu; }",
-            "l,r,r,r,~{memory}",
+            [*pointers, mgpu.utils.thread_idx(), barrier],
+            "{ .reg .pred one; .reg .b32 lane, before, here; "
+            "bar.sync $4, 128; and.b32 lane, $3, 127; setp.eq.u32 one, lane, 0; "
+            "@one fence.acq_rel.gpu; "
+            "@one atom.relaxed.gpu.global.add.u32 before, [$0], 1; "
+            "@one atom.relaxed.gpu.global.add.u32 here, [$1], 1; "
+            "@one fence.acq_rel.gpu; "
+            "@one st.shared.u32 [$2], before; @one st.shared.u32 [$2+4], here; "
+            "bar.sync $4, 128; }",
+            "l,l,r,r,r,~{memory}",
             has_side_effects=True,
             convergent=True,
         )
 
-    arrive(lock, arrived)
-
-
-def _published(plan: Plan):
-    """Where the locks of x A^T lie: tiles published, tiles that waited, then one for each tile."""
-    return pl.ds(plan.tiles * plan.config.rows if plan.config.stream else 0, 2)
-
-
-def _publish(locks) -> None:
-    """Tells all blocks that a tile of x A^T is in memory, written by the copy engine."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def publish(_, locks):
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [
-                mgpu.utils.memref_ptr(locks),
-                mgpu.utils.thread_idx(),
-                mgpu.utils.warpgroup_barrier_idx(sync=False),
-            ],
-            "{ .reg .pred first; .reg .b32 lane; "
-            "fence.proxy.async; fence.acq_rel.gpu; bar.sync $2, 128; "
-            "and.b32 lane, $1, 127; setp.eq.u32 first, lane, 0; "
-            "@first red.release.gpu.global.add.u32 [$0], 1; }",
-            "l,r,r,~{memory}",
-            has_side_effects=True,
-            convergent=True,
-        )
-
-    publish(locks)
-
-
-def _await(locks, tiles: int, readers: int) -> None:
-    """Waits until x A^T is in memory; the last of all readers sets the locks back to zero.
-
-    The blocks that compute x A^T do so before anything else, and wait for nobody.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def wait(_, locks):
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [
-                mgpu.utils.memref_ptr(locks),
-                mgpu.utils.thread_idx(),
-                mgpu.utils.warpgroup_barrier_idx(sync=False),
-            ],
-            "{ .reg .pred first, again, last; .reg .b32 lane, seen, old; "
-            "WAIT: ld.acquire.gpu.global.u32 seen, [$0]; "
-            f"setp.ne.u32 again, seen, {tiles}; @again bra WAIT; "
-            "bar.sync $2, 128; fence.proxy.async; "
-            "and.b32 lane, $1, 127; setp.eq.u32 first, lane, 0; "
-            "mov.b32 old, 0; @first atom.acq_rel.gpu.global.add.u32 old, [$0+4], 1; "
-            f"setp.eq.u32 last, old, {readers - 1}; and.pred last, last, first; "
-            "@last st.relaxed.gpu.global.u32 [$0], 0; "
-            "@last st.relaxed.gpu.global.u32 [$0+4], 0; }",
-            "l,r,r,~{memory}",
-            has_side_effects=True,
-            convergent=True,
-        )
-
-    wait(locks)
+    arrive(first, second, arrived)
 
 
 def _release(lock) -> None:

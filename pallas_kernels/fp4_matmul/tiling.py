@@ -34,8 +34,6 @@ class TileConfig:
             several blocks share are added up by the last of them. Otherwise whole tiles.
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
-        adapter_inside: compute x A^T of an adapter in the kernel too, where one tile holds all
-            tokens; otherwise XLA computes it before.
     """
 
     tile_m: int
@@ -45,7 +43,6 @@ class TileConfig:
     stages: int = 4
     stream: bool = False
     in_flight: int = 0
-    adapter_inside: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -157,7 +154,7 @@ def candidates(m: int, n: int, k: int, *, rank: int = 0) -> Iterator[TileConfig]
                 rows = warpgroups // slices
                 if rows > row_tiles:
                     continue
-                for block_k in (128, 256, 512):
+                for block_k in (128, 256, 512, 1024):
                     if block_k % (128 * slices) or block_k < rank or block_k > 128 * steps:
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
@@ -190,37 +187,29 @@ def _stages(config: TileConfig) -> int:
 
 
 def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> float:
-    """A model of the clock cycles, good for a ranking.
+    """A model of the clock cycles on an H200, good for a ranking: 6 % off in the mean.
 
     The largest of what a block of threads issues, multiplies, receives and waits for, and of the
-    memory traffic of all of them, plus start, end and the sums across blocks.
+    memory traffic of all of them, plus start, end and the sums across blocks. Its numbers are
+    fitted to 295 measured tilings of the products of a 7B model.
     """
     m_tiles, row_tiles = -(-m // config.tile_m), -(-n // TILE_ROWS)
     n_tiles, steps = -(-row_tiles // config.rows), -(-k // config.block_k)
     tiles = m_tiles * n_tiles
-    if config.stream:
-        blocks = min(tiles * steps, multiprocessors)
-        longest = -(-tiles * steps // blocks)
-        sharers = 0 if tiles % blocks == 0 else 1 + blocks / tiles
-    else:
-        blocks = min(tiles, multiprocessors)
-        longest = -(-tiles // blocks) * steps
-        sharers = 0
+    work = tiles * steps if config.stream else tiles
+    blocks = min(work, multiprocessors)
+    longest = -(-work // blocks) * (1 if config.stream else steps)
+    rounds = -(-tiles // blocks)
     per_warpgroup = config.block_k / (TILE_COLUMNS * config.slices)  # tiles [64, 128] of a stage
     narrow = max(config.tile_m, 16)
-    decode, multiply = 180 * per_warpgroup + 35, 4 * narrow * per_warpgroup
-    stage_bytes = config.rows * 36 * config.block_k + 2 * config.tile_m * config.block_k
-    wait = 0 if config.in_flight else multiply / 2 + 60
-    step = max(
-        config.warpgroups * decode / 0.85,
-        config.warpgroups * multiply / 0.73,
-        stage_bytes / 27,
-        decode + wait + 120,
-    )
+    issue = config.warpgroups * ((260 + 2.5 * narrow) * per_warpgroup + 53)
+    multiply = config.warpgroups * 4.2 * narrow * per_warpgroup
+    receive = (config.rows * 36 + 2 * config.tile_m) * config.block_k / 27
+    wait = (260 + 2.3 * narrow) * per_warpgroup + 340
     traffic = 0.5625 * n * k * (m_tiles if m > 4096 else 1) + 2 * m * (n + k)
-    memory = traffic / (16.45 * MULTIPROCESSORS) / 0.93
-    start = 1600 + stage_bytes / 27
-    end = 600 + 6 * config.tile_m + (300 + 12 * config.tile_m) * (config.slices - 1)
-    sums = sharers and 1500 + sharers * config.tile_m * config.rows * TILE_ROWS * 4 / 40
-    shallow = 600 if config.stages * stage_bytes < 60e3 else 0
-    return max(longest * step, memory) + start + end + sums + shallow
+    memory = traffic / (11.7 * multiprocessors)
+    end = (3.5 + 8 * (config.slices - 1)) * config.tile_m * rounds
+    sums = 0.0
+    if config.stream and tiles % blocks:
+        sums = 4500 + (1 + blocks / tiles) * config.tile_m * config.rows * TILE_ROWS / 4.4
+    return max(longest * max(issue, multiply, receive, wait), memory) + 3300 + end + sums

@@ -1,5 +1,6 @@
 """Rotary positions, the key-value cache and attention."""
 
+import functools
 import math
 
 import jax
@@ -15,8 +16,8 @@ class KVCache:
     """Keys and values of the tokens so far, left-aligned: slot t holds position t.
 
     Attributes:
-        keys: for every layer [B, S, K, H], after the rotation.
-        values: for every layer [B, S, K, H].
+        keys: for every layer [B, K, S, H], after the rotation.
+        values: for every layer [B, K, S, H].
         lengths: int32 [B], the number of filled slots of each row.
     """
 
@@ -58,40 +59,128 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def attend(
-    queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array, *, causal: bool
-) -> jax.Array:
-    """Grouped-query attention over right-padded rows.
+def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Causal grouped-query attention over right-padded rows.
 
     Args:
         queries: [B, T, N, H].
-        keys: [B, S, K, H], N a multiple of K.
-        values: [B, S, K, H].
-        lengths: int32 [B], valid keys of each row.
-        causal: query t sees the keys up to t (T = S); otherwise it sees all valid keys (T = 1).
+        keys: [B, T, K, H], N a multiple of K.
+        values: [B, T, K, H].
+        lengths: int32 [B], valid tokens of each row.
 
     Returns:
         [B, T, N, H]. Queries beyond their row's length are finite and mean nothing.
     """
     if _use_cudnn(queries):
-        return jax.nn.dot_product_attention(
-            queries,
-            keys,
-            values,
-            is_causal=causal,
-            query_seq_lengths=lengths if causal else jnp.ones_like(lengths),
-            key_value_seq_lengths=lengths,
-            implementation="cudnn",
-        )
+        return _cudnn_attend(queries, keys, values, lengths)
     # With right padding a causal mask already hides the padding from every valid query.
+    return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="xla")
+
+
+def attend_to_cache(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array
+) -> jax.Array:
+    """Grouped-query attention of one token per row to the cache.
+
+    Two products and a softmax of XLA's, which always round alike; cuDNN's do not.
+
+    Args:
+        queries: [B, 1, N, H].
+        keys: [B, K, S, H], N a multiple of K.
+        values: [B, K, S, H].
+        lengths: int32 [B], valid slots of each row.
+
+    Returns:
+        [B, 1, N, H].
+    """
+    batch, kv_heads, slots, head_dim = keys.shape
+    grouped = queries.reshape(batch, kv_heads, -1, head_dim)
+    scores = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32)
+    valid = jnp.arange(slots) < lengths[:, None, None, None]
+    weights = jax.nn.softmax(jnp.where(valid, head_dim**-0.5 * scores, -jnp.inf))
+    out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(values.dtype), values)
+    return out.reshape(queries.shape)
+
+
+@jax.custom_vjp
+def _cudnn_attend(queries, keys, values, lengths):
     return jax.nn.dot_product_attention(
         queries,
         keys,
         values,
-        is_causal=causal,
-        key_value_seq_lengths=None if causal else lengths,
-        implementation="xla",
+        is_causal=True,
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
     )
+
+
+def _cudnn_attend_fwd(queries, keys, values, lengths):
+    return _cudnn_attend(queries, keys, values, lengths), (queries, keys, values)
+
+
+def _cudnn_attend_bwd(residuals, gradient):
+    """Not cuDNN's, which adds up the gradients of the queries in any order.
+
+    A resumed run would not be the run that was interrupted; and what makes cuDNN keep an order,
+    XLA cannot compile.
+    """
+    queries, keys, values = residuals
+    return *causal_attention_gradients(queries, keys, values, gradient), None
+
+
+_cudnn_attend.defvjp(_cudnn_attend_fwd, _cudnn_attend_bwd)
+
+
+def causal_attention_gradients(
+    queries: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    gradient: jax.Array,
+    *,
+    max_bytes: int = 2**29,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The backward pass of causal attention, always in the same order.
+
+    Args:
+        queries: [B, T, N, H].
+        keys: [B, T, K, H], N a multiple of K.
+        values: [B, T, K, H].
+        gradient: [B, T, N, H], by the result; zero for queries beyond their row's length.
+        max_bytes: about the size of the scores [B, N, ., T] that are held at a time.
+
+    Returns:
+        The gradients by queries, keys and values, in their types.
+    """
+    batch, length, heads, head_dim = queries.shape
+    kv_heads = keys.shape[2]
+    block = min(length, max(8, max_bytes // (4 * batch * heads * length)))
+    blocks = -(-length // block)
+    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+
+    def in_blocks(x):
+        x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
+        x = x.reshape(batch, blocks, block, kv_heads, heads // kv_heads, head_dim)
+        return x.swapaxes(0, 1)
+
+    def add(total, part):
+        dkeys, dvalues = total
+        start, q, dy = part
+        future = start + jnp.arange(block)[:, None] < jnp.arange(length)
+        scores = head_dim**-0.5 * dot("btkgh,bskh->bkgts", q, keys)
+        weights = jax.nn.softmax(jnp.where(future, -jnp.inf, scores))
+        dweights = dot("btkgh,bskh->bkgts", dy, values)
+        dscores = weights * (dweights - jnp.sum(weights * dweights, axis=-1, keepdims=True))
+        dscores = (head_dim**-0.5 * dscores).astype(q.dtype)
+        dkeys += dot("bkgts,btkgh->bskh", dscores, q)
+        dvalues += dot("bkgts,btkgh->bskh", weights.astype(dy.dtype), dy)
+        return (dkeys, dvalues), dot("bkgts,bskh->btkgh", dscores, keys).astype(q.dtype)
+
+    nothing = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    parts = block * jnp.arange(blocks), in_blocks(queries), in_blocks(gradient)
+    (dkeys, dvalues), dqueries = jax.lax.scan(add, nothing, parts)
+    dqueries = dqueries.swapaxes(0, 1).reshape(batch, blocks * block, heads, head_dim)
+    return dqueries[:, :length], dkeys.astype(keys.dtype), dvalues.astype(values.dtype)
 
 
 def _use_cudnn(queries: jax.Array) -> bool:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.attention import KVCache, attend, rotary_angles, rotate
+from qerl_jax.policy.attention import KVCache, attend, attend_to_cache, rotary_angles, rotate
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear
 from qerl_jax.policy.lora import Lora
@@ -107,10 +107,10 @@ def prefill(
     """
     x, (keys, values) = _run_layers(params, lora, tokens, lengths, config=config, remat=False)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    room = ((0, 0), (0, slots - tokens.shape[1]), (0, 0), (0, 0))
+    room = ((0, 0), (0, 0), (0, slots - tokens.shape[1]), (0, 0))
     cache = KVCache(
-        keys=[jnp.pad(k, room) for k in keys],
-        values=[jnp.pad(v, room) for v in values],
+        keys=[jnp.pad(k.swapaxes(1, 2), room) for k in keys],
+        values=[jnp.pad(v.swapaxes(1, 2), room) for v in values],
         lengths=lengths,
     )
     return logits(params, _rms_norm(last, params["norm"], config.norm_eps)), cache
@@ -136,7 +136,6 @@ def decode_step(
     Returns:
         float32 logits [B, V] after the token, and the cache with it.
     """
-    rows = jnp.arange(tokens.shape[0])
     angles = rotary_angles(cache.lengths[:, None], config)
     x = params["embed_tokens"][tokens][:, None]
     keys, values = [], []
@@ -147,7 +146,6 @@ def decode_step(
             x,
             cache.keys[i],
             cache.values[i],
-            rows,
             cache.lengths,
             angles,
             config=config,
@@ -186,7 +184,7 @@ def layer_with_inputs(
         return _project(layer, adapters, name, x)
 
     q, k, v = _project_qkv(layer, {}, x, angles, config, project)
-    attended = attend(q, k, v, lengths, causal=True)
+    attended = attend(q, k, v, lengths)
     return _finish_layer(layer, {}, x, attended, config, project), inputs
 
 
@@ -231,20 +229,20 @@ def _run_layers(params, lora, tokens, lengths, *, config, remat):
 def _layer(layer, adapters, x, lengths, angles, *, config):
     """One block over whole rows; returns the output and this layer's keys and values."""
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
-    x = _finish_layer(layer, adapters, x, attend(q, k, v, lengths, causal=True), config)
+    x = _finish_layer(layer, adapters, x, attend(q, k, v, lengths), config)
     return x, k, v
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _decode_layer(layer, adapters, x, keys, values, rows, lengths, angles, *, config):
+def _decode_layer(layer, adapters, x, keys, values, lengths, angles, *, config):
     """One block over one new token per row; returns the output and the extended cache."""
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
-    keys = keys.at[rows, lengths].set(k[:, 0])
-    values = values.at[rows, lengths].set(v[:, 0])
-    x = _finish_layer(
-        layer, adapters, x, attend(q, keys, values, lengths + 1, causal=False), config
-    )
-    return x, keys, values
+    rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
+    slots = rows, heads, lengths[:, None]
+    keys = keys.at[slots].set(k[:, 0], unique_indices=True)
+    values = values.at[slots].set(v[:, 0], unique_indices=True)
+    attended = attend_to_cache(q, keys, values, lengths + 1)
+    return _finish_layer(layer, adapters, x, attended, config), keys, values
 
 
 def _project(layer, adapters, name, x):
