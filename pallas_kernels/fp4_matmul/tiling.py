@@ -112,11 +112,6 @@ def choose(
     return min(found, key=lambda config: cost(config, m, n, k, multiprocessors))
 
 
-def any_verified() -> bool:
-    """Whether there is a table, of any device."""
-    return bool(_tables())
-
-
 def verified(device: str, jax_version: str) -> bool:
     """Whether a table was tuned, and its results checked, on this device with this jax."""
     return any(
