@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.attention import KVCache, attend, rotary_angles, rotate
+from qerl_jax.policy.attention import KVCache, attend, rotary_angles, rotate, to_cache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear
 from qerl_jax.policy.lora import Lora
@@ -239,12 +239,10 @@ def _layer(layer, adapters, x, lengths, angles, *, config):
 def _decode_layer(layer, adapters, x, keys, values, rows, lengths, angles, *, config):
     """One block over one new token per row; returns the output and the extended cache."""
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
-    keys = keys.at[rows, lengths].set(k[:, 0])
-    values = values.at[rows, lengths].set(v[:, 0])
-    x = _finish_layer(
-        layer, adapters, x, attend(q, keys, values, lengths + 1, causal=False), config
-    )
-    return x, keys, values
+    keys = keys.at[rows, lengths].set(to_cache(k[:, 0], keys.dtype))
+    values = values.at[rows, lengths].set(to_cache(v[:, 0], values.dtype))
+    attended = attend(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1, causal=False)
+    return _finish_layer(layer, adapters, x, attended, config), keys, values
 
 
 def _project(layer, adapters, name, x):
