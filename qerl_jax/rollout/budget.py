@@ -133,15 +133,14 @@ def position_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
 
 
 def rows_left(
-    params: dict, *, slots: int, reserve: int, config: ModelConfig, sampling: SamplingConfig
+    params: dict, *, slots: int, config: ModelConfig, sampling: SamplingConfig, reserve: int = 0
 ) -> int | None:
     """Rows that fit into what the device has left, at least 1; None where it does not say.
 
     A row has its slots of the cache and a few copies of its logits; the dense copy of packed
     weights, where there is one, comes before them, and so do `reserve` bytes.
     """
-    (device, *_) = params["embed_tokens"].devices()
-    memory = device.memory_stats() or {}
+    memory = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in memory:
         return None
     free = int(_FREE_SHARE * memory["bytes_limit"]) - memory["bytes_in_use"]
@@ -149,7 +148,7 @@ def rows_left(
         free -= dense_bytes(params, config)
     dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
     row = slots * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
-    return max(1, (free - reserve) // row)
+    return max(1, int(free - reserve) // row)
 
 
 def dense_bytes(params: dict, config: ModelConfig) -> int:

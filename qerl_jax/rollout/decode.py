@@ -8,6 +8,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from qerl_jax.policy import lora as lora_lib
@@ -222,7 +223,7 @@ def decode_chunk(
     return batch, jax.tree.map(lambda x: x.T, drawn)
 
 
-def keep_seats(batch: Batch, seats: jax.Array) -> Batch:
+def keep_seats(batch: Batch, seats: jax.Array | np.ndarray) -> Batch:
     """A smaller batch of some of the seats, int32 [N]; `batch` is given away.
 
     It is done array by array, so that never more than one of them exists twice.
@@ -237,7 +238,7 @@ def keep_seats(batch: Batch, seats: jax.Array) -> Batch:
 
 
 @jax.jit
-def take_rows(x: jax.Array, seats: jax.Array) -> jax.Array:
+def take_rows(x: jax.Array, seats: jax.Array | np.ndarray) -> jax.Array:
     """Some rows, int32 [N], of an array [B, ...]."""
     return x[seats]
 

@@ -30,12 +30,7 @@ Array = Any  # NumPy on the host, jax.Array inside of jit
 _NOBODY = -1  # in place of a row
 _COMPILERS = 4  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
-_PROGRAMS = {
-    f"jit({program.__name__})"
-    for program in (
-        decode.read_prompts, decode.seat_rows, decode.decode_chunk, decode.take_rows
-    )
-}  # fmt: skip
+_PROGRAMS = {"jit(read_prompts)", "jit(seat_rows)", "jit(decode_chunk)", "jit(take_rows)"}
 
 
 @struct.dataclass
@@ -112,7 +107,8 @@ def generate(
         decode_text: token ids to text, for stop strings. A completion is cut after the token that
             completes one of them.
         compiled: whether all programs are compiled already; then compiling is an error.
-        on_progress: called between chunks with the rows that have ended and the tokens drawn.
+        on_progress: called with the rows that have ended and the tokens drawn, after every chunk
+            but the last.
         on_tokens: called with the tokens [B, C] and lengths [B] of a `Rollout` so far, when there
             are new ones.
         on_statistics: called at the end.
@@ -137,7 +133,9 @@ def generate(
     )
     ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
     host = _Host(
-        *_bound((key, params, lora)),
+        _bound(key),
+        _bound(params),
+        _bound(lora),
         prompts,
         (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
         plan=plan,
@@ -158,12 +156,18 @@ def generate(
                 host.shrink()
                 host.decode_chunk()
             host.look(older)
-            if on_progress is not None:
+            if on_progress is not None and not host.ended.all():
                 on_progress(int(host.ended.sum()), int(host.rollout.lengths.sum()))
     if on_statistics is not None:
         live = int(host.rollout.lengths.sum()) - len(host.ended)
         on_statistics(Statistics(prompts_read=host.prompts_read, decoded=host.decoded, live=live))
     return host.rollout
+
+
+def live_share(costs: Sequence[Statistics]) -> float:
+    """Of the row-steps that rollouts decoded, those that drew a token; 1 where none was decoded."""
+    decoded = sum(cost.decoded for cost in costs)
+    return sum(cost.live for cost in costs) / decoded if decoded else 1.0
 
 
 def progress_after(
@@ -474,12 +478,15 @@ def compile_ahead(
     for rows, smaller in itertools.pairwise(plan.batches):
         kinds = {(x.shape, x.dtype): x for x in jax.tree.leaves(batch(rows))}
         lowered += [decode.take_rows.lower(x, *_integers(smaller)) for x in kinds.values()]
-    with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
+    try:
         compiling = [pool.submit(program.compile) for program in lowered]
         for done, program in enumerate(concurrent.futures.as_completed(compiling), start=1):
             program.result()
             if on_progress is not None:
                 on_progress(done, len(lowered))
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
@@ -487,8 +494,8 @@ def _no_compilation(plan: Plan) -> Generator[None]:
     """Raises at the end if one of the programs was compiled meanwhile."""
     compiled = []
 
-    def note(event: str, seconds: float, **where: str | int) -> None:
-        del seconds
+    def note(event: str, duration_secs: float, **where: str | int) -> None:
+        del duration_secs
         if event == _COMPILATION and where.get("fun_name") in _PROGRAMS:
             compiled.append(where["fun_name"])
 
