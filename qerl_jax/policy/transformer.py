@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.attention import KVCache, attend, attend_to_cache, rotary_angles, rotate
+from qerl_jax.policy.attention import (
+    KVCache,
+    attend,
+    attend_to_cache,
+    rotary_angles,
+    rotate,
+    to_cache,
+)
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear
 from qerl_jax.policy.lora import Lora
@@ -239,9 +246,9 @@ def _decode_layer(layer, adapters, x, keys, values, lengths, angles, *, config):
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
     rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
     slots = rows, heads, lengths[:, None]
-    keys = keys.at[slots].set(k[:, 0], unique_indices=True)
-    values = values.at[slots].set(v[:, 0], unique_indices=True)
-    attended = attend_to_cache(q, keys, values, lengths + 1)
+    keys = keys.at[slots].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
+    values = values.at[slots].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
+    attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
     return _finish_layer(layer, adapters, x, attended, config), keys, values
 
 
