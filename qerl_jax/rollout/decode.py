@@ -243,6 +243,7 @@ def take_rows(x: jax.Array, seats: jax.Array | np.ndarray) -> jax.Array:
     return x[seats]
 
 
+@jax.named_scope("sampling")
 def _draw(key, logits, rows, positions, sampling) -> Drawn:
     tokens, logprobs, entropies = sample(
         row_keys(key, rows, positions),
