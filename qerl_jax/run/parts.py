@@ -8,11 +8,12 @@ import contextlib
 import pathlib
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.profiler import ProfileData, ProfileOptions
+from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
 PARTS = ("linears", "lora", "attention", "head", "sampling", "other")
 
@@ -28,8 +29,9 @@ def parts_of(hlo: str) -> dict[str, str]:
     A fusion belongs to what its last operation belongs to. Beside the FP4 kernel nothing but the
     adapter runs in a packed linear.
     """
-    packed = _FP4 in hlo
-    return {name: _part(path, packed) for name, path in _INSTRUCTION.findall(hlo)}
+    paths = dict(_INSTRUCTION.findall(hlo))
+    packed = any(_FP4 in path for path in paths.values())
+    return {name: _part(path, packed) for name, path in paths.items()}
 
 
 def _part(path: str, packed: bool) -> str:
@@ -89,12 +91,18 @@ def kernels_in(profile: ProfileData) -> Kernels:
             if not line.name.startswith("Stream"):
                 continue  # The same again, summed up in other ways.
             for event in line.events:
-                stats = {key: value for key, value in event.stats if key is not None}
+                stats = _stats(event)
                 if "memcpy_details" in stats or "memset_details" in stats:
                     continue
                 name = str(stats.get("hlo_op", event.name))
                 found.append((event.start_ns, name, 1e-6 * event.duration_ns))
     return [(name, milliseconds) for _, name, milliseconds in sorted(found)]
+
+
+def _stats(event: ProfileEvent) -> dict[str | None, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of the iterator's type, by Python
+        return dict(event.stats)
 
 
 def _cupti_kernels(run: Callable[[], Any]) -> Kernels:
