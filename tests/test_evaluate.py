@@ -240,18 +240,18 @@ def test_a_continued_evaluation_keeps_its_waves(settings, waves, monkeypatch):
     [
         (None, 0, "bf16", 32, "chunk"),
         (80, 0, "bf16", 256, "chunk"),
-        (1e-3, 0, "bf16", 900_000 // 6912, "chunk"),
-        (1e-3, 0.5e-3, "bf16", 400_000 // 6912, "chunk"),
-        (1e-3, 0, "nvfp4", (900_000 - 4 * 15_360) // 6912, "chunk"),
-        (5e-5, 0, "nvfp4", 45_000 // 6912, "step"),
+        (1e-3, 0, "bf16", 900_000 // 3840, "chunk"),
+        (1e-3, 0.5e-3, "bf16", 400_000 // 3840, "chunk"),
+        (1e-3, 0, "nvfp4", (900_000 - 4 * 15_360) // 3840, "chunk"),
+        (5e-5, 0, "nvfp4", 45_000 // 3840, "step"),
         (5e-5, 5e-5, "nvfp4", 1, "step"),
     ],
 )
 def test_rows_follow_from_the_memory(
     tiny, monkeypatch, gigabytes, in_use, format, rows, dequantize
 ):
-    # 15 360 weights in the layers. A row of 6 and 4 tokens has 12 slots of 256 bytes, held twice,
-    # and logits of 192 bytes, held four times.
+    # 15 360 weights in the layers. A row of 6 and 4 tokens has 12 slots of 256 bytes, and logits of
+    # 192 bytes, held four times.
     model = load(str(tiny.model), format=format, dtype="float32")
     memory = gigabytes and {"bytes_limit": gigabytes * 1e9, "bytes_in_use": in_use * 1e9}
 
@@ -286,11 +286,16 @@ def test_other_draws_with_another_seed(settings, tmp_path):
 def test_the_same_question_twice_has_its_own_draws(settings, tmp_path):
     path = tmp_path / "twins.jsonl"
     path.write_text(2 * '{"question": "t3 t4", "answer": "1"}\n')
-    for max_rows in (3, 6):  # in two waves, and in one
-        out = str(tmp_path / f"rows{max_rows}")
-        (folder,) = evaluate(settings(tasks=(str(path),), max_rows=max_rows, out=out))
-        texts = [row["completion"] for row in read_metrics(folder / "twins.jsonl")]
-        assert len(texts) == len(set(texts)) == 6
+    (folder,) = evaluate(settings(tasks=(str(path),)))
+    texts = [row["completion"] for row in read_metrics(folder / "twins.jsonl")]
+    assert len(texts) == len(set(texts)) == 6
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 24])
+def test_samples_do_not_depend_on_the_rows_that_decode_together(settings, tmp_path, max_rows):
+    (folder,) = evaluate(settings())
+    (other,) = evaluate(settings(max_rows=max_rows, out=str(tmp_path / "other")))
+    assert read_metrics(other / "problems.jsonl") == read_metrics(folder / "problems.jsonl")
 
 
 def test_sampling_among_the_most_likely_token_is_greedy(settings, tmp_path):

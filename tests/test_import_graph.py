@@ -81,7 +81,7 @@ def qerl_edges():
 
 def test_there_is_something_to_look_at():
     graph = imports(ROOT)
-    assert "qerl_jax.policy.transformer" in graph["qerl_jax.rollout.engine"]
+    assert "qerl_jax.policy.transformer" in graph["qerl_jax.rollout.decode"]
     assert "pallas_kernels.fp4_matmul" in graph["qerl_jax.policy.linear"]
     assert "qerl_jax.errors" in graph["experiments.cli"]
 

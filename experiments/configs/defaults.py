@@ -291,7 +291,15 @@ def _fields(model: str) -> ConfigDict:
     c.rollout.temperature = 1.0
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1.0: off
-    c.rollout.max_rows = max_rows  # rows that decode together, the rest waits; 0: all
+    # Strings that end a completion, beside the end-of-sequence tokens: ('</answer>',).
+    c.rollout.stop = ()
+    # Rows that decode together, the rest waits. 0: as many as the memory for keys and values holds,
+    c.rollout.max_rows = max_rows
+    # which is this, or, where both are 0, what the device has left once the weights are loaded.
+    c.rollout.kv_cache_bytes = 0
+    # '': model.dtype; or 'float8': half the memory of bfloat16, not the time, and what samples is
+    # the policy with rounded keys and values.
+    c.rollout.kv_cache_dtype = ""
     c.rollout.chunk_steps = 32  # tokens decoded before the host looks which rows are done
 
     # 'chunk' dequantizes the weights once for the steps of a chunk, which needs room for a dense

@@ -15,6 +15,8 @@ from qerl_jax.policy.config import ModelConfig
 class KVCache:
     """Keys and values of the tokens so far, left-aligned: slot t holds position t.
 
+    They may be stored in another dtype than the policy computes in, see `to_cache`.
+
     Attributes:
         keys: for every layer [B, K, S, H], after the rotation.
         values: for every layer [B, K, S, H].
@@ -24,6 +26,17 @@ class KVCache:
     keys: list[jax.Array]
     values: list[jax.Array]
     lengths: jax.Array
+
+
+def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rounds keys or values to the dtype of a cache; attention casts them back, without a scale.
+
+    float8_e4m3fn has no infinity, and what exceeds its 448 would become NaN: it is cut off there.
+    """
+    if dtype == jnp.float8_e4m3fn:
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -limit, limit)
+    return x.astype(dtype)
 
 
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:

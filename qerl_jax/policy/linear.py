@@ -25,11 +25,14 @@ def linear(
         [..., N] in x's dtype.
     """
     if isinstance(weight, QuantTensor):
-        return fp4_matmul.fp4_matmul(x, kernel_weight(weight), lora=lora, bias=bias)
-    y = fp4_matmul.dot(x, weight)
+        with jax.named_scope("linears"):
+            return fp4_matmul.fp4_matmul(x, kernel_weight(weight), lora=lora, bias=bias)
+    with jax.named_scope("linears"):
+        y = fp4_matmul.dot(x, weight)
     if lora is not None:
         a, b = lora
-        y = y + fp4_matmul.dot(fp4_matmul.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
+        with jax.named_scope("lora"):
+            y = y + fp4_matmul.dot(fp4_matmul.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
     if bias is not None:
         y = y + bias.astype(x.dtype)
     return y

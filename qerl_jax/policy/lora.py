@@ -105,6 +105,7 @@ def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:
     return Lora(layers=layers, scale=lora_config.scale)
 
 
+@jax.named_scope("lora")
 def fuse(
     lora: Lora | None, config: ModelConfig, dtype: jnp.dtype
 ) -> list[dict[str, tuple[jax.Array, jax.Array]]]:

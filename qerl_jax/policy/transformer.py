@@ -19,7 +19,14 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.attention import KVCache, attend, attend_to_cache, rotary_angles, rotate
+from qerl_jax.policy.attention import (
+    KVCache,
+    attend,
+    attend_to_cache,
+    rotary_angles,
+    rotate,
+    to_cache,
+)
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear
 from qerl_jax.policy.lora import Lora
@@ -72,6 +79,7 @@ def hidden_states(
     return _rms_norm(x, params["norm"], config.norm_eps)
 
 
+@jax.named_scope("head")
 def logits(params: dict, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of final hidden states [..., D]."""
     head = params.get("lm_head", params["embed_tokens"])
@@ -229,19 +237,21 @@ def _run_layers(params, lora, tokens, lengths, *, config, remat):
 def _layer(layer, adapters, x, lengths, angles, *, config):
     """One block over whole rows; returns the output and this layer's keys and values."""
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
-    x = _finish_layer(layer, adapters, x, attend(q, k, v, lengths), config)
-    return x, k, v
+    with jax.named_scope("attention"):
+        attended = attend(q, k, v, lengths)
+    return _finish_layer(layer, adapters, x, attended, config), k, v
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _decode_layer(layer, adapters, x, keys, values, lengths, angles, *, config):
     """One block over one new token per row; returns the output and the extended cache."""
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
-    rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
-    slots = rows, heads, lengths[:, None]
-    keys = keys.at[slots].set(k[:, 0], unique_indices=True)
-    values = values.at[slots].set(v[:, 0], unique_indices=True)
-    attended = attend_to_cache(q, keys, values, lengths + 1)
+    with jax.named_scope("attention"):
+        rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
+        slots = rows, heads, lengths[:, None]
+        keys = keys.at[slots].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
+        values = values.at[slots].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
+        attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
     return _finish_layer(layer, adapters, x, attended, config), keys, values
 
 

@@ -1,52 +1,36 @@
 """Sampling completions from the policy that is being trained, out of the same arrays.
 
-A prompt is read once and its keys and values are repeated for its group; then all rows decode
-together in jitted chunks of a fixed number of steps, until every row has ended.
+A prompt is read once and its keys and values are copied for its group. The rows decode together in
+jitted chunks of a fixed number of steps, and between two chunks the host gives the seats of rows
+that have ended to rows that wait; when none waits, the batch shrinks with the rows. What a chunk
+has drawn is looked at while the next one runs, so that the device never waits for the host.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from qerl_jax.buckets import bucket
-from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import KVCache
+from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.sampling import row_keys, sample
+from qerl_jax.rollout import budget, decode
+from qerl_jax.rollout.budget import Plan
+from qerl_jax.rollout.sampling import SamplingConfig
 
 Array = Any  # NumPy on the host, jax.Array inside of jit
 
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig:
-    """How to sample.
-
-    Attributes:
-        max_new_tokens: C, the longest completion.
-        temperature: 0 is greedy.
-        top_k: 0 is off.
-        top_p: 1 is off.
-        chunk_steps: decode steps between two looks at which rows have ended.
-        max_rows: rows that decode together, in whole groups; the others wait. 0 is all of them.
-        dequantize: 'chunk' dequantises the packed weights once for all steps of a chunk, which
-            needs room for a dense copy while it runs; 'step' reads the packed weights each time.
-    """
-
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    chunk_steps: int = 16
-    max_rows: int = 0
-    dequantize: str = "chunk"
+_NOBODY = -1  # in place of a row
+_COMPILERS = 4  # programs that compile at the same time
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+_PROGRAMS = {"jit(read_prompts)", "jit(seat_rows)", "jit(decode_chunk)", "jit(take_rows)"}
 
 
 @struct.dataclass
@@ -56,7 +40,7 @@ class Rollout:
     Attributes:
         tokens: int32 [B, C] completions, padded on the right.
         lengths: int32 [B] tokens of each completion, its end-of-sequence token included.
-        finished: bool [B], whether it ended with an end-of-sequence token.
+        finished: bool [B], whether it ended with an end-of-sequence token or a stop string.
         logprobs: float32 [B, C], log-probability of each token under the sampling temperature.
         entropies: float32 [B, C], entropy of the distribution each token was drawn from, in nats.
     """
@@ -68,19 +52,19 @@ class Rollout:
     entropies: Array
 
 
-@struct.dataclass
-class _DecodeState:
-    """Rows in flight; `last` [B] is the newest token, `count` the tokens drawn so far.
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """What a rollout cost.
 
-    `first_row` is the number of the first row among all rows of the rollout.
+    Attributes:
+        prompts_read: prompts that were read, what fills up a batch of them included.
+        decoded: steps times seats, of all chunks.
+        live: those that drew a token of a completion.
     """
 
-    cache: KVCache
-    last: jax.Array
-    done: jax.Array
-    count: jax.Array
-    first_row: jax.Array
-    rollout: Rollout
+    prompts_read: int
+    decoded: int
+    live: int
 
 
 def generate(
@@ -94,57 +78,96 @@ def generate(
     eos_ids: Sequence[int],
     pad_id: int,
     group_size: int = 1,
+    prompt_ids: Sequence[int] | None = None,
     prompt_width: int = 0,
+    decode_text: Callable[[Sequence[int]], str] | None = None,
+    compiled: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
+    on_statistics: Callable[[Statistics], None] | None = None,
 ) -> Rollout:
     """Samples `group_size` completions of every prompt.
+
+    Rows take seats in their order. The rows of a group need not do so together: what was read of
+    a prompt is kept until the last of its rows has a seat.
 
     Args:
         key: the draws depend on it, on the row and on the position only.
         params: the policy.
         lora: its adapter, or None.
-        prompts: P lists of token ids, none empty.
+        prompts: P lists of token ids.
         config: the architecture.
         sampling: how to sample.
         eos_ids: a completion ends with the first of these.
         pad_id: fills what follows a completion.
         group_size: G.
+        prompt_ids: the identity of each prompt, which the draws of its rows depend on; by default
+            its number. Whoever generates for some prompts at a time passes them.
         prompt_width: the longest prompt there is, if known: then one width is compiled.
-        on_progress: called between chunks with the rows that have ended and the tokens drawn.
-        on_tokens: called after each chunk with what the rows that decode together have so far, the
-            tokens [B, C] and lengths [B] of a `Rollout`.
+        decode_text: token ids to text, for stop strings. A completion is cut after the token that
+            completes one of them.
+        compiled: whether all programs are compiled already; then compiling is an error.
+        on_progress: called with the rows that have ended and the tokens drawn, after every chunk
+            but the last.
+        on_tokens: called with the tokens [B, C] and lengths [B] of a `Rollout` so far, when there
+            are new ones.
+        on_statistics: called at the end.
 
     Returns:
         A Rollout of NumPy arrays.
+
+    Raises:
+        UserError: no prompt, an empty one, one that is too long, or memory for less than a row.
+        RuntimeError: a program was compiled although all of them should be.
     """
-    width = bucket(max(prompt_width, max(len(prompt) for prompt in prompts)))
-    wave = max(1, (sampling.max_rows or len(prompts) * group_size) // group_size)
-    wave = min(wave, len(prompts))
-    # The last wave is filled up, so that all have the compiled shape.
-    filled = list(prompts) + [prompts[0]] * (-len(prompts) % wave)
-    rollouts: list[Rollout] = []
-    for first in range(0, len(prompts), wave):
-        done, drawn = first * group_size, sum(int(r.lengths.sum()) for r in rollouts)
-        rollouts.append(
-            _generate_wave(
-                key,
-                params,
-                lora,
-                filled[first : first + wave],
-                first_row=done,
-                width=width,
-                group_size=group_size,
-                on_progress=progress_after(on_progress, rows=done, tokens=drawn),
-                on_tokens=on_tokens,
-                config=config,
-                sampling=sampling,
-                eos_ids=tuple(eos_ids),
-                pad_id=pad_id,
-            )
-        )
-    rows = len(prompts) * group_size
-    return jax.tree.map(lambda *x: np.concatenate(x)[:rows], *rollouts)
+    longest = _longest(prompts, prompt_width)
+    if sampling.stop and decode_text is None:
+        raise UserError(f"stop={sampling.stop!r}: stop strings need decode_text, ids to text")
+    plan = budget.make_plan(
+        params,
+        prompts=len(prompts),
+        longest=longest,
+        group_size=group_size,
+        config=config,
+        sampling=sampling,
+    )
+    ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
+    host = _Host(
+        _bound(key),
+        _bound(params),
+        _bound(lora),
+        prompts,
+        (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
+        plan=plan,
+        config=config,
+        sampling=sampling,
+        eos_ids=tuple(eos_ids),
+        pad_id=pad_id,
+        decode_text=decode_text,
+        on_tokens=on_tokens,
+    )
+    with contextlib.ExitStack() as stack:
+        if compiled:
+            stack.enter_context(_no_compilation(plan))
+        while not host.ended.all():
+            host.seat_waiting()
+            older = len(host.unseen)
+            if host.needed.any():
+                host.shrink()
+                host.decode_chunk()
+            host.look(older)
+            if on_progress is not None and not host.ended.all():
+                on_progress(int(host.ended.sum()), int(host.rollout.lengths.sum()))
+    if on_statistics is not None:
+        live = int(host.rollout.lengths.sum()) - len(host.ended)
+        on_statistics(Statistics(prompts_read=host.prompts_read, decoded=host.decoded, live=live))
+    return host.rollout
+
+
+def live_share(costs: Sequence[Statistics]) -> float:
+    """Of the row-steps that rollouts decoded, those that drew a token; 1 where none was decoded."""
+    decoded = sum(cost.decoded for cost in costs)
+    return sum(cost.live for cost in costs) / decoded if decoded else 1.0
 
 
 def progress_after(
@@ -154,50 +177,6 @@ def progress_after(
     if on_progress is None:
         return None
     return lambda ended, drawn: on_progress(rows + ended, tokens + drawn)
-
-
-def _generate_wave(
-    key,
-    params,
-    lora,
-    prompts,
-    *,
-    first_row,
-    width,
-    group_size,
-    on_progress,
-    on_tokens,
-    config,
-    sampling,
-    eos_ids,
-    pad_id,
-) -> Rollout:
-    """Samples for prompts that decode together."""
-    tokens, lengths = pad_prompts(prompts, width=width, pad_id=pad_id)
-    # Equal chunks: the first token comes with the prompt.
-    remaining = sampling.max_new_tokens - 1
-    chunks = -(-remaining // sampling.chunk_steps)
-    steps = -(-remaining // chunks) if chunks else 0
-    static = {"config": config, "sampling": sampling, "eos_ids": eos_ids, "pad_id": pad_id}
-    state = _start(
-        key, params, lora, tokens, lengths, np.int32(first_row), group_size=group_size, **static
-    )
-    for _ in range(chunks):
-        if on_tokens is not None:
-            on_tokens(*_so_far(state))
-        if on_progress is not None:
-            on_progress(int(state.done.sum()), int(state.rollout.lengths.sum()))
-        if bool(state.done.all()):
-            break
-        state = _decode_chunk(key, params, lora, state, steps=steps, **static)
-    if on_tokens is not None:
-        on_tokens(*_so_far(state))
-    return jax.device_get(state.rollout)
-
-
-def _so_far(state: _DecodeState) -> tuple[np.ndarray, np.ndarray]:
-    """Copies, as the arrays of the state are given to the next chunk."""
-    return np.array(state.rollout.tokens), np.array(state.rollout.lengths)
 
 
 def pad_prompts(
@@ -215,87 +194,322 @@ def pad_prompts(
     return tokens, lengths
 
 
-@functools.partial(
-    jax.jit, static_argnames=("config", "sampling", "eos_ids", "pad_id", "group_size")
-)
-def _start(
-    key, params, lora, tokens, lengths, first_row, *, config, sampling, eos_ids, pad_id, group_size
-) -> _DecodeState:
-    """Reads each prompt once, repeats it for its group and draws the first tokens."""
-    width = sampling.max_new_tokens
-    logits, cache = transformer.prefill(
-        params, lora, tokens, lengths, config=config, slots=tokens.shape[1] + width
-    )
-    logits, cache = jax.tree.map(lambda x: jnp.repeat(x, group_size, axis=0), (logits, cache))
-    batch = logits.shape[0]
-    empty = Rollout(
-        tokens=jnp.full((batch, width), pad_id, jnp.int32),
-        lengths=jnp.zeros(batch, jnp.int32),
-        finished=jnp.zeros(batch, bool),
-        logprobs=jnp.zeros((batch, width), jnp.float32),
-        entropies=jnp.zeros((batch, width), jnp.float32),
-    )
-    state = _DecodeState(
-        cache=cache,
-        last=jnp.zeros(batch, jnp.int32),
-        done=jnp.zeros(batch, bool),
-        count=jnp.int32(0),
-        first_row=first_row,
-        rollout=empty,
-    )
-    return _draw(key, state, logits, cache, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id)
+def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:
+    if not len(prompts):
+        raise UserError("there is no prompt to complete: pass at least one")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UserError(f"prompt {number} is empty: it needs at least one token")
+    return max(prompt_width, *map(len, prompts))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "sampling", "eos_ids", "pad_id", "steps"),
-    donate_argnames="state",
-)
-def _decode_chunk(
-    key, params, lora, state, *, config, sampling, eos_ids, pad_id, steps
-) -> _DecodeState:
-    fused = lora_lib.fuse(lora, config, params["embed_tokens"].dtype)
-    if sampling.dequantize == "chunk":
-        params = transformer.dequantize_layers(params)
+def _bound(tree: Any) -> Any:
+    """The arrays bound to where they are: unbound ones would compile to programs of their own."""
+    return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None)), tree)
 
-    def step(_, state):
-        logits, cache = transformer.decode_step(
-            params, fused, state.last, state.cache, config=config
+
+# --- The host's side of a rollout -----------------------------------------------------------------
+
+
+class _Host:
+    """Who has which seat, who waits, and what has been drawn.
+
+    Attributes:
+        rollout: what has been looked at.
+        ended: bool [rows], whether there is nothing to add to a row.
+        unseen: rows, and what is being drawn for them, in the order of the device.
+        prompts_read: see `Statistics`.
+        decoded: likewise.
+    """
+
+    def __init__(
+        self,
+        key: jax.Array,
+        params: dict,
+        lora: Lora | None,
+        prompts: Sequence[Sequence[int]],
+        identities: np.ndarray,
+        *,
+        plan: Plan,
+        config: ModelConfig,
+        sampling: SamplingConfig,
+        eos_ids: tuple[int, ...],
+        pad_id: int,
+        decode_text: Callable[[Sequence[int]], str] | None,
+        on_tokens: Callable[[np.ndarray, np.ndarray], None] | None,
+    ):
+        self._key, self._params, self._lora = key, params, lora
+        self._prompts, self._identities = prompts, identities
+        self._plan, self._config, self._sampling = plan, config, sampling
+        self._eos_ids, self._pad_id = eos_ids, pad_id
+        self._decode_text, self._on_tokens = decode_text, on_tokens
+        rows, width = len(identities), sampling.max_new_tokens
+        self.rollout = Rollout(
+            tokens=np.full((rows, width), pad_id, np.int32),
+            lengths=np.zeros(rows, np.int32),
+            finished=np.zeros(rows, bool),
+            logprobs=np.zeros((rows, width), np.float32),
+            entropies=np.zeros((rows, width), np.float32),
         )
-        return _draw(key, state, logits, cache, sampling=sampling, eos_ids=eos_ids, pad_id=pad_id)
+        self.ended = np.zeros(rows, bool)
+        self.unseen: list[tuple[np.ndarray, decode.Drawn]] = []
+        self.prompts_read = self.decoded = 0
+        self._batch = decode.empty_batch(
+            plan.batches[0],
+            plan.slots,
+            config=config,
+            dtype=plan.dtype,
+            sharding=params["embed_tokens"].sharding,
+        )
+        self._seated = np.full(plan.batches[0], _NOBODY)  # the row in each seat
+        self._promised = np.zeros(rows, int)  # tokens of each row when the device is done
+        self._waiting = 0  # the first row without a seat
+        self._read: decode.Prompts | None = None
+        self._first_read = 0  # the first prompt of these
 
-    return jax.lax.fori_loop(0, steps, step, state)
+    @property
+    def needed(self) -> np.ndarray:
+        """The seats, bool [B], of rows that may go on when the device has done what it was told."""
+        rows = self._seated
+        over = self.ended[rows] | (self._promised[rows] >= self._sampling.max_new_tokens)
+        return (rows != _NOBODY) & ~over
+
+    def seat_waiting(self) -> None:
+        """Gives the seats that nobody needs to rows that wait, and reads their prompts."""
+        plan, rows = self._plan, len(self.ended)
+        group_size = rows // len(self._prompts)
+        while self._waiting < rows and not self.needed.all():
+            if self._read is None:
+                self._read_prompts()
+            end = min(rows, (self._first_read + plan.prompts) * group_size)
+            free = np.flatnonzero(~self.needed)[: min(plan.seatings[-1], end - self._waiting)]
+            size = next(size for size in plan.seatings if size >= len(free))
+            chosen = np.full(size, _NOBODY)
+            chosen[: len(free)] = self._waiting + np.arange(len(free))
+            seats = np.full(size, len(self._seated), np.int32)
+            seats[: len(free)] = free
+            self._batch, drawn = decode.seat_rows(
+                self._key,
+                self._batch,
+                self._read,
+                seats,
+                np.maximum(chosen // group_size - self._first_read, 0).astype(np.int32),
+                self._identities[chosen],
+                sampling=self._sampling,
+                eos_ids=self._eos_ids,
+            )
+            self._seated[free] = chosen[: len(free)]
+            self._expect(chosen, drawn)
+            self._waiting += len(free)
+            if self._waiting == end:
+                self._read, self._first_read = None, self._first_read + plan.prompts
+
+    def _read_prompts(self) -> None:
+        plan = self._plan
+        prompts = self._prompts[self._first_read : self._first_read + plan.prompts]
+        longest = max(map(len, prompts))
+        # The last ones are filled up, so that all have a compiled shape.
+        filled = [*prompts, *[prompts[0]] * (plan.prompts - len(prompts))]
+        tokens, lengths = pad_prompts(
+            filled, width=next(w for w in plan.widths if w >= longest), pad_id=self._pad_id
+        )
+        self._read = decode.read_prompts(
+            self._params, self._lora, tokens, lengths, config=self._config, dtype=plan.dtype
+        )
+        self.prompts_read += plan.prompts
+
+    def shrink(self) -> None:
+        """Closes up when nobody waits and the rows that are left fit a smaller batch."""
+        if self._waiting < len(self.ended):
+            return
+        rows = self.needed.sum()
+        # One after the other: few pairs of sizes are compiled.
+        for size in [size for size in self._plan.batches if rows <= size < len(self._seated)]:
+            kept = np.argsort(~self.needed, stable=True)[:size].astype(np.int32)
+            self._seated = np.where(self.needed, self._seated, _NOBODY)[kept]
+            self._batch = decode.keep_seats(self._batch, kept)
+
+    def decode_chunk(self) -> None:
+        """Lets the device decode a chunk."""
+        needed = self.needed
+        self._batch, drawn = decode.decode_chunk(
+            self._key,
+            self._params,
+            self._lora,
+            self._batch,
+            needed,
+            config=self._config,
+            sampling=self._sampling,
+            eos_ids=self._eos_ids,
+            steps=self._plan.steps,
+        )
+        self.decoded += len(needed) * self._plan.steps
+        self._expect(np.where(needed, self._seated, _NOBODY), drawn)
+
+    def look(self, count: int) -> None:
+        """Waits for the oldest `count` of what is drawn, and keeps it."""
+        for _ in range(count):
+            rows, drawn = self.unseen.pop(0)
+            self._keep(rows, jax.device_get(drawn))
+            if self._on_tokens is not None:
+                self._on_tokens(self.rollout.tokens.copy(), self.rollout.lengths.copy())
+
+    def _expect(self, rows: np.ndarray, drawn: decode.Drawn) -> None:
+        for array in jax.tree.leaves(drawn):
+            array.copy_to_host_async()
+        self._promised[rows[rows != _NOBODY]] += drawn.tokens.shape[1]
+        self.unseen.append((rows, drawn))
+
+    def _keep(self, rows: np.ndarray, drawn: decode.Drawn) -> None:
+        """Appends what was drawn to the rows that have not ended, up to where they end."""
+        rollout, limit = self.rollout, self._sampling.max_new_tokens
+        live = np.flatnonzero((rows != _NOBODY) & ~self.ended[rows])
+        rows, tokens = rows[live], drawn.tokens[live]
+        before = rollout.lengths[rows]
+        ends = np.isin(tokens, self._eos_ids)
+        ends &= np.arange(tokens.shape[1]) < (limit - before)[:, None]
+        finished = ends.any(axis=1)
+        counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
+        counts = np.minimum(counts, limit - before)
+        for place, row in enumerate(rows):
+            new = tokens[place, : counts[place]]
+            if self._sampling.stop:
+                cut = self._cut(np.append(rollout.tokens[row, : before[place]], new), before[place])
+                if cut is not None:
+                    counts[place], finished[place] = cut, True
+            old, end = before[place], before[place] + counts[place]
+            rollout.tokens[row, old:end] = new[: counts[place]]
+            rollout.logprobs[row, old:end] = drawn.logprobs[live[place], : counts[place]]
+            rollout.entropies[row, old:end] = drawn.entropies[live[place], : counts[place]]
+        rollout.lengths[rows] = before + counts
+        rollout.finished[rows] = finished
+        self.ended[rows] = finished | (rollout.lengths[rows] == limit)
+
+    def _cut(self, tokens: np.ndarray, old: int) -> int | None:
+        """How many tokens behind the `old` first complete a stop string; None: all of them do not.
+
+        A string has no more tokens than bytes, so it begins that far before the new tokens.
+        """
+        stop, text = self._sampling.stop, self._decode_text
+        assert text is not None
+        ids = tokens[max(0, old - max(len(s.encode()) for s in stop)) :].tolist()
+        skipped = len(tokens) - len(ids)
+        if not any(s in text(ids) for s in stop):
+            return None
+        ends = range(old - skipped + 1, len(ids) + 1)
+        return next(n for n in ends if any(s in text(ids[:n]) for s in stop)) + skipped - old
 
 
-def _draw(key, state, logits, cache, *, sampling, eos_ids, pad_id) -> _DecodeState:
-    """Draws the next token of every row that has not ended and records it."""
-    rows = state.first_row + jnp.arange(logits.shape[0])
-    positions = jnp.full_like(rows, state.count)
-    tokens, logprobs, entropies = sample(
-        row_keys(key, rows, positions),
-        logits,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
+# --- Compiling ahead ------------------------------------------------------------------------------
+
+
+def compile_ahead(
+    key: jax.Array,
+    params: dict,
+    lora: Lora | None,
+    *,
+    prompts: int,
+    prompt_width: int,
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    eos_ids: Sequence[int],
+    group_size: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Compiles every program that `generate` can need for so many prompts.
+
+    Args:
+        key: one like those that `generate` gets.
+        params: the policy.
+        lora: its adapter, or None.
+        prompts: P.
+        prompt_width: the longest prompt there is.
+        config: see `generate`.
+        sampling: likewise.
+        eos_ids: likewise.
+        group_size: G.
+        on_progress: called with the programs that are compiled, and all of them.
+
+    Raises:
+        UserError: see `generate`.
+    """
+    plan = budget.make_plan(
+        params,
+        prompts=prompts,
+        longest=prompt_width,
+        group_size=group_size,
+        config=config,
+        sampling=sampling,
     )
-    # The last chunk may run past the longest completion: then every row is done.
-    live = ~state.done
-    tokens = jnp.where(live, tokens, pad_id)
-    ended = live & jnp.isin(tokens, jnp.array(eos_ids, jnp.int32))
-    old = state.rollout
-    rollout = Rollout(
-        tokens=old.tokens.at[:, state.count].set(tokens),
-        lengths=old.lengths + live,
-        finished=old.finished | ended,
-        logprobs=old.logprobs.at[:, state.count].set(jnp.where(live, logprobs, 0.0)),
-        entropies=old.entropies.at[:, state.count].set(jnp.where(live, entropies, 0.0)),
-    )
-    count = state.count + 1
-    return _DecodeState(
-        cache=cache,
-        last=tokens,
-        done=state.done | ended | (count >= sampling.max_new_tokens),
-        count=count,
-        first_row=state.first_row,
-        rollout=rollout,
-    )
+    key, params, lora = _bound((key, params, lora))
+    sharding = params["embed_tokens"].sharding
+
+    def bound(tree):
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+    def batch(rows):
+        empty = functools.partial(
+            decode.empty_batch, rows, plan.slots, config=config, dtype=plan.dtype
+        )
+        return bound(jax.eval_shape(empty))
+
+    static = {"sampling": sampling, "eos_ids": tuple(eos_ids)}
+    lowered = []
+    for width in plan.widths:
+        arguments = params, lora, *_integers((plan.prompts, width), plan.prompts)
+        options = {"config": config, "dtype": plan.dtype}
+        lowered.append(decode.read_prompts.lower(*arguments, **options))
+        read = bound(jax.eval_shape(functools.partial(decode.read_prompts, **options), *arguments))
+        lowered += [
+            decode.seat_rows.lower(
+                key, batch(plan.batches[0]), read, *_integers(size, size, size), **static
+            )
+            for size in plan.seatings
+        ]
+    for rows in plan.batches if plan.steps else ():
+        needed = np.zeros(rows, bool)
+        lowered.append(
+            decode.decode_chunk.lower(
+                *(key, params, lora, batch(rows), needed), config=config, steps=plan.steps, **static
+            )
+        )
+    for rows, smaller in itertools.pairwise(plan.batches):
+        kinds = {(x.shape, x.dtype): x for x in jax.tree.leaves(batch(rows))}
+        lowered += [decode.take_rows.lower(x, *_integers(smaller)) for x in kinds.values()]
+    pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
+    try:
+        compiling = [pool.submit(program.compile) for program in lowered]
+        for done, program in enumerate(concurrent.futures.as_completed(compiling), start=1):
+            program.result()
+            if on_progress is not None:
+                on_progress(done, len(lowered))
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _no_compilation(plan: Plan) -> Generator[None]:
+    """Raises at the end if one of the programs was compiled meanwhile."""
+    compiled = []
+
+    def note(event: str, duration_secs: float, **where: str | int) -> None:
+        del duration_secs
+        if event == _COMPILATION and where.get("fun_name") in _PROGRAMS:
+            compiled.append(where["fun_name"])
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+    if compiled:
+        raise RuntimeError(
+            f"{', '.join(compiled)} compiled in the middle of a run, for a rollout of {plan}: the "
+            "shapes of its arguments, or where they lie, must not change from step to step"
+        )
+
+
+def _integers(*shapes: int | tuple[int, ...]) -> list[np.ndarray]:
+    return [np.zeros(shape, np.int32) for shape in shapes]

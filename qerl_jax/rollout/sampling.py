@@ -1,7 +1,40 @@
 """Drawing the next token: temperature, top-k, top-p, and what the training needs to know of it."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """How to sample.
+
+    Attributes:
+        max_new_tokens: C, the longest completion.
+        temperature: 0 is greedy.
+        top_k: 0 is off.
+        top_p: 1 is off.
+        stop: strings that end a completion, see `engine.generate`.
+        chunk_steps: decode steps between two looks at which rows have ended.
+        max_rows: rows that decode together; the others wait. 0 is as many as the memory holds.
+        kv_cache_bytes: memory for keys and values, which bounds the rows too. 0 is no bound beside
+            max_rows, and without that what the device has left.
+        kv_cache_dtype: what keys and values are stored in, see `budget.cache_dtype`.
+        dequantize: 'chunk' dequantises the packed weights once for all steps of a chunk, which
+            needs room for a dense copy while it runs; 'step' reads the packed weights each time.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    chunk_steps: int = 16
+    max_rows: int = 0
+    kv_cache_bytes: int = 0
+    kv_cache_dtype: str = ""
+    dequantize: str = "chunk"
 
 
 def row_keys(key: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
@@ -57,12 +90,40 @@ def entropy(logprobs: jax.Array) -> jax.Array:
 
 def _truncate(logprobs: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
     if 0 < top_k < logprobs.shape[-1]:
-        threshold = jax.lax.top_k(logprobs, top_k)[0][:, -1:]
-        logprobs = jnp.where(logprobs >= threshold, logprobs, -jnp.inf)
+        probs = jnp.exp(logprobs)
+        threshold = _largest_threshold(probs, jnp.ones_like(probs), top_k)
+        logprobs = jnp.where(probs >= threshold, logprobs, -jnp.inf)
     if top_p < 1.0:
-        ordered = jnp.sort(jax.nn.softmax(logprobs), axis=-1, descending=True)
+        probs = jax.nn.softmax(logprobs)
         # The token that crosses top_p belongs to the set.
-        inside = jnp.cumsum(ordered, axis=-1) - ordered < top_p
-        threshold = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
-        logprobs = jnp.where(jax.nn.softmax(logprobs) >= threshold, logprobs, -jnp.inf)
+        threshold = _largest_threshold(probs, probs, top_p)
+        logprobs = jnp.where(probs >= threshold, logprobs, -jnp.inf)
     return logprobs
+
+
+def _largest_threshold(probs: jax.Array, weights: jax.Array, target: float) -> jax.Array:
+    """The largest t for which the weights of all tokens with a probability >= t reach the target.
+
+    Bisection instead of a sort: floats from 0 to 1 are ordered as their bits are, 30 of them, so 30
+    sums find the very number, at a cost that does not depend on how many tokens are kept.
+
+    Args:
+        probs: float32 [B, V], from 0 to 1.
+        weights: float32 [B, V], 0 or more.
+        target: 0 where even all tokens do not reach it.
+
+    Returns:
+        float32 [B, 1].
+    """
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        kept = probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)
+        enough = jnp.sum(jnp.where(kept, weights, 0.0), axis=-1, keepdims=True) >= target
+        return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+    low = jnp.zeros((probs.shape[0], 1), jnp.int32)
+    above_one = jax.lax.bitcast_convert_type(jnp.float32(1.0), jnp.int32) + 1
+    low, _ = jax.lax.fori_loop(0, 30, halve, (low, jnp.full_like(low, above_one)))
+    return jax.lax.bitcast_convert_type(low, jnp.float32)

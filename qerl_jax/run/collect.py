@@ -11,7 +11,14 @@ from qerl_jax.data import Cursor, Prompt, next_problems
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, Scores, overlong_penalty, score
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, generate, progress_after
+from qerl_jax.rollout.engine import (
+    Rollout,
+    SamplingConfig,
+    Statistics,
+    generate,
+    live_share,
+    progress_after,
+)
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -79,6 +86,7 @@ def collect(
     cursor: Cursor,
     *,
     config: CollectConfig,
+    compiled: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Experience, Cursor]:
     """Makes a step's experience.
@@ -95,6 +103,7 @@ def collect(
         problems: the training prompts.
         cursor: the place of the next one.
         config: how.
+        compiled: see `engine.generate`.
         on_progress: see `engine.generate`.
 
     Returns:
@@ -102,6 +111,7 @@ def collect(
     """
     groups, group_size = config.prompts_per_step, config.group_size
     prompts, rollouts, rollout_seconds = [], [], 0.0
+    costs: list[Statistics] = []
     parts: list[Scores] = []
     texts: list[str] = []
     for index in range(config.rounds):
@@ -119,7 +129,10 @@ def collect(
             pad_id=model.tokenizer.pad_id,
             group_size=group_size,
             prompt_width=config.prompt_width,
+            decode_text=model.tokenizer.decode,
+            compiled=compiled,
             on_progress=progress_after(on_progress, rows=0, tokens=drawn_tokens),
+            on_statistics=costs.append,
         )
         rollout_seconds += time.perf_counter() - started
         rows = [prompt for prompt in drawn for _ in range(group_size)]
@@ -136,6 +149,7 @@ def collect(
     scores = _concatenate(parts)
     metrics = _metrics(rollout, scores, informative) | {
         "rollout_tokens": int(rollout.lengths.sum()),
+        "rollout_live_share": live_share(costs),
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": float(rollout.lengths.sum()) / rollout_seconds,
     }

@@ -27,8 +27,9 @@ import numpy as np
 from qerl_jax.buckets import bucket
 from qerl_jax.data import Prompt, encode_prompts
 from qerl_jax.errors import UserError
-from qerl_jax.policy.lora import Lora, projection_shapes
+from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward, Scores, resolve, score
+from qerl_jax.rollout.budget import dense_bytes, rows_left
 from qerl_jax.rollout.engine import Rollout, SamplingConfig, generate
 from qerl_jax.run.collect import decode
 from qerl_jax.run.figures import bounds, format_table, task_figures
@@ -142,6 +143,7 @@ def _generate(
     *,
     sampling: SamplingConfig,
     samples: int = 1,
+    prompt_ids: Sequence[int] | None = None,
     prompt_width: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Rollout:
@@ -155,7 +157,9 @@ def _generate(
         eos_ids=model.tokenizer.eos_ids,
         pad_id=model.tokenizer.pad_id,
         group_size=samples,
+        prompt_ids=prompt_ids,
         prompt_width=prompt_width,
+        decode_text=model.tokenizer.decode,
         on_progress=on_progress,
     )
 
@@ -194,8 +198,8 @@ def _passed(values: np.ndarray) -> np.ndarray:
 def evaluate(config: EvaluateConfig) -> list[Path]:
     """Evaluates policies on tasks, or continues where that was interrupted.
 
-    Sampled completions follow from the seed, the problems and the rows that decode together: an
-    evaluation that was continued has those of one that was not interrupted.
+    Sampled completions follow from the seed and the problems: an evaluation that was continued, or
+    whose rows decode in other numbers, has those of one that was not, up to rounding.
 
     Returns:
         The folder of each policy.
@@ -433,7 +437,7 @@ def _complete(
     """Completes what is not in the file yet and judges all of it.
 
     Problems of similar length decode together, the longest first. A wave of which anything is
-    missing is generated whole, so that it has the shapes and draws that it would have had.
+    missing is generated whole, so that it has the shapes that it would have had.
 
     Args:
         job: what to complete.
@@ -508,11 +512,11 @@ def _watch(
 def _complete_wave(
     job: _Job, wave: list[int], size: int, on_progress: Callable[[int, int], None]
 ) -> list[dict[str, Any]]:
-    """The completions of problems that decode together; the draws follow from seed and wave."""
+    """The completions of problems that are generated together."""
     config, samples, prompts = job.config, job.config.samples, job.prompts
     filled = wave + wave[:1] * (size - len(wave))  # so that all waves have the same shape
     rollout = _generate(
-        jax.random.fold_in(jax.random.key(config.seed, impl="threefry2x32"), wave[0]),
+        jax.random.key(config.seed, impl="threefry2x32"),
         job.policy.model,
         job.policy.lora,
         [prompts[problem] for problem in filled],
@@ -520,9 +524,11 @@ def _complete_wave(
             max_new_tokens=job.task.max_new_tokens,
             temperature=_temperature(config),
             top_p=config.top_p,
+            max_rows=size * samples,
             dequantize=_dequantize(job.policy.model),
         ),
         samples=samples,
+        prompt_ids=filled,
         on_progress=on_progress,
     )
     texts = decode(job.policy.model, rollout)
@@ -564,36 +570,23 @@ def _judged(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
 
 def _fitting_rows(job: _Job) -> int:
     """How many rows fit into the memory of a GPU, by a rough count; few on anything else."""
-    memory = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" not in memory:
-        return _CPU_ROWS
-    config, item = job.policy.model.config, _item_size(job.policy.model)
-    slots = bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens
-    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * item * slots
-    logits = 4 * config.vocab_size
-    free = 0.9 * memory["bytes_limit"] - memory["bytes_in_use"]
-    if _dequantize(job.policy.model) == "chunk":
-        free -= _dense_bytes(job.policy.model)
-    # Some of both are held twice.
-    return int(min(max(free // (2 * cache + 4 * logits), 1), _MOST_ROWS))
+    model = job.policy.model
+    rows = rows_left(
+        model.params,
+        slots=bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens,
+        config=model.config,
+        sampling=SamplingConfig(
+            max_new_tokens=job.task.max_new_tokens, dequantize=_dequantize(model)
+        ),
+    )
+    return _CPU_ROWS if rows is None else min(rows, _MOST_ROWS)
 
 
 def _dequantize(model: LoadedModel) -> str:
     """'chunk' where a dense copy of the layers takes at most a third of a GPU, see the engine."""
     memory = jax.local_devices()[0].memory_stats() or {}
-    fits = 3 * _dense_bytes(model) <= memory.get("bytes_limit", math.inf)
+    fits = 3 * dense_bytes(model.params, model.config) <= memory.get("bytes_limit", math.inf)
     return "chunk" if fits else "step"
-
-
-def _dense_bytes(model: LoadedModel) -> int:
-    if model.format == "bf16":
-        return 0
-    weights = sum(n * k for n, k in projection_shapes(model.config).values())
-    return model.config.num_layers * weights * _item_size(model)
-
-
-def _item_size(model: LoadedModel) -> int:
-    return model.params["embed_tokens"].dtype.itemsize
 
 
 def _write_rows(path: Path, rows: _Rows) -> None:

@@ -23,7 +23,7 @@ from qerl_jax.run.folder import write_atomic
 
 _SECTIONS = {
     "reward": ("reward", "reward_std", "accuracy", "format", "advantage_zero_groups"),
-    "rollout": ("length", "finished", "entropy", "rollout_tokens"),
+    "rollout": ("length", "finished", "entropy", "rollout_tokens", "rollout_live_share"),
     "noise": ("sigma", "perturbed_norms", "noise_kl"),
     "eval": ("eval_accuracy",),
 }

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -14,6 +15,7 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import make_optimizer
+from qerl_jax.rollout.budget import cache_dtype, make_plan
 from qerl_jax.rollout.engine import SamplingConfig
 from qerl_jax.run.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
@@ -57,6 +59,7 @@ def check(config: ConfigDict) -> None:
         "eval.every": (config.eval.every, 0),
         "eval.max_new_tokens": (config.eval.max_new_tokens, 1),
         "rollout.max_rows": (config.rollout.max_rows, 0),
+        "rollout.kv_cache_bytes": (config.rollout.kv_cache_bytes, 0),
         "rollout.top_k": (config.rollout.top_k, 0),
         "rollout.top_p": (config.rollout.top_p, 1e-6),
         "rl.overlong_buffer": (config.rl.overlong_buffer, 0),
@@ -94,6 +97,12 @@ def check(config: ConfigDict) -> None:
         )
     if config.rollout.dequantize not in ("chunk", "step"):
         raise UserError(f"rollout.dequantize={config.rollout.dequantize!r}: 'chunk' or 'step'")
+    cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
+    if any(not isinstance(text, str) or not text for text in config.rollout.stop):
+        raise UserError(
+            f"rollout.stop={config.rollout.stop!r}: a tuple of strings that are not empty, such as "
+            "('</answer>',)"
+        )
     if config.optimizer.warmup_steps >= config.steps:
         raise UserError(
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} with steps={config.steps}: "
@@ -212,11 +221,24 @@ def prepare(
         temperature=config.rollout.temperature,
         top_k=config.rollout.top_k,
         top_p=config.rollout.top_p,
+        stop=tuple(config.rollout.stop),
         chunk_steps=config.rollout.chunk_steps,
         max_rows=config.rollout.max_rows,
+        kv_cache_bytes=config.rollout.kv_cache_bytes,
+        kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=config.rollout.dequantize,
     )
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
+    # Decided once, with nothing but the weights in memory: a resumed run decides the same.
+    plan = make_plan(
+        model.params,
+        prompts=config.rollout.prompts_per_step,
+        longest=prompt_width,
+        group_size=config.rollout.group_size,
+        config=model.config,
+        sampling=sampling,
+    )
+    sampling = dataclasses.replace(sampling, max_rows=plan.batches[0])
     return Setup(
         config=config,
         model=model,
@@ -234,14 +256,10 @@ def prepare(
             advantage_scale=config.rl.advantage_scale,
             advantage_eps=config.rl.advantage_eps,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
-            prompt_width=max(len(prompt.ids) for found in prompts.values() for prompt in found),
+            prompt_width=prompt_width,
             data_seed=config.seed,
         ),
-        eval_sampling=dataclasses.replace(
-            sampling,
-            max_new_tokens=config.eval.max_new_tokens,
-            max_rows=min(rows, config.rollout.max_rows or rows),
-        ),
+        eval_sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
         loss=loss,
         optimizer=optimizer,
         sigma=sigma,

@@ -34,6 +34,7 @@ from qerl_jax.rl.train_step import (
     mean_kl,
     train_step,
 )
+from qerl_jax.rollout.engine import compile_ahead
 from qerl_jax.run.checkpoint import Checkpoints
 from qerl_jax.run.collect import Experience, collect
 from qerl_jax.run.evaluate import greedy_accuracy
@@ -47,6 +48,7 @@ from qerl_jax.weights.export import checkpoint_tensors, companion_files, write_c
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 
 _SKIPS_THAT_STOP = 3
+_STEPS_THAT_COMPILE = 2  # of a process; to compile a rollout again in a later one is an error
 _SUMMARY = "summary.json"  # written last: the run is finished
 
 
@@ -177,6 +179,8 @@ def _run_steps(
         before["eval_accuracy_before"] = evaluate(0)
         live.clear()
         print(f"greedy accuracy before training: {before['eval_accuracy_before']:.3f}", flush=True)
+    if progress.step < config.steps:
+        _compile_rollouts(setup, progress, live, received)
     while progress.unlogged or progress.step < config.steps:
         began = time.perf_counter()
         if not progress.unlogged:
@@ -185,7 +189,11 @@ def _run_steps(
                 trace.enter_context(jax.profiler.trace(str(run.path / "profile")))
             rows = config.rollout.prompts_per_step * config.rollout.group_size
             row, experience = _step(
-                setup, progress, watch(rows, f"step {number}/{config.steps} rollout"), live
+                setup,
+                progress,
+                watch(rows, f"step {number}/{config.steps} rollout"),
+                live,
+                compiled=len(durations) >= _STEPS_THAT_COMPILE,
             )
             if number == config.profile.stop:
                 trace.close()
@@ -220,7 +228,38 @@ def _run_steps(
             raise StoppedError(received[0])
 
 
-def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine):
+def _compile_rollouts(
+    setup: Setup, progress: _Progress, live: LiveLine, received: list[int]
+) -> None:
+    """Compiles what the rollouts need, so that no step waits for it."""
+    began, trainable = time.perf_counter(), progress.state.trainable
+    programs = 0
+
+    def on_progress(done: int, total: int) -> None:
+        nonlocal programs
+        programs = total
+        if received:
+            raise StoppedError(received[0])
+        live.update(f"compiling {total} rollout programs {done}/{total}")
+
+    compile_ahead(
+        setup.key,
+        current_policy(setup.model.params, trainable),
+        trainable.lora,
+        prompts=setup.collect.prompts_per_step,
+        prompt_width=setup.collect.prompt_width,
+        config=setup.model.config,
+        sampling=setup.collect.sampling,
+        eos_ids=setup.model.tokenizer.eos_ids,
+        group_size=setup.collect.group_size,
+        on_progress=on_progress,
+    )
+    live.clear()
+    seconds = time.perf_counter() - began
+    print(f"compiled {programs} rollout programs in {seconds:.0f} s", flush=True)
+
+
+def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine, *, compiled: bool):
     """One step; returns the row of metrics and the experience, and moves `progress` on."""
     config, trainable = setup.config, progress.state.trainable
     key = jax.random.fold_in(setup.key, progress.step)
@@ -244,6 +283,7 @@ def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine):
         setup.train_prompts,
         progress.cursor,
         config=setup.collect,
+        compiled=compiled,
         on_progress=on_progress,
     )
     live.update(f"step {progress.step + 1}/{config.steps} update")

@@ -1,0 +1,84 @@
+r"""How fast rollouts are: milliseconds of a decode step, and tokens per second.
+
+    python -m experiments.benchmark_rollout --model=qwen2.5-7b,qwen2.5-14b --format=nvfp4,bf16
+    python -m experiments.benchmark_rollout --model=qwen2.5-7b --batch=64 --parts
+    python -m experiments.benchmark_rollout --source=MODEL --data=gsm8k_test.jsonl --prompts=64
+
+Without --source the weights are random, made on the device in the shapes of the model. The adapter
+has the rank --lora-rank on all seven projections; 0 is none, which is what weights with the adapter
+merged into them cost. With --data problems are completed end to end by a real model, with the
+system message of `experiments.evaluate`.
+
+Every measurement prints a line, and writes its row to --out, {device, rows: [...]}, at once; a run
+replaces the rows of its own model, format, rank, batch and lengths and keeps the others. What the
+fields are is in `qerl_jax/run/benchmark_rollout.py`.
+"""
+
+import argparse
+
+from experiments import cli
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.benchmark_rollout",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="qwen2.5-7b", help="comma-separated presets (default: qwen2.5-7b)")
+    add("--source", default="", help="real weights instead: a folder, a .gguf file, a hub id")
+    add("--format", default="nvfp4,bf16", help="comma-separated: nvfp4, mxfp4, nf4, bf16")
+    add("--lora-rank", type=int, default=32, help="of all seven projections; 0: no adapter")
+    add("--chunk-steps", type=int, default=32, help="decode steps of a program (default: 32)")
+    add("--dequantize", choices=("chunk", "step"), default="chunk", help="where no kernel runs")
+    add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="")
+    add("--seed", type=int, default=0)
+    add("--bandwidth", type=float, default=0.0, help="bytes per second of the roofline")
+    add("--out", default="benchmarks/results/rollout.json", help="the file of the rows")
+    add("--commit", default="", help="instead of git's")
+
+    group = parser.add_argument_group("decode steps")
+    add = group.add_argument
+    add("--batch", default="1,8,32,64,256", help="comma-separated (default: 1,8,32,64,256)")
+    add("--prompt", type=int, default=256, help="tokens of each prompt (default: 256)")
+    add("--new-tokens", type=int, default=144, help="of each row (default: 144)")
+    add("--parts", action="store_true", help="also split the step by part, on a GPU")
+
+    group = parser.add_argument_group("rollouts of problems")
+    add = group.add_argument
+    add("--data", default="", help="FILE.jsonl with question and answer; needs --source")
+    add("--prompts", type=int, default=64, help="problems of it (default: 64)")
+    add("--group", type=int, default=16, help="completions of each (default: 16)")
+    add("--max-new-tokens", type=int, default=1024)
+    add("--max-rows", type=int, default=0, help="that decode together (default: what fits)")
+    add("--system-prompt", help="instead of that of `experiments.evaluate`")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measures."""
+    from qerl_jax.errors import UserError
+    from qerl_jax.run.benchmark_rollout import BenchmarkConfig, benchmark
+    from qerl_jax.run.tasks import SYSTEM_PROMPT
+
+    given = dict(vars(arguments))
+    try:
+        batches = tuple(int(batch) for batch in given.pop("batch").split(","))
+    except ValueError as error:
+        raise UserError(f"--batch={arguments.batch}: numbers with commas, like 1,8,32") from error
+    if given["system_prompt"] is None:
+        given["system_prompt"] = SYSTEM_PROMPT
+    benchmark(
+        BenchmarkConfig(
+            models=tuple(given.pop("model").split(",")),
+            formats=tuple(given.pop("format").split(",")),
+            batches=batches,
+            **given,
+        )
+    )
+
+
+if __name__ == "__main__":
+    cli.run_command(make_parser(), run)

@@ -1,0 +1,188 @@
+"""How many rows decode together, and in which few shapes: the memory arithmetic of a rollout."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.buckets import bucket
+from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.rollout.sampling import SamplingConfig
+
+_READ_TOKENS = 8192  # prompt tokens, padding included, that are read together
+_READ_SHARE = 8  # the part of the memory that prompts which were read take at most
+_FEWEST_ROWS = 4  # below, a smaller batch saves nothing: the weights are what is read
+_FREE_SHARE = 0.9  # of a device's memory; the rest is for what the programs need between
+_LOGITS = 4  # copies of the logits that sampling holds
+_CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The shapes of a rollout, few enough to compile all of them.
+
+    Attributes:
+        slots: S of the cache: the widest prompt and the longest completion.
+        batches: numbers of seats, the first that of the full batch, each at most 1.5 times the
+            next. One alone where rows end too late for a smaller batch to be of use.
+        steps: of a chunk.
+        prompts: P, prompts that are read together.
+        widths: T of prompts that are read together, ascending.
+        seatings: N, rows that take seats together, ascending.
+        dtype: of the cache.
+    """
+
+    slots: int
+    batches: tuple[int, ...]
+    steps: int
+    prompts: int
+    widths: tuple[int, ...]
+    seatings: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+def make_plan(
+    params: dict,
+    *,
+    prompts: int,
+    longest: int,
+    group_size: int,
+    config: ModelConfig,
+    sampling: SamplingConfig,
+) -> Plan:
+    """Decides on the shapes.
+
+    Args:
+        params: the policy.
+        prompts: number of prompts.
+        longest: tokens of the longest prompt.
+        group_size: completions of each prompt.
+        config: the architecture.
+        sampling: lengths, and the bounds of rows and memory.
+
+    Raises:
+        UserError: a row is longer than the model's positions, or one row does not fit.
+    """
+    if longest + sampling.max_new_tokens > config.max_position:
+        raise UserError(
+            f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones are over the "
+            f"model's {config.max_position} positions: shorten the prompt or lower max_new_tokens"
+        )
+    width = bucket(longest)
+    slots = width + sampling.max_new_tokens
+    dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
+    position = position_bytes(config, dtype)
+    read = min(prompts, max(1, _READ_TOKENS // width))
+    budget = sampling.kv_cache_bytes
+    if budget:
+        read = min(read, max(1, budget // (_READ_SHARE * width * position)))
+    rows = prompts * group_size
+    most = min(rows, sampling.max_rows or rows)
+    if budget:
+        fitting = (budget - read * width * position) // (slots * position)
+        if fitting < 1:
+            raise UserError(
+                f"kv_cache_bytes={budget}: one row of {slots} positions and its prompt take "
+                f"{(slots + width) * position} bytes; raise it or lower max_new_tokens"
+            )
+        most = min(most, _rounded_down(fitting))
+    elif not sampling.max_rows:
+        fitting = rows_left(
+            params, slots=slots, reserve=read * width * position, config=config, sampling=sampling
+        )
+        most = most if fitting is None else min(most, _rounded_down(fitting))
+    # Equal chunks: the first token comes with the prompt.
+    chunks = -(-(sampling.max_new_tokens - 1) // sampling.chunk_steps)
+    steps = -(-(sampling.max_new_tokens - 1) // chunks) if chunks else 0
+    # As many prompts each time.
+    read = -(-prompts // -(-prompts // read))
+    # The first chunk's ends are known when the second one runs.
+    batches = (most, *_smaller_batches(most)) if chunks > 2 else (most,)
+    return Plan(
+        slots=slots,
+        batches=batches,
+        steps=steps,
+        prompts=read,
+        widths=tuple(sorted({width} | {bucket(w) for w in (width // 2, width // 4) if w >= 64})),
+        seatings=_seatings(min(most, read * group_size)),
+        dtype=dtype,
+    )
+
+
+def cache_dtype(name: str, compute: jnp.dtype) -> jnp.dtype:
+    """The dtype of keys and values: '' is the policy's, or 'bfloat16', or 'float8' (E4M3).
+
+    'float8' halves the memory of bfloat16. Keys and values are rounded to 4 significant bits, and
+    cut off at 448, without scales; the policy that samples is then another one than the trainer's
+    by that much.
+
+    Raises:
+        UserError: there is no such dtype.
+    """
+    if name and name not in _CACHE_DTYPES:
+        raise UserError(f"kv_cache_dtype={name!r}: '', {', '.join(map(repr, _CACHE_DTYPES))}")
+    return jnp.dtype(_CACHE_DTYPES.get(name, compute))
+
+
+def position_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+    """Bytes of the keys and values of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def rows_left(
+    params: dict, *, slots: int, config: ModelConfig, sampling: SamplingConfig, reserve: int = 0
+) -> int | None:
+    """Rows that fit into what the device has left, at least 1; None where it does not say.
+
+    A row has its slots of the cache and a few copies of its logits; the dense copy of packed
+    weights, where there is one, comes before them, and so do `reserve` bytes.
+    """
+    memory = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in memory:
+        return None
+    free = int(_FREE_SHARE * memory["bytes_limit"]) - memory["bytes_in_use"]
+    if sampling.dequantize == "chunk":
+        free -= dense_bytes(params, config)
+    dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
+    row = slots * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
+    return max(1, int(free - reserve) // row)
+
+
+def dense_bytes(params: dict, config: ModelConfig) -> int:
+    """Bytes of what `transformer.dequantize_layers` makes; 0 where no weight is packed."""
+    packed = any(
+        isinstance(leaf, QuantTensor) and leaf.tiles is None
+        for leaf in jax.tree.leaves(
+            params["layers"], is_leaf=lambda leaf: isinstance(leaf, QuantTensor)
+        )
+    )
+    if not packed:
+        return 0
+    weights = sum(outputs * inputs for outputs, inputs in projection_shapes(config).values())
+    return config.num_layers * weights * params["embed_tokens"].dtype.itemsize
+
+
+def _rounded_down(rows: int) -> int:
+    """The largest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at most `rows`."""
+    power = 1 << (rows.bit_length() - 1)
+    return max(power, power * 3 // 2 if rows >= power * 3 // 2 else 0)
+
+
+def _smaller_batches(rows: int) -> list[int]:
+    """The batches that a batch of this many rows shrinks to, one after the other."""
+    batches = []
+    while rows > _FEWEST_ROWS:
+        rows = _rounded_down(rows - 1)
+        batches.append(rows)
+    return batches
+
+
+def _seatings(rows: int) -> tuple[int, ...]:
+    """A quarter, a sixteenth, ... of the rows, and all of them."""
+    sizes = [rows]
+    while sizes[-1] > 16:
+        sizes.append(-(-sizes[-1] // 4))
+    return tuple(sorted(sizes))

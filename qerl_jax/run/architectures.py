@@ -1,0 +1,98 @@
+"""The architectures of known models, for what needs their shapes and not their weights."""
+
+from qerl_jax.policy.config import ModelConfig, RopeScaling
+
+
+def _qwen2(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
+    """Qwen2.5; its embedding is the head up to 3B."""
+    return ModelConfig(
+        model_type="qwen2",
+        vocab_size=vocab,
+        embed_dim=embed,
+        mlp_dim=mlp,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        rope_theta=1e6,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        tie_embeddings=embed <= 2048,
+        attention_bias=True,
+        qk_norm=False,
+        max_position=32768,
+    )
+
+
+def _qwen3(embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
+    """Qwen3; its embedding is the head up to 4B."""
+    return ModelConfig(
+        model_type="qwen3",
+        vocab_size=151936,
+        embed_dim=embed,
+        mlp_dim=mlp,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        rope_theta=1e6,
+        rope_scaling=None,
+        norm_eps=1e-6,
+        tie_embeddings=embed <= 2560,
+        attention_bias=False,
+        qk_norm=True,
+        max_position=40960,
+    )
+
+
+ARCHITECTURES = {
+    "smollm2-135m": ModelConfig(
+        model_type="llama",
+        vocab_size=49152,
+        embed_dim=576,
+        mlp_dim=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rope_theta=1e5,
+        rope_scaling=None,
+        norm_eps=1e-5,
+        tie_embeddings=True,
+        attention_bias=False,
+        qk_norm=False,
+        max_position=8192,
+    ),
+    "qwen2.5-coder-1.5b": _qwen2(151936, 1536, 8960, 28, 12, 2),
+    "qwen2.5-1.5b": _qwen2(151936, 1536, 8960, 28, 12, 2),
+    "qwen2.5-3b": _qwen2(151936, 2048, 11008, 36, 16, 2),
+    "qwen2.5-7b": _qwen2(152064, 3584, 18944, 28, 28, 4),
+    "qwen2.5-14b": _qwen2(152064, 5120, 13824, 48, 40, 8),
+    "qwen2.5-32b": _qwen2(152064, 5120, 27648, 64, 40, 8),
+    "qwen2.5-72b": _qwen2(152064, 8192, 29568, 80, 64, 8),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, 8),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, 8),
+    "qwen3-4b": _qwen3(2560, 9728, 36, 32, 8),
+    "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
+    "llama3.1-8b": ModelConfig(
+        model_type="llama",
+        vocab_size=128256,
+        embed_dim=4096,
+        mlp_dim=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rope_theta=5e5,
+        rope_scaling=RopeScaling(
+            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+        ),
+        norm_eps=1e-5,
+        tie_embeddings=False,
+        attention_bias=False,
+        qk_norm=False,
+        max_position=131072,
+    ),
+}

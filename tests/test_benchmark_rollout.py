@@ -1,0 +1,291 @@
+"""The benchmark of rollouts: rows, random weights, the parts of a step."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_checkpoints import model_config
+
+from experiments import benchmark_rollout as command
+from experiments.configs import defaults
+from pallas_kernels.fp4_matmul import cases
+from qerl_jax.errors import UserError
+from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.rollout.budget import Plan
+from qerl_jax.rollout.engine import Statistics
+from qerl_jax.run import benchmark_rollout as job
+from qerl_jax.run import parts
+from qerl_jax.run.architectures import ARCHITECTURES
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+KEY = jax.random.key(0)
+CONFIG = job.BenchmarkConfig(
+    models=("tiny",),
+    source="",
+    formats=("nf4",),
+    batches=(3,),
+    prompt=5,
+    new_tokens=18,
+    lora_rank=4,
+    chunk_steps=8,
+    dequantize="chunk",
+    kv_cache_dtype="",
+    parts=False,
+    data="",
+    prompts=4,
+    group=2,
+    max_new_tokens=12,
+    max_rows=0,
+    system_prompt="",
+    seed=0,
+    bandwidth=1e10,
+    out="",
+    commit="abc",
+)
+
+
+@functools.cache
+def architecture():
+    return model_config("qwen2", embed_dim=64, mlp_dim=128, head_dim=16)
+
+
+@functools.cache
+def subject(format):
+    config = architecture()
+    params = job.random_params(KEY, config, format=format)
+    return job.Subject("tiny", format, config, params, job.random_lora(KEY, config, rank=4))
+
+
+def test_every_preset_has_an_architecture():
+    assert set(ARCHITECTURES) == set(defaults.MODELS)
+    for name, shapes in cases.MODELS.items():
+        preset = "llama3.1-8b" if name == "llama8b" else f"qwen2.5-{name}"
+        found = projection_shapes(ARCHITECTURES[preset])
+        rows, inputs = shapes["gate_up"]
+        assert found["gate_proj"] == (rows // 2, inputs)
+        assert shapes["qkv"][0] == sum(found[f"{p}_proj"][0] for p in "qkv")
+        assert found["down_proj"] == shapes["down"]
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "bf16"])
+def test_random_weights_are_like_loaded_ones(format):
+    made = subject(format)
+    for layer in made.params["layers"]:
+        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"):
+            weight = layer[name]
+            assert isinstance(weight, QuantTensor) == (format != "bf16")
+            if format != "bf16":
+                assert weight.format == format
+                weight = jax.jit(dequantize, static_argnums=1)(weight, jnp.float32)
+            values = np.asarray(weight, np.float32)
+            assert np.isfinite(values).all()
+            assert len(np.unique(values)) > 16
+            assert values.std() == pytest.approx(0.02, rel=0.35)
+    first, second = (np.asarray(jax.tree.leaves(layer)[0]) for layer in made.params["layers"])
+    assert (first != second).any()
+    assert "lm_head" in made.params
+    assert all((np.asarray(f["b"]) != 0).all() for f in made.lora.layers[0].values())
+
+
+def test_packed_weights_need_whole_blocks():
+    config = model_config("llama")
+    with pytest.raises(UserError, match="nf4 needs a multiple of 64 inputs"):
+        job.random_params(KEY, config, format="nf4")
+
+
+def test_a_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(job.ARCHITECTURES, "tiny", architecture())
+    out = tmp_path / "rollout.json"
+    returned = job.benchmark(dataclasses.replace(CONFIG, out=str(out)))
+    (row,) = json.loads(out.read_text())["rows"]
+    assert returned == [row]
+    assert [row[name] for name in job.KEYS["decode"]] == ["decode", "tiny", "nf4", 4, 3, 5, 18]
+    assert row["tokens_per_s"] == pytest.approx(3e3 / row["ms_per_step"], rel=1e-2)
+    assert row["prefill_tokens_per_s"] > 0
+    # 15 tokens of prompts in 3 rows of 8, and 17 steps of 3 rows in chunks of 6.
+    assert row["padding_waste"] == pytest.approx(1 - (15 + 51) / (24 + 54), abs=1e-4)
+    moved = job.step_bytes(subject("nf4"), rows=3, tokens=5 + 9)
+    assert row["roofline_share"] == pytest.approx(moved / 1e7 / row["ms_per_step"], abs=1e-4)
+    assert row["weights"] == "random"
+    assert row["device"] == "cpu"
+    assert row["commit"] == "abc"
+    assert row["versions"]["jax"] == jax.__version__
+    assert {"date", "command", "peak_gb"} <= set(row)
+    printed = capsys.readouterr().out
+    assert "tiny nf4 lora 4, batch 3: " in printed
+    assert "model  format  lora  3" in printed
+
+
+def test_bytes_of_a_step():
+    config = architecture()
+    weights = sum(n * k for n, k in projection_shapes(config).values()) * config.num_layers
+    head = 2 * config.vocab_size * config.embed_dim
+    position = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    for format, bits in (("nvfp4", 4.5), ("bf16", 16)):
+        expected = weights * bits / 8 + head + 3 * 10 * position
+        assert job.step_bytes(subject(format), rows=3, tokens=10) == expected
+    small = job.step_bytes(subject("bf16"), rows=3, tokens=10, kv_cache_dtype="float8")
+    assert small == weights * 2 + head + 3 * 10 * position / 2
+
+
+def test_padding_waste():
+    plan = Plan(
+        slots=48, batches=(4,), steps=4, prompts=2, widths=(8, 16), seatings=(4,),
+        dtype=jnp.dtype("bfloat16"),
+    )  # fmt: skip
+    cost = Statistics(prompts_read=4, decoded=100, live=80)
+    # Prompts of 5 and 8 are read in 8 positions, the third one with another in 16.
+    assert job.padding_waste([5, 8, 9], plan, cost) == round(1 - (22 + 80) / (16 + 32 + 100), 4)
+
+
+def a_row(batch, time, **changes):
+    row = {
+        "kind": "decode", "model": "m", "format": "bf16", "lora_rank": 32, "batch": batch,
+        "prompt": 256, "new_tokens": 144, "ms_per_step": time, "tokens_per_s": 1e3 * batch / time,
+    }  # fmt: skip
+    return row | changes
+
+
+def test_a_run_replaces_its_own_rows(tmp_path):
+    path = tmp_path / "results" / "rollout.json"
+    rollouts = {"kind": "gsm8k", "model": "m", "format": "bf16", "lora_rank": 32}
+    rollouts |= {"prompts": 64, "group": 16, "max_new_tokens": 1024}
+    job.merge(path, "H", [a_row(8, 1.0), a_row(64, 2.0), rollouts])
+    job.merge(path, "H", [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), rollouts | {"tokens": 7}])
+    result = json.loads(path.read_text())
+    assert result["device"] == "H"
+    fields = ("lora_rank", "batch", "ms_per_step")
+    assert [tuple(row.get(name) for name in fields) for row in result["rows"]] == [
+        (0, 8, 4.0),
+        (32, 8, 3.0),
+        (32, 64, 2.0),
+        (32, None, None),
+    ]
+    assert result["rows"][-1]["tokens"] == 7
+    with pytest.raises(UserError, match="holds rows of H, this is I"):
+        job.merge(path, "I", [])
+    path.write_text("[]")
+    with pytest.raises(UserError, match="holds no rows"):
+        job.merge(path, "H", [])
+
+
+def test_the_table():
+    rows = [a_row(8, 2.0), a_row(8, 1.0, format="nvfp4"), a_row(64, 4.0)]
+    assert job.table(rows).splitlines() == [
+        "model  format  lora  8            64",
+        "m      bf16    32    2.00 (4000)  4.00 (16000)",
+        "m      nvfp4   32    1.00 (8000)",
+    ]
+    assert job.table([]) == ""
+
+
+# --- The parts of a step --------------------------------------------------------------------------
+
+PACKED = """
+%body {
+  %loop_add_fusion.1 = bf16[4]{0} fusion(%p), metadata={op_name="jit(f)/while/body/add"}
+  %gemm.2 = bf16[4]{0} custom-call(%p), metadata={op_name="jit(f)/jit(_layer)/linears/dot"}
+  %mpmd.3 = bf16[4]{0} custom-call(%p), metadata={op_name="jit(f)/linears/fp4_matmul_sm90/map"}
+  %input-reduce.4 = f32[4]{0} fusion(%p), metadata={op_type="dot" op_name="jit(f)/head/dot"}
+  ROOT %copy.5 = f32[4]{0} copy(%p)
+}
+"""
+
+
+def test_parts_of_instructions():
+    assert parts.parts_of(PACKED) == {
+        "loop_add_fusion.1": "other",
+        "gemm.2": "lora",
+        "mpmd.3": "linears",
+        "input-reduce.4": "head",
+    }
+    assert parts.parts_of(PACKED.replace("fp4_", "x"))["gemm.2"] == "linears"
+
+
+def test_a_step_by_part():
+    kernels = [("input_reduce_4", 4.0), ("gemm.2", 1.0), ("mosaic_fp4_matmul_sm90", 2.0)] * 2
+    kernels += [("nvjet_tst", 0.5), ("loop_add_fusion_1", 0.25)]
+    found = parts.per_step(kernels, parts.parts_of(PACKED), wall_ms=16.0, steps=2, layers=2)
+    assert found == {
+        "linears": 2.0, "lora": 1.0, "attention": 0.0, "head": 4.0, "sampling": 0.0,
+        "other": 0.375, "gaps": 0.625, "kernels_per_layer": 2.0,
+    }  # fmt: skip
+
+
+def test_a_compiled_chunk_has_all_parts():
+    chunk = job._Chunk(subject("bf16"), 2, 18, CONFIG)
+    compiled = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile()
+    found = set(parts.parts_of(compiled.as_text()).values())
+    assert found == set(parts.PARTS)
+
+
+def test_kernels_of_a_profile():
+    text = """
+    planes {
+      name: "/device:GPU:0"
+      lines { name: "Stream #13(Compute)" timestamp_ns: 0
+        events { metadata_id: 2 offset_ps: 5000000 duration_ps: 3000000
+                 stats { metadata_id: 1 str_value: "gemm.2" } }
+        events { metadata_id: 1 offset_ps: 1000000 duration_ps: 2000000 }
+        events { metadata_id: 2 offset_ps: 9000000 duration_ps: 1000000
+                 stats { metadata_id: 2 str_value: "size:4" } }
+      }
+      lines { name: "XLA Ops" events { metadata_id: 1 duration_ps: 7000000 } }
+      event_metadata { key: 1 value { id: 1 name: "loop_add" } }
+      event_metadata { key: 2 value { id: 2 name: "nvjet" } }
+      stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+      stat_metadata { key: 2 value { id: 2 name: "memcpy_details" } }
+    }
+    planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 } } }
+    """
+    profile = jax.profiler.ProfileData.from_serialized_xspace(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    )
+    names, times = zip(*parts.kernels_in(profile), strict=True)
+    assert names == ("loop_add", "gemm.2")
+    assert times == pytest.approx((0.002, 0.003))
+
+
+# --- Errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"models": ("qwen9",)}, "unknown model 'qwen9': choose from smollm2-135m"),
+        ({"formats": ("int4",)}, "unknown format 'int4': choose from nvfp4"),
+        ({"new_tokens": 16}, "--new-tokens=16: it must be at least 17"),
+        ({"batches": (4, 0)}, "--batch=0: it must be at least 1"),
+        ({"data": "x.jsonl"}, "pass real ones with --source"),
+        ({"parts": True}, "on an NVIDIA GPU only"),
+    ],
+)
+def test_what_cannot_be_measured(changes, message):
+    given = {"models": ("qwen2.5-7b",)} | changes
+    with pytest.raises(UserError, match=message):
+        job.check(dataclasses.replace(CONFIG, **given))
+
+
+def test_a_batch_that_does_not_fit(monkeypatch):
+    monkeypatch.setattr(job.budget, "rows_left", lambda *_, **__: 2)
+    with pytest.raises(UserError, match="--batch=3: beside tiny in bf16 the memory holds 2 rows"):
+        job._check_fits(subject("bf16"), CONFIG)
+    monkeypatch.setattr(job.budget, "rows_left", lambda *_, **__: 3)
+    job._check_fits(subject("bf16"), CONFIG)
+
+
+def test_flags():
+    with pytest.raises(UserError, match="--batch=1,x: numbers with commas"):
+        command.run(command.make_parser().parse_args(["--batch=1,x"]))
+    program = [sys.executable, "-m", "experiments.benchmark_rollout", "--model=x"]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown model 'x': choose from smollm2-135m")
