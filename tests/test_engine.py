@@ -1,6 +1,10 @@
-"""Rollouts: greedy decoding, ends, chunks, and log-probabilities that the trainer computes too."""
+"""Rollouts: greedy decoding, ends, chunks, and log-probabilities that the trainer computes too.
+
+Who decodes together, and in what memory, is in test_rollout_seats.py.
+"""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +23,18 @@ KEY = jax.random.key(5)
 
 
 @functools.cache
-def policy(quantized=False):
-    config, params = tiny_policy("qwen3", quantized=quantized)
+def policy(quantized=False, layers=2):
+    config, params = tiny_policy("qwen3", quantized=quantized, num_layers=layers)
     return config, params, random_lora(config)
 
 
-def rollout(prompts=PROMPTS, *, params=None, quantized=False, eos_ids=(), key=KEY, **options):
+def rollout(
+    prompts=PROMPTS, *, params=None, quantized=False, layers=2, eos_ids=(), key=KEY, **options
+):
     """A rollout of the tiny policy; options of generate and of its SamplingConfig."""
-    config, frozen, lora = policy(quantized)
-    run = {name: options.pop(name) for name in ("group_size", "on_progress") if name in options}
+    config, frozen, lora = policy(quantized, layers)
+    of_generate = set(inspect.signature(generate).parameters)
+    run = {name: options.pop(name) for name in of_generate & options.keys()}
     return generate(
         key,
         frozen if params is None else params,
@@ -138,19 +145,6 @@ def test_draws_depend_on_the_key_and_the_row_alone():
     np.testing.assert_array_equal(fewer.tokens, result.tokens[:8, :6])
     other = rollout(group_size=4, key=jax.random.key(6))
     assert (other.tokens != result.tokens).mean() > 0.5
-
-
-@pytest.mark.parametrize("max_rows", [1, 4, 8, 11, 12])
-def test_waves_draw_what_all_rows_together_draw(max_rows):
-    together, progress = rollout(group_size=4), []
-    waves = rollout(
-        group_size=4,
-        max_rows=max_rows,
-        on_progress=lambda done, tokens: progress.append((done, tokens)),
-    )
-    np.testing.assert_array_equal(waves.tokens, together.tokens)
-    np.testing.assert_allclose(waves.logprobs, together.logprobs, atol=1e-5)
-    assert progress == sorted(progress)
 
 
 def test_prompts_are_padded():

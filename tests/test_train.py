@@ -22,8 +22,7 @@ ALWAYS = {
     "sampled_groups", "rewards_missing", "loss", "grad_norm", "update_skipped", "clip_fraction",
     "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max", "train_entropy",
     "rollout_tokens", "rollout_live_share", "rollout_seconds", "rollout_tokens_per_second",
-    "train_seconds",
-    "train_tokens_per_second", "step_seconds", "remaining_seconds",
+    "train_seconds", "train_tokens_per_second", "step_seconds", "remaining_seconds",
 }  # fmt: skip
 
 

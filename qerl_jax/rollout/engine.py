@@ -139,9 +139,8 @@ def generate(
         prompts,
         (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
         plan=plan,
-        config=config,
-        sampling=sampling,
-        eos_ids=tuple(eos_ids),
+        rules=_rules(config, sampling, eos_ids),
+        stop=sampling.stop,
         pad_id=pad_id,
         decode_text=decode_text,
         on_tokens=on_tokens,
@@ -194,6 +193,18 @@ def pad_prompts(
     return tokens, lengths
 
 
+def _rules(config: ModelConfig, sampling: SamplingConfig, eos_ids: Sequence[int]) -> decode.Rules:
+    return decode.Rules(
+        config=config,
+        eos_ids=tuple(eos_ids),
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        dequantize=sampling.dequantize,
+    )
+
+
 def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:
     if not len(prompts):
         raise UserError("there is no prompt to complete: pass at least one")
@@ -231,19 +242,17 @@ class _Host:
         identities: np.ndarray,
         *,
         plan: Plan,
-        config: ModelConfig,
-        sampling: SamplingConfig,
-        eos_ids: tuple[int, ...],
+        rules: decode.Rules,
+        stop: tuple[str, ...],
         pad_id: int,
         decode_text: Callable[[Sequence[int]], str] | None,
         on_tokens: Callable[[np.ndarray, np.ndarray], None] | None,
     ):
         self._key, self._params, self._lora = key, params, lora
         self._prompts, self._identities = prompts, identities
-        self._plan, self._config, self._sampling = plan, config, sampling
-        self._eos_ids, self._pad_id = eos_ids, pad_id
-        self._decode_text, self._on_tokens = decode_text, on_tokens
-        rows, width = len(identities), sampling.max_new_tokens
+        self._plan, self._rules, self._pad_id = plan, rules, pad_id
+        self._stop, self._decode_text, self._on_tokens = stop, decode_text, on_tokens
+        rows, width = len(identities), rules.max_new_tokens
         self.rollout = Rollout(
             tokens=np.full((rows, width), pad_id, np.int32),
             lengths=np.zeros(rows, np.int32),
@@ -257,7 +266,7 @@ class _Host:
         self._batch = decode.empty_batch(
             plan.batches[0],
             plan.slots,
-            config=config,
+            config=rules.config,
             dtype=plan.dtype,
             sharding=params["embed_tokens"].sharding,
         )
@@ -271,7 +280,7 @@ class _Host:
     def needed(self) -> np.ndarray:
         """The seats, bool [B], of rows that may go on when the device has done what it was told."""
         rows = self._seated
-        over = self.ended[rows] | (self._promised[rows] >= self._sampling.max_new_tokens)
+        over = self.ended[rows] | (self._promised[rows] >= self._rules.max_new_tokens)
         return (rows != _NOBODY) & ~over
 
     def seat_waiting(self) -> None:
@@ -295,8 +304,7 @@ class _Host:
                 seats,
                 np.maximum(chosen // group_size - self._first_read, 0).astype(np.int32),
                 self._identities[chosen],
-                sampling=self._sampling,
-                eos_ids=self._eos_ids,
+                rules=self._rules,
             )
             self._seated[free] = chosen[: len(free)]
             self._expect(chosen, drawn)
@@ -314,7 +322,7 @@ class _Host:
             filled, width=next(w for w in plan.widths if w >= longest), pad_id=self._pad_id
         )
         self._read = decode.read_prompts(
-            self._params, self._lora, tokens, lengths, config=self._config, dtype=plan.dtype
+            self._params, self._lora, tokens, lengths, config=self._rules.config, dtype=plan.dtype
         )
         self.prompts_read += plan.prompts
 
@@ -338,9 +346,7 @@ class _Host:
             self._lora,
             self._batch,
             needed,
-            config=self._config,
-            sampling=self._sampling,
-            eos_ids=self._eos_ids,
+            rules=self._rules,
             steps=self._plan.steps,
         )
         self.decoded += len(needed) * self._plan.steps
@@ -362,18 +368,18 @@ class _Host:
 
     def _keep(self, rows: np.ndarray, drawn: decode.Drawn) -> None:
         """Appends what was drawn to the rows that have not ended, up to where they end."""
-        rollout, limit = self.rollout, self._sampling.max_new_tokens
+        rollout, limit = self.rollout, self._rules.max_new_tokens
         live = np.flatnonzero((rows != _NOBODY) & ~self.ended[rows])
         rows, tokens = rows[live], drawn.tokens[live]
         before = rollout.lengths[rows]
-        ends = np.isin(tokens, self._eos_ids)
+        ends = np.isin(tokens, self._rules.eos_ids)
         ends &= np.arange(tokens.shape[1]) < (limit - before)[:, None]
         finished = ends.any(axis=1)
         counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
         counts = np.minimum(counts, limit - before)
         for place, row in enumerate(rows):
             new = tokens[place, : counts[place]]
-            if self._sampling.stop:
+            if self._stop:
                 cut = self._cut(np.append(rollout.tokens[row, : before[place]], new), before[place])
                 if cut is not None:
                     counts[place], finished[place] = cut, True
@@ -390,7 +396,7 @@ class _Host:
 
         A string has no more tokens than bytes, so it begins that far before the new tokens.
         """
-        stop, text = self._sampling.stop, self._decode_text
+        stop, text = self._stop, self._decode_text
         assert text is not None
         ids = tokens[max(0, old - max(len(s.encode()) for s in stop)) :].tolist()
         skipped = len(tokens) - len(ids)
@@ -455,7 +461,7 @@ def compile_ahead(
         )
         return bound(jax.eval_shape(empty))
 
-    static = {"sampling": sampling, "eos_ids": tuple(eos_ids)}
+    rules = _rules(config, sampling, eos_ids)
     lowered = []
     for width in plan.widths:
         arguments = params, lora, *_integers((plan.prompts, width), plan.prompts)
@@ -464,7 +470,7 @@ def compile_ahead(
         read = bound(jax.eval_shape(functools.partial(decode.read_prompts, **options), *arguments))
         lowered += [
             decode.seat_rows.lower(
-                key, batch(plan.batches[0]), read, *_integers(size, size, size), **static
+                key, batch(plan.batches[0]), read, *_integers(size, size, size), rules=rules
             )
             for size in plan.seatings
         ]
@@ -472,7 +478,7 @@ def compile_ahead(
         needed = np.zeros(rows, bool)
         lowered.append(
             decode.decode_chunk.lower(
-                *(key, params, lora, batch(rows), needed), config=config, steps=plan.steps, **static
+                key, params, lora, batch(rows), needed, rules=rules, steps=plan.steps
             )
         )
     for rows, smaller in itertools.pairwise(plan.batches):
