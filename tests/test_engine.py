@@ -16,6 +16,7 @@ from qerl_jax.policy import aqn, transformer
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.engine import SamplingConfig, generate, pad_prompts
+from qerl_jax.rollout.sampling import row_keys, sample
 
 PAD = 0
 PROMPTS = [list(random_tokens(length, seed=length)) for length in (5, 2, 9)]
@@ -145,6 +146,20 @@ def test_draws_depend_on_the_key_and_the_row_alone():
     np.testing.assert_array_equal(fewer.tokens, result.tokens[:8, :6])
     other = rollout(group_size=4, key=jax.random.key(6))
     assert (other.tokens != result.tokens).mean() > 0.5
+
+
+def test_a_token_is_the_draw_of_its_key_row_and_position():
+    config, params, lora = policy()
+    result = rollout(group_size=2, prompt_ids=[4, 0, 9])
+    rows = [[*PROMPTS[row // 2], *result.tokens[row].tolist()] for row in range(6)]
+    tokens, lengths = pad_prompts(rows, width=24, pad_id=PAD)
+    logits = transformer.forward(params, lora, tokens, lengths, config=config)
+    for row, identity in enumerate((8, 9, 0, 1, 18, 19)):
+        before = len(PROMPTS[row // 2]) - 1
+        keys = row_keys(KEY, jnp.full(9, identity), jnp.arange(9))
+        drawn, logprobs, _ = sample(keys, logits[row, before : before + 9], temperature=1.0)
+        np.testing.assert_array_equal(drawn, result.tokens[row])
+        np.testing.assert_allclose(logprobs, result.logprobs[row], atol=1e-4)
 
 
 def test_prompts_are_padded():

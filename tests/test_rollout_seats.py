@@ -51,6 +51,18 @@ def chunks(monkeypatch):
     return seen
 
 
+def rules_of(config, *, max_new_tokens):
+    return decode.Rules(
+        config=config,
+        eos_ids=EOS,
+        max_new_tokens=max_new_tokens,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        dequantize="chunk",
+    )
+
+
 def same(result, expected, *, atol=1e-4):
     """The same draws, and log-probabilities but for rounding."""
     for name in ("tokens", "lengths", "finished"):
@@ -154,6 +166,25 @@ def test_the_next_chunk_is_on_its_way_before_the_last_one_is_looked_at(monkeypat
     assert events == [
         "decode", "look at 1", "decode", "look at 3", "decode", "look at 3", "look at 3"
     ]  # fmt: skip
+
+
+def test_a_seat_that_nobody_needs_reads_nothing():
+    """Chunks are as fast as the rows that are left."""
+    config, params, lora = policy()
+    rules = rules_of(config, max_new_tokens=24)
+    batch = decode.empty_batch(4, 40, config=config, dtype=jnp.dtype(jnp.float32))
+    batch = batch.replace(
+        cache=batch.cache.replace(lengths=jnp.array([5, 7, 9, 11])),
+        rows=jnp.arange(4),
+        counts=jnp.array([1, 1, 22, 1]),
+        done=jnp.array([False, False, False, True]),
+    )
+    needed = np.array([True, False, True, True])
+    batch, drawn = decode.decode_chunk(KEY, params, lora, batch, needed, rules=rules, steps=4)
+    # One decodes, one is not needed any more, one has its last tokens, one had ended.
+    assert not np.isin(drawn.tokens[0], EOS).any()
+    assert batch.done.tolist() == [False, True, True, True]
+    assert batch.cache.lengths.tolist() == [9, 0, 0, 0]
 
 
 def test_draws_follow_the_prompts_identity():
@@ -272,15 +303,7 @@ def test_rows_follow_from_what_the_device_has_left(monkeypatch):
 
 def test_a_chunk_holds_the_cache_once():
     config, params, lora = policy(layers=3)
-    rules = decode.Rules(
-        config=config,
-        eos_ids=EOS,
-        max_new_tokens=2000,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        dequantize="chunk",
-    )
+    rules = rules_of(config, max_new_tokens=2000)
     batch = decode.empty_batch(8, 2048, config=config, dtype=jnp.dtype(jnp.float32))
     size = sum(x.nbytes for x in jax.tree.leaves(batch.cache))
     lowered = decode.decode_chunk.lower(

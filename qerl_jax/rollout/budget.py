@@ -112,7 +112,7 @@ def make_plan(
         widths=tuple(
             sorted({width} | {bucket(w) for w in (width // 2, width // 4) if w >= _NARROWEST})
         ),
-        seatings=_seatings(min(most, read * group_size)),
+        seatings=_seatings(min(most, read * group_size), refills=most < rows),
         dtype=dtype,
     )
 
@@ -187,9 +187,9 @@ def _smaller_batches(rows: int) -> list[int]:
     return batches
 
 
-def _seatings(rows: int) -> tuple[int, ...]:
-    """A quarter, a sixteenth, ... of the rows, and all of them."""
+def _seatings(rows: int, *, refills: bool) -> tuple[int, ...]:
+    """All rows, and where seats are given away again a quarter, a sixteenth, ... of them."""
     sizes = [rows]
-    while sizes[-1] > 16:
+    while refills and sizes[-1] > 16:
         sizes.append(-(-sizes[-1] // 4))
     return tuple(sorted(sizes))

@@ -287,16 +287,17 @@ class _Host:
         """Gives the seats that nobody needs to rows that wait, and reads their prompts."""
         plan, rows = self._plan, len(self.ended)
         group_size = rows // len(self._prompts)
-        while self._waiting < rows and not self.needed.all():
+        free = np.flatnonzero(~self.needed)
+        while len(free) and self._waiting < rows:
             if self._read is None:
                 self._read_prompts()
             end = min(rows, (self._first_read + plan.prompts) * group_size)
-            free = np.flatnonzero(~self.needed)[: min(plan.seatings[-1], end - self._waiting)]
-            size = next(size for size in plan.seatings if size >= len(free))
+            count = min(len(free), plan.seatings[-1], end - self._waiting)
+            size = next(size for size in plan.seatings if size >= count)
             chosen = np.full(size, _NOBODY)
-            chosen[: len(free)] = self._waiting + np.arange(len(free))
+            chosen[:count] = self._waiting + np.arange(count)
             seats = np.full(size, len(self._seated), np.int32)
-            seats[: len(free)] = free
+            seats[:count] = free[:count]
             self._batch, drawn = decode.seat_rows(
                 self._key,
                 self._batch,
@@ -306,9 +307,10 @@ class _Host:
                 self._identities[chosen],
                 rules=self._rules,
             )
-            self._seated[free] = chosen[: len(free)]
+            self._seated[free[:count]] = chosen[:count]
             self._expect(chosen, drawn)
-            self._waiting += len(free)
+            free = free[count:]
+            self._waiting += count
             if self._waiting == end:
                 self._read, self._first_read = None, self._first_read + plan.prompts
 
@@ -370,40 +372,42 @@ class _Host:
         """Appends what was drawn to the rows that have not ended, up to where they end."""
         rollout, limit = self.rollout, self._rules.max_new_tokens
         live = np.flatnonzero((rows != _NOBODY) & ~self.ended[rows])
-        rows, tokens = rows[live], drawn.tokens[live]
+        rows, tokens = rows[live], np.asarray(drawn.tokens)[live]
         before = rollout.lengths[rows]
         ends = np.isin(tokens, self._rules.eos_ids)
         ends &= np.arange(tokens.shape[1]) < (limit - before)[:, None]
         finished = ends.any(axis=1)
         counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
         counts = np.minimum(counts, limit - before)
-        for place, row in enumerate(rows):
-            new = tokens[place, : counts[place]]
-            if self._stop:
-                cut = self._cut(np.append(rollout.tokens[row, : before[place]], new), before[place])
-                if cut is not None:
-                    counts[place], finished[place] = cut, True
-            old, end = before[place], before[place] + counts[place]
-            rollout.tokens[row, old:end] = new[: counts[place]]
-            rollout.logprobs[row, old:end] = drawn.logprobs[live[place], : counts[place]]
-            rollout.entropies[row, old:end] = drawn.entropies[live[place], : counts[place]]
+        for i, row in enumerate(rows) if self._stop else ():
+            cut = self._cut(rollout.tokens[row, : before[i]], tokens[i, : counts[i]])
+            if cut is not None:
+                counts[i], finished[i] = cut, True
+        row, step = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        place = rows[row], before[row] + step
+        rollout.tokens[place] = tokens[row, step]
+        rollout.logprobs[place] = drawn.logprobs[live[row], step]
+        rollout.entropies[place] = drawn.entropies[live[row], step]
         rollout.lengths[rows] = before + counts
         rollout.finished[rows] = finished
         self.ended[rows] = finished | (rollout.lengths[rows] == limit)
 
-    def _cut(self, tokens: np.ndarray, old: int) -> int | None:
-        """How many tokens behind the `old` first complete a stop string; None: all of them do not.
+    def _cut(self, old: np.ndarray, new: np.ndarray) -> int | None:
+        """How many of the new tokens complete a stop string; None: all of them do not.
 
         A string has no more tokens than bytes, so it begins that far before the new tokens.
         """
         stop, text = self._stop, self._decode_text
         assert text is not None
-        ids = tokens[max(0, old - max(len(s.encode()) for s in stop)) :].tolist()
-        skipped = len(tokens) - len(ids)
-        if not any(s in text(ids) for s in stop):
+        before = old[-max(len(s.encode()) for s in stop) :].tolist()
+
+        def complete(count: int) -> bool:
+            found = text(before + new[:count].tolist())
+            return any(s in found for s in stop)
+
+        if not complete(len(new)):
             return None
-        ends = range(old - skipped + 1, len(ids) + 1)
-        return next(n for n in ends if any(s in text(ids[:n]) for s in stop)) + skipped - old
+        return next(count for count in range(1, len(new) + 1) if complete(count))
 
 
 # --- Compiling ahead ------------------------------------------------------------------------------
