@@ -1,6 +1,10 @@
-"""Rollouts: greedy decoding, ends, chunks, and log-probabilities that the trainer computes too."""
+"""Rollouts: greedy decoding, ends, chunks, and log-probabilities that the trainer computes too.
+
+Who decodes together, and in what memory, is in test_rollout_seats.py.
+"""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +16,7 @@ from qerl_jax.policy import aqn, transformer
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.engine import SamplingConfig, generate, pad_prompts
+from qerl_jax.rollout.sampling import row_keys, sample
 
 PAD = 0
 PROMPTS = [list(random_tokens(length, seed=length)) for length in (5, 2, 9)]
@@ -19,15 +24,18 @@ KEY = jax.random.key(5)
 
 
 @functools.cache
-def policy(quantized=False):
-    config, params = tiny_policy("qwen3", quantized=quantized)
+def policy(quantized=False, layers=2):
+    config, params = tiny_policy("qwen3", quantized=quantized, num_layers=layers)
     return config, params, random_lora(config)
 
 
-def rollout(prompts=PROMPTS, *, params=None, quantized=False, eos_ids=(), key=KEY, **options):
+def rollout(
+    prompts=PROMPTS, *, params=None, quantized=False, layers=2, eos_ids=(), key=KEY, **options
+):
     """A rollout of the tiny policy; options of generate and of its SamplingConfig."""
-    config, frozen, lora = policy(quantized)
-    run = {name: options.pop(name) for name in ("group_size", "on_progress") if name in options}
+    config, frozen, lora = policy(quantized, layers)
+    of_generate = set(inspect.signature(generate).parameters)
+    run = {name: options.pop(name) for name in of_generate & options.keys()}
     return generate(
         key,
         frozen if params is None else params,
@@ -140,17 +148,18 @@ def test_draws_depend_on_the_key_and_the_row_alone():
     assert (other.tokens != result.tokens).mean() > 0.5
 
 
-@pytest.mark.parametrize("max_rows", [1, 4, 8, 11, 12])
-def test_waves_draw_what_all_rows_together_draw(max_rows):
-    together, progress = rollout(group_size=4), []
-    waves = rollout(
-        group_size=4,
-        max_rows=max_rows,
-        on_progress=lambda done, tokens: progress.append((done, tokens)),
-    )
-    np.testing.assert_array_equal(waves.tokens, together.tokens)
-    np.testing.assert_allclose(waves.logprobs, together.logprobs, atol=1e-5)
-    assert progress == sorted(progress)
+def test_a_token_is_the_draw_of_its_key_row_and_position():
+    config, params, lora = policy()
+    result = rollout(group_size=2, prompt_ids=[4, 0, 9])
+    rows = [[*PROMPTS[row // 2], *result.tokens[row].tolist()] for row in range(6)]
+    tokens, lengths = pad_prompts(rows, width=24, pad_id=PAD)
+    logits = transformer.forward(params, lora, tokens, lengths, config=config)
+    for row, identity in enumerate((8, 9, 0, 1, 18, 19)):
+        before = len(PROMPTS[row // 2]) - 1
+        keys = row_keys(KEY, jnp.full(9, identity), jnp.arange(9))
+        drawn, logprobs, _ = sample(keys, logits[row, before : before + 9], temperature=1.0)
+        np.testing.assert_array_equal(drawn, result.tokens[row])
+        np.testing.assert_allclose(logprobs, result.logprobs[row], atol=1e-4)
 
 
 def test_prompts_are_padded():

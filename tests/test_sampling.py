@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.rollout.sampling import entropy, row_keys, sample
+from qerl_jax.rollout.sampling import _truncate, entropy, row_keys, sample
 
 ROWS = 20000
 PROBABILITIES = np.array([0.05, 0.35, 0.2, 0.3, 0.1])
@@ -84,6 +84,22 @@ def test_logprobs_and_entropies_are_those_before_the_truncation(temperature, tru
     np.testing.assert_allclose(entropies, -(np.exp(expected) * expected).sum(axis=1), atol=1e-5)
     assert tokens.dtype == jnp.int32
     assert logprobs.dtype == entropies.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("spread", [0.5, 4.0, 20.0])
+@pytest.mark.parametrize("options", [{"top_k": 7}, {"top_p": 0.9}, {"top_k": 40, "top_p": 0.7}])
+def test_truncation_keeps_what_a_sort_would_keep(options, spread):
+    """Among many tokens, next to each other in probability or far apart."""
+    logits = spread * np.random.default_rng(1).standard_normal((8, 3000)).astype(np.float32)
+    kept = np.isfinite(
+        _truncate(jax.nn.log_softmax(logits), **{"top_k": 0, "top_p": 1.0} | options)
+    )
+    order = np.argsort(-logits, axis=1)
+    probs = np.exp(np.take_along_axis(logits, order, axis=1).astype(np.float64))
+    probs[:, options.get("top_k", 3000) :] = 0
+    before = probs.cumsum(axis=1) - probs
+    expected = (probs > 0) & (before < options.get("top_p", 1.0) * probs.sum(axis=1, keepdims=True))
+    np.testing.assert_array_equal(np.take_along_axis(kept, order, axis=1), expected)
 
 
 def test_entropy_of_a_uniform_distribution():

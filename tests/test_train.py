@@ -22,8 +22,7 @@ ALWAYS = {
     "sampled_groups", "rewards_missing", "loss", "grad_norm", "update_skipped", "clip_fraction",
     "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max", "train_entropy",
     "rollout_tokens", "rollout_live_share", "rollout_seconds", "rollout_tokens_per_second",
-    "train_seconds",
-    "train_tokens_per_second", "step_seconds", "remaining_seconds",
+    "train_seconds", "train_tokens_per_second", "step_seconds", "remaining_seconds",
 }  # fmt: skip
 
 
@@ -269,6 +268,32 @@ def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
         informative = round(row["sampled_groups"] * (1 - row["advantage_zero_groups"]))
         assert (informative >= 2) == (row["sampled_groups"] < 8) or row["sampled_groups"] == 8
         assert (row["grad_norm"] > 0) == (informative > 0)
+
+
+def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeypatch, capsys):
+    compiled, collect = [], qerl_jax.run.train.collect
+
+    def recording(*arguments, **options):
+        compiled.append(options["compiled"])
+        return collect(*arguments, **options)
+
+    monkeypatch.setattr(qerl_jax.run.train, "collect", recording)
+    changes = {
+        "steps": 4,
+        "eval.every": 0,
+        "log.completions": 8,
+        "rollout.max_rows": 3,
+        "rollout.stop": ("t1",),
+    }
+    run = train(tiny.config(changes), workdir=tmp_path / "run")
+    assert compiled == [False, False, True, True]
+    assert "compiled 3 rollout programs in " in capsys.readouterr().out
+    assert all(0.2 < row["rollout_live_share"] < 1 for row in tiny_run.results(run))
+    completions = [row["completion"].split() for row in read_metrics(run / "completions.jsonl")]
+    stopped = [words for words in completions if any(word.startswith("t1") for word in words)]
+    assert len(stopped) > 10
+    for words in stopped:
+        assert not any(word.startswith("t1") for word in words[:-1])
 
 
 def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):

@@ -13,6 +13,7 @@ from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.sampling import SamplingConfig
 
 _READ_TOKENS = 8192  # prompt tokens, padding included, that are read together
+_NARROWEST = 64  # tokens of a prompt; below, it costs no less to read it
 _READ_SHARE = 8  # the part of the memory that prompts which were read take at most
 _FEWEST_ROWS = 4  # below, a smaller batch saves nothing: the weights are what is read
 _FREE_SHARE = 0.9  # of a device's memory; the rest is for what the programs need between
@@ -79,6 +80,8 @@ def make_plan(
     budget = sampling.kv_cache_bytes
     if budget:
         read = min(read, max(1, budget // (_READ_SHARE * width * position)))
+        if (slots + read * width) * position > budget:
+            read = 1
     rows = prompts * group_size
     most = min(rows, sampling.max_rows or rows)
     if budget:
@@ -106,8 +109,10 @@ def make_plan(
         batches=batches,
         steps=steps,
         prompts=read,
-        widths=tuple(sorted({width} | {bucket(w) for w in (width // 2, width // 4) if w >= 64})),
-        seatings=_seatings(min(most, read * group_size)),
+        widths=tuple(
+            sorted({width} | {bucket(w) for w in (width // 2, width // 4) if w >= _NARROWEST})
+        ),
+        seatings=_seatings(min(most, read * group_size), refills=most < rows),
         dtype=dtype,
     )
 
@@ -115,9 +120,11 @@ def make_plan(
 def cache_dtype(name: str, compute: jnp.dtype) -> jnp.dtype:
     """The dtype of keys and values: '' is the policy's, or 'bfloat16', or 'float8' (E4M3).
 
-    'float8' halves the memory of bfloat16. Keys and values are rounded to 4 significant bits, and
-    cut off at 448, without scales; the policy that samples is then another one than the trainer's
-    by that much.
+    'float8' halves the memory of bfloat16. Keys and values are rounded to 4 significant bits and
+    cut off at 448, without scales, and the policy that samples is another one than the trainer's
+    by that much: SmolLM2-135M in NVFP4, whose largest key is 22 and largest value 12, has 3200
+    tokens of temperature 1 whose log-probabilities differ by 0.091 on average in a float32 policy
+    (without it by 5e-6, with 'bfloat16' by 0.005) and by 0.101 in a bfloat16 one (0.029).
 
     Raises:
         UserError: there is no such dtype.
@@ -180,9 +187,9 @@ def _smaller_batches(rows: int) -> list[int]:
     return batches
 
 
-def _seatings(rows: int) -> tuple[int, ...]:
-    """A quarter, a sixteenth, ... of the rows, and all of them."""
+def _seatings(rows: int, *, refills: bool) -> tuple[int, ...]:
+    """All rows, and where seats are given away again a quarter, a sixteenth, ... of them."""
     sizes = [rows]
-    while sizes[-1] > 16:
+    while refills and sizes[-1] > 16:
         sizes.append(-(-sizes[-1] // 4))
     return tuple(sorted(sizes))

@@ -4,7 +4,9 @@ Rows decode together in a batch of a fixed number of seats. A row that has ended
 the next one that waits; between two programs the batch stays on the device.
 """
 
+import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,42 @@ from qerl_jax.policy.attention import KVCache, to_cache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.sampling import SamplingConfig, row_keys, sample
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the programs are compiled for, beside shapes.
+
+    Attributes:
+        config: the architecture.
+        eos_ids: what ends a row,
+        max_new_tokens: and how long it can become.
+        temperature: see `sampling.sample`.
+        top_k: likewise.
+        top_p: likewise.
+        dequantize: see `sampling.SamplingConfig`.
+    """
+
+    config: ModelConfig
+    eos_ids: tuple[int, ...]
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    dequantize: str
+
+
+def rules(config: ModelConfig, sampling: SamplingConfig, eos_ids: Sequence[int]) -> Rules:
+    """The rules of a way to sample."""
+    return Rules(
+        config=config,
+        eos_ids=tuple(eos_ids),
+        max_new_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        dequantize=sampling.dequantize,
+    )
 
 
 @struct.dataclass
@@ -118,7 +156,7 @@ def read_prompts(
     return Prompts(logits=logits, cache=stored)
 
 
-@functools.partial(jax.jit, static_argnames=("sampling", "eos_ids"), donate_argnames="batch")
+@functools.partial(jax.jit, static_argnames="rules", donate_argnames="batch")
 def seat_rows(
     key: jax.Array,
     batch: Batch,
@@ -127,8 +165,7 @@ def seat_rows(
     sources: jax.Array,
     rows: jax.Array,
     *,
-    sampling: SamplingConfig,
-    eos_ids: tuple[int, ...],
+    rules: Rules,
 ) -> tuple[Batch, Drawn]:
     """Gives seats to N rows, each with a copy of its prompt, and draws their first tokens.
 
@@ -139,13 +176,12 @@ def seat_rows(
         seats: int32 [N], the seat of each row; B where there is no row.
         sources: int32 [N], which of the prompts it continues.
         rows: int32 [N], its identity.
-        sampling: how to sample.
-        eos_ids: what ends a row.
+        rules: static.
 
     Returns:
         The batch, and what was drawn, [N, 1].
     """
-    drawn = _draw(key, prompts.logits[sources], rows, jnp.zeros_like(rows), sampling)
+    drawn = _draw(key, prompts.logits[sources], rows, jnp.zeros_like(rows), rules)
 
     def put(old, new):
         return old.at[seats].set(new, mode="drop")
@@ -161,7 +197,7 @@ def seat_rows(
         rows=put(batch.rows, rows),
         counts=put(batch.counts, 1),
         last=put(batch.last, drawn.tokens),
-        done=put(batch.done, _ends(drawn.tokens, eos_ids)),
+        done=put(batch.done, _ends(drawn.tokens, rules)),
     )
     return batch, jax.tree.map(lambda x: x[:, None], drawn)
 
@@ -171,11 +207,7 @@ def _put_rows(cache, prompts, seats, sources):
     return cache.at[seats, :, : prompts.shape[2]].set(prompts[sources], mode="drop")
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("config", "sampling", "eos_ids", "steps"),
-    donate_argnames="batch",
-)
+@functools.partial(jax.jit, static_argnames=("rules", "steps"), donate_argnames="batch")
 def decode_chunk(
     key: jax.Array,
     params: dict,
@@ -183,9 +215,7 @@ def decode_chunk(
     batch: Batch,
     needed: jax.Array,
     *,
-    config: ModelConfig,
-    sampling: SamplingConfig,
-    eos_ids: tuple[int, ...],
+    rules: Rules,
     steps: int,
 ) -> tuple[Batch, Drawn]:
     """Draws `steps` tokens for every seat.
@@ -196,26 +226,24 @@ def decode_chunk(
         lora: its adapter, or None.
         batch: B seats; it is given away.
         needed: bool [B]; a seat that is not needed is done from now on.
-        config: the architecture.
-        sampling: how to sample.
-        eos_ids: what ends a row.
-        steps: static, as a loop that ends with the rows would ask the host at every token.
+        rules: static.
+        steps: static too, as a loop that ends with the rows would ask the host at every token.
 
     Returns:
         The batch, and what was drawn, [B, steps].
     """
-    fused = lora_lib.fuse(lora, config, params["embed_tokens"].dtype)
-    if sampling.dequantize == "chunk":
+    fused = lora_lib.fuse(lora, rules.config, params["embed_tokens"].dtype)
+    if rules.dequantize == "chunk":
         params = transformer.dequantize_layers(params)
     batch = _with_done(batch, batch.done | ~needed)
 
     def step(batch, _):
         logits, cache = transformer.decode_step(
-            params, fused, batch.last, batch.cache, config=config
+            params, fused, batch.last, batch.cache, config=rules.config
         )
-        drawn = _draw(key, logits, batch.rows, batch.counts, sampling)
+        drawn = _draw(key, logits, batch.rows, batch.counts, rules)
         counts = batch.counts + 1
-        ended = _ends(drawn.tokens, eos_ids) | (counts >= sampling.max_new_tokens)
+        ended = _ends(drawn.tokens, rules) | (counts >= rules.max_new_tokens)
         batch = batch.replace(cache=cache, counts=counts, last=drawn.tokens)
         return _with_done(batch, batch.done | ended), drawn
 
@@ -244,19 +272,19 @@ def take_rows(x: jax.Array, seats: jax.Array | np.ndarray) -> jax.Array:
 
 
 @jax.named_scope("sampling")
-def _draw(key, logits, rows, positions, sampling) -> Drawn:
+def _draw(key, logits, rows, positions, rules) -> Drawn:
     tokens, logprobs, entropies = sample(
         row_keys(key, rows, positions),
         logits,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
+        temperature=rules.temperature,
+        top_k=rules.top_k,
+        top_p=rules.top_p,
     )
     return Drawn(tokens=tokens, logprobs=logprobs, entropies=entropies)
 
 
-def _ends(tokens, eos_ids):
-    return jnp.isin(tokens, jnp.array(eos_ids, jnp.int32))
+def _ends(tokens, rules):
+    return jnp.isin(tokens, jnp.array(rules.eos_ids, jnp.int32))
 
 
 def _with_done(batch, done):

@@ -139,9 +139,8 @@ def generate(
         prompts,
         (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
         plan=plan,
-        config=config,
-        sampling=sampling,
-        eos_ids=tuple(eos_ids),
+        rules=decode.rules(config, sampling, eos_ids),
+        stop=sampling.stop,
         pad_id=pad_id,
         decode_text=decode_text,
         on_tokens=on_tokens,
@@ -231,19 +230,17 @@ class _Host:
         identities: np.ndarray,
         *,
         plan: Plan,
-        config: ModelConfig,
-        sampling: SamplingConfig,
-        eos_ids: tuple[int, ...],
+        rules: decode.Rules,
+        stop: tuple[str, ...],
         pad_id: int,
         decode_text: Callable[[Sequence[int]], str] | None,
         on_tokens: Callable[[np.ndarray, np.ndarray], None] | None,
     ):
         self._key, self._params, self._lora = key, params, lora
         self._prompts, self._identities = prompts, identities
-        self._plan, self._config, self._sampling = plan, config, sampling
-        self._eos_ids, self._pad_id = eos_ids, pad_id
-        self._decode_text, self._on_tokens = decode_text, on_tokens
-        rows, width = len(identities), sampling.max_new_tokens
+        self._plan, self._rules, self._pad_id = plan, rules, pad_id
+        self._stop, self._decode_text, self._on_tokens = stop, decode_text, on_tokens
+        rows, width = len(identities), rules.max_new_tokens
         self.rollout = Rollout(
             tokens=np.full((rows, width), pad_id, np.int32),
             lengths=np.zeros(rows, np.int32),
@@ -257,7 +254,7 @@ class _Host:
         self._batch = decode.empty_batch(
             plan.batches[0],
             plan.slots,
-            config=config,
+            config=rules.config,
             dtype=plan.dtype,
             sharding=params["embed_tokens"].sharding,
         )
@@ -271,23 +268,24 @@ class _Host:
     def needed(self) -> np.ndarray:
         """The seats, bool [B], of rows that may go on when the device has done what it was told."""
         rows = self._seated
-        over = self.ended[rows] | (self._promised[rows] >= self._sampling.max_new_tokens)
+        over = self.ended[rows] | (self._promised[rows] >= self._rules.max_new_tokens)
         return (rows != _NOBODY) & ~over
 
     def seat_waiting(self) -> None:
         """Gives the seats that nobody needs to rows that wait, and reads their prompts."""
         plan, rows = self._plan, len(self.ended)
         group_size = rows // len(self._prompts)
-        while self._waiting < rows and not self.needed.all():
+        free = np.flatnonzero(~self.needed)
+        while len(free) and self._waiting < rows:
             if self._read is None:
                 self._read_prompts()
             end = min(rows, (self._first_read + plan.prompts) * group_size)
-            free = np.flatnonzero(~self.needed)[: min(plan.seatings[-1], end - self._waiting)]
-            size = next(size for size in plan.seatings if size >= len(free))
+            count = min(len(free), plan.seatings[-1], end - self._waiting)
+            size = next(size for size in plan.seatings if size >= count)
             chosen = np.full(size, _NOBODY)
-            chosen[: len(free)] = self._waiting + np.arange(len(free))
+            chosen[:count] = self._waiting + np.arange(count)
             seats = np.full(size, len(self._seated), np.int32)
-            seats[: len(free)] = free
+            seats[:count] = free[:count]
             self._batch, drawn = decode.seat_rows(
                 self._key,
                 self._batch,
@@ -295,12 +293,12 @@ class _Host:
                 seats,
                 np.maximum(chosen // group_size - self._first_read, 0).astype(np.int32),
                 self._identities[chosen],
-                sampling=self._sampling,
-                eos_ids=self._eos_ids,
+                rules=self._rules,
             )
-            self._seated[free] = chosen[: len(free)]
+            self._seated[free[:count]] = chosen[:count]
             self._expect(chosen, drawn)
-            self._waiting += len(free)
+            free = free[count:]
+            self._waiting += count
             if self._waiting == end:
                 self._read, self._first_read = None, self._first_read + plan.prompts
 
@@ -314,7 +312,7 @@ class _Host:
             filled, width=next(w for w in plan.widths if w >= longest), pad_id=self._pad_id
         )
         self._read = decode.read_prompts(
-            self._params, self._lora, tokens, lengths, config=self._config, dtype=plan.dtype
+            self._params, self._lora, tokens, lengths, config=self._rules.config, dtype=plan.dtype
         )
         self.prompts_read += plan.prompts
 
@@ -338,9 +336,7 @@ class _Host:
             self._lora,
             self._batch,
             needed,
-            config=self._config,
-            sampling=self._sampling,
-            eos_ids=self._eos_ids,
+            rules=self._rules,
             steps=self._plan.steps,
         )
         self.decoded += len(needed) * self._plan.steps
@@ -362,42 +358,44 @@ class _Host:
 
     def _keep(self, rows: np.ndarray, drawn: decode.Drawn) -> None:
         """Appends what was drawn to the rows that have not ended, up to where they end."""
-        rollout, limit = self.rollout, self._sampling.max_new_tokens
+        rollout, limit = self.rollout, self._rules.max_new_tokens
         live = np.flatnonzero((rows != _NOBODY) & ~self.ended[rows])
-        rows, tokens = rows[live], drawn.tokens[live]
+        rows, tokens = rows[live], np.asarray(drawn.tokens)[live]
         before = rollout.lengths[rows]
-        ends = np.isin(tokens, self._eos_ids)
+        ends = np.isin(tokens, self._rules.eos_ids)
         ends &= np.arange(tokens.shape[1]) < (limit - before)[:, None]
         finished = ends.any(axis=1)
         counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
         counts = np.minimum(counts, limit - before)
-        for place, row in enumerate(rows):
-            new = tokens[place, : counts[place]]
-            if self._sampling.stop:
-                cut = self._cut(np.append(rollout.tokens[row, : before[place]], new), before[place])
-                if cut is not None:
-                    counts[place], finished[place] = cut, True
-            old, end = before[place], before[place] + counts[place]
-            rollout.tokens[row, old:end] = new[: counts[place]]
-            rollout.logprobs[row, old:end] = drawn.logprobs[live[place], : counts[place]]
-            rollout.entropies[row, old:end] = drawn.entropies[live[place], : counts[place]]
+        for i, row in enumerate(rows) if self._stop else ():
+            cut = self._cut(rollout.tokens[row, : before[i]], tokens[i, : counts[i]])
+            if cut is not None:
+                counts[i], finished[i] = cut, True
+        row, step = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        place = rows[row], before[row] + step
+        rollout.tokens[place] = tokens[row, step]
+        rollout.logprobs[place] = drawn.logprobs[live[row], step]
+        rollout.entropies[place] = drawn.entropies[live[row], step]
         rollout.lengths[rows] = before + counts
         rollout.finished[rows] = finished
         self.ended[rows] = finished | (rollout.lengths[rows] == limit)
 
-    def _cut(self, tokens: np.ndarray, old: int) -> int | None:
-        """How many tokens behind the `old` first complete a stop string; None: all of them do not.
+    def _cut(self, old: np.ndarray, new: np.ndarray) -> int | None:
+        """How many of the new tokens complete a stop string; None: all of them do not.
 
         A string has no more tokens than bytes, so it begins that far before the new tokens.
         """
-        stop, text = self._sampling.stop, self._decode_text
+        stop, text = self._stop, self._decode_text
         assert text is not None
-        ids = tokens[max(0, old - max(len(s.encode()) for s in stop)) :].tolist()
-        skipped = len(tokens) - len(ids)
-        if not any(s in text(ids) for s in stop):
+        before = old[-max(len(s.encode()) for s in stop) :].tolist()
+
+        def complete(count: int) -> bool:
+            found = text(before + new[:count].tolist())
+            return any(s in found for s in stop)
+
+        if not complete(len(new)):
             return None
-        ends = range(old - skipped + 1, len(ids) + 1)
-        return next(n for n in ends if any(s in text(ids[:n]) for s in stop)) + skipped - old
+        return next(count for count in range(1, len(new) + 1) if complete(count))
 
 
 # --- Compiling ahead ------------------------------------------------------------------------------
@@ -455,7 +453,7 @@ def compile_ahead(
         )
         return bound(jax.eval_shape(empty))
 
-    static = {"sampling": sampling, "eos_ids": tuple(eos_ids)}
+    rules = decode.rules(config, sampling, eos_ids)
     lowered = []
     for width in plan.widths:
         arguments = params, lora, *_integers((plan.prompts, width), plan.prompts)
@@ -464,7 +462,7 @@ def compile_ahead(
         read = bound(jax.eval_shape(functools.partial(decode.read_prompts, **options), *arguments))
         lowered += [
             decode.seat_rows.lower(
-                key, batch(plan.batches[0]), read, *_integers(size, size, size), **static
+                key, batch(plan.batches[0]), read, *_integers(size, size, size), rules=rules
             )
             for size in plan.seatings
         ]
@@ -472,7 +470,7 @@ def compile_ahead(
         needed = np.zeros(rows, bool)
         lowered.append(
             decode.decode_chunk.lower(
-                *(key, params, lora, batch(rows), needed), config=config, steps=plan.steps, **static
+                key, params, lora, batch(rows), needed, rules=rules, steps=plan.steps
             )
         )
     for rows, smaller in itertools.pairwise(plan.batches):

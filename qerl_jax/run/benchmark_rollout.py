@@ -651,9 +651,9 @@ class _Chunk:
             (jax.random.key(config.seed), subject.params, subject.lora),
         )
         self._how: dict[str, Any] = {
-            "config": subject.config,
-            "sampling": _sampling(config, new_tokens, batch),
-            "eos_ids": _NOTHING_ENDS,
+            "rules": decode.rules(
+                subject.config, _sampling(config, new_tokens, batch), _NOTHING_ENDS
+            ),
             "steps": self.plan.steps,
         }
 
