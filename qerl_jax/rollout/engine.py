@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import os
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ from qerl_jax.rollout.sampling import SamplingConfig
 Array = Any  # NumPy on the host, jax.Array inside of jit
 
 _NOBODY = -1  # in place of a row
-_COMPILERS = 4  # programs that compile at the same time
+_COMPILERS = max(4, (os.cpu_count() or 1) // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 _PROGRAMS = {"jit(read_prompts)", "jit(seat_rows)", "jit(decode_chunk)", "jit(take_rows)"}
 
