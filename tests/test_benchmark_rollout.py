@@ -220,11 +220,23 @@ def test_a_step_by_part():
     }  # fmt: skip
 
 
-def test_a_compiled_chunk_has_all_parts():
+def test_the_parts_of_a_chunk(monkeypatch):
     chunk = job._Chunk(subject("bf16"), 2, 18, CONFIG)
-    compiled = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile()
-    found = set(parts.parts_of(compiled.as_text()).values())
-    assert found == set(parts.PARTS)
+    program = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile()
+    found = parts.parts_of(program.as_text())
+    assert set(found.values()) == set(parts.PARTS)
+
+    def kernels(run):
+        drawn = jax.device_get(run())
+        assert drawn.tokens.shape == (2, 6)
+        assert np.isfinite(drawn.logprobs).all()
+        return [(name, 12.0) for name, part in found.items() if part == "head"][:1]
+
+    monkeypatch.setattr(job, "device_kernels", kernels)
+    row = job._step_parts(subject("bf16"), 2, CONFIG, program)
+    assert row["head"] == 2.0
+    assert row["linears"] == row["other"] == 0.0
+    assert row["gaps"] > -2.0
 
 
 def test_kernels_of_a_profile():
