@@ -38,7 +38,9 @@ def _part(path: str, packed: bool) -> str:
     found = [scope for scope in path.split("/") if scope in PARTS]
     if not found:
         return "other"
-    if found[-1] == "linears" and packed and _FP4 not in path:
+    # The kernel's slices count in memory that begins at zero.
+    kernel = _FP4 in path or path.endswith("/broadcast_in_dim")
+    if found[-1] == "linears" and packed and not kernel:
         return "lora"
     return found[-1]
 
