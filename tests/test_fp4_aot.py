@@ -1,6 +1,6 @@
 """Machine code for an H200 on a machine without a GPU: no spills, no serialised products.
 
-    uv run --group aot pytest -m aot
+    uv run --group aot pytest -n 0 -m aot
 
 The group brings the CUDA plugin of jax and NVIDIA's compilers, 1.25 GB.
 """

@@ -104,14 +104,14 @@ def _dense(key, n, k):
 
 
 def repeated(operation: Callable) -> jax.stages.Wrapped:
-    """A program of one call for every weight, each with tokens of its own.
+    """A program of one call for every weight, each with tokens and an adapter of its own.
 
     XLA would make one product of those that share their tokens.
     """
     once = jax.jit(operation)  # lowered once
 
-    def program(tokens, weights, *args):
-        return [once(x, weight, *args) for x, weight in zip(tokens, weights, strict=True)]
+    def program(*args):
+        return [once(*one) for one in zip(*args, strict=True)]
 
     return jax.jit(program)
 
@@ -122,13 +122,16 @@ def random_tokens(count: int, m: int, k: int) -> list[jax.Array]:
     return [jax.random.normal(key, (m, k), jnp.bfloat16) for key in keys]
 
 
-def random_adapter(rank: int, n: int, k: int) -> tuple[jax.Array, jax.Array]:
-    """A [R, K] and B [N, R]."""
-    a, b = jax.random.split(jax.random.key(2))
-    return (
-        0.02 * jax.random.normal(a, (rank, k), jnp.bfloat16),
-        0.02 * jax.random.normal(b, (n, rank), jnp.bfloat16),
-    )
+def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Array, jax.Array]]:
+    """A [R, K] and B [N, R] for each weight: XLA would make one product of those that share A."""
+    keys = jax.random.split(jax.random.key(2), (count, 2))
+    return [
+        (
+            0.02 * jax.random.normal(a, (rank, k), jnp.bfloat16),
+            0.02 * jax.random.normal(b, (n, rank), jnp.bfloat16),
+        )
+        for a, b in keys
+    ]
 
 
 def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple[float, dict]:
@@ -155,11 +158,11 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
         # The block-diagonal B of fused projections, in whole parts of 64 columns.
         rank = -(-cases.rank_of(layer, 32) // 64) * 64
         program = repeated(lambda x, w, lora: kernel(x, w, lora=lora))
-        return measure(program, tokens, weights, random_adapter(rank, n, k))
+        return measure(program, tokens, weights, random_adapters(len(weights), rank, n, k))
     operations = {
         "nvfp4": kernel,
         "xla": functools.partial(fp4.fp4_matmul, implementation="xla"),
-        "bf16": fp4.dot,
+        "bf16": lambda x, w: jnp.dot(x, w.T),  # `fp4.dot` rounds its result in a kernel of its own
         "dx": lambda dy, w: api.kernel_transposed(dy, w, inputs=k).astype(dy.dtype),
         "dx_bf16": lambda dy, w: jnp.dot(dy, w),
     }
