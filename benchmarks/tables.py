@@ -58,7 +58,7 @@ def kernel_table(result: dict) -> str:
         if impl != "nvfp4":
             continue
         row, dense = rows[layer, m, impl], rows.get((layer, m, "bf16"))
-        # cuBLAS can round its result itself; a second kernel that does it is not its fault.
+        # cuBLAS can round its result itself: what a kernel of its own took for it does not count.
         dense_us = dense and dense["device_us"] - dense["kernels_us"].get("wrapped_convert", 0)
         lines.append(
             f"| {layer} | {m} | {row['device_us']:.1f} | "

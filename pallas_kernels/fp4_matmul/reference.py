@@ -155,9 +155,9 @@ def _bind(x: jax.Array, weight: Fp4Weight) -> tuple[jax.Array, Fp4Weight]:
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     """Returns x [..., K] times a dense [N, K] weight transposed, accumulated in float32."""
+    # A GPU's libraries accumulate in float32 in any case; asked for a float32 result they would
+    # store it, and a second kernel would round it.
+    result = x.dtype if jax.default_backend() == "gpu" else jnp.float32
     return jax.lax.dot_general(
-        x,
-        weight,
-        (((x.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=result
     ).astype(x.dtype)
