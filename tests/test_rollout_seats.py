@@ -148,6 +148,12 @@ def test_batches_are_at_most_one_and_a_half_times_apart(rows):
         assert smaller < larger <= 1.5 * smaller
 
 
+def test_a_gpu_stops_shrinking_earlier(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert budget._smaller_batches(128) == [96, 64, 48, 32]
+    assert budget._smaller_batches(32) == []
+
+
 def test_the_next_chunk_is_on_its_way_before_the_last_one_is_looked_at(monkeypatch):
     events, decode_chunk, device_get = [], decode.decode_chunk, jax.device_get
 

@@ -15,7 +15,9 @@ from qerl_jax.rollout.sampling import SamplingConfig
 _READ_TOKENS = 8192  # prompt tokens, padding included, that are read together
 _NARROWEST = 64  # tokens of a prompt; below, it costs no less to read it
 _READ_SHARE = 8  # the part of the memory that prompts which were read take at most
-_FEWEST_ROWS = 4  # below, a smaller batch saves nothing: the weights are what is read
+# Below, a smaller batch saves nothing: the weights are what is read. On a GPU the launches come to
+# that, and each batch is a program to compile.
+_FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
 _FREE_SHARE = 0.9  # of a device's memory; the rest is for what the programs need between
 _LOGITS = 4  # copies of the logits that sampling holds
 _CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
@@ -181,7 +183,8 @@ def _rounded_down(rows: int) -> int:
 def _smaller_batches(rows: int) -> list[int]:
     """The batches that a batch of this many rows shrinks to, one after the other."""
     batches = []
-    while rows > _FEWEST_ROWS:
+    fewest = _FEWEST_ROWS_ON_GPU if jax.default_backend() == "gpu" else _FEWEST_ROWS
+    while rows > fewest:
         rows = _rounded_down(rows - 1)
         batches.append(rows)
     return batches
