@@ -64,7 +64,7 @@ class TileConfig:
     def registers(self) -> int:
         """An estimate for a thread that computes: accumulator, operands and the rest."""
         operands = self.in_flight + 1 if self.in_flight else self.products
-        return self.tile_m // 2 + 16 * operands + 40
+        return self.tile_m // 2 + 16 * operands + 39 + self.slices
 
     def problem(self) -> str | None:
         """Why the kernel cannot be built like this, or None."""
