@@ -109,3 +109,10 @@ def test_the_table_sets_rows_side_by_side():
     *_, small, large = tables.kernel_table({"rows": rows}).splitlines()
     assert small == "| 7b.o | 16 | 4.0 | 45 % | 8.0 | 2.00x |"
     assert large == "| 7b.o | 8192 | 9.0 | 99 % |  |  |"
+
+
+def test_layers_are_known_by_their_whole_names():
+    assert list(benchmark.shapes("1.5b")) == ["1.5b.qkv", "1.5b.o", "1.5b.gate_up", "1.5b.down"]
+    assert list(benchmark.shapes("1.5b.o,7b.qkv")) == ["1.5b.o", "7b.qkv"]
+    ranks = [cases.rank_of(layer, 32) for layer in benchmark.shapes("1.5b")]
+    assert ranks == [96, 32, 64, 32] == [cases.rank_of(layer, 32) for layer in cases.MODELS["7b"]]

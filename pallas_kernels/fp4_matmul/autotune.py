@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
     parser.add_argument("--m", default="1,8,16,32,64,128,256,512,2048")
     parser.add_argument("--size", type=int, default=10, help="candidates by the model's rank")
-    parser.add_argument("--rank", type=int, default=32, help="of adapters; 0 measures none")
+    parser.add_argument("--rank", type=int, default=32, help="of the adapters that must fit")
     parser.add_argument("--out", type=pathlib.Path, help="default: in tuned/, by the device")
     args = parser.parse_args()
     device = jax.devices()[0]
@@ -130,7 +130,7 @@ def main() -> None:
     path = args.out or tiling.TUNED / f"{name}.json"
     tuned = set()
     for layer, (n, k) in benchmark.shapes(args.layers).items():
-        rank = -(-cases.rank_of(layer.partition(".")[2], args.rank) // 64) * 64
+        rank = -(-cases.rank_of(layer, args.rank) // 64) * 64
         for m in map(int, args.m.split(",")):
             if (m, n, k) in tuned:
                 continue

@@ -28,5 +28,5 @@ LARGE = (512, 2048, 8192)
 
 
 def rank_of(layer: str, rank: int) -> int:
-    """The rank of the stacked adapters of a fused projection."""
-    return rank * {"qkv": 3, "gate_up": 2}.get(layer, 1)
+    """The rank of the stacked adapters of a fused projection, "qkv" or "7b.qkv"."""
+    return rank * {"qkv": 3, "gate_up": 2}.get(layer.rpartition(".")[2], 1)

@@ -150,6 +150,16 @@ def tile_order(weight: QuantTensor) -> QuantTensor:
         return weight
 
 
+def in_machine_order(layer: dict) -> dict:
+    """A layer of the policy with its packed projections in the order that this machine reads."""
+    if not fp4_matmul.kernel_runs():
+        return layer
+    return {
+        name: tile_order(leaf) if isinstance(leaf, QuantTensor) else leaf
+        for name, leaf in layer.items()
+    }
+
+
 def checkpoint_order(weight: QuantTensor) -> QuantTensor:
     """The weight as it lies in files, whatever the order it is stored in."""
     if weight.tiles is None:

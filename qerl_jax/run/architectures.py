@@ -1,5 +1,7 @@
 """The architectures of known models, for what needs their shapes and not their weights."""
 
+import dataclasses
+
 from qerl_jax.policy.config import ModelConfig, RopeScaling
 
 
@@ -26,18 +28,9 @@ def _qwen2(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: 
 
 def _qwen3(embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
     """Qwen3; its embedding is the head up to 4B."""
-    return ModelConfig(
+    return dataclasses.replace(
+        _qwen2(151936, embed, mlp, layers, heads, kv_heads),
         model_type="qwen3",
-        vocab_size=151936,
-        embed_dim=embed,
-        mlp_dim=mlp,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        rope_theta=1e6,
-        rope_scaling=None,
-        norm_eps=1e-6,
         tie_embeddings=embed <= 2560,
         attention_bias=False,
         qk_norm=True,

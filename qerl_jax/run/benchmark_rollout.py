@@ -27,7 +27,6 @@ import datetime
 import functools
 import gc
 import json
-import math
 import pathlib
 import platform
 import shlex
@@ -42,17 +41,17 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
-from pallas_kernels import fp4_matmul
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, Lora, projection_shapes
-from qerl_jax.policy.quant import QuantTensor, tile_order
+from qerl_jax.policy.lora import FUSED, Lora
+from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, compile_ahead, generate
 from qerl_jax.run.architectures import ARCHITECTURES
 from qerl_jax.run.folder import provenance, write_atomic
 from qerl_jax.run.parts import device_kernels, parts_of, per_step
+from qerl_jax.run.random_policy import normal, random_lora, random_params
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
@@ -67,8 +66,6 @@ _REPEATS = 2
 _CHUNKS = 4  # that are timed together for the parts
 _COMPILERS = 4  # programs that compile at the same time
 _NOTHING_ENDS = (-1,)  # no token has this id
-_WEIGHT_SIZE = 0.02  # standard deviation of random weights
-_ADAPTER_SIZE = 1e-3  # likewise of B: next to nothing beside the weights, and not zero
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,106 +233,6 @@ def _subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
     return Subject(
         model=name, format=format, config=architecture, params=params, lora=lora, loaded=loaded
     )
-
-
-def random_params(
-    key: jax.Array, config: ModelConfig, *, format: str, dtype: jnp.dtype = jnp.bfloat16
-) -> dict:
-    """A parameter tree as `load.load` gives it, made on the device a layer at a time.
-
-    Args:
-        key: of the values.
-        config: the architecture.
-        format: see `load.load`.
-        dtype: of everything that is neither packed nor a norm.
-    """
-    table = (config.vocab_size, config.embed_dim)
-    names = ["embed_tokens"] + ([] if config.tie_embeddings else ["lm_head"])
-    params: dict = {
-        name: _normal(jax.random.fold_in(key, index), table, dtype)
-        for index, name in enumerate(names)
-    }
-    params["norm"] = _norm_scale(jax.random.fold_in(key, 2), config.embed_dim)
-    params["layers"] = []
-    for number in range(config.num_layers):
-        layer = _random_layer(jax.random.fold_in(key, 3 + number), config, format, dtype)
-        if fp4_matmul.kernel_runs():
-            layer = {
-                name: tile_order(leaf) if isinstance(leaf, QuantTensor) else leaf
-                for name, leaf in layer.items()
-            }
-        params["layers"].append(layer)
-    return params
-
-
-def random_lora(key: jax.Array, config: ModelConfig, *, rank: int) -> Lora:
-    """An adapter of all projections with both factors random; B is small."""
-    keys = jax.random.split(key, config.num_layers)
-    return Lora(layers=[_random_adapters(key, config, rank) for key in keys], scale=1.0)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_adapters(key: jax.Array, config: ModelConfig, rank: int) -> dict:
-    adapters = {}
-    for index, (name, (n, k)) in enumerate(projection_shapes(config).items()):
-        a, b = jax.random.split(jax.random.fold_in(key, index))
-        bound = 1 / math.sqrt(k)
-        adapters[name] = {
-            "a": jax.random.uniform(a, (rank, k), minval=-bound, maxval=bound),
-            "b": _ADAPTER_SIZE * jax.random.normal(b, (n, rank)),
-        }
-    return adapters
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_layer(key: jax.Array, config: ModelConfig, format: str, dtype: jnp.dtype) -> dict:
-    keys = iter(jax.random.split(key, 16))
-    shapes = projection_shapes(config)
-    norms = {"input_layernorm": config.embed_dim, "post_attention_layernorm": config.embed_dim}
-    if config.qk_norm:
-        norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
-    layer: dict = {name: _norm_scale(next(keys), size) for name, size in norms.items()}
-    for fused, members in FUSED.items():
-        rows = sum(shapes[name][0] for name in members)
-        layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], format, dtype)
-        if fused == "qkv_proj" and config.attention_bias:
-            layer["qkv_bias"] = _normal(next(keys), (rows,), dtype)
-    return layer
-
-
-def _projection(key, n, k, format, dtype):
-    """[N, K]; codes of any value, under scales that give the weights their size."""
-    if format == "bf16":
-        return _normal(key, (n, k), dtype)
-    codes, scales = jax.random.split(key)
-    packed = jax.random.bits(codes, (n, k // 2), jnp.uint8)
-    form = fp4_matmul.FORMATS[format]
-    if k % form.block:
-        raise UserError(f"{format} needs a multiple of {form.block} inputs, a projection has {k}")
-    size = _WEIGHT_SIZE / math.sqrt(sum(code * code for code in form.codebook) / 16)
-    if format == "nf4":
-        spread = jax.random.uniform(scales, (n, k // form.block), minval=0.5, maxval=1.5)
-        return QuantTensor(packed=packed, scales=size * spread)
-    if format == "mxfp4":
-        exponent = 127 + round(math.log2(size))
-        stored = jax.random.randint(scales, (n, k // form.block), exponent - 1, exponent + 1)
-    else:  # 8 to 448, as a quantiser finds them
-        stored = jax.random.randint(scales, (n, k // form.block), 80, 127)
-    stored = jax.lax.bitcast_convert_type(stored.astype(jnp.uint8), form.scale_dtype)
-    if not form.global_scale:
-        return QuantTensor(packed=packed, scales=stored)
-    return QuantTensor(
-        packed=packed, scales=stored, global_scale=jnp.full(n, 180 / size, jnp.float32)
-    )
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _normal(key, shape, dtype, size=_WEIGHT_SIZE):
-    return (size * jax.random.normal(key, shape, dtype)).astype(dtype)
-
-
-def _norm_scale(key, size):
-    return 1.0 + _normal(key, (size,), jnp.float32, 0.1)
 
 
 # --- Measurements ---------------------------------------------------------------------------------
@@ -707,7 +604,7 @@ def _step_parts(
     for index in range(subject.config.num_layers):
         for arrays in (cache.keys, cache.values):
             key, one = jax.random.split(key)
-            drawn = _normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
+            drawn = normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
             arrays[index] = drawn.astype(arrays[index].dtype)
 
     def run() -> decode.Drawn:

@@ -18,11 +18,10 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
-from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.policy.config import ModelConfig, from_hf_config
 from qerl_jax.policy.lora import FUSED
-from qerl_jax.policy.quant import QuantTensor, quantize, tile_order
+from qerl_jax.policy.quant import in_machine_order, quantize
 from qerl_jax.weights import gguf, json_file, names, packed, safetensors, tokenizer
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -327,17 +326,9 @@ def _read_params(checkpoint: Checkpoint, *, format: str, dtype: np.dtype) -> dic
     for arrays in each_layer(read, config.num_layers, label="loading"):
         layer = jax.tree.map(jnp.asarray, arrays)
         finite.append(_finite(layer))
-        params["layers"].append(_tile_order(layer) if fp4_matmul.kernel_runs() else layer)
+        params["layers"].append(in_machine_order(layer))
     _check_finite(checkpoint, finite)
     return params
-
-
-def _tile_order(layer: dict) -> dict:
-    """A layer with its packed projections as the kernel reads them."""
-    return {
-        name: tile_order(array) if isinstance(array, QuantTensor) else array
-        for name, array in layer.items()
-    }
 
 
 def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -> Iterator[Any]:
