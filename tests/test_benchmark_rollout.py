@@ -219,8 +219,8 @@ def test_a_step_by_part():
     kernels += [("nvjet_tst", 0.5), ("loop_add_fusion_1", 0.25)]
     found = parts.per_step(kernels, parts.parts_of(PACKED), wall_ms=16.0, steps=2, layers=2)
     assert found == {
-        "linears": 2.0, "lora": 1.0, "attention": 0.0, "head": 4.0, "sampling": 0.0,
-        "other": 0.375, "gaps": 0.625, "kernels_per_layer": 2.0,
+        "linears": 2.0, "lora": 1.0, "attention": 0.0, "norms": 0.0, "mlp": 0.0, "head": 4.0,
+        "sampling": 0.0, "other": 0.375, "gaps": 0.625, "kernels_per_layer": 2.0,
     }  # fmt: skip
 
 
@@ -237,7 +237,7 @@ def test_the_parts_of_a_chunk(monkeypatch):
         return [(name, 12.0) for name, part in found.items() if part == "head"][:1]
 
     monkeypatch.setattr(job, "device_kernels", kernels)
-    row = job._step_parts(subject("bf16"), 2, CONFIG, program)
+    row = job._step_parts(subject("bf16"), 2, CONFIG)
     assert row["head"] == 2.0
     assert row["linears"] == row["other"] == 0.0
     assert row["gaps"] > -2.0

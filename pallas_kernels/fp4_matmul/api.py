@@ -35,8 +35,8 @@ def fp4_matmul(
     Args:
         x: [..., K], float32, bfloat16 or float16.
         weight: the packed weight [N, K], in checkpoint order or in tile order.
-        lora: A [R, K] and B [N, R]; a scale belongs into A. The kernel wants R in multiples of 64
-            and pads others in every call.
+        lora: A [R, K] and B [N, R]; a scale belongs into A. The kernel reads 64 columns of B at a
+            time, and pads in every call, unless B has columns of zeros behind R already.
         bias: [N].
         implementation: "mosaic" is the Hopper kernel, for a weight in tile order and bfloat16 x;
             "xla" dequantises and multiplies. None takes the kernel on a Hopper GPU, when it agrees
@@ -71,7 +71,36 @@ def fp4_matmul(
 
 def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
     a, b = lora
+    b = b[:, : a.shape[0]]
     return reference.dot(reference.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
+
+
+def fp4_matmul_with_product(
+    x: jax.Array,
+    weight: Fp4Weight | Fp4Tiles,
+    product: jax.Array,
+    b: jax.Array,
+) -> jax.Array:
+    """Returns x W^T + (x A^T) B^T where x A^T is known; without derivatives.
+
+    Args:
+        x: see `fp4_matmul`.
+        weight: likewise.
+        product: [..., R], x A^T.
+        b: [N, R].
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    suits = _suits_kernel(x, weight) and b.shape[1] % 64 == 0 and b.shape[1] <= _MAX_RANK
+    if not suits or not isinstance(weight, Fp4Tiles):
+        return fp4_matmul(x, weight) + reference.dot(product, b)
+    rows, xa = x.reshape(-1, x.shape[-1]), product.reshape(-1, product.shape[-1])
+    n, k = weight.divisor.shape[0], x.shape[-1]
+    multiprocessors = _multiprocessors()
+    config = tiling.choose(rows.shape[0], n, k, rank=b.shape[1], multiprocessors=multiprocessors)
+    y = _kernel().matmul(rows, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 @jax.custom_vjp
@@ -98,7 +127,7 @@ def _kernel_matmul(x, weight, lora, bias, config):
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config):
     m, k = x.shape
-    rank = 0 if lora is None else -(-lora[0].shape[0] // 64) * 64
+    rank = 0 if lora is None else -(-lora[1].shape[1] // 64) * 64
     multiprocessors = _multiprocessors()
     if config is None:
         n = weight.divisor.shape[0]
@@ -106,9 +135,9 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
     adapter, xa = {}, None
     if lora is not None:
         # The kernel reads columns of B in parts of 64.
-        missing = rank - lora[0].shape[0]
-        a = jnp.pad(lora[0].astype(x.dtype), ((0, missing), (0, 0)))
-        adapter["b"] = jnp.pad(lora[1].astype(x.dtype), ((0, 0), (0, missing)))
+        a, b = (matrix.astype(x.dtype) for matrix in lora)
+        a = jnp.pad(a, ((0, rank - a.shape[0]), (0, 0)))
+        adapter["b"] = jnp.pad(b, ((0, 0), (0, rank - b.shape[1])))
         adapter["xa"] = xa = reference.dot(x, a)
     y = _kernel().matmul(
         x, weight, config=config, multiprocessors=multiprocessors, bias=bias, **adapter
@@ -122,11 +151,13 @@ def _kernel_matmul_bwd(_, residuals, dy):
     dlora = None
     if lora is not None:
         a, b = lora
-        through = jnp.dot(dy, b.astype(dy.dtype))
+        rank = a.shape[0]
+        through = jnp.dot(dy, b[:, :rank].astype(dy.dtype))
         dx += jnp.dot(through, a.astype(dy.dtype), preferred_element_type=jnp.float32)
+        db = jnp.dot(dy.T, xa[:, :rank], preferred_element_type=jnp.float32).astype(b.dtype)
         dlora = (
             jnp.dot(through.T, x, preferred_element_type=jnp.float32).astype(a.dtype),
-            jnp.dot(dy.T, xa[:, : a.shape[0]], preferred_element_type=jnp.float32).astype(b.dtype),
+            jnp.pad(db, ((0, 0), (0, b.shape[1] - rank))),
         )
     dbias = None if bias is None else dy.sum(axis=0, dtype=jnp.float32).astype(bias.dtype)
     return dx.astype(dy.dtype), None, dlora, dbias
@@ -242,7 +273,13 @@ def _check(x, weight, lora, bias, implementation, config):
         problems.append(f"x has {x.shape[-1]} inputs, the weight {k}")
     if lora is not None:
         a, b = lora
-        if a.ndim != 2 or a.shape[1] != k or b.shape != (n, a.shape[0]):
+        if (
+            a.ndim != 2
+            or a.shape[1] != k
+            or b.ndim != 2
+            or b.shape[0] != n
+            or b.shape[1] < a.shape[0]
+        ):
             problems.append(f"lora is {a.shape}, {b.shape}, expected (R, {k}), ({n}, R)")
     if bias is not None and bias.shape != (n,):
         problems.append(f"bias is {bias.shape}, expected {(n,)}")

@@ -32,7 +32,32 @@ def linear(
     if lora is not None:
         a, b = lora
         with jax.named_scope("lora"):
+            b = b[:, : a.shape[0]]
             y = y + fp4_matmul.dot(fp4_matmul.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
     if bias is not None:
         y = y + bias.astype(x.dtype)
     return y
+
+
+def linear_with_product(
+    x: jax.Array, weight: jax.Array | QuantTensor, product: jax.Array | None, b: jax.Array | None
+) -> jax.Array:
+    """Returns x W^T + (x A^T) B^T, without derivatives.
+
+    Args:
+        x: [..., K].
+        weight: [N, K], dense or packed in 4 bits.
+        product: [..., R], x A^T; None without an adapter.
+        b: [N, R], likewise.
+
+    Returns:
+        [..., N] in x's dtype.
+    """
+    if product is None or b is None:
+        return linear(x, weight)
+    with jax.named_scope("linears"):
+        if isinstance(weight, QuantTensor):
+            return fp4_matmul.fp4_matmul_with_product(x, kernel_weight(weight), product, b)
+        y = fp4_matmul.dot(x, weight)
+    with jax.named_scope("lora"):
+        return y + fp4_matmul.dot(product, b)

@@ -116,7 +116,8 @@ def fuse(
 
     Returns:
         For every layer a dict from 'qkv_proj', 'o_proj', 'gate_up_proj', 'down_proj' to (A, B) in
-        `dtype`; projections without an adapter are absent.
+        `dtype`; projections without an adapter are absent. Where the FP4 kernel runs, B has columns
+        of zeros behind R', up to the multiple of 64 that it reads.
     """
     if lora is None:
         return [{} for _ in range(config.num_layers)]
@@ -138,10 +139,8 @@ def fuse(
 
 def _stack(adapters, outputs, *, scale, dtype):
     ranks = [0 if adapter is None else adapter["a"].shape[0] for adapter in adapters]
-    # The kernel reads parts of 64 columns of B.
     missing = -sum(ranks) % 64 if fp4_matmul.kernel_runs() else 0
     a = jnp.concatenate([adapter["a"] for adapter in adapters if adapter is not None])
-    a = jnp.pad(a, ((0, missing), (0, 0)))
     blocks = []
     for i, adapter in enumerate(adapters):
         if adapter is None:

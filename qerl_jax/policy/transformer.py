@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.policy import fused_decode
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import (
     KVCache,
@@ -144,24 +145,30 @@ def decode_step(
     Returns:
         float32 logits [B, V] after the token, and the cache with it.
     """
-    angles = rotary_angles(cache.lengths[:, None], config)
-    x = params["embed_tokens"][tokens][:, None]
+    lengths = cache.lengths
+    angles = rotary_angles(lengths[:, None], config)
+    x = params["embed_tokens"][tokens]
+    layers = zip(params["layers"], fused_lora, cache.keys, cache.values, strict=True)
     keys, values = [], []
-    for i, layer in enumerate(params["layers"]):
-        x, k, v = _decode_layer(
-            layer,
-            fused_lora[i],
-            x,
-            cache.keys[i],
-            cache.values[i],
-            cache.lengths,
-            angles,
-            config=config,
-        )
-        keys.append(k)
-        values.append(v)
-    x = _rms_norm(x[:, 0], params["norm"], config.norm_eps)
-    return logits(params, x), KVCache(keys=keys, values=values, lengths=cache.lengths + 1)
+    if fused_decode.serves(config, x.dtype, x.shape[0]):
+        angles = angles[0][:, 0, 0], angles[1][:, 0, 0]
+        y = None
+        for layer, adapters, k, v in layers:
+            x, y, k, v = fused_decode.decode_layer(
+                layer, adapters, x, y, k, v, lengths, angles, config=config
+            )
+            keys.append(k)
+            values.append(v)
+        x = x + y
+    else:
+        x = x[:, None]
+        for layer, adapters, k, v in layers:
+            x, k, v = _decode_layer(layer, adapters, x, k, v, lengths, angles, config=config)
+            keys.append(k)
+            values.append(v)
+        x = x[:, 0]
+    x = _rms_norm(x, params["norm"], config.norm_eps)
+    return logits(params, x), KVCache(keys=keys, values=values, lengths=lengths + 1)
 
 
 def layer_with_inputs(
@@ -277,9 +284,12 @@ def _finish_layer(layer, adapters, x, attended, config, project=_project):
     x = x + project(layer, adapters, "o_proj", attended)
     h = _rms_norm(x, layer["post_attention_layernorm"], config.norm_eps)
     gate, up = jnp.split(project(layer, adapters, "gate_up_proj", h), 2, axis=-1)
-    return x + project(layer, adapters, "down_proj", jax.nn.silu(gate) * up)
+    with jax.named_scope("mlp"):
+        hidden = jax.nn.silu(gate) * up
+    return x + project(layer, adapters, "down_proj", hidden)
 
 
+@jax.named_scope("norms")
 def _rms_norm(x, scale, eps):
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)

@@ -167,9 +167,13 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
                     keep(measure_rollouts(subject, config))
                 else:
                     _check_fits(subject, config)
-                    programs = _compile_chunks(subject, config)
+                    _compile_chunks(subject, config)
+                    measured = []
                     for batch in config.batches:
-                        keep(measure_decoding(subject, batch, config, programs[batch]))
+                        measured.append(measure_decoding(subject, batch, config))
+                        keep(measured[-1])
+                    for row in measured if config.parts else ():
+                        keep(row | {"parts": _step_parts(subject, row["batch"], config)})
             for leaf in jax.tree.leaves((subject.params, subject.lora)):
                 leaf.delete()
             del subject
@@ -210,6 +214,10 @@ def check(config: BenchmarkConfig) -> None:
         raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
     if config.parts and jax.default_backend() != "gpu":
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
+    if config.parts and len(config.models) * len(config.formats) > 1:
+        raise UserError(
+            "--parts: CUDA graphs are slower behind a profiler; pass one --model, --format"
+        )
 
 
 # --- Policies -------------------------------------------------------------------------------------
@@ -238,10 +246,8 @@ def _subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
 # --- Measurements ---------------------------------------------------------------------------------
 
 
-def measure_decoding(
-    subject: Subject, batch: int, config: BenchmarkConfig, program: jax.stages.Compiled
-) -> dict:
-    """One row of the decode benchmark, see the module; `program` decodes its chunks."""
+def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> dict:
+    """One row of the decode benchmark, see the module."""
     prompts = _random_prompts(subject.config, batch, config)
     costs: list[Statistics] = []
 
@@ -266,7 +272,7 @@ def measure_decoding(
         first, short, long = (min(_seconds(run, n) for _ in range(_REPEATS)) for n in lengths)
     ms_per_step = 1e3 * (long - short) / (config.new_tokens - _SHORT)
     plan = _plan(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    row = _described(subject, "decode", config) | {
+    return _described(subject, "decode", config) | {
         "batch": batch,
         "prompt": config.prompt,
         "new_tokens": config.new_tokens,
@@ -277,12 +283,6 @@ def measure_decoding(
         "peak_gb": peak(),
         "padding_waste": padding_waste([len(p) for p in prompts], plan, costs[-1]),
     }
-    if config.parts:
-        try:
-            row["parts"] = _step_parts(subject, batch, config, program)
-        except Exception as error:  # What profilers raise must not cost the row.
-            print(f"no parts: {type(error).__name__}: {error}"[:200], flush=True)
-    return row
 
 
 def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
@@ -523,12 +523,8 @@ def _peak_memory() -> Iterator[Callable[[], float | None]]:
             watcher.join()
 
 
-def _compile_chunks(subject: Subject, config: BenchmarkConfig) -> dict[int, jax.stages.Compiled]:
-    """Compiles the largest of the programs a few at a time; the others compile as they run.
-
-    Returns:
-        For every batch the chunk of the generation of all new tokens.
-    """
+def _compile_chunks(subject: Subject, config: BenchmarkConfig) -> None:
+    """Compiles the largest of the programs a few at a time; the others compile as they run."""
     began = time.perf_counter()
     lowered = []
     for batch in config.batches:
@@ -536,10 +532,9 @@ def _compile_chunks(subject: Subject, config: BenchmarkConfig) -> dict[int, jax.
             chunk = _Chunk(subject, batch, new_tokens, config)
             lowered.append(chunk.lower(jax.eval_shape(chunk.empty_batch)))
     with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
-        compiled = list(pool.map(lambda program: program.compile(), lowered))
+        list(pool.map(lambda program: program.compile(), lowered))
     seconds = time.perf_counter() - began
     print(f"compiled {len(lowered)} programs in {seconds:.0f} s", flush=True)
-    return dict(zip(config.batches, compiled[1::2], strict=True))
 
 
 class _Chunk:
@@ -579,8 +574,10 @@ class _Chunk:
         needed = np.ones(self._rows, bool)
         return decode.decode_chunk.lower(*self._policy, shapes, needed, **self._how)
 
-    def run(self, batch: decode.Batch, tokens: int) -> tuple[decode.Batch, decode.Drawn]:
-        """A chunk behind so many tokens of each row."""
+    def run(
+        self, batch: decode.Batch, tokens: int, program: jax.stages.Compiled | None = None
+    ) -> tuple[decode.Batch, decode.Drawn]:
+        """A chunk behind so many tokens of each row; `program` in place of the engine's."""
         full = functools.partial(jnp.full, self._rows, device=self._sharding)
         batch = dataclasses.replace(
             batch,
@@ -588,13 +585,12 @@ class _Chunk:
             counts=full(0, jnp.int32),
             done=full(False, bool),
         )
-        return decode.decode_chunk(*self._policy, batch, np.ones(self._rows, bool), **self._how)
+        arguments = *self._policy, batch, np.ones(self._rows, bool)
+        return program(*arguments) if program else decode.decode_chunk(*arguments, **self._how)
 
 
-def _step_parts(
-    subject: Subject, batch: int, config: BenchmarkConfig, program: jax.stages.Compiled
-) -> dict[str, float]:
-    """The parts of a decode step, out of chunks in the middle of the new tokens."""
+def _step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[str, float]:
+    """The parts of a decode step, out of chunks in the middle of the new tokens; {} if unknown."""
     chunk = _Chunk(subject, batch, config.new_tokens, config)
     steps = chunk.plan.steps
     middle = config.prompt + (config.new_tokens - steps) // 2
@@ -606,9 +602,13 @@ def _step_parts(
             key, one = jax.random.split(key)
             drawn = normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
             arrays[index] = drawn.astype(arrays[index].dtype)
+    # Within a CUDA graph no kernel has the name of its instruction.
+    observed = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile(
+        compiler_options={"xla_gpu_enable_command_buffer": ""}
+    )
 
-    def run() -> decode.Drawn:
-        after, drawn = chunk.run(held.pop(), middle)
+    def run(program: jax.stages.Compiled | None = None) -> decode.Drawn:
+        after, drawn = chunk.run(held.pop(), middle, program)
         held.append(after)
         return drawn
 
@@ -618,9 +618,14 @@ def _step_parts(
         began = time.perf_counter()
         jax.block_until_ready([run() for _ in range(_CHUNKS)])
         walls.append(1e3 * (time.perf_counter() - began) / _CHUNKS)
+    try:
+        kernels = device_kernels(lambda: run(observed))
+    except Exception as error:  # What profilers raise must not cost the row.
+        print(f"no parts: {type(error).__name__}: {error}"[:200], flush=True)
+        return {}
     return per_step(
-        device_kernels(run),
-        parts_of(program.as_text() or ""),
+        kernels,
+        parts_of(observed.as_text() or ""),
         wall_ms=min(walls),
         steps=steps,
         layers=subject.config.num_layers,

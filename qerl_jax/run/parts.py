@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
-PARTS = ("linears", "lora", "attention", "head", "sampling", "other")
+PARTS = ("linears", "lora", "attention", "norms", "mlp", "head", "sampling", "other")
 
 _FP4 = "fp4_"  # begins the names of the Hopper kernel's programs
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?\bop_name=\"([^\"]*)\"", re.MULTILINE)
@@ -26,7 +26,8 @@ Kernels = list[tuple[str, float]]  # instruction or kernel, and milliseconds
 def parts_of(hlo: str) -> dict[str, str]:
     """The part of each instruction of a compiled program's text, by its name.
 
-    A fusion belongs to what its last operation belongs to. Beside the FP4 kernel nothing but the
+    A fusion belongs to what its last operation belongs to; where the products with A are part of
+    the kernels between the projections, they belong to those. Beside the FP4 kernel nothing but the
     adapter runs in a packed linear.
     """
     paths = dict(_INSTRUCTION.findall(hlo))
@@ -68,8 +69,8 @@ def _as_kernel(name: str) -> str:
 def device_kernels(run: Callable[[], Any]) -> Kernels:
     """The kernels that `run` starts on a GPU, the second time.
 
-    XLA's profiler says which instruction started a kernel, those of libraries too, and runs the
-    program without CUDA graphs meanwhile. Where it finds none, CUPTI gives the kernels' own names.
+    XLA's profiler says which instruction started a kernel, those of libraries too, unless the
+    kernel is in a CUDA graph. Where it finds none, CUPTI gives the kernels' own names.
     """
     jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:

@@ -1,0 +1,573 @@
+"""What a decode step does between the four projections of a layer, in four kernels.
+
+A step is short of time for its many small operations, not of bandwidth, so each kernel does all
+there is to do between two projections, down to the product of the next projection's input with A of
+its LoRA adapter:
+
+    norm_project      x + y, its RMSNorm, the product with A
+    attend            norm's factor, bias, QK norm, rotation, the new key and value, attention
+    merge_project     the sum of attention's parts, the product with A
+    silu_project      norm's factor, SwiGLU, the product with A
+
+The factor of an RMSNorm, one number for each row, passes through the linear maps: the projection
+reads x * scale, and who reads the projection multiplies by the factor. So no kernel waits for a
+whole row, and every block of threads has a few columns. What they contribute to the product with A
+is added up by a small kernel of its own, in an order that never changes.
+
+All of this is Pallas's Triton backend. A block of threads executes its code once, so what counts is
+how little code there is: small tiles, and as few of them unrolled as possible.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+_COLUMNS = 128  # of a block
+_RANK = 32  # rows of A of a block
+_SLOTS = 64  # of the cache that attention reads at a time
+_PARTS = 8  # of a row's slots, at most
+_LOG2_E = 1.4426950408889634
+
+
+class Normed(NamedTuple):
+    """A row without its factor, see `norm_project`.
+
+    Attributes:
+        residual: [M, D], x + y.
+        scaled: [M, D], the residual times the scale of the norm.
+        product: [M, R'], `scaled` times A^T, or None.
+        factor: float32 [M], what makes the norm of `scaled` and of what is linear in it.
+    """
+
+    residual: jax.Array
+    scaled: jax.Array
+    product: jax.Array | None
+    factor: jax.Array
+
+
+class AttentionParts(NamedTuple):
+    """Attention over slices of the cache, see `attend`.
+
+    Attributes:
+        sums: float32 [P, M, N, H], values by weights whose largest is 1.
+        weights: float32 [P, M, N], the sums of these weights; 0 where a slice holds no key.
+        largest: float32 [P, M, N], the largest score in base 2.
+    """
+
+    sums: jax.Array
+    weights: jax.Array
+    largest: jax.Array
+
+
+def norm_project(
+    x: jax.Array,
+    y: jax.Array | None,
+    scale: jax.Array,
+    a: jax.Array | None,
+    *,
+    eps: float,
+    columns: int = 0,
+    interpret: bool = False,
+) -> Normed:
+    """Adds to the residual stream, and begins an RMSNorm and the projection behind it.
+
+    Args:
+        x: bfloat16 [M, D].
+        y: bfloat16 [M, D] to add, or None.
+        scale: float32 [D], of the norm.
+        a: bfloat16 [R, D], or None.
+        eps: of the norm.
+        columns: R' >= R of the product, zero behind R.
+        interpret: run on a CPU.
+    """
+    m, width = x.shape
+
+    def value(refs, tile):
+        residual = tile.load(refs["x"])
+        if y is not None:
+            residual = (residual + tile.load(refs["y"])).astype(x.dtype).astype(jnp.float32)
+        factors = plt.load(refs["scale"].at[tile.cols], mask=tile.cols < width, other=0.0)
+        scaled = (residual * factors[None, :]).astype(x.dtype)
+
+        @pl.when(tile.first)
+        def _():
+            tile.store(refs["residual"], residual.astype(x.dtype))
+            tile.store(refs["scaled"], scaled)
+            squares = jnp.sum(residual * residual, axis=1)
+            plt.store(refs["squares"].at[tile.index, tile.rows], squares, mask=tile.rows < m)
+
+        return scaled
+
+    results = {
+        "residual": jax.ShapeDtypeStruct(x.shape, x.dtype),
+        "scaled": jax.ShapeDtypeStruct(x.shape, x.dtype),
+        "squares": jax.ShapeDtypeStruct((pl.cdiv(width, _COLUMNS), m), jnp.float32),
+    }
+    outs = _project(
+        "norm_project",
+        value,
+        {"x": x, "scale": scale} | ({} if y is None else {"y": y}),
+        results,
+        a,
+        (m, width),
+        interpret=interpret,
+    )
+    shares, squares = outs.get("shares"), outs["squares"]
+    product, factor = _finish(
+        shares, a, columns, squares=squares, width=width, eps=eps, interpret=interpret
+    )
+    assert factor is not None
+    return Normed(outs["residual"], outs["scaled"], product, factor)
+
+
+def silu_project(
+    gate_up: jax.Array,
+    factor: jax.Array,
+    a: jax.Array | None,
+    *,
+    columns: int = 0,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """SwiGLU of a projection that lacks its norm's factor, and its product with A.
+
+    Args:
+        gate_up: bfloat16 [M, 2 F].
+        factor: of `norm_project`.
+        a: bfloat16 [R, F], or None.
+        columns: R' >= R of the product, zero behind R.
+        interpret: run on a CPU.
+
+    Returns:
+        bfloat16 [M, F], and [M, R'] or None.
+    """
+    m, outputs = gate_up.shape[0], gate_up.shape[1] // 2
+    dtype = gate_up.dtype
+
+    def value(refs, tile):
+        over = plt.load(refs["factor"].at[tile.rows], mask=tile.rows < m, other=0.0)[:, None]
+        # Rounded where the projection would be, had it the factor.
+        gate = (tile.load(refs["gate_up"]) * over).astype(dtype).astype(jnp.float32)
+        up = (tile.load(refs["gate_up"], offset=outputs) * over).astype(dtype)
+        active = (gate / (1.0 + jnp.exp2(-_LOG2_E * gate))).astype(dtype)
+        z = (active.astype(jnp.float32) * up.astype(jnp.float32)).astype(dtype)
+
+        @pl.when(tile.first)
+        def _():
+            tile.store(refs["z"], z)
+
+        return z
+
+    outs = _project(
+        "silu_project",
+        value,
+        {"gate_up": gate_up, "factor": factor},
+        {"z": jax.ShapeDtypeStruct((m, outputs), dtype)},
+        a,
+        (m, outputs),
+        interpret=interpret,
+    )
+    return outs["z"], _finish(outs.get("shares"), a, columns, interpret=interpret)[0]
+
+
+def merge_project(
+    parts: AttentionParts,
+    a: jax.Array | None,
+    *,
+    dtype: jnp.dtype,
+    columns: int = 0,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Adds up the parts of `attend`, and multiplies by A.
+
+    Args:
+        parts: of M rows.
+        a: bfloat16 [R, N H], or None.
+        dtype: of the results.
+        columns: R' >= R of the product, zero behind R.
+        interpret: run on a CPU.
+
+    Returns:
+        [M, N H], and [M, R'] or None.
+    """
+    count, m, heads, head_dim = parts.sums.shape
+
+    def value(refs, tile):
+        live = tile.rows < m
+        index = jnp.arange(pl.next_power_of_2(count))[None, :]
+        mask = live[:, None] & (index < count)
+        place = index, tile.rows[:, None], tile.index
+        largest = plt.load(refs["largest"].at[place], mask=mask, other=-jnp.inf)
+        weights = plt.load(refs["weights"].at[place], mask=mask, other=0.0)
+        top = jnp.max(jnp.where(live[:, None], largest, 0.0), axis=1)
+        weight = jnp.sum(jnp.exp2(largest - top[:, None]) * weights, axis=1)
+        weight = jnp.where(live, weight, 1.0)
+        total = jnp.zeros((len(tile.rows), head_dim), jnp.float32)
+        for p in range(count):
+            place = refs["largest"].at[p, tile.rows, tile.index]
+            share = jnp.exp2(plt.load(place, mask=live, other=-jnp.inf) - top) / weight
+            place = refs["sums"].at[p, tile.rows[:, None], tile.index, tile.dims[None, :]]
+            total += share[:, None] * plt.load(place, mask=live[:, None], other=0.0)
+        attended = total.astype(dtype)
+
+        @pl.when(tile.first)
+        def _():
+            tile.store(refs["attended"], attended)
+
+        return attended
+
+    outs = _project(
+        "merge_project",
+        value,
+        parts._asdict(),
+        {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
+        a,
+        (m, heads * head_dim),
+        block=head_dim,
+        interpret=interpret,
+    )
+    return outs["attended"], _finish(outs.get("shares"), a, columns, interpret=interpret)[0]
+
+
+class _Tile(NamedTuple):
+    """The rows and columns of a block of threads.
+
+    Attributes:
+        rows: int32 [16].
+        dims: int32 [block], from 0.
+        cols: int32 [block], where they are.
+        index: which block of columns it is.
+        first: whether it is the first of the blocks with these rows and columns, one for every
+            `_RANK` rows of A; that one stores.
+        shape: [M, K] of what is cut into tiles.
+    """
+
+    rows: Any
+    dims: Any
+    cols: Any
+    index: Any
+    first: Any
+    shape: tuple[int, int]
+
+    @property
+    def _mask(self):
+        return (self.rows < self.shape[0])[:, None] & (self.cols < self.shape[1])[None, :]
+
+    def load(self, ref, offset: int = 0) -> jax.Array:
+        """The tile of an array, float32 and zero beyond its edges."""
+        place = ref.at[self.rows[:, None], offset + self.cols[None, :]]
+        return plt.load(place, mask=self._mask, other=0.0).astype(jnp.float32)
+
+    def store(self, ref, value) -> None:
+        """Writes the tile of an array."""
+        plt.store(ref.at[self.rows[:, None], self.cols[None, :]], value, mask=self._mask)
+
+
+def _project(
+    name: str,
+    value: Callable[[dict, _Tile], jax.Array],
+    operands: dict[str, jax.Array],
+    results: dict[str, jax.ShapeDtypeStruct],
+    a: jax.Array | None,
+    shape: tuple[int, int],
+    *,
+    block: int = _COLUMNS,
+    interpret: bool,
+) -> dict[str, jax.Array]:
+    """Makes an array [M, K] tile by tile, and with A what each block contributes to its product.
+
+    Args:
+        name: of the kernel.
+        value: makes and stores a tile.
+        operands: by name, whole.
+        results: of `value`, likewise.
+        a: [R, K], or None.
+        shape: [M, K].
+        block: columns of a tile.
+        interpret: run on a CPU.
+
+    Returns:
+        The results, and with A "shares", float32 [blocks, M, .]; their sum is the product.
+    """
+    m, width = shape
+    rows = 16 if m <= 128 else 32
+    rank, parts = 0, 1
+    operands, results = dict(operands), dict(results)
+    blocks = pl.cdiv(width, block)
+    if a is not None:
+        rank = a.shape[0]
+        parts = pl.cdiv(rank, _RANK)
+        operands["a"] = a
+        results["shares"] = jax.ShapeDtypeStruct((blocks, m, parts * _RANK), jnp.float32)
+
+    def body(*refs):
+        refs = dict(zip((*operands, *results), refs, strict=True))
+        i, index, part = (pl.program_id(axis) for axis in range(3))
+        dims = jnp.arange(block)
+        tile = _Tile(
+            rows=i * rows + jnp.arange(rows),
+            dims=dims,
+            cols=index * block + dims,
+            index=index,
+            first=part == 0,
+            shape=shape,
+        )
+        if a is None:
+            value(refs, tile)
+            return
+        ranks = part * _RANK + jnp.arange(_RANK)
+        mask = (ranks < rank)[:, None] & (tile.cols < width)[None, :]
+        factors = plt.load(refs["a"].at[ranks[:, None], tile.cols[None, :]], mask=mask, other=0.0)
+        # A branch that is always taken: otherwise the compiler makes the tile a second time, as the
+        # operand of the product, each warp all of it.
+        tokens = lax.cond(
+            index >= 0,
+            lambda: value(refs, tile),
+            lambda: jnp.zeros((rows, block), a.dtype),
+        )
+        share = plt.dot(tokens, factors, trans_b=True)
+        place = refs["shares"].at[index, tile.rows[:, None], ranks[None, :]]
+        plt.store(place, share, mask=(tile.rows < m)[:, None])
+
+    outs = pl.pallas_call(
+        body,
+        grid=(pl.cdiv(m, rows), blocks, parts),
+        out_shape=tuple(results.values()),
+        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        name=name,
+        interpret=interpret,
+    )(*operands.values())
+    return dict(zip(results, outs, strict=True))
+
+
+def _finish(
+    shares: jax.Array | None,
+    a: jax.Array | None,
+    columns: int,
+    *,
+    squares: jax.Array | None = None,
+    width: int = 1,
+    eps: float = 0.0,
+    interpret: bool,
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """The product [M, R'] out of its shares, and the factor [M] of a norm out of its squares."""
+    operands = {"shares": shares, "squares": squares}
+    operands = {name: array for name, array in operands.items() if array is not None}
+    if not operands:
+        return None, None
+    results, rank = {}, 0
+    m = next(iter(operands.values())).shape[1]
+    if shares is not None and a is not None:
+        rank, columns = a.shape[0], max(columns, a.shape[0])
+        results["product"] = jax.ShapeDtypeStruct((m, columns), a.dtype)
+    if squares is not None:
+        results["factor"] = jax.ShapeDtypeStruct((m,), jnp.float32)
+
+    def body(*refs):
+        refs = dict(zip((*operands, *results), refs, strict=True))
+        row, block = pl.program_id(0), pl.program_id(1)
+        if rank:
+            count = operands["shares"].shape[0]
+            ranks = block * _RANK + jnp.arange(_RANK)
+            index = jnp.arange(pl.next_power_of_2(count))[:, None]
+            mask = (index < count) & (ranks < rank)[None, :]
+            parts = plt.load(refs["shares"].at[index, row, ranks[None, :]], mask=mask, other=0.0)
+            total = jnp.sum(parts, axis=0).astype(results["product"].dtype)
+            plt.store(refs["product"].at[row, ranks], total, mask=ranks < columns)
+        if squares is not None:
+
+            @pl.when(block == 0)
+            def _():
+                index = jnp.arange(pl.next_power_of_2(len(squares)))
+                mask = index < len(squares)
+                parts = plt.load(refs["squares"].at[index, row], mask=mask, other=0.0)
+                plt.store(refs["factor"].at[row], lax.rsqrt(jnp.sum(parts) / width + eps))
+
+    outs = pl.pallas_call(
+        body,
+        grid=(m, max(1, pl.cdiv(columns, _RANK))),
+        out_shape=tuple(results.values()),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
+        name="finish",
+        interpret=interpret,
+    )(*operands.values())
+    outs = dict(zip(results, outs, strict=True))
+    return outs.get("product"), outs.get("factor")
+
+
+def attend(
+    qkv: jax.Array,
+    factor: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    qk_norm: tuple[jax.Array, jax.Array] | None = None,
+    eps: float = 0.0,
+    multiprocessors: int = 132,
+    interpret: bool = False,
+) -> tuple[AttentionParts, jax.Array, jax.Array]:
+    """Puts the new key and value of every row into the cache, and attends to all of them.
+
+    Args:
+        qkv: bfloat16 [M, (N + 2 K) H], a projection that lacks its norm's factor and its bias.
+        factor: of `norm_project`.
+        angles: cosines and sines, float32 [M, H/2], of the rotation of queries and keys.
+        keys: [M, K, S, H], bfloat16 or float8_e4m3fn; given away.
+        values: likewise.
+        lengths: int32 [M], the filled slots of each row, less than S.
+        bias: [(N + 2 K) H], or None.
+        qk_norm: float32 [H], the scales of queries' and keys' RMSNorm, or None.
+        eps: of that norm.
+        multiprocessors: of the device; fewer blocks of threads split rows into slices.
+        interpret: run on a CPU.
+
+    Returns:
+        The parts for `merge_project`, keys and values.
+    """
+    m, kv_heads, slots, head_dim = keys.shape
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    group = heads // kv_heads
+    half = head_dim // 2
+    wanted = min(_PARTS, max(1, 4 * multiprocessors // (m * kv_heads)))
+    part_slots = max(2 * _SLOTS, _SLOTS * pl.cdiv(pl.cdiv(slots, wanted), _SLOTS))
+    count = pl.cdiv(slots, part_slots)
+    padded = max(16, pl.next_power_of_2(group))
+    dtype = qkv.dtype
+    operands = {"qkv": qkv, "factor": factor, "cos": angles[0], "sin": angles[1]}
+    operands |= {"lengths": lengths}
+    if bias is not None:
+        operands["bias"] = bias
+    if qk_norm is not None:
+        operands["q_norm"], operands["k_norm"] = qk_norm
+    operands |= {"keys": keys, "values": values}
+    results = {
+        "sums": jax.ShapeDtypeStruct((count, m, heads, head_dim), jnp.float32),
+        "weights": jax.ShapeDtypeStruct((count, m, heads), jnp.float32),
+        "largest": jax.ShapeDtypeStruct((count, m, heads), jnp.float32),
+        "new_keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype),
+        "new_values": jax.ShapeDtypeStruct(values.shape, values.dtype),
+    }
+
+    def body(*refs):
+        refs = dict(zip((*operands, *results), refs, strict=True))
+        row, head, part = (pl.program_id(axis) for axis in range(3))
+        dims, halves = jnp.arange(head_dim), jnp.arange(half)
+        length = plt.load(refs["lengths"].at[row])
+        factor = plt.load(refs["factor"].at[row])
+        cos = plt.load(refs["cos"].at[row, halves])
+        sin = plt.load(refs["sin"].at[row, halves])
+
+        def projected(columns):
+            """Columns of the projection, rounded as if it had the factor."""
+            mask = columns < qkv.shape[1]
+            x = plt.load(refs["qkv"].at[row, columns], mask=mask, other=0.0)
+            x = factor * x.astype(jnp.float32)
+            if bias is not None:
+                added = plt.load(refs["bias"].at[columns], mask=mask, other=0.0)
+                x += added.astype(jnp.float32)
+            return x.astype(dtype).astype(jnp.float32)
+
+        def rotated(columns, norm):
+            """The two halves of heads that begin at some columns, [...] or [heads, ...]."""
+            first, second = projected(columns), projected(columns + half)
+            if qk_norm is not None:
+                squares = jnp.sum(first * first + second * second, axis=-1, keepdims=True)
+                over = lax.rsqrt(squares / head_dim + eps)
+                scales = (plt.load(refs[norm].at[d]) for d in (halves, half + halves))
+                first, second = (
+                    (x * over * scale).astype(dtype).astype(jnp.float32)
+                    for x, scale in zip((first, second), scales, strict=True)
+                )
+            return (
+                (first * cos - second * sin).astype(dtype),
+                (second * cos + first * sin).astype(dtype),
+            )
+
+        # Heads beyond the group are other heads', computed along and not stored.
+        query = jnp.arange(padded)
+        in_group = query < group
+        q_columns = (head * group + query)[:, None] * head_dim + halves[None, :]
+        q_first, q_second = rotated(q_columns, "q_norm")
+        new_keys = rotated((heads + head) * head_dim + halves, "k_norm")
+        k_first, k_second = (_to_cache(k, keys.dtype).astype(dtype) for k in new_keys)
+        new_value = projected((heads + kv_heads + head) * head_dim + dims)
+        new_value = _to_cache(new_value, values.dtype).astype(jnp.float32)
+        start = part * part_slots
+        scale = head_dim**-0.5 * _LOG2_E
+        owns = (length >= start) & (length < start + part_slots)
+
+        def scores(first, second):
+            product = plt.dot(q_first, first, trans_b=True)
+            return scale * (product + plt.dot(q_second, second, trans_b=True))
+
+        def add(block, carry):
+            total, weight, largest = carry
+            slot = start + block * _SLOTS + jnp.arange(_SLOTS)
+            filled = slot < length
+
+            def read(ref, dims):
+                place = ref.at[row, head, slot[:, None], dims[None, :]]
+                return plt.load(place, mask=filled[:, None], other=0.0).astype(dtype)
+
+            s = scores(read(refs["keys"], halves), read(refs["keys"], half + halves))
+            s = jnp.where(filled[None, :], s, -jnp.inf)
+            top = jnp.maximum(largest, jnp.max(s, axis=1))
+            weights = jnp.exp2(s - top[:, None])
+            keep = jnp.exp2(largest - top)
+            total = keep[:, None] * total + plt.dot(
+                weights.astype(dtype), read(refs["values"], dims)
+            )
+            return total, keep * weight + jnp.sum(weights, axis=1), top
+
+        # The new token first: its part of the cache is never empty, the others may be.
+        own_score = jnp.sum(
+            q_first.astype(jnp.float32) * k_first.astype(jnp.float32)
+            + q_second.astype(jnp.float32) * k_second.astype(jnp.float32),
+            axis=1,
+        )
+        empty = jnp.finfo(jnp.float32).min
+        largest = jnp.where(owns, scale * own_score, empty)
+        weight = jnp.where(owns, jnp.ones(padded, jnp.float32), 0.0)
+        total = jnp.where(owns, jnp.broadcast_to(new_value[None, :], (padded, head_dim)), 0.0)
+        blocks = pl.cdiv(jnp.clip(length - start, 0, part_slots), _SLOTS)
+        total, weight, largest = lax.fori_loop(0, blocks, add, (total, weight, largest))
+        q_heads = head * group + query
+        place = refs["sums"].at[part, row, q_heads[:, None], dims[None, :]]
+        plt.store(place, total, mask=in_group[:, None])
+        plt.store(refs["weights"].at[part, row, q_heads], weight, mask=in_group)
+        plt.store(refs["largest"].at[part, row, q_heads], largest, mask=in_group)
+
+        @pl.when(owns)
+        def _():
+            for name, new, dims_of in (
+                ("new_keys", k_first, halves),
+                ("new_keys", k_second, half + halves),
+                ("new_values", new_value, dims),
+            ):
+                plt.store(refs[name].at[row, head, length, dims_of], new.astype(keys.dtype))
+
+    names = list(operands)
+    outs = pl.pallas_call(
+        body,
+        grid=(m, kv_heads, count),
+        out_shape=tuple(results.values()),
+        input_output_aliases={names.index("keys"): 3, names.index("values"): 4},
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        name="attend",
+        interpret=interpret,
+    )(*operands.values())
+    return AttentionParts(*outs[:3]), outs[3], outs[4]
+
+
+def _to_cache(x, dtype):
+    if dtype == jnp.float8_e4m3fn:
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x.astype(jnp.float32), -limit, limit)
+    return x.astype(dtype)

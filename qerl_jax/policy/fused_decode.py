@@ -1,0 +1,100 @@
+"""A layer of a decode step in a dozen kernels, `pallas_kernels.decode` between its projections.
+
+The function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
+RMSNorm multiplies what the projection returns and not what it reads.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import decode
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.linear import linear_with_product
+
+_MAX_ROWS = 4096
+
+
+def serves(config: ModelConfig, dtype: jnp.dtype, rows: int) -> bool:
+    """Whether the kernels exist for the policy and run on the default device."""
+    powers_of_two = config.head_dim & (config.head_dim - 1) == 0
+    return (
+        dtype == jnp.bfloat16
+        and powers_of_two
+        and 32 <= config.head_dim <= 256
+        and rows <= _MAX_ROWS
+        and decode.kernels_run()
+    )
+
+
+# One jit: the layers share a trace and a lowering.
+@functools.partial(jax.jit, static_argnames="config")
+def decode_layer(
+    layer: dict,
+    adapters: dict[str, tuple[jax.Array, jax.Array]],
+    x: jax.Array,
+    y: jax.Array | None,
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    *,
+    config: ModelConfig,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """One block over one new token per row.
+
+    Args:
+        layer: one of `params["layers"]`.
+        adapters: the layer of `lora.fuse`.
+        x: [B, D], the residual stream,
+        y: [B, D], and what the layer before still has to add to it, or None.
+        keys: [B, K, S, H] of the layer; given away.
+        values: likewise.
+        lengths: int32 [B].
+        angles: cosines and sines, float32 [B, H/2].
+        config: the architecture.
+
+    Returns:
+        The stream before the layer's last addition, what is to be added, keys and values.
+    """
+    # They use an API of jax that may change, and are loaded when needed.
+    from pallas_kernels.decode import kernels
+
+    a, b = ({name: pair[i] for name, pair in adapters.items()} for i in (0, 1))
+    width = {name: matrix.shape[1] for name, matrix in b.items()}
+
+    def begin(x, y, norm, name):
+        with jax.named_scope("norms"):
+            return kernels.norm_project(
+                x, y, layer[norm], a.get(name), eps=config.norm_eps, columns=width.get(name, 0)
+            )
+
+    def project(name, x, product):
+        return linear_with_product(x, layer[name], product, b.get(name))
+
+    first = begin(x, y, "input_layernorm", "qkv_proj")
+    qkv = project("qkv_proj", first.scaled, first.product)
+    with jax.named_scope("attention"):
+        parts, keys, values = kernels.attend(
+            qkv,
+            first.factor,
+            angles,
+            keys,
+            values,
+            lengths,
+            bias=layer.get("qkv_bias"),
+            qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
+            eps=config.norm_eps,
+        )
+        attended, product = kernels.merge_project(
+            parts, a.get("o_proj"), dtype=x.dtype, columns=width.get("o_proj", 0)
+        )
+    y = project("o_proj", attended, product)
+    second = begin(first.residual, y, "post_attention_layernorm", "gate_up_proj")
+    gate_up = project("gate_up_proj", second.scaled, second.product)
+    with jax.named_scope("mlp"):
+        hidden, product = kernels.silu_project(
+            gate_up, second.factor, a.get("down_proj"), columns=width.get("down_proj", 0)
+        )
+    return second.residual, project("down_proj", hidden, product), keys, values

@@ -1,0 +1,174 @@
+"""The fused kernels of a decode step against the operations that they are made of, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+
+from pallas_kernels import decode
+from pallas_kernels.decode import kernels
+from qerl_jax.policy import fused_decode, transformer
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.attention import attend_to_cache, rotate, to_cache
+
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
+BACKENDS = [
+    pytest.param(True, id="interpreter"),
+    pytest.param(False, marks=[pytest.mark.gpu, on_gpu], id="gpu"),
+]
+
+
+def draw(index, *shape, dtype=jnp.bfloat16):
+    key = jax.random.fold_in(jax.random.key(0), index)
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def wide(x):
+    return np.asarray(x, np.float64)
+
+
+def rounded(x):
+    return wide(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16))
+
+
+def assert_close(actual, expected, tolerance=4e-3):
+    error = np.linalg.norm(wide(actual) - expected) / np.linalg.norm(expected)
+    assert error < tolerance
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("rows", "width", "rank"),
+    [(1, 576, 24), (5, 1100, 96), (70, 640, 32), (130, 512, 40), (3, 96, 0)],
+)
+@pytest.mark.parametrize("added", [False, True])
+def test_norm_project(rows, width, rank, added, interpret):
+    x, y = draw(1, rows, width), draw(2, rows, width) if added else None
+    scale, a = draw(3, width, dtype=jnp.float32), draw(4, rank, width) if rank else None
+    columns = -(-rank // 64) * 64
+    run = jax.jit(
+        functools.partial(kernels.norm_project, eps=1e-6, columns=columns, interpret=interpret)
+    )
+    got = run(x, y, scale, a)
+    residual = rounded(wide(x) + wide(y)) if added else wide(x)
+    np.testing.assert_array_equal(wide(got.residual), residual)
+    assert_close(got.scaled, residual * wide(scale))
+    assert_close(got.factor, 1 / np.sqrt(np.mean(residual**2, axis=1) + 1e-6), 1e-6)
+    if rank:
+        assert_close(got.product[:, :rank], wide(got.scaled) @ wide(a).T)
+        assert got.product.shape == (rows, columns)
+        assert not wide(got.product[:, rank:]).any()
+    else:
+        assert got.product is None
+    for _ in range(3):
+        again = run(x, y, scale, a)
+        jax.tree.map(np.testing.assert_array_equal, again, got)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(("rows", "width", "rank"), [(1, 1100, 32), (17, 576, 64), (70, 640, 0)])
+def test_silu_project(rows, width, rank, interpret):
+    gate_up, factor = draw(1, rows, 2 * width), jnp.abs(draw(2, rows, dtype=jnp.float32))
+    a = draw(3, rank, width) if rank else None
+    z, product = kernels.silu_project(gate_up, factor, a, columns=rank and 64, interpret=interpret)
+    gate, up = np.split(wide(gate_up) * wide(factor)[:, None], 2, axis=1)
+    assert_close(z, gate / (1 + np.exp(-gate)) * up, 6e-3)
+    if rank:
+        assert_close(product[:, :rank], wide(z) @ wide(a).T)
+        assert not wide(product[:, rank:]).any()
+    else:
+        assert product is None
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "slots", "head_dim", "multiprocessors"),
+    [(2, 7, 200, 64, 132), (1, 3, 133, 128, 132), (2, 1, 70, 64, 1), (1, 17, 64, 32, 132)],
+)
+def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiprocessors, interpret):
+    lengths = jnp.asarray([0, slots - 1, slots // 2, 63], jnp.int32)
+    rows, heads = len(lengths), kv_heads * group
+    qkv = draw(1, rows, (heads + 2 * kv_heads) * head_dim)
+    factor, bias = jnp.abs(draw(2, rows, dtype=jnp.float32)), draw(3, qkv.shape[1])
+    angle = draw(4, rows, head_dim // 2, dtype=jnp.float32)
+    angles = jnp.cos(angle), jnp.sin(angle)
+    keys, values = (draw(i, rows, kv_heads, slots, head_dim).astype(dtype) for i in (5, 6))
+    norms = [draw(i, head_dim, dtype=jnp.float32) for i in (7, 8)] if qk_norm else None
+
+    def run(keys, values):
+        parts, keys, values = kernels.attend(
+            qkv,
+            factor,
+            angles,
+            keys,
+            values,
+            lengths,
+            bias=bias,
+            qk_norm=norms,
+            eps=1e-6,
+            multiprocessors=multiprocessors,
+            interpret=interpret,
+        )
+        a = draw(9, 32, heads * head_dim)
+        merged = kernels.merge_project(parts, a, dtype=qkv.dtype, columns=64, interpret=interpret)
+        return *merged, keys, values
+
+    attended, product, new_keys, new_values = jax.jit(run)(keys, values)
+    # As `transformer` does it.
+    projected = jnp.asarray(wide(qkv) * wide(factor)[:, None] + wide(bias), jnp.float32)
+    projected = projected.astype(qkv.dtype).reshape(rows, 1, -1, head_dim)
+    q, k, v = jnp.split(projected, (heads, heads + kv_heads), axis=2)
+    if norms:
+        q, k = (transformer._rms_norm(x, norm, 1e-6) for x, norm in zip((q, k), norms, strict=True))
+    q, k = (rotate(x, tuple(part[:, None, None] for part in angles)) for x in (q, k))
+    slot = *jnp.ogrid[:rows, :kv_heads], lengths[:, None]
+    keys = keys.at[slot].set(to_cache(k[:, 0], dtype))
+    values = values.at[slot].set(to_cache(v[:, 0], dtype))
+    expected = attend_to_cache(*(x.astype(jnp.float32) for x in (q, keys, values)), lengths + 1)
+    assert_close(attended, wide(expected).reshape(rows, -1))
+    assert_close(product[:, :32], wide(attended) @ wide(draw(9, 32, heads * head_dim)).T)
+    for new, old in ((new_keys, keys), (new_values, values)):
+        # A product that rounds otherwise may move a key by its last bit.
+        off = wide(new) != wide(old)
+        assert off.mean() < 1e-3
+        assert_close(new, wide(old))
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize("kind", tiny_model.KINDS)
+@pytest.mark.parametrize("adapted", [True, False])
+def test_a_step_is_the_policys(kind, adapted, interpret, monkeypatch):
+    config, params = tiny_model.tiny_policy(kind, embed_dim=64, head_dim=32)
+    norms = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+    params = jax.tree.map_with_path(
+        lambda path, x: x if path[-1].key in norms else x.astype(jnp.bfloat16), params
+    )
+    lora = tiny_model.random_lora(config) if adapted else None
+    fused = lora_lib.fuse(lora, config, jnp.bfloat16)
+    prompts = tiny_model.random_tokens(3, 9)
+    lengths = jnp.asarray([9, 1, 5])
+    _, cache = transformer.prefill(params, lora, prompts, lengths, config=config, slots=16)
+
+    def step():
+        jax.clear_caches()
+        run = functools.partial(transformer.decode_step, config=config)
+        return jax.jit(run)(params, fused, prompts[:, 0], cache)
+
+    monkeypatch.setattr(decode, "kernels_run", lambda: False)
+    expected, expected_cache = step()
+    monkeypatch.setattr(decode, "kernels_run", lambda: True)
+    for name in ("norm_project", "attend", "merge_project", "silu_project"):
+        kernel = functools.partial(getattr(kernels, name), interpret=interpret)
+        monkeypatch.setattr(kernels, name, kernel)
+    assert fused_decode.serves(config, jnp.dtype("bfloat16"), len(prompts))
+    actual, actual_cache = step()
+    assert_close(actual, wide(expected), 2e-2)
+    for name in ("keys", "values"):
+        layers = getattr(actual_cache, name), getattr(expected_cache, name)
+        for new, old in zip(*layers, strict=True):
+            assert_close(new, wide(old), 2e-2)
