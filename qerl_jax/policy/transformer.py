@@ -159,7 +159,8 @@ def decode_step(
             )
             keys.append(k)
             values.append(v)
-        x = x + y
+        # A head for a few rows is slow in some libraries, and never faster than for 16.
+        x = jnp.pad(x + y, ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
         x = x[:, None]
         for layer, adapters, k, v in layers:
@@ -168,7 +169,8 @@ def decode_step(
             values.append(v)
         x = x[:, 0]
     x = _rms_norm(x, params["norm"], config.norm_eps)
-    return logits(params, x), KVCache(keys=keys, values=values, lengths=lengths + 1)
+    cache = KVCache(keys=keys, values=values, lengths=lengths + 1)
+    return logits(params, x)[: len(tokens)], cache
 
 
 def layer_with_inputs(
