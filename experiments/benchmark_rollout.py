@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--source", default="", help="real weights instead: a folder, a .gguf file, a hub id")
     add("--format", default="nvfp4,bf16", help="comma-separated: nvfp4, mxfp4, nf4, bf16")
     add("--lora-rank", type=int, default=32, help="of all seven projections; 0: no adapter")
-    add("--chunk-steps", type=int, default=32, help="decode steps of a program (default: 32)")
+    add("--chunk-steps", type=int, default=16, help="decode steps of a program (default: 16)")
     add("--dequantize", choices=("chunk", "step"), default="chunk", help="where no kernel runs")
     add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="")
     add("--seed", type=int, default=0)

@@ -66,7 +66,7 @@ class AttentionParts(NamedTuple):
 
 def norm_project(
     x: jax.Array,
-    y: jax.Array | None,
+    y: jax.Array,
     scale: jax.Array,
     a: jax.Array | None,
     *,
@@ -78,7 +78,7 @@ def norm_project(
 
     Args:
         x: bfloat16 [M, D].
-        y: bfloat16 [M, D] to add, or None.
+        y: bfloat16 [M, D] to add.
         scale: float32 [D], of the norm.
         a: bfloat16 [R, D], or None.
         eps: of the norm.
@@ -88,9 +88,8 @@ def norm_project(
     m, width = x.shape
 
     def value(refs, tile):
-        residual = tile.load(refs["x"])
-        if y is not None:
-            residual = (residual + tile.load(refs["y"])).astype(x.dtype).astype(jnp.float32)
+        residual = tile.load(refs["x"]) + tile.load(refs["y"])
+        residual = residual.astype(x.dtype).astype(jnp.float32)
         factors = plt.load(refs["scale"].at[tile.cols], mask=tile.cols < width, other=0.0)
         scaled = (residual * factors[None, :]).astype(x.dtype)
 
@@ -111,7 +110,7 @@ def norm_project(
     outs = _project(
         "norm_project",
         value,
-        {"x": x, "scale": scale} | ({} if y is None else {"y": y}),
+        {"x": x, "y": y, "scale": scale},
         results,
         a,
         (m, width),

@@ -34,7 +34,7 @@ def decode_layer(
     layer: dict,
     adapters: dict[str, tuple[jax.Array, jax.Array]],
     x: jax.Array,
-    y: jax.Array | None,
+    y: jax.Array,
     keys: jax.Array,
     values: jax.Array,
     lengths: jax.Array,
@@ -48,7 +48,7 @@ def decode_layer(
         layer: one of `params["layers"]`.
         adapters: the layer of `lora.fuse`.
         x: [B, D], the residual stream,
-        y: [B, D], and what the layer before still has to add to it, or None.
+        y: [B, D], and what the layer before still has to add to it.
         keys: [B, K, S, H] of the layer; given away.
         values: likewise.
         lengths: int32 [B].

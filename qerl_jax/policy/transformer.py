@@ -152,7 +152,7 @@ def decode_step(
     keys, values = [], []
     if fused_decode.serves(config, x.dtype, x.shape[0]):
         angles = angles[0][:, 0, 0], angles[1][:, 0, 0]
-        y = None
+        y = jnp.zeros_like(x)
         for layer, adapters, k, v in layers:
             x, y, k, v = fused_decode.decode_layer(
                 layer, adapters, x, y, k, v, lengths, angles, config=config

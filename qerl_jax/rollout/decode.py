@@ -20,6 +20,10 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.sampling import SamplingConfig, row_keys, sample
 
+# No search for the fastest matmul: it takes longer than the rest of the compilation, finds another
+# one when the device is busy, and none that is faster than the choice of the library.
+_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
@@ -134,7 +138,7 @@ def empty_batch(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+@functools.partial(jax.jit, static_argnames=("config", "dtype"), compiler_options=_UNTUNED)
 def read_prompts(
     params: dict,
     lora: Lora | None,
@@ -207,7 +211,12 @@ def _put_rows(cache, prompts, seats, sources):
     return cache.at[seats, :, : prompts.shape[2]].set(prompts[sources], mode="drop")
 
 
-@functools.partial(jax.jit, static_argnames=("rules", "steps"), donate_argnames="batch")
+@functools.partial(
+    jax.jit,
+    static_argnames=("rules", "steps"),
+    donate_argnames="batch",
+    compiler_options=_UNTUNED,
+)
 def decode_chunk(
     key: jax.Array,
     params: dict,

@@ -455,35 +455,33 @@ def compile_ahead(
         return bound(jax.eval_shape(empty))
 
     rules = decode.rules(config, sampling, eos_ids)
-    lowered = []
+    lower: list[Callable[[], jax.stages.Lowered]] = []
     for width in plan.widths:
         arguments = params, lora, *_integers((plan.prompts, width), plan.prompts)
         options = {"config": config, "dtype": plan.dtype}
-        lowered.append(decode.read_prompts.lower(*arguments, **options))
-        read = bound(jax.eval_shape(functools.partial(decode.read_prompts, **options), *arguments))
-        lowered += [
-            decode.seat_rows.lower(
-                key, batch(plan.batches[0]), read, *_integers(size, size, size), rules=rules
-            )
-            for size in plan.seatings
-        ]
+        lower.append(functools.partial(decode.read_prompts.lower, *arguments, **options))
+        read = bound(decode.read_prompts.eval_shape(*arguments, **options))
+        for size in plan.seatings:
+            seated = key, batch(plan.batches[0]), read, *_integers(size, size, size)
+            lower.append(functools.partial(decode.seat_rows.lower, *seated, rules=rules))
     for rows in plan.batches if plan.steps else ():
-        needed = np.zeros(rows, bool)
-        lowered.append(
-            decode.decode_chunk.lower(
-                key, params, lora, batch(rows), needed, rules=rules, steps=plan.steps
-            )
+        decoded = key, params, lora, batch(rows), np.zeros(rows, bool)
+        steps = plan.steps
+        lower.append(
+            functools.partial(decode.decode_chunk.lower, *decoded, rules=rules, steps=steps)
         )
     for rows, smaller in itertools.pairwise(plan.batches):
         kinds = {(x.shape, x.dtype): x for x in jax.tree.leaves(batch(rows))}
-        lowered += [decode.take_rows.lower(x, *_integers(smaller)) for x in kinds.values()]
+        for x in kinds.values():
+            lower.append(functools.partial(decode.take_rows.lower, x, *_integers(smaller)))
     pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
     try:
-        compiling = [pool.submit(program.compile) for program in lowered]
+        # While one is lowered, which is Python's work, others are compiled.
+        compiling = [pool.submit(program().compile) for program in lower]
         for done, program in enumerate(concurrent.futures.as_completed(compiling), start=1):
             program.result()
             if on_progress is not None:
-                on_progress(done, len(lowered))
+                on_progress(done, len(lower))
     finally:
         pool.shutdown(cancel_futures=True)
 
