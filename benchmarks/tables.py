@@ -67,6 +67,20 @@ def kernel_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def rollout_table(result: dict) -> str:
+    """Milliseconds of a decode step and tokens per second, a line for each policy."""
+    rows = [row for row in result["rows"] if row["kind"] == "decode"]
+    batches = sorted({row["batch"] for row in rows})
+    cells = {}
+    for row in rows:
+        adapter = f"LoRA rank {row['lora_rank']}" if row["lora_rank"] else "merged"
+        cell = f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
+        cells.setdefault((row["model"], row["format"], adapter), {})[row["batch"]] = cell
+    lines = [["model", "weights", "adapter", *map(str, batches)], ["---"] * (3 + len(batches))]
+    lines += [[*name, *(cells[name].get(b, "") for b in batches)] for name in sorted(cells)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def accuracy_table(results: list[dict]) -> str:
     """What a model solves in each format."""
     lines = [
@@ -99,7 +113,8 @@ def main() -> None:
     learning = _read("learning_smollm2-135m.json")
     gpu = _read("grpo_qwen2.5-coder-1.5b_h200.json")
     accuracies = [_read(f"gsm8k_qwen2.5-coder-1.5b_{form}_h200.json") for form in ("bf16", "nvfp4")]
-    kernel = _read("kernel.json")
+    kernel, rollout = _read("kernel.json"), _read("rollout.json")
+    (solved,) = (row for row in rollout["rows"] if row["kind"] == "gsm8k")
     text = "\n\n".join(
         [
             "The default command, SmolLM2-135M in NVFP4 on one-digit sums "
@@ -123,6 +138,17 @@ def main() -> None:
                 "    " + result["command"].replace("python3", "uv run --extra cuda python")
                 for result in accuracies
             ),
+            "A decode step in milliseconds, and tokens per second, by the rows that decode "
+            "together: 256 prompt tokens, 144 new ones, random weights. The line of the merged "
+            f"adapter is of a run of its own ({rollout['device']}, "
+            f"jax {solved['versions']['jax']}, `experiments/benchmark_rollout.py`):",
+            rollout_table(rollout),
+            "Whole rollouts of Qwen2.5-Coder-1.5B-Instruct in NVFP4 with an adapter of rank 32: "
+            f"{solved['prompts']} GSM8K problems, {solved['group']} completions each of at most "
+            f"{solved['max_new_tokens']} tokens, {solved['tokens']:,} tokens in "
+            f"{solved['seconds']:.1f} s, **{solved['tokens_per_s']:,.0f} tokens/s**; "
+            f"{100 * solved['live_share']:.0f} % of what was decoded belonged to a completion, and "
+            f"compiling took {solved['compile_seconds']:.0f} s before.",
             "The FP4 kernel beside cuBLAS on the fused projections of a 7B model, device time "
             f"(commit {kernel['rows'][0]['commit'][:8]}, {kernel['device']}, "
             f"jax {kernel['rows'][0]['versions']['jax']}, "

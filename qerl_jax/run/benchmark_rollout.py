@@ -29,6 +29,7 @@ import gc
 import json
 import pathlib
 import platform
+import re
 import shlex
 import sys
 import threading
@@ -636,8 +637,9 @@ def _step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[s
 
 
 def _origin(commit: str) -> dict:
-    """What every row says of where it comes from."""
+    """What every row says of where it comes from; of paths only the last part."""
     found = provenance()
+    arguments = re.sub(r"(?<![\w.:/])/(?:[^\s/]+/)+", "", shlex.join(sys.argv[1:]))
     return {
         "commit": commit or (found["git"] or {}).get("commit", "unknown"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -646,7 +648,7 @@ def _origin(commit: str) -> dict:
             "jaxlib": jaxlib.__version__,
             "python": platform.python_version(),
         },
-        "command": f"python -m experiments.benchmark_rollout {shlex.join(sys.argv[1:])}",
+        "command": f"python -m experiments.benchmark_rollout {arguments}",
     }
 
 
