@@ -144,7 +144,7 @@ def kernels_of_a_step(hlo):
 
 
 def test_a_layer_of_a_step_is_thirteen_kernels(compile_for_h200, monkeypatch):
-    monkeypatch.setattr(decode_kernels, "kernels_run", lambda: True)
+    monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
     for module in (fp4_matmul, api):
         monkeypatch.setattr(module, "kernel_runs", lambda: True)
     rows, counts = 8, []
