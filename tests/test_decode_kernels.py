@@ -1,6 +1,7 @@
 """The fused kernels of a decode step against the operations that they are made of, in float64."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,14 @@ from pallas_kernels.decode import kernels
 from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import attend_to_cache, rotate, to_cache
+from qerl_jax.policy.lora import PROJECTIONS
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
     pytest.param(True, id="interpreter"),
     pytest.param(False, marks=[pytest.mark.gpu, on_gpu], id="gpu"),
 ]
+EMPTY = float(np.finfo(np.float32).min)  # the largest score of no key
 
 
 def draw(index, *shape, dtype=jnp.bfloat16):
@@ -37,6 +40,24 @@ def rounded(x):
 def assert_close(actual, expected, tolerance=4e-3):
     error = np.linalg.norm(wide(actual) - expected) / np.linalg.norm(expected)
     assert error < tolerance
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "dtype", "expected"),
+    [
+        ("gpu", "9.0", jnp.float8_e4m3fn, True),
+        ("gpu", "12.0", jnp.bfloat16, True),
+        ("gpu", "8.0", jnp.bfloat16, True),
+        ("gpu", "8.6", jnp.float8_e4m3fn, False),
+        ("gpu", "7.5", jnp.bfloat16, False),
+        ("cpu", "", jnp.bfloat16, False),
+    ],
+)
+def test_where_the_kernels_run(platform, capability, dtype, expected, monkeypatch):
+    client = types.SimpleNamespace(platform_version="CUDA 13000")
+    device = types.SimpleNamespace(platform=platform, client=client, compute_capability=capability)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert decode.kernels_run(jnp.dtype(dtype)) == expected
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
@@ -87,10 +108,16 @@ def test_silu_project(rows, width, rank, interpret):
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize(
     ("kv_heads", "group", "slots", "head_dim", "multiprocessors"),
-    [(2, 7, 200, 64, 132), (1, 3, 133, 128, 132), (2, 1, 70, 64, 1), (1, 17, 64, 32, 132)],
+    [
+        (2, 7, 200, 64, 132),
+        (1, 3, 133, 128, 132),
+        (2, 1, 70, 64, 1),
+        (1, 17, 64, 32, 132),
+        (1, 2, 129, 256, 132),
+    ],
 )
 def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiprocessors, interpret):
-    lengths = jnp.asarray([0, slots - 1, slots // 2, 63], jnp.int32)
+    lengths = jnp.asarray([0, slots - 1, slots // 2, 63, min(128, slots - 1)], jnp.int32)
     rows, heads = len(lengths), kv_heads * group
     qkv = draw(1, rows, (heads + 2 * kv_heads) * head_dim)
     factor, bias = jnp.abs(draw(2, rows, dtype=jnp.float32)), draw(3, qkv.shape[1])
@@ -139,15 +166,38 @@ def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiproces
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(("rows", "count", "rank"), [(130, 3, 40), (17, 1, 0)])
+def test_merge_project(rows, count, rank, interpret):
+    heads, head_dim = 3, 64
+    largest = draw(1, count, rows, heads, dtype=jnp.float32).at[1:, ::2].set(EMPTY)
+    weights = jnp.where(largest == EMPTY, 0, 1 + jnp.abs(draw(2, *largest.shape)))
+    sums = draw(3, *largest.shape, head_dim, dtype=jnp.float32) * (weights > 0)[..., None]
+    a = draw(4, rank, heads * head_dim) if rank else None
+    parts = kernels.AttentionParts(sums, weights.astype(jnp.float32), largest)
+    attended, product = kernels.merge_project(
+        parts, a, dtype=jnp.bfloat16, columns=rank and 64, interpret=interpret
+    )
+    shares = np.exp2(wide(largest))
+    expected = np.sum(shares[..., None] * wide(sums), axis=0)
+    expected /= np.sum(shares * wide(weights), axis=0)[..., None]
+    assert_close(attended, expected.reshape(rows, -1))
+    if rank:
+        assert_close(product[:, :rank], wide(attended) @ wide(a).T)
+        assert not wide(product[:, rank:]).any()
+    else:
+        assert product is None
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize("kind", tiny_model.KINDS)
-@pytest.mark.parametrize("adapted", [True, False])
-def test_a_step_is_the_policys(kind, adapted, interpret, monkeypatch):
+@pytest.mark.parametrize("targets", [PROJECTIONS, ("k_proj", "down_proj"), ()])
+def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     config, params = tiny_model.tiny_policy(kind, embed_dim=64, head_dim=32)
     norms = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
     params = jax.tree.map_with_path(
         lambda path, x: x if path[-1].key in norms else x.astype(jnp.bfloat16), params
     )
-    lora = tiny_model.random_lora(config) if adapted else None
+    lora = tiny_model.random_lora(config, targets=targets) if targets else None
     fused = lora_lib.fuse(lora, config, jnp.bfloat16)
     prompts = tiny_model.random_tokens(3, 9)
     lengths = jnp.asarray([9, 1, 5])
@@ -158,13 +208,13 @@ def test_a_step_is_the_policys(kind, adapted, interpret, monkeypatch):
         run = functools.partial(transformer.decode_step, config=config)
         return jax.jit(run)(params, fused, prompts[:, 0], cache)
 
-    monkeypatch.setattr(decode, "kernels_run", lambda: False)
+    monkeypatch.setattr(decode, "kernels_run", lambda _: False)
     expected, expected_cache = step()
-    monkeypatch.setattr(decode, "kernels_run", lambda: True)
+    monkeypatch.setattr(decode, "kernels_run", lambda _: True)
     for name in ("norm_project", "attend", "merge_project", "silu_project"):
         kernel = functools.partial(getattr(kernels, name), interpret=interpret)
         monkeypatch.setattr(kernels, name, kernel)
-    assert fused_decode.serves(config, jnp.dtype("bfloat16"), len(prompts))
+    assert fused_decode.serves(config, jnp.dtype("bfloat16"), cache.keys[0])
     actual, actual_cache = step()
     assert_close(actual, wide(expected), 2e-2)
     for name in ("keys", "values"):

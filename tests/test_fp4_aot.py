@@ -8,45 +8,18 @@ The group brings the CUDA plugin of jax and NVIDIA's compilers, 1.25 GB.
 import itertools
 import re
 
+import h200
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from h200 import array, tiles
 
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, layout, mosaic_sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.aot
-
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560
-  clock_rate_ghz: 1.98
-  device_memory_size: 150754820096
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 
 
 def configs():
@@ -69,33 +42,9 @@ CONFIGS = configs()
 
 
 @pytest.fixture(scope="module")
-def sharding():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # they ask a driver
-        patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-        before = jax.config.jax_platforms
-        jax.config.update("jax_platforms", "cpu")
-        topology = topologies.get_topology_desc(
-            platform="cuda", target_config=H200, topology="1x1x1"
-        )
-        yield NamedSharding(topologies.make_mesh(topology, (1,), ("d",)), PartitionSpec())
-        jax.config.update("jax_platforms", before)
-
-
-@pytest.fixture
-def compile_for_h200(sharding):
-    """Compiles a function for arguments of the given shapes and dtypes."""
-    device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
-
-    def compiled(function, *args):
-        args = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
-        )
-        with jax.sharding.use_abstract_mesh(mesh):
-            return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).compile()
-
-    return compiled
+def compile_for_h200():
+    with h200.compiler() as compiled:
+        yield compiled
 
 
 @pytest.fixture
@@ -112,22 +61,6 @@ def build(compile_for_h200, capfd):
         return compiled
 
     return built
-
-
-def array(*shape, dtype=jnp.bfloat16):
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def tiles(n, k):
-    """The abstract tiles of an [n, k] weight."""
-    count = -(-n // 64), -(-k // 128)
-    return layout.Fp4Tiles(
-        codes=array(*count, layout.CODE_WORDS, dtype=jnp.uint32),
-        scales=array(*count, layout.SCALE_WORDS, dtype=jnp.uint32),
-        divisor=array(n, dtype=jnp.float32),
-        inputs=k,
-        format="nvfp4",
-    )
 
 
 @pytest.mark.parametrize("adapter", [False, True])

@@ -1,11 +1,16 @@
 """The small operations of a decode step on an NVIDIA GPU, fused; see `kernels`."""
 
 import jax
+import jax.numpy as jnp
 
 
-def kernels_run() -> bool:
-    """Whether the default device is an NVIDIA GPU of the Ampere generation or later."""
+def kernels_run(cache_dtype: jnp.dtype) -> bool:
+    """Whether the default device is an NVIDIA GPU with bfloat16, and with the dtype of the cache.
+
+    That is the Ampere generation or later, and for float8_e4m3fn Ada or later.
+    """
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
         return False
-    return float(device.compute_capability) >= 8.0
+    oldest = 8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0
+    return float(device.compute_capability) >= oldest

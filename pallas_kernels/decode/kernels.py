@@ -236,9 +236,9 @@ class _Tile(NamedTuple):
     """The rows and columns of a block of threads.
 
     Attributes:
-        rows: int32 [16].
-        dims: int32 [block], from 0.
-        cols: int32 [block], where they are.
+        rows: int32 [16] or [32].
+        dims: int32 [block], columns counted from the first of the tile,
+        cols: int32 [block], and from the first of all.
         index: which block of columns it is.
         first: whether it is the first of the blocks with these rows and columns, one for every
             `_RANK` rows of A; that one stores.
@@ -550,7 +550,8 @@ def attend(
                 ("new_keys", k_second, half + halves),
                 ("new_values", new_value, dims),
             ):
-                plt.store(refs[name].at[row, head, length, dims_of], new.astype(keys.dtype))
+                place = refs[name].at[row, head, length, dims_of]
+                plt.store(place, new.astype(refs[name].dtype))
 
     names = list(operands)
     outs = pl.pallas_call(
@@ -558,7 +559,8 @@ def attend(
         grid=(m, kv_heads, count),
         out_shape=tuple(results.values()),
         input_output_aliases={names.index("keys"): 3, names.index("values"): 4},
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3),
+        # Three stages of heads of 256 exceed the shared memory of a desktop's GPU.
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if head_dim <= 128 else 2),
         name="attend",
         interpret=interpret,
     )(*operands.values())

@@ -16,15 +16,20 @@ from qerl_jax.policy.linear import linear_with_product
 _MAX_ROWS = 4096
 
 
-def serves(config: ModelConfig, dtype: jnp.dtype, rows: int) -> bool:
-    """Whether the kernels exist for the policy and run on the default device."""
-    powers_of_two = config.head_dim & (config.head_dim - 1) == 0
+def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
+    """Whether the kernels exist for the policy and run on the default device.
+
+    Args:
+        config: the architecture.
+        dtype: of the computation.
+        keys: [B, K, S, H] of a layer.
+    """
     return (
         dtype == jnp.bfloat16
-        and powers_of_two
-        and 32 <= config.head_dim <= 256
-        and rows <= _MAX_ROWS
-        and decode.kernels_run()
+        and config.head_dim in (32, 64, 128, 256)
+        and len(keys) <= _MAX_ROWS
+        and keys.size <= 2**31  # the kernels count elements in 32 bits
+        and decode.kernels_run(keys.dtype)
     )
 
 

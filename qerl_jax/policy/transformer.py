@@ -150,7 +150,7 @@ def decode_step(
     x = params["embed_tokens"][tokens]
     layers = zip(params["layers"], fused_lora, cache.keys, cache.values, strict=True)
     keys, values = [], []
-    if fused_decode.serves(config, x.dtype, x.shape[0]):
+    if fused_decode.serves(config, x.dtype, cache.keys[0]):
         angles = angles[0][:, 0, 0], angles[1][:, 0, 0]
         y = jnp.zeros_like(x)
         for layer, adapters, k, v in layers:

@@ -1,0 +1,101 @@
+"""Compiles for an H200 on a machine without one."""
+
+import contextlib
+import importlib.metadata
+import re
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels.fp4_matmul import layout
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150754820096
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@contextlib.contextmanager
+def compiler():
+    """A function that compiles another, jitted or not, for arguments of some shapes and dtypes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # they ask a driver
+        patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+        before = jax.config.jax_platforms
+        jax.config.update("jax_platforms", "cpu")
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=_H200, topology="1x1x1"
+        )
+        sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("d",)), PartitionSpec())
+        device = AbstractDevice("NVIDIA H200", 132, "gpu")
+        mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+        def compiled(function, *args, options=None, **static):
+            function = function if hasattr(function, "trace") else jax.jit(function)
+            args = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
+            )
+            with jax.sharding.use_abstract_mesh(mesh):
+                lowered = function.trace(*args, **static).lower(lowering_platforms=("cuda",))
+                return lowered.compile(compiler_options=options)
+
+        yield compiled
+        jax.config.update("jax_platforms", before)
+
+
+def dump_to(folder):
+    """Options of XLA that write the PTX of its kernels, Pallas's Triton among them."""
+    return {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
+
+
+def spilled_bytes(ptx):
+    """What ptxas puts on the stack of a thread, for each kernel of a file."""
+    files = importlib.metadata.files("nvidia-cuda-nvcc")
+    ptxas = next(file for file in files if file.name == "ptxas").locate()
+    command = [ptxas, "-arch=sm_90a", "-v", ptx, "-o", ptx.with_suffix(".cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.findall(r"(\d+) bytes (?:stack frame|spill stores)", report)
+    assert found, report
+    return [int(count) for count in found]
+
+
+def array(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def tiles(n, k):
+    """The abstract tiles of an [n, k] weight."""
+    count = -(-n // 64), -(-k // 128)
+    return layout.Fp4Tiles(
+        codes=array(*count, layout.CODE_WORDS, dtype=jnp.uint32),
+        scales=array(*count, layout.SCALE_WORDS, dtype=jnp.uint32),
+        divisor=array(n, dtype=jnp.float32),
+        inputs=k,
+        format="nvfp4",
+    )

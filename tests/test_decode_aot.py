@@ -1,0 +1,172 @@
+"""A decode step's kernels compiled for an H200 without one: no spills, little code, few kernels.
+
+uv run --group aot pytest -n 0 -m aot
+"""
+
+import functools
+import re
+
+import h200
+import jax
+import jax.numpy as jnp
+import pytest
+from h200 import array, tiles
+from tiny_checkpoints import model_config
+
+from pallas_kernels import decode as decode_kernels
+from pallas_kernels import fp4_matmul
+from pallas_kernels.decode import kernels
+from pallas_kernels.fp4_matmul import api, cases
+from qerl_jax.policy import lora
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.sampling import SamplingConfig
+
+pytestmark = pytest.mark.aot
+
+HEAD_DIM = 128
+RANK = 32
+SLOTS = 2048
+
+
+@pytest.fixture(scope="module")
+def compile_for_h200():
+    with h200.compiler() as compiled:
+        yield compiled
+
+
+def adapter(layer, inputs):
+    """The stacked A of a fused projection, and the columns of its product."""
+    rank = cases.rank_of(layer, RANK)
+    return array(rank, inputs), -(-rank // 64) * 64
+
+
+def norm_project(shapes, rows):
+    embed = shapes["qkv"][1]
+    a, columns = adapter("qkv", embed)
+    run = functools.partial(kernels.norm_project, eps=1e-6, columns=columns)
+    return run, (array(rows, embed), array(rows, embed), array(embed, dtype=jnp.float32), a)
+
+
+def attend(shapes, rows, *, bias=True, qk_norm=False, dtype=jnp.bfloat16):
+    outputs, heads = shapes["qkv"][0], shapes["o"][1] // HEAD_DIM
+    kv_heads = (outputs // HEAD_DIM - heads) // 2
+    angle = array(rows, HEAD_DIM // 2, dtype=jnp.float32)
+    cache = array(rows, kv_heads, SLOTS, HEAD_DIM, dtype=dtype)
+    extra = {"bias": array(outputs)} if bias else {}
+    if qk_norm:
+        extra["qk_norm"] = (array(HEAD_DIM, dtype=jnp.float32),) * 2
+    factor, lengths = array(rows, dtype=jnp.float32), array(rows, dtype=jnp.int32)
+
+    def run(qkv, factor, angles, keys, values, lengths, extra):
+        return kernels.attend(qkv, factor, angles, keys, values, lengths, eps=1e-6, **extra)
+
+    return run, (array(rows, outputs), factor, (angle, angle), cache, cache, lengths, extra)
+
+
+def merge_project(shapes, rows):
+    run, args = attend(shapes, rows)
+    parts, *_ = jax.eval_shape(run, *args)
+    a, columns = adapter("o", shapes["o"][1])
+    return functools.partial(kernels.merge_project, dtype=jnp.bfloat16, columns=columns), (parts, a)
+
+
+def silu_project(shapes, rows):
+    mlp = shapes["down"][1]
+    a, columns = adapter("down", mlp)
+    run = functools.partial(kernels.silu_project, columns=columns)
+    return run, (array(rows, 2 * mlp), array(rows, dtype=jnp.float32), a)
+
+
+@pytest.fixture
+def check(compile_for_h200, tmp_path):
+    """Compiles a function and looks at its kernels: the named one, and perhaps `finish`."""
+
+    def checked(name, function, args, *, lines=2500):
+        compile_for_h200(function, *args, options=h200.dump_to(tmp_path))
+        names = []
+        for ptx in tmp_path.glob("*.ptx"):
+            text = ptx.read_text()
+            names += re.findall(r"\.entry (\w+)", text)
+            assert set(h200.spilled_bytes(ptx)) == {0}, names[-1]
+            # A block of threads executes its code once: what it waits for is the code.
+            assert text.count("\n") < lines, names[-1]
+        assert sorted({*names, "finish"}) == sorted({name, "finish"})
+
+    return checked
+
+
+@pytest.mark.parametrize("rows", [1, 8, 64, 256])
+@pytest.mark.parametrize("model", ["1.5b", "7b", "32b", "llama8b"])
+@pytest.mark.parametrize("kernel", [norm_project, attend, merge_project, silu_project])
+def test_kernel(kernel, model, rows, check):
+    check(kernel.__name__, *kernel(cases.MODELS[model], rows))
+
+
+@pytest.mark.parametrize(("dtype", "lines"), [(jnp.bfloat16, 2500), (jnp.float8_e4m3fn, 3500)])
+def test_attention_of_normed_heads(dtype, lines, check):
+    function, args = attend(cases.MODELS["llama8b"], 8, bias=False, qk_norm=True, dtype=dtype)
+    check("attend", function, args, lines=lines)
+
+
+def policy(layers):
+    """The architecture of Qwen2.5-7B with a few layers, and its abstract parameters in NVFP4."""
+    config = model_config(
+        "qwen2",
+        vocab_size=152064,
+        embed_dim=3584,
+        mlp_dim=18944,
+        num_layers=layers,
+        num_heads=28,
+        num_kv_heads=4,
+        head_dim=HEAD_DIM,
+    )
+    table = array(config.vocab_size, config.embed_dim)
+    norm = array(config.embed_dim, dtype=jnp.float32)
+    shapes = cases.MODELS["7b"]
+    layer = {f"{name}_proj": QuantTensor(tiles=tiles(*shape)) for name, shape in shapes.items()}
+    layer |= {"input_layernorm": norm, "post_attention_layernorm": norm}
+    layer["qkv_bias"] = array(shapes["qkv"][0])
+    params = {"embed_tokens": table, "lm_head": table, "norm": norm, "layers": [layer] * layers}
+    return config, params
+
+
+def kernels_of_a_step(hlo):
+    """How many kernels the body of the loop over steps has."""
+    bodies = [
+        re.search(rf"^%{re.escape(name)} .*?^}}", hlo, re.M | re.S)[0]
+        for name in re.findall(r" body=%([\w.-]+)", hlo)
+    ]
+    (body,) = [body for body in bodies if "/attend/" in body]
+    operations = re.findall(r"^ .*? = (?:\(.*?\)|\S+) ([\w-]+)\(", body, re.M)
+    free = {"bitcast", "parameter", "get-tuple-element", "tuple", "constant", "fusion-done"}
+    return sum(operation not in free for operation in operations)
+
+
+def test_a_layer_of_a_step_is_thirteen_kernels(compile_for_h200, monkeypatch):
+    monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
+    for module in (fp4_matmul, api):
+        monkeypatch.setattr(module, "kernel_runs", lambda: True)
+    rows, counts = 8, []
+    for layers in (1, 2):
+        config, params = policy(layers)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        adapters = jax.eval_shape(
+            functools.partial(lora.init, config=config, lora_config=lora.LoraConfig(RANK, 32.0)),
+            key,
+        )
+        batch = jax.eval_shape(
+            functools.partial(decode.empty_batch, rows, 448, config=config, dtype=jnp.bfloat16)
+        )
+        compiled = compile_for_h200(
+            decode.decode_chunk,
+            key,
+            params,
+            adapters,
+            batch,
+            array(rows, dtype=bool),
+            rules=decode.rules(config, SamplingConfig(max_new_tokens=144), (1,)),
+            steps=16,
+        )
+        counts.append(kernels_of_a_step(compiled.as_text()))
+    assert 0 < counts[1] - counts[0] <= 13
