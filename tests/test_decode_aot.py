@@ -59,7 +59,9 @@ def attend(shapes, rows, *, bias=True, qk_norm=False, dtype=jnp.bfloat16):
     factor, lengths = array(rows, dtype=jnp.float32), array(rows, dtype=jnp.int32)
 
     def run(qkv, factor, angles, keys, values, lengths, extra):
-        return kernels.attend(qkv, factor, angles, keys, values, lengths, eps=1e-6, **extra)
+        return kernels.attend(
+            qkv, factor, angles, keys, values, lengths, eps=1e-6, multiprocessors=132, **extra
+        )
 
     return run, (array(rows, outputs), factor, (angle, angle), cache, cache, lengths, extra)
 

@@ -409,7 +409,7 @@ def attend(
     bias: jax.Array | None = None,
     qk_norm: tuple[jax.Array, jax.Array] | None = None,
     eps: float = 0.0,
-    multiprocessors: int = 132,
+    multiprocessors: int,
     interpret: bool = False,
 ) -> tuple[AttentionParts, jax.Array, jax.Array]:
     """Puts the new key and value of every row into the cache, and attends to all of them.

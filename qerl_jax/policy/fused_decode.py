@@ -1,4 +1,4 @@
-"""A layer of a decode step in a dozen kernels, `pallas_kernels.decode` between its projections.
+"""A layer of a decode step in thirteen kernels, `pallas_kernels.decode` between its projections.
 
 The function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads.
@@ -13,8 +13,6 @@ from pallas_kernels import decode
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear_with_product
 
-_MAX_ROWS = 4096
-
 
 def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
     """Whether the kernels exist for the policy and run on the default device.
@@ -27,7 +25,6 @@ def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
     return (
         dtype == jnp.bfloat16
         and config.head_dim in (32, 64, 128, 256)
-        and len(keys) <= _MAX_ROWS
         and keys.size <= 2**31  # the kernels count elements in 32 bits
         and decode.kernels_run(keys.dtype)
     )
@@ -91,6 +88,7 @@ def decode_layer(
             bias=layer.get("qkv_bias"),
             qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
             eps=config.norm_eps,
+            multiprocessors=decode.multiprocessors(),
         )
         attended, product = kernels.merge_project(
             parts, a.get("o_proj"), dtype=x.dtype, columns=width.get("o_proj", 0)
