@@ -157,6 +157,9 @@ def test_a_layer_of_a_step_is_thirteen_kernels(compile_for_h200, monkeypatch):
             functools.partial(lora.init, config=config, lora_config=lora.LoraConfig(RANK, 32.0)),
             key,
         )
+        fused = decode.fuse_adapter.eval_shape(
+            adapters, config=config, dtype=jnp.dtype(jnp.bfloat16)
+        )
         batch = jax.eval_shape(
             functools.partial(decode.empty_batch, rows, 448, config=config, dtype=jnp.bfloat16)
         )
@@ -164,7 +167,7 @@ def test_a_layer_of_a_step_is_thirteen_kernels(compile_for_h200, monkeypatch):
             decode.decode_chunk,
             key,
             params,
-            adapters,
+            fused,
             batch,
             array(rows, dtype=bool),
             rules=decode.rules(config, SamplingConfig(max_new_tokens=144), (1,)),

@@ -43,9 +43,9 @@ def chunks(monkeypatch):
     """The numbers of seats of the chunks that are decoded."""
     seen, decode_chunk = [], decode.decode_chunk
 
-    def recording(key, params, lora, batch, needed, **options):
+    def recording(key, params, fused_lora, batch, needed, **options):
         seen.append(len(needed))
-        return decode_chunk(key, params, lora, batch, needed, **options)
+        return decode_chunk(key, params, fused_lora, batch, needed, **options)
 
     monkeypatch.setattr(decode, "decode_chunk", recording)
     return seen
@@ -186,7 +186,8 @@ def test_a_seat_that_nobody_needs_reads_nothing():
         done=jnp.array([False, False, False, True]),
     )
     needed = np.array([True, False, True, True])
-    batch, drawn = decode.decode_chunk(KEY, params, lora, batch, needed, rules=rules, steps=4)
+    fused = decode.fuse_adapter(lora, config=config, dtype=jnp.dtype(jnp.float32))
+    batch, drawn = decode.decode_chunk(KEY, params, fused, batch, needed, rules=rules, steps=4)
     # One decodes, one is not needed any more, one has its last tokens, one had ended.
     assert not np.isin(drawn.tokens[0], EOS).any()
     assert batch.done.tolist() == [False, True, True, True]
@@ -312,8 +313,9 @@ def test_a_chunk_holds_the_cache_once():
     rules = rules_of(config, max_new_tokens=2000)
     batch = decode.empty_batch(8, 2048, config=config, dtype=jnp.dtype(jnp.float32))
     size = sum(x.nbytes for x in jax.tree.leaves(batch.cache))
+    fused = decode.fuse_adapter(lora, config=config, dtype=jnp.dtype(jnp.float32))
     lowered = decode.decode_chunk.lower(
-        KEY, params, lora, batch, np.ones(8, bool), rules=rules, steps=4
+        KEY, params, fused, batch, np.ones(8, bool), rules=rules, steps=4
     )
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size

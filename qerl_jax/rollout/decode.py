@@ -211,6 +211,12 @@ def _put_rows(cache, prompts, seats, sources):
     return cache.at[seats, :, : prompts.shape[2]].set(prompts[sources], mode="drop")
 
 
+@functools.partial(jax.jit, static_argnames=("config", "dtype"))
+def fuse_adapter(lora: Lora | None, *, config: ModelConfig, dtype: jnp.dtype) -> list[dict]:
+    """The adapter as decode steps read it, see `lora.fuse`; once for all chunks of a rollout."""
+    return lora_lib.fuse(lora, config, dtype)
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("rules", "steps"),
@@ -220,7 +226,7 @@ def _put_rows(cache, prompts, seats, sources):
 def decode_chunk(
     key: jax.Array,
     params: dict,
-    lora: Lora | None,
+    fused_lora: list[dict],
     batch: Batch,
     needed: jax.Array,
     *,
@@ -232,7 +238,7 @@ def decode_chunk(
     Args:
         key: of the rollout.
         params: the policy.
-        lora: its adapter, or None.
+        fused_lora: of `fuse_adapter`.
         batch: B seats; it is given away.
         needed: bool [B]; a seat that is not needed is done from now on.
         rules: static.
@@ -241,14 +247,13 @@ def decode_chunk(
     Returns:
         The batch, and what was drawn, [B, steps].
     """
-    fused = lora_lib.fuse(lora, rules.config, params["embed_tokens"].dtype)
     if rules.dequantize == "chunk":
         params = transformer.dequantize_layers(params)
     batch = _with_done(batch, batch.done | ~needed)
 
     def step(batch, _):
         logits, cache = transformer.decode_step(
-            params, fused, batch.last, batch.cache, config=rules.config
+            params, fused_lora, batch.last, batch.cache, config=rules.config
         )
         drawn = _draw(key, logits, batch.rows, batch.counts, rules)
         counts = batch.counts + 1

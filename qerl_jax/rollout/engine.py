@@ -31,7 +31,10 @@ Array = Any  # NumPy on the host, jax.Array inside of jit
 _NOBODY = -1  # in place of a row
 _COMPILERS = max(4, (os.cpu_count() or 1) // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
-_PROGRAMS = {"jit(read_prompts)", "jit(seat_rows)", "jit(decode_chunk)", "jit(take_rows)"}
+_PROGRAMS = {
+    f"jit({name})"
+    for name in ("read_prompts", "seat_rows", "fuse_adapter", "decode_chunk", "take_rows")
+}
 
 
 @struct.dataclass
@@ -262,6 +265,7 @@ class _Host:
         self._seated = np.full(plan.batches[0], _NOBODY)  # the row in each seat
         self._promised = np.zeros(rows, int)  # tokens of each row when the device is done
         self._waiting = 0  # the first row without a seat
+        self._fused_lora: list[dict] | None = None
         self._read: decode.Prompts | None = None
         self._first_read = 0  # the first prompt of these
 
@@ -331,10 +335,15 @@ class _Host:
     def decode_chunk(self) -> None:
         """Lets the device decode a chunk."""
         needed = self.needed
+        if self._fused_lora is None:
+            dtype = self._params["embed_tokens"].dtype
+            self._fused_lora = decode.fuse_adapter(
+                self._lora, config=self._rules.config, dtype=dtype
+            )
         self._batch, drawn = decode.decode_chunk(
             self._key,
             self._params,
-            self._lora,
+            self._fused_lora,
             self._batch,
             needed,
             rules=self._rules,
@@ -464,8 +473,12 @@ def compile_ahead(
         for size in plan.seatings:
             seated = key, batch(plan.batches[0]), read, *_integers(size, size, size)
             lower.append(functools.partial(decode.seat_rows.lower, *seated, rules=rules))
+    options = {"config": config, "dtype": params["embed_tokens"].dtype}
+    if plan.steps:
+        lower.append(functools.partial(decode.fuse_adapter.lower, lora, **options))
+    fused_lora = bound(decode.fuse_adapter.eval_shape(lora, **options))
     for rows in plan.batches if plan.steps else ():
-        decoded = key, params, lora, batch(rows), np.zeros(rows, bool)
+        decoded = key, params, fused_lora, batch(rows), np.zeros(rows, bool)
         steps = plan.steps
         lower.append(
             functools.partial(decode.decode_chunk.lower, *decoded, rules=rules, steps=steps)

@@ -546,10 +546,12 @@ class _Chunk:
         self.plan = _plan(subject, lengths, new_tokens, 1, config, max_rows=batch)
         self._config, self._rows = subject.config, batch
         self._sharding = subject.params["embed_tokens"].sharding
-        self._policy = jax.tree.map(
+        key, params, lora = jax.tree.map(
             lambda x: jax.device_put(x, x.sharding),
             (jax.random.key(config.seed), subject.params, subject.lora),
         )
+        dtype = params["embed_tokens"].dtype
+        self._policy = key, params, decode.fuse_adapter(lora, config=subject.config, dtype=dtype)
         self._how: dict[str, Any] = {
             "rules": decode.rules(
                 subject.config, _sampling(config, new_tokens, batch), _NOTHING_ENDS
