@@ -437,6 +437,9 @@ def attend(
     wanted = min(_PARTS, max(1, 4 * multiprocessors // (m * kv_heads)))
     part_slots = max(2 * _SLOTS, _SLOTS * pl.cdiv(pl.cdiv(slots, wanted), _SLOTS))
     count = pl.cdiv(slots, part_slots)
+    # With fewer stages more blocks share a multiprocessor, if there are more; and three stages of
+    # heads of 256 exceed the shared memory of a desktop's GPU.
+    stages = 2 if m * kv_heads * count > 2 * multiprocessors or head_dim > 128 else 3
     padded = max(16, pl.next_power_of_2(group))
     dtype = qkv.dtype
     operands = {"qkv": qkv, "factor": factor, "cos": angles[0], "sin": angles[1]}
@@ -559,8 +562,7 @@ def attend(
         grid=(m, kv_heads, count),
         out_shape=tuple(results.values()),
         input_output_aliases={names.index("keys"): 3, names.index("values"): 4},
-        # Three stages of heads of 256 exceed the shared memory of a desktop's GPU.
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=3 if head_dim <= 128 else 2),
+        compiler_params=plt.CompilerParams(num_warps=4, num_stages=stages),
         name="attend",
         interpret=interpret,
     )(*operands.values())
