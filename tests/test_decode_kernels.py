@@ -189,8 +189,14 @@ def test_merge_project(rows, count, rank, interpret):
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize("kind", tiny_model.KINDS)
-@pytest.mark.parametrize("targets", [PROJECTIONS, ("k_proj", "down_proj"), ()])
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        *((kind, PROJECTIONS) for kind in tiny_model.KINDS),
+        ("qwen2", ("k_proj", "down_proj")),
+        ("qwen3", ()),
+    ],
+)
 def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     config, params = tiny_model.tiny_policy(kind, embed_dim=64, head_dim=32)
     norms = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
