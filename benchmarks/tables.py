@@ -139,9 +139,10 @@ def main() -> None:
                 for result in accuracies
             ),
             "A decode step in milliseconds, and tokens per second, by the rows that decode "
-            "together: 256 prompt tokens, 144 new ones, random weights. The line of the merged "
-            f"adapter is of a run of its own (commit {solved['commit'][:8]}, {rollout['device']}, "
-            f"jax {solved['versions']['jax']}, `experiments/benchmark_rollout.py`):",
+            f"together: 256 prompt tokens, 144 new ones, random weights (commit "
+            f"{solved['commit'][:8]}, {rollout['device']}, jax {solved['versions']['jax']}, "
+            "`experiments/benchmark_rollout.py`). The line of the merged adapter is of an earlier "
+            "run:",
             rollout_table(rollout),
             "Whole rollouts of Qwen2.5-Coder-1.5B-Instruct in NVFP4 with an adapter of rank 32: "
             f"{solved['prompts']} GSM8K problems, {solved['group']} completions each of at most "
