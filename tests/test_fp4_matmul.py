@@ -281,8 +281,8 @@ def test_no_dense_weight_waits_in_compiled_memory(remat):
             r"nf4 scales are \(48, 4\), expected \(48, 1\)",
         ),
         (
-            {"lora": (np.ones((R, K)), np.ones((N, R - 1)))},
-            r"lora is \(4, 64\), \(48, 3\), expected \(R, 64\), \(48, R\)",
+            {"lora": (np.ones((R, K)), np.ones((N, R + 1)))},
+            r"lora is \(4, 64\), \(48, 5\), expected \(R, 64\), \(48, R\)",
         ),
         ({"lora": (np.ones((R, N)), np.ones((N, R)))}, r"lora is \(4, 48\), \(48, 4\)"),
         ({"bias": np.ones(K)}, r"bias is \(64,\), expected \(48,\)"),

@@ -36,7 +36,7 @@ def fp4_matmul(
         x: [..., K], float32, bfloat16 or float16.
         weight: the packed weight [N, K], in checkpoint order or in tile order.
         lora: A [R, K] and B [N, R]; a scale belongs into A. The kernel reads 64 columns of B at a
-            time, and pads in every call, unless B has columns of zeros behind R already.
+            time and pads in every call, unless zeros fill B up to a multiple of that already.
         bias: [N].
         implementation: "mosaic" is the Hopper kernel, for a weight in tile order and bfloat16 x;
             "xla" dequantises and multiplies. None takes the kernel on a Hopper GPU, when it agrees
@@ -67,6 +67,11 @@ def fp4_matmul(
     if bias is not None:
         y = y + bias.astype(x.dtype)
     return y
+
+
+def _padded_rank(rank: int) -> int:
+    """The columns of B that the kernel reads."""
+    return -(-rank // 64) * 64
 
 
 def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -127,7 +132,7 @@ def _kernel_matmul(x, weight, lora, bias, config):
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config):
     m, k = x.shape
-    rank = 0 if lora is None else -(-lora[1].shape[1] // 64) * 64
+    rank = 0 if lora is None else _padded_rank(len(lora[0]))
     multiprocessors = _multiprocessors()
     if config is None:
         n = weight.divisor.shape[0]
@@ -273,13 +278,8 @@ def _check(x, weight, lora, bias, implementation, config):
         problems.append(f"x has {x.shape[-1]} inputs, the weight {k}")
     if lora is not None:
         a, b = lora
-        if (
-            a.ndim != 2
-            or a.shape[1] != k
-            or b.ndim != 2
-            or b.shape[0] != n
-            or b.shape[1] < a.shape[0]
-        ):
+        columns = len(a), _padded_rank(len(a))
+        if a.ndim != 2 or a.shape[1] != k or b.shape not in [(n, count) for count in columns]:
             problems.append(f"lora is {a.shape}, {b.shape}, expected (R, {k}), ({n}, R)")
     if bias is not None and bias.shape != (n,):
         problems.append(f"bias is {bias.shape}, expected {(n,)}")
