@@ -97,14 +97,11 @@ def fp4_matmul_with_product(
     Returns:
         [..., N] in x's dtype.
     """
-    suits = _suits_kernel(x, weight) and b.shape[1] % 64 == 0 and b.shape[1] <= _MAX_RANK
-    if not suits or not isinstance(weight, Fp4Tiles):
+    rank = b.shape[1]
+    if not _suits_kernel(x, weight) or rank != _padded_rank(rank) or rank > _MAX_RANK:
         return fp4_matmul(x, weight) + reference.dot(product, b)
-    rows, xa = x.reshape(-1, x.shape[-1]), product.reshape(-1, product.shape[-1])
-    n, k = weight.divisor.shape[0], x.shape[-1]
-    multiprocessors = _multiprocessors()
-    config = tiling.choose(rows.shape[0], n, k, rank=b.shape[1], multiprocessors=multiprocessors)
-    y = _kernel().matmul(rows, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b)
+    xa = product.reshape(-1, rank)
+    y = _run_kernel(x.reshape(-1, x.shape[-1]), weight, xa=xa, b=b)
     return y.reshape(*x.shape[:-1], -1)
 
 
@@ -131,23 +128,27 @@ def _kernel_matmul(x, weight, lora, bias, config):
 
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config):
-    m, k = x.shape
-    rank = 0 if lora is None else _padded_rank(len(lora[0]))
-    multiprocessors = _multiprocessors()
-    if config is None:
-        n = weight.divisor.shape[0]
-        config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
     adapter, xa = {}, None
     if lora is not None:
-        # The kernel reads columns of B in parts of 64.
         a, b = (matrix.astype(x.dtype) for matrix in lora)
-        a = jnp.pad(a, ((0, rank - a.shape[0]), (0, 0)))
+        rank = _padded_rank(len(a))
+        a = jnp.pad(a, ((0, rank - len(a)), (0, 0)))
         adapter["b"] = jnp.pad(b, ((0, 0), (0, rank - b.shape[1])))
         adapter["xa"] = xa = reference.dot(x, a)
-    y = _kernel().matmul(
-        x, weight, config=config, multiprocessors=multiprocessors, bias=bias, **adapter
-    )
+    y = _run_kernel(x, weight, config, bias=bias, **adapter)
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
+
+
+def _run_kernel(x, weight, config=None, *, xa=None, b=None, bias=None):
+    """The kernel's product for x [M, K], with the tiling that suits it."""
+    multiprocessors = _multiprocessors()
+    if config is None:
+        rank = 0 if b is None else b.shape[1]
+        n, (m, k) = weight.divisor.shape[0], x.shape
+        config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    return _kernel().matmul(
+        x, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b, bias=bias
+    )
 
 
 def _kernel_matmul_bwd(_, residuals, dy):
