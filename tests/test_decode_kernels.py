@@ -10,10 +10,10 @@ import pytest
 import tiny_model
 
 from pallas_kernels import decode
-from pallas_kernels.decode import kernels
+from pallas_kernels.decode import kernels, to_cache
 from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.attention import attend_to_cache, rotate, to_cache
+from qerl_jax.policy.attention import attend_to_cache, rotate
 from qerl_jax.policy.lora import PROJECTIONS
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")

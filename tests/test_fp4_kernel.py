@@ -11,6 +11,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, layout, mosaic_sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -117,7 +118,7 @@ def simulated_api(simulated, monkeypatch):
         dequantize = staticmethod(functools.partial(mosaic_sm90.dequantize, interpret=simulated))
 
     monkeypatch.setattr(api, "_kernel", lambda: Kernel)
-    monkeypatch.setattr(api, "_multiprocessors", lambda: 2)
+    monkeypatch.setattr(device, "multiprocessors", lambda: 2)
 
 
 @pytest.mark.usefixtures("simulated_api")

@@ -11,8 +11,8 @@ import test_engine
 from test_engine import KEY, PAD, PROMPTS
 from tiny_model import random_tokens
 
+from pallas_kernels.decode import to_cache
 from qerl_jax.errors import UserError
-from qerl_jax.policy.attention import to_cache
 from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.engine import SamplingConfig, compile_ahead, generate, live_share
 

@@ -6,23 +6,27 @@ import importlib.util
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.device import cuda_capability
+
 
 def kernels_run(cache_dtype: jnp.dtype) -> bool:
     """Whether the default device is an NVIDIA GPU with bfloat16, and with the dtype of the cache.
 
     That is the Ampere generation or later, and for float8_e4m3fn Ada or later.
     """
-    device = jax.devices()[0]
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return False
     oldest = 8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0
-    return float(device.compute_capability) >= oldest and _has_backend()
+    return cuda_capability() >= oldest and _has_backend()
 
 
-def multiprocessors() -> int:
-    """Of the default device; an H200's where programs are compiled for one elsewhere."""
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 132
+def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Rounds keys or values to the dtype of a cache; attention casts them back, without a scale.
+
+    float8_e4m3fn has no infinity, and what exceeds its 448 would become NaN: it is cut off there.
+    """
+    if dtype == jnp.float8_e4m3fn:
+        limit = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x.astype(jnp.float32), -limit, limit)
+    return x.astype(dtype)
 
 
 @functools.cache

@@ -27,6 +27,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels.decode import to_cache
+
 _COLUMNS = 128  # of a block
 _RANK = 32  # rows of A of a block
 _SLOTS = 64  # of the cache that attention reads at a time
@@ -498,9 +500,9 @@ def attend(
         q_columns = (head * group + query)[:, None] * head_dim + halves[None, :]
         q_first, q_second = rotated(q_columns, "q_norm")
         new_keys = rotated((heads + head) * head_dim + halves, "k_norm")
-        k_first, k_second = (_to_cache(k, keys.dtype).astype(dtype) for k in new_keys)
+        k_first, k_second = (to_cache(k, keys.dtype).astype(dtype) for k in new_keys)
         new_value = projected((heads + kv_heads + head) * head_dim + dims)
-        new_value = _to_cache(new_value, values.dtype).astype(jnp.float32)
+        new_value = to_cache(new_value, values.dtype).astype(jnp.float32)
         start = part * part_slots
         scale = head_dim**-0.5 * _LOG2_E
         owns = (length >= start) & (length < start + part_slots)
@@ -567,10 +569,3 @@ def attend(
         interpret=interpret,
     )(*operands.values())
     return AttentionParts(*outs[:3]), outs[3], outs[4]
-
-
-def _to_cache(x, dtype):
-    if dtype == jnp.float8_e4m3fn:
-        limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x.astype(jnp.float32), -limit, limit)
-    return x.astype(dtype)

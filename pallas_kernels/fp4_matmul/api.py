@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import device
 from pallas_kernels.fp4_matmul import layout, reference, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
@@ -141,7 +142,7 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
 
 def _run_kernel(x, weight, config=None, *, xa=None, b=None, bias=None):
     """The kernel's product for x [M, K], with the tiling that suits it."""
-    multiprocessors = _multiprocessors()
+    multiprocessors = device.multiprocessors()
     if config is None:
         rank = 0 if b is None else b.shape[1]
         n, (m, k) = weight.divisor.shape[0], x.shape
@@ -177,7 +178,7 @@ def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Ar
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
-    dense = _kernel().dequantize(weight, inputs=inputs, multiprocessors=_multiprocessors())
+    dense = _kernel().dequantize(weight, inputs=inputs, multiprocessors=device.multiprocessors())
     return jnp.dot(dy, dense, preferred_element_type=jnp.float32)
 
 
@@ -200,10 +201,10 @@ def kernel_runs() -> bool:
     The agreement is known for devices and jax versions with a tuned table; elsewhere a small
     product is computed once.
     """
-    device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
+    default = jax.devices()[0]
+    if default.platform != "gpu" or default.compute_capability != "9.0":
         return False
-    if tiling.verified(device.device_kind, jax.__version__):
+    if tiling.verified(default.device_kind, jax.__version__):
         return True
     try:
         error = self_check()
@@ -250,12 +251,6 @@ def _kernel() -> ModuleType:
     from pallas_kernels.fp4_matmul import mosaic_sm90
 
     return mosaic_sm90
-
-
-@functools.cache
-def _multiprocessors() -> int:
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else tiling.MULTIPROCESSORS
 
 
 @functools.cache

@@ -6,10 +6,11 @@ import json
 import pathlib
 from collections.abc import Iterator
 
+from pallas_kernels.device import MULTIPROCESSORS
+
 TILE_ROWS = 64
 TILE_COLUMNS = 128
 SMEM_LIMIT = 232448 - 1024  # bytes of a block of threads on Hopper; barriers take a few
-MULTIPROCESSORS = 132  # of an H100 SXM and an H200
 
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from pallas_kernels.device import cuda_capability
 from qerl_jax.policy.config import ModelConfig
 
 
@@ -15,7 +16,7 @@ from qerl_jax.policy.config import ModelConfig
 class KVCache:
     """Keys and values of the tokens so far, left-aligned: slot t holds position t.
 
-    They may be stored in another dtype than the policy computes in, see `to_cache`.
+    They may be stored in another dtype than the policy computes in, see `decode.to_cache`.
 
     Attributes:
         keys: for every layer [B, K, S, H], after the rotation.
@@ -26,17 +27,6 @@ class KVCache:
     keys: list[jax.Array]
     values: list[jax.Array]
     lengths: jax.Array
-
-
-def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rounds keys or values to the dtype of a cache; attention casts them back, without a scale.
-
-    float8_e4m3fn has no infinity, and what exceeds its 448 would become NaN: it is cut off there.
-    """
-    if dtype == jnp.float8_e4m3fn:
-        limit = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -limit, limit)
-    return x.astype(dtype)
 
 
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
@@ -202,13 +192,5 @@ def _use_cudnn(queries: jax.Array) -> bool:
         queries.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128
-        and _has_cudnn_attention()
+        and cuda_capability() >= 8.0
     )
-
-
-def _has_cudnn_attention() -> bool:
-    """Whether the default device is an NVIDIA GPU of the Ampere generation or later."""
-    device = jax.devices()[0]
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return False
-    return float(device.compute_capability) >= 8.0

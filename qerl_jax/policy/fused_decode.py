@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import decode
+from pallas_kernels.device import multiprocessors
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear_with_product
 
@@ -88,7 +89,7 @@ def decode_layer(
             bias=layer.get("qkv_bias"),
             qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
             eps=config.norm_eps,
-            multiprocessors=decode.multiprocessors(),
+            multiprocessors=multiprocessors(),
         )
         attended, product = kernels.merge_project(
             parts, a.get("o_proj"), dtype=x.dtype, columns=width.get("o_proj", 0)

@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.decode import to_cache
 from qerl_jax.policy import fused_decode
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import (
@@ -26,7 +27,6 @@ from qerl_jax.policy.attention import (
     attend_to_cache,
     rotary_angles,
     rotate,
-    to_cache,
 )
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
-from qerl_jax.policy.attention import KVCache, to_cache
+from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.sampling import SamplingConfig, row_keys, sample

@@ -1,0 +1,19 @@
+"""What the default device is."""
+
+import jax
+
+MULTIPROCESSORS = 132  # of an H100 SXM and an H200
+
+
+def cuda_capability() -> float:
+    """The compute capability of an NVIDIA GPU, 9.0 for Hopper; 0 of any other device."""
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return 0.0
+    return float(device.compute_capability)
+
+
+def multiprocessors() -> int:
+    """Of a GPU; an H200's where programs are compiled for one elsewhere."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else MULTIPROCESSORS
