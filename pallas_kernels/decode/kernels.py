@@ -116,14 +116,11 @@ def norm_project(
         results,
         a,
         (m, width),
+        columns=columns,
+        eps=eps,
         interpret=interpret,
     )
-    shares, squares = outs.get("shares"), outs["squares"]
-    product, factor = _finish(
-        shares, a, columns, squares=squares, width=width, eps=eps, interpret=interpret
-    )
-    assert factor is not None
-    return Normed(outs["residual"], outs["scaled"], product, factor)
+    return Normed(*(outs[name] for name in Normed._fields))
 
 
 def silu_project(
@@ -170,9 +167,10 @@ def silu_project(
         {"z": jax.ShapeDtypeStruct((m, outputs), dtype)},
         a,
         (m, outputs),
+        columns=columns,
         interpret=interpret,
     )
-    return outs["z"], _finish(outs.get("shares"), a, columns, interpret=interpret)[0]
+    return outs["z"], outs["product"]
 
 
 def merge_project(
@@ -228,10 +226,11 @@ def merge_project(
         {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
         a,
         (m, heads * head_dim),
+        columns=columns,
         block=head_dim,
         interpret=interpret,
     )
-    return outs["attended"], _finish(outs.get("shares"), a, columns, interpret=interpret)[0]
+    return outs["attended"], outs["product"]
 
 
 class _Tile(NamedTuple):
@@ -276,10 +275,12 @@ def _project(
     a: jax.Array | None,
     shape: tuple[int, int],
     *,
+    columns: int,
     block: int = _COLUMNS,
+    eps: float = 0.0,
     interpret: bool,
-) -> dict[str, jax.Array]:
-    """Makes an array [M, K] tile by tile, and with A what each block contributes to its product.
+) -> dict[str, Any]:
+    """Makes an array [M, K] tile by tile, and its product with A.
 
     Args:
         name: of the kernel.
@@ -288,11 +289,13 @@ def _project(
         results: of `value`, likewise.
         a: [R, K], or None.
         shape: [M, K].
+        columns: R' of the product.
         block: columns of a tile.
+        eps: of a norm, where the results have "squares".
         interpret: run on a CPU.
 
     Returns:
-        The results, and with A "shares", float32 [blocks, M, .]; their sum is the product.
+        The results; "product" [M, R'], None without A; with squares "factor", float32 [M].
     """
     m, width = shape
     rows = 16 if m <= 128 else 32
@@ -342,27 +345,20 @@ def _project(
         name=name,
         interpret=interpret,
     )(*operands.values())
-    return dict(zip(results, outs, strict=True))
+    outs = dict(zip(results, outs, strict=True))
+    finished = _finish(outs, a, columns, width=width, eps=eps, interpret=interpret)
+    return outs | {"product": None} | finished
 
 
-def _finish(
-    shares: jax.Array | None,
-    a: jax.Array | None,
-    columns: int,
-    *,
-    squares: jax.Array | None = None,
-    width: int = 1,
-    eps: float = 0.0,
-    interpret: bool,
-) -> tuple[jax.Array | None, jax.Array | None]:
+def _finish(outs, a, columns, *, width, eps, interpret) -> dict[str, jax.Array]:
     """The product [M, R'] out of its shares, and the factor [M] of a norm out of its squares."""
-    operands = {"shares": shares, "squares": squares}
-    operands = {name: array for name, array in operands.items() if array is not None}
+    operands = {name: outs[name] for name in ("shares", "squares") if name in outs}
     if not operands:
-        return None, None
+        return {}
+    shares, squares = outs.get("shares"), outs.get("squares")
     results, rank = {}, 0
     m = next(iter(operands.values())).shape[1]
-    if shares is not None and a is not None:
+    if shares is not None:
         rank, columns = a.shape[0], max(columns, a.shape[0])
         results["product"] = jax.ShapeDtypeStruct((m, columns), a.dtype)
     if squares is not None:
@@ -372,7 +368,7 @@ def _finish(
         refs = dict(zip((*operands, *results), refs, strict=True))
         row, block = pl.program_id(0), pl.program_id(1)
         if rank:
-            count = operands["shares"].shape[0]
+            count = len(shares)
             ranks = block * _RANK + jnp.arange(_RANK)
             index = jnp.arange(pl.next_power_of_2(count))[:, None]
             mask = (index < count) & (ranks < rank)[None, :]
@@ -388,7 +384,7 @@ def _finish(
                 parts = plt.load(refs["squares"].at[index, row], mask=mask, other=0.0)
                 plt.store(refs["factor"].at[row], lax.rsqrt(jnp.sum(parts) / width + eps))
 
-    outs = pl.pallas_call(
+    finished = pl.pallas_call(
         body,
         grid=(m, max(1, pl.cdiv(columns, _RANK))),
         out_shape=tuple(results.values()),
@@ -396,8 +392,7 @@ def _finish(
         name="finish",
         interpret=interpret,
     )(*operands.values())
-    outs = dict(zip(results, outs, strict=True))
-    return outs.get("product"), outs.get("factor")
+    return dict(zip(results, finished, strict=True))
 
 
 def attend(

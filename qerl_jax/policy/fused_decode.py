@@ -36,30 +36,28 @@ def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
 def decode_layer(
     layer: dict,
     adapters: dict[str, tuple[jax.Array, jax.Array]],
-    x: jax.Array,
-    y: jax.Array,
     keys: jax.Array,
     values: jax.Array,
+    stream: tuple[jax.Array, jax.Array],
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     *,
     config: ModelConfig,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """One block over one new token per row.
 
     Args:
         layer: one of `params["layers"]`.
         adapters: the layer of `lora.fuse`.
-        x: [B, D], the residual stream,
-        y: [B, D], and what the layer before still has to add to it.
         keys: [B, K, S, H] of the layer; given away.
         values: likewise.
+        stream: the residual stream [B, D], and what is still to be added to it.
         lengths: int32 [B].
-        angles: cosines and sines, float32 [B, H/2].
+        angles: `attention.rotary_angles` of the lengths.
         config: the architecture.
 
     Returns:
-        The stream before the layer's last addition, what is to be added, keys and values.
+        The stream, likewise in two parts, keys and values.
     """
     # They use an API of jax that may change, and are loaded when needed.
     from pallas_kernels.decode import kernels
@@ -76,13 +74,13 @@ def decode_layer(
     def project(name, x, product):
         return linear_with_product(x, layer[name], product, b.get(name))
 
-    first = begin(x, y, "input_layernorm", "qkv_proj")
+    first = begin(*stream, "input_layernorm", "qkv_proj")
     qkv = project("qkv_proj", first.scaled, first.product)
     with jax.named_scope("attention"):
         parts, keys, values = kernels.attend(
             qkv,
             first.factor,
-            angles,
+            tuple(part[:, 0, 0] for part in angles),
             keys,
             values,
             lengths,
@@ -92,7 +90,7 @@ def decode_layer(
             multiprocessors=multiprocessors(),
         )
         attended, product = kernels.merge_project(
-            parts, a.get("o_proj"), dtype=x.dtype, columns=width.get("o_proj", 0)
+            parts, a.get("o_proj"), dtype=qkv.dtype, columns=width.get("o_proj", 0)
         )
     y = project("o_proj", attended, product)
     second = begin(first.residual, y, "post_attention_layernorm", "gate_up_proj")
@@ -101,4 +99,4 @@ def decode_layer(
         hidden, product = kernels.silu_project(
             gate_up, second.factor, a.get("down_proj"), columns=width.get("down_proj", 0)
         )
-    return second.residual, project("down_proj", hidden, product), keys, values
+    return (second.residual, project("down_proj", hidden, product)), keys, values

@@ -14,6 +14,7 @@ computation; norms, rotations and logits are float32.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,26 +149,19 @@ def decode_step(
     lengths = cache.lengths
     angles = rotary_angles(lengths[:, None], config)
     x = params["embed_tokens"][tokens]
-    layers = zip(params["layers"], fused_lora, cache.keys, cache.values, strict=True)
+    fused = fused_decode.serves(config, x.dtype, cache.keys[0])
+    stream: Any = (x, jnp.zeros_like(x)) if fused else x[:, None]
+    decode_layer = fused_decode.decode_layer if fused else _decode_layer
     keys, values = [], []
-    if fused_decode.serves(config, x.dtype, cache.keys[0]):
-        angles = angles[0][:, 0, 0], angles[1][:, 0, 0]
-        y = jnp.zeros_like(x)
-        for layer, adapters, k, v in layers:
-            x, y, k, v = fused_decode.decode_layer(
-                layer, adapters, x, y, k, v, lengths, angles, config=config
-            )
-            keys.append(k)
-            values.append(v)
+    for layer in zip(params["layers"], fused_lora, cache.keys, cache.values, strict=True):
+        stream, k, v = decode_layer(*layer, stream, lengths, angles, config=config)
+        keys.append(k)
+        values.append(v)
+    if fused:
         # A head for a few rows is slow in some libraries, and never faster than for 16.
-        x = jnp.pad(x + y, ((0, max(0, 16 - len(tokens))), (0, 0)))
+        x = jnp.pad(stream[0] + stream[1], ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
-        x = x[:, None]
-        for layer, adapters, k, v in layers:
-            x, k, v = _decode_layer(layer, adapters, x, k, v, lengths, angles, config=config)
-            keys.append(k)
-            values.append(v)
-        x = x[:, 0]
+        x = stream[:, 0]
     x = _rms_norm(x, params["norm"], config.norm_eps)
     cache = KVCache(keys=keys, values=values, lengths=lengths + 1)
     return logits(params, x)[: len(tokens)], cache
@@ -252,7 +246,7 @@ def _layer(layer, adapters, x, lengths, angles, *, config):
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _decode_layer(layer, adapters, x, keys, values, lengths, angles, *, config):
+def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
     """One block over one new token per row; returns the output and the extended cache."""
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
