@@ -8,11 +8,11 @@ Medians are over the steps after the first, which compiles.
 import argparse
 import json
 import pathlib
-import re
 import statistics
 import sys
 
 from qerl_jax.errors import UserError
+from qerl_jax.run.folder import without_folders
 from qerl_jax.run.metrics import read_metrics
 
 _MEDIANS = (
@@ -29,7 +29,7 @@ _SERIES = ("reward", "accuracy", "length", "entropy", "sigma", "noise_kl", "step
 def describe(folder: pathlib.Path) -> dict:
     """Commit, device, versions, command and config of a run; paths keep their last part only."""
     text = (folder / "config.json").read_text(encoding="utf-8")
-    config = json.loads(re.sub(r"(?<![\w.:/])/(?:[^\s/\"]+/)+", "", text))
+    config = json.loads(without_folders(text))
     return {key: config[key] for key in ("git", "device", "versions", "command", "config")}
 
 

@@ -62,6 +62,7 @@ def decode_layer(
     # They use an API of jax that may change, and are loaded when needed.
     from pallas_kernels.decode import kernels
 
+    cosines, sines = (part[:, 0, 0] for part in angles)
     a, b = ({name: pair[i] for name, pair in adapters.items()} for i in (0, 1))
     width = {name: matrix.shape[1] for name, matrix in b.items()}
 
@@ -80,7 +81,7 @@ def decode_layer(
         parts, keys, values = kernels.attend(
             qkv,
             first.factor,
-            tuple(part[:, 0, 0] for part in angles),
+            (cosines, sines),
             keys,
             values,
             lengths,

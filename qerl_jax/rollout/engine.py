@@ -265,7 +265,6 @@ class _Host:
         self._seated = np.full(plan.batches[0], _NOBODY)  # the row in each seat
         self._promised = np.zeros(rows, int)  # tokens of each row when the device is done
         self._waiting = 0  # the first row without a seat
-        self._fused_lora: list[dict] | None = None
         self._read: decode.Prompts | None = None
         self._first_read = 0  # the first prompt of these
 
@@ -275,6 +274,11 @@ class _Host:
         rows = self._seated
         over = self.ended[rows] | (self._promised[rows] >= self._rules.max_new_tokens)
         return (rows != _NOBODY) & ~over
+
+    @functools.cached_property
+    def _fused_lora(self) -> list[dict]:
+        dtype = self._params["embed_tokens"].dtype
+        return decode.fuse_adapter(self._lora, config=self._rules.config, dtype=dtype)
 
     def seat_waiting(self) -> None:
         """Gives the seats that nobody needs to rows that wait, and reads their prompts."""
@@ -335,11 +339,6 @@ class _Host:
     def decode_chunk(self) -> None:
         """Lets the device decode a chunk."""
         needed = self.needed
-        if self._fused_lora is None:
-            dtype = self._params["embed_tokens"].dtype
-            self._fused_lora = decode.fuse_adapter(
-                self._lora, config=self._rules.config, dtype=dtype
-            )
         self._batch, drawn = decode.decode_chunk(
             self._key,
             self._params,
@@ -473,16 +472,14 @@ def compile_ahead(
         for size in plan.seatings:
             seated = key, batch(plan.batches[0]), read, *_integers(size, size, size)
             lower.append(functools.partial(decode.seat_rows.lower, *seated, rules=rules))
-    options = {"config": config, "dtype": params["embed_tokens"].dtype}
     if plan.steps:
+        options = {"config": config, "dtype": params["embed_tokens"].dtype}
         lower.append(functools.partial(decode.fuse_adapter.lower, lora, **options))
-    fused_lora = bound(decode.fuse_adapter.eval_shape(lora, **options))
-    for rows in plan.batches if plan.steps else ():
-        decoded = key, params, fused_lora, batch(rows), np.zeros(rows, bool)
-        steps = plan.steps
-        lower.append(
-            functools.partial(decode.decode_chunk.lower, *decoded, rules=rules, steps=steps)
-        )
+        fused_lora = bound(decode.fuse_adapter.eval_shape(lora, **options))
+        options = {"rules": rules, "steps": plan.steps}
+        for rows in plan.batches:
+            arguments = key, params, fused_lora, batch(rows), np.zeros(rows, bool)
+            lower.append(functools.partial(decode.decode_chunk.lower, *arguments, **options))
     for rows, smaller in itertools.pairwise(plan.batches):
         kinds = {(x.shape, x.dtype): x for x in jax.tree.leaves(batch(rows))}
         for x in kinds.values():

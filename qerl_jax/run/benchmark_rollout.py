@@ -29,7 +29,6 @@ import gc
 import json
 import pathlib
 import platform
-import re
 import shlex
 import sys
 import threading
@@ -50,7 +49,7 @@ from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, compile_ahead, generate
 from qerl_jax.run.architectures import ARCHITECTURES
-from qerl_jax.run.folder import provenance, write_atomic
+from qerl_jax.run.folder import provenance, without_folders, write_atomic
 from qerl_jax.run.parts import device_kernels, parts_of, per_step
 from qerl_jax.run.random_policy import normal, random_lora, random_params
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
@@ -641,7 +640,7 @@ def _step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[s
 def _origin(commit: str) -> dict:
     """What every row says of where it comes from; of paths only the last part."""
     found = provenance()
-    arguments = re.sub(r"(?<![\w.:/])/(?:[^\s/]+/)+", "", shlex.join(sys.argv[1:]))
+    arguments = without_folders(shlex.join(sys.argv[1:]))
     return {
         "commit": commit or (found["git"] or {}).get("commit", "unknown"),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

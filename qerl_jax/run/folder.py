@@ -17,6 +17,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import socket
@@ -139,6 +140,11 @@ def provenance() -> dict[str, Any]:
         "command": shlex.join(sys.orig_argv),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def without_folders(text: str) -> str:
+    """`text` with its absolute paths cut to their last part: for results that are published."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/\"]+/)+", "", text)
 
 
 def require_free_space(path: str | Path, num_bytes: int) -> None:
