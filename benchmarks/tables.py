@@ -6,6 +6,8 @@ uv run python -m benchmarks.tables
 import json
 import pathlib
 
+from qerl_jax.run.benchmark_rollout import numbers_of
+
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 _BEGIN, _END = "<!-- tables: python -m benchmarks.tables -->", "<!-- end of tables -->"
@@ -75,7 +77,7 @@ def rollout_table(result: dict) -> str:
     for row in rows:
         adapter = f"LoRA rank {row['lora_rank']}" if row["lora_rank"] else "merged"
         cell = f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
-        cells.setdefault((row["model"], row["format"], adapter), {})[row["batch"]] = cell
+        cells.setdefault((row["model"], numbers_of(row), adapter), {})[row["batch"]] = cell
     lines = [["model", "weights", "adapter", *map(str, batches)], ["---"] * (3 + len(batches))]
     lines += [[*name, *(cells[name].get(b, "") for b in batches)] for name in sorted(cells)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -34,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chunk-steps", type=int, default=16, help="decode steps of a program (default: 16)")
     add("--dequantize", choices=("chunk", "step"), default="chunk", help="where no kernel runs")
     add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="")
+    add("--head-format", default="", help="nvfp4: the head in 4 bits (default: as the embedding)")
     add("--seed", type=int, default=0)
     add("--bandwidth", type=float, default=0.0, help="bytes per second of the roofline")
     add("--out", default="benchmarks/results/rollout.json", help="the file of the rows")

@@ -38,6 +38,7 @@ CONFIG = job.BenchmarkConfig(
     chunk_steps=8,
     dequantize="chunk",
     kv_cache_dtype="",
+    head_format="",
     parts=False,
     data="",
     prompts=4,
@@ -58,9 +59,10 @@ def architecture():
 
 
 @functools.cache
-def subject(format):
+def subject(format, head_format=""):
     config = architecture()
     params = job.random_params(KEY, config, format=format)
+    params |= job.rollout_head(params, head_format)
     return job.Subject("tiny", format, config, params, job.random_lora(KEY, config, rank=4))
 
 
@@ -111,7 +113,8 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     returned = job.benchmark(dataclasses.replace(CONFIG, out=str(out)))
     (row,) = json.loads(out.read_text())["rows"]
     assert returned == [row]
-    assert [row[name] for name in job.KEYS["decode"]] == ["decode", "tiny", "nf4", 4, 3, 5, 18]
+    policy = ["decode", "tiny", "nf4", 4, "bfloat16", ""]
+    assert [row[name] for name in job.KEYS["decode"]] == [*policy, 3, 5, 18]
     assert row["ms_per_step"] == 2
     assert row["tokens_per_s"] == 1500
     assert row["prefill_tokens_per_s"] == 7500
@@ -139,6 +142,9 @@ def test_bytes_of_a_step():
         assert job.step_bytes(subject(format), rows=3, tokens=10) == expected
     small = job.step_bytes(subject("bf16"), rows=3, tokens=10, kv_cache_dtype="float8")
     assert small == weights * 2 + head + 3 * 10 * position / 2
+    with_head = subject("bf16", head_format="nvfp4")
+    small = job.step_bytes(with_head, rows=3, tokens=10)
+    assert small == weights * 2 + head * 4.5 / 16 + 3 * 10 * position
 
 
 def test_padding_waste():
@@ -153,8 +159,9 @@ def test_padding_waste():
 
 def a_row(batch, time, **changes):
     row = {
-        "kind": "decode", "model": "m", "format": "bf16", "lora_rank": 32, "batch": batch,
-        "prompt": 256, "new_tokens": 144, "ms_per_step": time, "tokens_per_s": 1e3 * batch / time,
+        "kind": "decode", "model": "m", "format": "bf16", "lora_rank": 32,
+        "kv_cache_dtype": "bfloat16", "batch": batch, "prompt": 256, "new_tokens": 144,
+        "ms_per_step": time, "tokens_per_s": 1e3 * batch / time,
     }  # fmt: skip
     return row | changes
 
@@ -162,9 +169,11 @@ def a_row(batch, time, **changes):
 def test_a_run_replaces_its_own_rows(tmp_path):
     path = tmp_path / "results" / "rollout.json"
     rollouts = {"kind": "gsm8k", "model": "m", "format": "bf16", "lora_rank": 32}
-    rollouts |= {"prompts": 64, "group": 16, "max_new_tokens": 1024}
+    rollouts |= {"kv_cache_dtype": "bfloat16", "prompts": 64, "group": 16, "max_new_tokens": 1024}
     job.merge(path, "H", [a_row(8, 1.0), a_row(64, 2.0), rollouts])
-    job.merge(path, "H", [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), rollouts | {"tokens": 7}])
+    quick = a_row(8, 2.5, head_format="nvfp4")
+    job.merge(path, "H", [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), quick])
+    job.merge(path, "H", [a_row(8, 3.0, head_format=""), rollouts | {"tokens": 7}])
     result = json.loads(path.read_text())
     assert result["device"] == "H"
     fields = ("lora_rank", "batch", "ms_per_step")
@@ -172,6 +181,7 @@ def test_a_run_replaces_its_own_rows(tmp_path):
         (0, 8, 4.0),
         (32, 8, 3.0),
         (32, 64, 2.0),
+        (32, 8, 2.5),
         (32, None, None),
     ]
     assert result["rows"][-1]["tokens"] == 7
@@ -184,10 +194,12 @@ def test_a_run_replaces_its_own_rows(tmp_path):
 
 def test_the_table():
     rows = [a_row(8, 2.0), a_row(8, 1.0, format="nvfp4"), a_row(64, 4.0)]
+    rows += [a_row(8, 0.5, head_format="nvfp4", kv_cache_dtype="float8_e4m3fn")]
     assert job.table(rows).splitlines() == [
-        "model  format  lora  8            64",
-        "m      bf16    32    2.00 (4000)  4.00 (16000)",
-        "m      nvfp4   32    1.00 (8000)",
+        "model  format                          lora  8             64",
+        "m      bf16                            32    2.00 (4000)   4.00 (16000)",
+        "m      nvfp4                           32    1.00 (8000)",
+        "m      bf16, nvfp4 head, float8 cache  32    0.50 (16000)",
     ]
     assert job.table([]) == ""
 

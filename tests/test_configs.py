@@ -154,6 +154,11 @@ def test_unknown_preset_lists_all(preset):
         ({"optimizer.final_fraction": -0.1}, ["final_fraction=-0.1", "at least 0"]),
         ({"rollout.kv_cache_bytes": -1}, ["kv_cache_bytes=-1", "at least 0"]),
         ({"rollout.kv_cache_dtype": "int4"}, ["kv_cache_dtype='int4'", "'float8'"]),
+        ({"rollout.head_format": "fp8"}, ["head_format='fp8'", "'nvfp4'"]),
+        (
+            {"rollout.head_format": "nvfp4", "train.parameters": "full"},
+            ["head_format='nvfp4'", "parameters='full'"],
+        ),
         ({"rollout.stop": ("",)}, ["stop=('',)", "('</answer>',)"]),
     ],
 )

@@ -127,7 +127,7 @@ def test_merged(norms, tiny, tmp_path, capsys):
         logits(open_policy(str(out), dtype="float32")), logits(policy), atol=0.1
     )
     layer, adapters = policy.model.params["layers"][1], policy.lora.layers[1]["down_proj"]
-    weight = np.asarray(transformer.dequantize_layers(layer | policy.model.params)["down_proj"])
+    weight = np.asarray(transformer.dequantize_params(layer | policy.model.params)["down_proj"])
     weight = weight + policy.lora.scale * (adapters["b"] @ adapters["a"])
     np.testing.assert_allclose(merged.params["layers"][1]["down_proj"], weight, rtol=2**-8)
     for norm in ("input_layernorm", "post_attention_layernorm"):
@@ -174,8 +174,8 @@ def test_an_update_of_zero_changes_nothing(tiny, tmp_path):
     assert kept == {}
     for layer, before in zip(layers, policy.model.params["layers"], strict=True):
         np.testing.assert_array_equal(
-            transformer.dequantize_layers(layer | policy.model.params)["down_proj"],
-            transformer.dequantize_layers(before | policy.model.params)["down_proj"],
+            transformer.dequantize_params(layer | policy.model.params)["down_proj"],
+            transformer.dequantize_params(before | policy.model.params)["down_proj"],
         )
 
 

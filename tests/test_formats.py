@@ -43,7 +43,7 @@ def model(request, checkpoint):
 
 
 def test_dequantized_layers_are_close_to_the_checkpoint(model, checkpoint):
-    for number, layer in enumerate(transformer.dequantize_layers(model.params)["layers"]):
+    for number, layer in enumerate(transformer.dequantize_params(model.params)["layers"]):
         for fused, members in FUSED.items():
             source = [checkpoint[1][f"{layer_module(number, name)}.weight"] for name in members]
             source = np.concatenate(source).astype(np.float32)
@@ -66,7 +66,7 @@ def test_logits_and_gradients_are_those_of_the_dequantized_policy(model):
 
     lora = random_lora(model.config)
     packed = logits_and_gradient(noisy, lora)
-    dense = logits_and_gradient(transformer.dequantize_layers(noisy), lora)
+    dense = logits_and_gradient(transformer.dequantize_params(noisy), lora)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4)
     jax.tree.map(close, packed, dense)
     assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(packed[0].layers))

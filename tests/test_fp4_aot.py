@@ -77,6 +77,19 @@ def test_config(name, adapter, build):
     build(product, array(m, k), tiles(n, k), extra)
 
 
+@pytest.mark.parametrize("m", [1, 64, 512])
+def test_float32(m, build):
+    n, k = 152064, 3584
+    config = tiling.choose(m, n, k)
+
+    def product(x, weight):
+        return mosaic_sm90.matmul(
+            x, weight, config=config, multiprocessors=132, dtype=jnp.dtype("float32")
+        )
+
+    build(product, array(m, k), tiles(n, k))
+
+
 def test_sizes_that_fill_no_tile(build):
     def product(x, weight):
         return mosaic_sm90.matmul(x, weight, config=TileConfig(40), multiprocessors=132)

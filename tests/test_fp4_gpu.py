@@ -156,6 +156,19 @@ def test_product(config, shape, adapter, form):
         np.testing.assert_array_equal(results[0].view(np.uint16), again.view(np.uint16))
 
 
+@pytest.mark.parametrize("m", [1, 16, 33, 200])
+def test_float32(m):
+    rng = np.random.default_rng()
+    weight = random_weight(rng, 32000, 1024)
+    x = jnp.asarray(rng.standard_normal((m, 1024)), jnp.bfloat16)
+    tiles = fp4.to_tiles(weight)
+    run = jax.jit(fp4.fp4_matmul_float32)
+    y = np.asarray(run(x, tiles))
+    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    assert np.linalg.norm(y - expected) / np.linalg.norm(expected) < 1e-5
+    np.testing.assert_array_equal(y, run(x, tiles))
+
+
 def test_derivatives():
     rng = np.random.default_rng()
     m, n, k, rank = 192, 1536, 1024, 32

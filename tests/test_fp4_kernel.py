@@ -76,8 +76,15 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_kernel(variant, simulated):
+@pytest.mark.parametrize(
+    ("variant", "dtype"),
+    [
+        *((name, "bfloat16") for name in VARIANTS),
+        ("tokens and rows that do not fill a tile", "float32"),
+        ("slices of shared tiles", "float32"),
+    ],
+)
+def test_kernel(variant, dtype, simulated):
     (m, n, k), config, rank, blocks = VARIANTS[variant]
     assert config.problem() is None
     weight, x = random_weight(n, k), normal(m, k)
@@ -91,11 +98,13 @@ def test_kernel(variant, simulated):
         layout.to_tiles(weight),
         config=config,
         multiprocessors=blocks,
+        dtype=jnp.dtype(dtype),
         interpret=simulated,
         **extra,
     )
     assert y.shape == (m, n)
-    assert relative_error(y, expected) < ROUNDING
+    assert y.dtype == dtype
+    assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-5)
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
@@ -157,6 +166,16 @@ def test_product_and_derivatives():
         assert actual.dtype == jnp.bfloat16, name
         # dA, dB and y use the rounded x A^T or dy B.
         assert relative_error(actual, want.reshape(shape)) < 4e-3, name
+
+
+@pytest.mark.usefixtures("simulated_api")
+def test_float32(monkeypatch):
+    monkeypatch.setattr(api, "kernel_runs", lambda: True)
+    weight, x = random_weight(136, 128), normal(2, 3, 128)
+    y = fp4.fp4_matmul_float32(x, fp4.to_tiles(weight))
+    assert y.shape == (2, 3, 136)
+    assert y.dtype == jnp.float32
+    assert relative_error(y, float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) < 1e-5
 
 
 @pytest.mark.usefixtures("simulated_api")

@@ -139,6 +139,18 @@ def test_product_alone(format):
     np.testing.assert_allclose(fp4.fp4_matmul(x, weight), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("order", [lambda weight: weight, fp4.to_tiles], ids=["rows", "tiles"])
+def test_float32_of_bfloat16(order):
+    weight = random_weight()
+    x, _, _ = random_arguments("bfloat16", rows=(2, 3))
+    y = fp4.fp4_matmul_float32(x, order(weight))
+    assert y.dtype == jnp.float32
+    expected = float64(x) @ float64(defined(weight).astype("bfloat16")).T
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+    with pytest.raises(ValueError, match="x has 8 inputs"):
+        fp4.fp4_matmul_float32(x[..., :8], weight)
+
+
 def loss(x, lora, bias, weight, dy):
     return jnp.sum(fp4.fp4_matmul(x, weight, lora=lora, bias=bias).astype(jnp.float32) * dy)
 

@@ -256,7 +256,7 @@ def test_transformers_computes_our_logits(tmp_path, name):
     shutil.copy(GOLDEN / f"nvfp4_{name}" / "tokenizer.json", out)
     model = load(str(out), dtype="float32")
     # compressed-tensors rounds each weight to bfloat16 after its scales.
-    params = transformer.dequantize_layers(
+    params = transformer.dequantize_params(
         {**model.params, "embed_tokens": model.params["embed_tokens"].astype(jnp.bfloat16)}
     )
     params = jax.tree.map(lambda x: x.astype(jnp.float32), params)

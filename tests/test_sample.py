@@ -113,7 +113,7 @@ def answer(source, question="t3 t4", **options):
     prompt = policy.model.tokenizer.encode(question)
     rollout = generate(
         jax.random.key(0),
-        jax.jit(transformer.dequantize_layers)(policy.model.params),
+        jax.jit(transformer.dequantize_params)(policy.model.params),
         policy.lora,
         [prompt],
         config=policy.model.config,

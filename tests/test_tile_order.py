@@ -65,7 +65,7 @@ def test_orders(format):
 def test_weights_with_a_kernel_stay_packed():
     _, params = tiny_policy(quantized=True)
     tiles = tiled(params)
-    assert transformer.dequantize_layers(tiles)["layers"][0]["o_proj"].tiles is not None
+    assert transformer.dequantize_params(tiles)["layers"][0]["o_proj"].tiles is not None
 
 
 def test_adapters_for_the_kernel_have_whole_parts(monkeypatch):

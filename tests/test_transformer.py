@@ -110,7 +110,7 @@ def test_remat_gives_the_same_gradients(model_type, quantized):
 
 def test_dequantized_layers_give_the_same_logits():
     config, params, lora, expected = logits_of("qwen3", quantized=True)
-    dense = transformer.dequantize_layers(params)
+    dense = transformer.dequantize_params(params)
     assert isinstance(params["layers"][0]["o_proj"], QuantTensor)
     for layer in dense["layers"]:
         for name in lora_lib.FUSED:

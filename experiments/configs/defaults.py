@@ -300,6 +300,9 @@ def _fields(model: str) -> ConfigDict:
     # '': model.dtype; or 'float8': half the memory of bfloat16, not the time, and what samples is
     # the policy with rounded keys and values.
     c.rollout.kv_cache_dtype = ""
+    # '': the policy's head; or 'nvfp4': a copy in 4 bits for rollouts, a quarter of the bytes it
+    # costs every decode step, and what samples is the policy with a rounded head.
+    c.rollout.head_format = ""
     c.rollout.chunk_steps = 32  # tokens decoded before the host looks which rows are done
 
     # 'chunk' dequantizes the weights once for the steps of a chunk, which needs room for a dense

@@ -1,6 +1,11 @@
 """y = x W^T for a frozen weight W in 4 bits (NVFP4, MXFP4 or NF4), with LoRA and bias."""
 
-from pallas_kernels.fp4_matmul.api import fp4_matmul, fp4_matmul_with_product, kernel_runs
+from pallas_kernels.fp4_matmul.api import (
+    fp4_matmul,
+    fp4_matmul_float32,
+    fp4_matmul_with_product,
+    kernel_runs,
+)
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
 from pallas_kernels.fp4_matmul.reference import (
     BLOCK,
@@ -24,6 +29,7 @@ __all__ = [
     "dot",
     "format_of",
     "fp4_matmul",
+    "fp4_matmul_float32",
     "fp4_matmul_with_product",
     "from_tiles",
     "kernel_runs",

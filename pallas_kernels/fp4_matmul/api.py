@@ -106,6 +106,25 @@ def fp4_matmul_with_product(
     return y.reshape(*x.shape[:-1], -1)
 
 
+def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
+    """Returns x W^T as it was accumulated, not rounded to x's dtype; without derivatives.
+
+    Args:
+        x: see `fp4_matmul`.
+        weight: likewise.
+
+    Returns:
+        float32 [..., N].
+    """
+    _check(x, weight, None, None, None, None)
+    if _suits_kernel(x, weight):
+        y = _run_kernel(x.reshape(-1, x.shape[-1]), weight, dtype=jnp.float32)
+        return y.reshape(*x.shape[:-1], -1)
+    if isinstance(weight, Fp4Tiles):
+        weight = layout.from_tiles(dataclasses.replace(weight, inputs=x.shape[-1]))
+    return reference.matmul(x, weight, dtype=jnp.float32)
+
+
 @jax.custom_vjp
 def _frozen_matmul(x: jax.Array, weight: Fp4Weight) -> jax.Array:
     return reference.matmul(x, weight)
@@ -140,7 +159,7 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
 
 
-def _run_kernel(x, weight, config=None, *, xa=None, b=None, bias=None):
+def _run_kernel(x, weight, config=None, *, xa=None, b=None, **options):
     """The kernel's product for x [M, K], with the tiling that suits it."""
     multiprocessors = device.multiprocessors()
     if config is None:
@@ -148,7 +167,7 @@ def _run_kernel(x, weight, config=None, *, xa=None, b=None, bias=None):
         n, (m, k) = weight.divisor.shape[0], x.shape
         config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
     return _kernel().matmul(
-        x, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b, bias=bias
+        x, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b, **options
     )
 
 

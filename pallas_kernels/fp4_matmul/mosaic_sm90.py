@@ -65,6 +65,7 @@ def matmul(
     xa: jax.Array | None = None,
     b: jax.Array | None = None,
     bias: jax.Array | None = None,
+    dtype: jnp.dtype = jnp.bfloat16,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns x W^T + xa B^T + bias.
@@ -77,11 +78,12 @@ def matmul(
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
         b: bfloat16 [N, R].
         bias: [N].
+        dtype: of the result, bfloat16 or float32.
         interpret: simulate on a CPU. The decode is then plain jnp; the partial sums of a streamed
             tile are added up outside of the kernel.
 
     Returns:
-        bfloat16 [M, N].
+        [M, N].
     """
     n = weight.shape[0]
     tokens, k = x.shape
@@ -104,7 +106,10 @@ def matmul(
         "scales": weight.scales,
         "divisor": rows_of(weight.divisor),
     }
-    results = {"y": jax.ShapeDtypeStruct((m, padded), jnp.bfloat16)}
+    # The copy engine transposes 16 bits. What it does not store has room for whole tiles.
+    transposed = dtype == jnp.float32
+    shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
+    results = {"y": jax.ShapeDtypeStruct(shape if transposed else (m, padded), dtype)}
     if b is not None and xa is not None:
         assert rank % 64 == 0
         assert rank <= config.block_k
@@ -137,7 +142,7 @@ def matmul(
         interpret=interpret,
     )
     outs = dict(zip(results, kernel(*operands.values()), strict=True))
-    y = outs["y"]
+    y = outs["y"].T if transposed else outs["y"]
     if config.stream and simulated:
         y = _add_partial(plan, y, outs["partial"], operands.get("bias"))
     return y[:tokens, :n]
@@ -295,7 +300,7 @@ class Plan:
     def coordinates(self, tile) -> tuple[Any, Any]:
         """Tile of tokens and tile of outputs; tiles that run together share what is in the L2."""
         if self.m_tiles == 1:
-            return np.int32(0), tile
+            return jnp.int32(0), tile
         return plgpu.planar_snake(tile, (self.m_tiles, self.n_tiles), 0, 8)
 
     def pieces(self, block):
@@ -585,7 +590,11 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         if bias is not None:
             value += over_tokens(bias.astype(jnp.float32))
         tokens = pl.ds(m_tile * config.tile_m, config.tile_m)
-        copy_out(value, gm["y"].at[tokens, pl.ds(row_tile * TILE_ROWS, TILE_ROWS)])
+        rows = pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
+        if gm["y"].dtype == jnp.float32:
+            gm["y"].at[rows, tokens][...] = value
+        else:
+            copy_out(value, gm["y"].at[tokens, rows])
 
     def copy_out(value, place):
         """Starts to store a [64, tile_m] value, transposed and rounded."""

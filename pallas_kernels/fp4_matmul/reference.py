@@ -126,10 +126,10 @@ def _e2m1(codes: jax.Array) -> jax.Array:
     return 0.5 * jnp.where(codes > 7, -doubled, doubled).astype(jnp.float32)
 
 
-def matmul(x: jax.Array, weight: Fp4Weight) -> jax.Array:
-    """Returns x [..., K] times the transposed weight, [..., N], accumulated in float32."""
+def matmul(x: jax.Array, weight: Fp4Weight, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Returns x [..., K] times the transposed weight, [..., N]; see `dot`."""
     x, weight = _bind(x, weight)
-    return dot(x, dequantize(weight, x.dtype))
+    return dot(x, dequantize(weight, x.dtype), dtype)
 
 
 def matmul_transposed(dy: jax.Array, weight: Fp4Weight) -> jax.Array:
@@ -153,11 +153,15 @@ def _bind(x: jax.Array, weight: Fp4Weight) -> tuple[jax.Array, Fp4Weight]:
     return x, weight._replace(packed=packed)
 
 
-def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns x [..., K] times a dense [N, K] weight transposed, accumulated in float32."""
+def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Returns x [..., K] times a dense [N, K] weight transposed, accumulated in float32.
+
+    The result has x's dtype, or another one that was asked for.
+    """
+    dtype = dtype or x.dtype
     # A GPU's libraries accumulate in float32 in any case; asked for a float32 result they would
     # store it, and a second kernel would round it.
-    result = x.dtype if jax.default_backend() == "gpu" else jnp.float32
+    result = dtype if jax.default_backend() == "gpu" else jnp.float32
     return jax.lax.dot_general(
         x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=result
-    ).astype(x.dtype)
+    ).astype(dtype)

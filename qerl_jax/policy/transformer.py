@@ -9,8 +9,8 @@ Parameters are plain dicts and lists (D embed, F mlp, N query heads, K kv heads,
         q_norm [H], k_norm [H]                               float32, Qwen3
         o_proj [D, N H], gate_up_proj [2 F, D], down_proj [D, F]
 
-The projections are dense arrays or `QuantTensor`s. The dtype of `embed_tokens` is the dtype of the
-computation; norms, rotations and logits are float32.
+The projections, and a head of its own, are dense arrays or `QuantTensor`s. The dtype of
+`embed_tokens` is the dtype of the computation; norms, rotations and logits are float32.
 """
 
 import functools
@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import fp4_matmul
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import fused_decode
 from qerl_jax.policy import lora as lora_lib
@@ -32,7 +33,7 @@ from qerl_jax.policy.attention import (
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
 
 
 def forward(
@@ -85,12 +86,9 @@ def hidden_states(
 def logits(params: dict, hidden: jax.Array) -> jax.Array:
     """float32 logits [..., V] of final hidden states [..., D]."""
     head = params.get("lm_head", params["embed_tokens"])
-    return jax.lax.dot_general(
-        hidden,
-        head,
-        (((hidden.ndim - 1,), (1,)), ((), ())),
-        preferred_element_type=jnp.float32,
-    )
+    if isinstance(head, QuantTensor):
+        return fp4_matmul.fp4_matmul_float32(hidden, kernel_weight(head))
+    return fp4_matmul.dot(hidden, head, jnp.float32)
 
 
 def prefill(
@@ -199,8 +197,8 @@ def layer_with_inputs(
     return _finish_layer(layer, {}, x, attended, config, project), inputs
 
 
-def dequantize_layers(params: dict) -> dict:
-    """The policy with packed projections dequantised: memory for speed where no kernel is.
+def dequantize_params(params: dict) -> dict:
+    """The policy with packed weights dequantised: memory for speed where no kernel is.
 
     Inside a jitted function that reads the weights many times, such as a chunk of decode steps,
     this pays the dequantisation once. Weights in tile order have a kernel and stay packed.

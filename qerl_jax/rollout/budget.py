@@ -1,6 +1,7 @@
 """How many rows decode together, and in which few shapes: the memory arithmetic of a rollout."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 from qerl_jax.buckets import bucket
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.sampling import SamplingConfig
 
@@ -154,24 +154,17 @@ def rows_left(
         return None
     free = int(_FREE_SHARE * memory["bytes_limit"]) - memory["bytes_in_use"]
     if sampling.dequantize == "chunk":
-        free -= dense_bytes(params, config)
+        free -= dense_bytes(params)
     dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
     row = slots * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
     return max(1, int(free - reserve) // row)
 
 
-def dense_bytes(params: dict, config: ModelConfig) -> int:
-    """Bytes of what `transformer.dequantize_layers` makes; 0 where no weight is packed."""
-    packed = any(
-        isinstance(leaf, QuantTensor) and leaf.tiles is None
-        for leaf in jax.tree.leaves(
-            params["layers"], is_leaf=lambda leaf: isinstance(leaf, QuantTensor)
-        )
-    )
-    if not packed:
-        return 0
-    weights = sum(outputs * inputs for outputs, inputs in projection_shapes(config).values())
-    return config.num_layers * weights * params["embed_tokens"].dtype.itemsize
+def dense_bytes(params: dict) -> int:
+    """Bytes of what `transformer.dequantize_params` makes; 0 where no weight is packed."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    packed = [leaf for leaf in leaves if isinstance(leaf, QuantTensor) and leaf.tiles is None]
+    return sum(math.prod(leaf.shape) for leaf in packed) * params["embed_tokens"].dtype.itemsize
 
 
 def _rounded_down(rows: int) -> int:

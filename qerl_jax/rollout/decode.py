@@ -249,7 +249,7 @@ def decode_chunk(
         The batch, and what was drawn, [B, steps].
     """
     if rules.dequantize == "chunk":
-        params = transformer.dequantize_layers(params)
+        params = transformer.dequantize_params(params)
     batch = _with_done(batch, batch.done | ~needed)
 
     def step(batch, _):

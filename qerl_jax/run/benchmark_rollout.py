@@ -27,6 +27,7 @@ import datetime
 import functools
 import gc
 import json
+import math
 import pathlib
 import platform
 import shlex
@@ -48,6 +49,7 @@ from qerl_jax.policy.lora import FUSED, Lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, compile_ahead, generate
+from qerl_jax.rollout.head import check_head_format, rollout_head
 from qerl_jax.run.architectures import ARCHITECTURES
 from qerl_jax.run.folder import provenance, without_folders, write_atomic
 from qerl_jax.run.parts import device_kernels, parts_of, per_step
@@ -56,9 +58,10 @@ from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # of a copy, bytes read and written per second
+_POLICY = ("kind", "model", "format", "lora_rank", "kv_cache_dtype", "head_format")
 KEYS = {
-    "decode": ("kind", "model", "format", "lora_rank", "batch", "prompt", "new_tokens"),
-    "gsm8k": ("kind", "model", "format", "lora_rank", "prompts", "group", "max_new_tokens"),
+    "decode": (*_POLICY, "batch", "prompt", "new_tokens"),
+    "gsm8k": (*_POLICY, "prompts", "group", "max_new_tokens"),
 }
 
 _SHORT = 16  # tokens of the generation that is subtracted
@@ -83,6 +86,7 @@ class BenchmarkConfig:
         chunk_steps: see `SamplingConfig`.
         dequantize: likewise.
         kv_cache_dtype: likewise.
+        head_format: see `head.rollout_head`.
         parts: also split the step by part.
         data: a JSONL file of problems to complete with the weights of `source`, instead of the
             decode benchmark; '' is none.
@@ -107,6 +111,7 @@ class BenchmarkConfig:
     chunk_steps: int
     dequantize: str
     kv_cache_dtype: str
+    head_format: str
     parts: bool
     data: str
     prompts: int
@@ -210,6 +215,7 @@ def check(config: BenchmarkConfig) -> None:
     for name, (value, least) in limits.items():
         if value < least:
             raise UserError(f"--{name}={value}: it must be at least {least}")
+    check_head_format(config.head_format)
     if config.data and not config.source:
         raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
     if config.parts and jax.default_backend() != "gpu":
@@ -233,6 +239,7 @@ def _subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
     else:
         loaded, name, architecture = None, model, ARCHITECTURES[model]
         params = random_params(key, architecture, format=format)
+    params = params | rollout_head(params, config.head_format)
     lora = random_lora(key, architecture, rank=config.lora_rank) if config.lora_rank else None
     jax.block_until_ready((params, lora))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -386,6 +393,7 @@ def _described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
         "chunk_steps": config.chunk_steps,
         "dequantize": config.dequantize,
         "kv_cache_dtype": str(budget.cache_dtype(config.kv_cache_dtype, jnp.dtype("bfloat16"))),
+        "head_format": config.head_format,
         "device": jax.devices()[0].device_kind,
     }
 
@@ -465,16 +473,17 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
         kv_cache_dtype: see `SamplingConfig`.
     """
     config, dtype = subject.config, subject.params["embed_tokens"].dtype
-    weights = 0.0
-    for layer in subject.params["layers"]:
-        for fused in FUSED:
-            n, k = layer[fused].shape
-            packed = isinstance(layer[fused], QuantTensor)
-            bits = BITS[layer[fused].format] if packed else 8 * layer[fused].dtype.itemsize
-            weights += n * k * bits / 8
-    head = config.vocab_size * config.embed_dim * dtype.itemsize
+    params = subject.params
+    moved = 0.0
+    for weight in (
+        params.get("lm_head", params["embed_tokens"]),
+        *(layer[fused] for layer in params["layers"] for fused in FUSED),
+    ):
+        packed = isinstance(weight, QuantTensor)
+        bits = BITS[weight.format] if packed else 8 * weight.dtype.itemsize
+        moved += math.prod(weight.shape) * bits / 8
     position = budget.position_bytes(config, budget.cache_dtype(kv_cache_dtype, dtype))
-    return weights + head + rows * tokens * position
+    return moved + rows * tokens * position
 
 
 def _roofline_share(subject, batch, ms_per_step, config) -> float | None:
@@ -681,12 +690,23 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
 
 
 def _key(row: dict) -> tuple:
-    return tuple(row[name] for name in KEYS[row["kind"]])
+    # Rows from before there was a choice of heads lack it.
+    return tuple(({"head_format": ""} | row)[name] for name in KEYS[row["kind"]])
+
+
+def numbers_of(row: dict) -> str:
+    """What the numbers of a row's policy are stored in: 'nvfp4', or 'nvfp4, float8 cache'."""
+    text = row["format"]
+    if row.get("head_format"):
+        text += f", {row['head_format']} head"
+    if row["kv_cache_dtype"].startswith("float8"):
+        text += ", float8 cache"
+    return text
 
 
 def describe(row: dict) -> str:
     """A row on a line."""
-    name = f"{row['model']} {row['format']} lora {row['lora_rank']}"
+    name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
     memory = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
     if row["kind"] == "gsm8k":
         return (
@@ -710,7 +730,7 @@ def table(rows: Sequence[dict]) -> str:
     batches = sorted({row["batch"] for row in rows})
     cells: dict[tuple, dict[int, str]] = {}
     for row in rows:
-        name = row["model"], row["format"], row["lora_rank"]
+        name = row["model"], numbers_of(row), row["lora_rank"]
         cell = f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:.0f})"
         cells.setdefault(name, {})[row["batch"]] = cell
     lines = [["model", "format", "lora", *map(str, batches)]] if rows else []

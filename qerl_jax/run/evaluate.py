@@ -585,7 +585,7 @@ def _fitting_rows(job: _Job) -> int:
 def _dequantize(model: LoadedModel) -> str:
     """'chunk' where a dense copy of the layers takes at most a third of a GPU, see the engine."""
     memory = jax.local_devices()[0].memory_stats() or {}
-    fits = 3 * dense_bytes(model.params, model.config) <= memory.get("bytes_limit", math.inf)
+    fits = 3 * dense_bytes(model.params) <= memory.get("bytes_limit", math.inf)
     return "chunk" if fits else "step"
 
 

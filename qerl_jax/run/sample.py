@@ -121,7 +121,7 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     # The chunks are short: dequantised once for all of them.
     params = model.params
     if dequantize == "chunk":
-        params = jax.jit(transformer.dequantize_layers)(params)
+        params = jax.jit(transformer.dequantize_params)(params)
     show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))
     looks: list[tuple[float, int]] = []
 

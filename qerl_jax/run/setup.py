@@ -17,6 +17,7 @@ from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import make_optimizer
 from qerl_jax.rollout.budget import cache_dtype, make_plan
 from qerl_jax.rollout.engine import SamplingConfig
+from qerl_jax.rollout.head import check_head_format, rollout_head
 from qerl_jax.run.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
 
@@ -27,10 +28,14 @@ _WIDEST_SEQUENCE_CLIP = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What does not change during a run."""
+    """What does not change during a run.
+
+    A rollout's policy is the trained one | `rollout_head`.
+    """
 
     config: ConfigDict
     model: LoadedModel
+    rollout_head: dict
     lora_config: LoraConfig
     train_prompts: list[Prompt]
     eval_prompts: list[Prompt]
@@ -98,6 +103,12 @@ def check(config: ConfigDict) -> None:
     if config.rollout.dequantize not in ("chunk", "step"):
         raise UserError(f"rollout.dequantize={config.rollout.dequantize!r}: 'chunk' or 'step'")
     cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
+    check_head_format(config.rollout.head_format)
+    if config.rollout.head_format and config.train.parameters == "full":
+        raise UserError(
+            f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "
+            "head changes with every update, leave the first out"
+        )
     if any(not isinstance(text, str) or not text for text in config.rollout.stop):
         raise UserError(
             f"rollout.stop={config.rollout.stop!r}: a tuple of strings that are not empty, such as "
@@ -229,9 +240,10 @@ def prepare(
         dequantize=config.rollout.dequantize,
     )
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
+    head = rollout_head(model.params, config.rollout.head_format)
     # Decided once, with nothing but the weights in memory: a resumed run decides the same.
     plan = make_plan(
-        model.params,
+        model.params | head,
         prompts=config.rollout.prompts_per_step,
         longest=prompt_width,
         group_size=config.rollout.group_size,
@@ -242,6 +254,7 @@ def prepare(
     return Setup(
         config=config,
         model=model,
+        rollout_head=head,
         lora_config=lora_config,
         train_prompts=prompts["train"],
         eval_prompts=prompts.get("eval", []),

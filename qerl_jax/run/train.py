@@ -244,7 +244,7 @@ def _compile_rollouts(
 
     compile_ahead(
         setup.key,
-        current_policy(setup.model.params, trainable),
+        current_policy(setup.model.params, trainable) | setup.rollout_head,
         trainable.lora,
         prompts=setup.collect.prompts_per_step,
         prompt_width=setup.collect.prompt_width,
@@ -278,7 +278,7 @@ def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine, *, com
     experience, cursor = collect(
         jax.random.fold_in(key, 1),
         setup.model,
-        noisy,
+        noisy | setup.rollout_head,
         trainable.lora,
         setup.train_prompts,
         progress.cursor,
