@@ -8,7 +8,7 @@ import pytest
 from qerl_jax.buckets import bucket
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
-from qerl_jax.rl.batch import make_batch, micro_batches
+from qerl_jax.rl.batch import longest_first, make_batch, micro_batches
 
 EOS = PAD = 2
 PROMPTS = [[5, EOS, 7], [5, EOS, 7], [8], [8]]
@@ -142,15 +142,53 @@ def test_micro_batches_have_the_loss_of_the_batch(rows, aggregation):
     batch = batch_of(aggregation=aggregation).replace(old_logprobs=jnp.asarray(old))
     micro = micro_batches(batch, rows)
     number = -(-4 // rows)
-    assert all(leaf.shape[:2] == (number, rows) for leaf in jax.tree.leaves(micro))
-    assert micro.ref_logprobs is None
-    assert micro.lengths.min() >= 1
-    assert micro.prompt_lengths.min() >= 1
-    parts = [jax.tree.map(lambda x, i=i: x[i], micro) for i in range(number)]
-    total = sum(float(loss_of(jnp.full((rows, 4), -1.2), part, config)) for part in parts)
+    assert len(micro) == number
+    assert all(len(leaf) == rows for leaf in jax.tree.leaves(micro))
+    for part in micro:
+        assert part.ref_logprobs is None
+        assert part.lengths.min() >= 1
+        assert part.prompt_lengths.min() >= 1
+    total = sum(float(loss_of(jnp.full((rows, 4), -1.2), part, config)) for part in micro)
     whole = float(loss_of(jnp.full((4, 4), -1.2), batch, config))
     assert total == pytest.approx(whole, rel=1e-5)
-    np.testing.assert_array_equal(micro.tokens.reshape(-1, 8)[:4], batch.tokens)
+    np.testing.assert_array_equal(np.concatenate([part.tokens for part in micro])[:4], batch.tokens)
+
+
+def test_micro_batches_are_as_wide_as_their_rows():
+    rng = np.random.default_rng(0)
+    lengths = np.array([200, 3, 90, 60, 30, 1, 128, 0])
+    prompts = [[1] * (5 + row) for row in range(8)]
+    completions = rng.integers(0, 9, (8, 240))
+    batch = make_batch(
+        prompts,
+        completions,
+        lengths,
+        np.ones(8, bool),
+        np.arange(8.0),
+        rng.standard_normal((8, 240)),
+        mask_truncated=False,
+        aggregation="sequence",
+        pad_id=PAD,
+    )
+    assert batch.tokens.shape == (8, 256)
+    assert batch.weights.shape == (8, 240)
+    ordered = longest_first(batch)
+    assert ordered.lengths.tolist() == [205, 139, 97, 68, 39, 12, 11, 9]
+    assert ordered.advantages.tolist() == [0, 6, 2, 3, 4, 7, 5, 1]
+    micro = micro_batches(ordered, 3)
+    assert [part.tokens.shape for part in micro] == [(3, 256), (3, 128), (3, 64)]
+    assert [part.weights.shape for part in micro] == [(3, 240), (3, 128), (3, 64)]
+    assert sum(part.weights.sum() for part in micro) == pytest.approx(batch.weights.sum())
+    for part in micro:
+        for tokens, length, prompt, advantage in zip(
+            part.tokens, part.lengths, part.prompt_lengths, part.advantages, strict=True
+        ):
+            if length == prompt == 1:
+                continue
+            row = int(advantage)
+            expected = [*prompts[row], *completions[row, : lengths[row]]]
+            assert tokens[:length].tolist() == expected
+            assert (tokens[length:] == PAD).all()
 
 
 def test_means_of_micro_batches_depend_on_the_micro_batches():
@@ -160,8 +198,7 @@ def test_means_of_micro_batches_depend_on_the_micro_batches():
 
     def loss(rows):
         batch = batch_of(aggregation="micro_batch", micro_batch_rows=rows)
-        batch = micro_batches(batch.replace(old_logprobs=old), rows)
-        parts = [jax.tree.map(lambda x, i=i: x[i], batch) for i in range(4 // rows)]
+        parts = micro_batches(batch.replace(old_logprobs=old), rows)
         return [float(loss_of(logprobs[:rows], part, config)) for part in parts]
 
     def token_mean(start, stop):

@@ -149,7 +149,7 @@ def test_optimiser_step(variant, micro_batch_rows):
             config=model.config,
             temperature=settings["temperature"],
         )
-        return np.asarray(scored).reshape(-1, scored.shape[-1])[:rows]
+        return np.concatenate(scored)[:rows]
 
     if settings["beta"]:
         batch = batch.replace(ref_logprobs=logprobs(Trainable(None, {})))

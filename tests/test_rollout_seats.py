@@ -12,6 +12,7 @@ from test_engine import KEY, PAD, PROMPTS
 from tiny_model import random_tokens
 
 from pallas_kernels.decode import to_cache
+from qerl_jax import buckets
 from qerl_jax.errors import UserError
 from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.engine import SamplingConfig, compile_ahead, generate, live_share
@@ -115,7 +116,7 @@ def test_prompts_are_read_in_full_batches_of_few_widths(monkeypatch):
 
     monkeypatch.setattr(decode, "read_prompts", recording)
     monkeypatch.setattr(budget, "_READ_TOKENS", 3 * 96)
-    monkeypatch.setattr(budget, "_NARROWEST", 16)
+    monkeypatch.setattr(buckets, "_NARROWEST", 16)
     prompts = [list(random_tokens(length, seed=length)) for length in (90, 40, 9, 8, 30)]
     result = rollout(prompts, max_rows=2, prompt_width=96)
     assert shapes == [(3, 96), (3, 48)]

@@ -205,11 +205,11 @@ def test_score_and_mean_kl():
     config, params, lora = policy()
     batch = batch_of()
     shared = {"config": config, "temperature": 1.0}
-    scored = np.asarray(batch_logprobs(params, lora, micro_batches(batch, 3), **shared))
-    assert scored.shape == (3, 3, WIDTH)
+    scored = np.concatenate(batch_logprobs(params, lora, micro_batches(batch, 3), **shared))
+    assert scored.shape == (9, WIDTH)
     mask = batch.loss_mask > 0
     expected = np.asarray(logprobs_of(params, lora, batch)[0])
-    np.testing.assert_allclose(scored.reshape(9, WIDTH)[:8][mask], expected[mask], atol=1e-5)
+    np.testing.assert_allclose(scored[:8][mask], expected[mask], atol=1e-5)
     noisy = aqn.perturb_norms(jax.random.key(0), params, 5e-2)
     kl = functools.partial(completion_kl, noisy)
     expected = np.asarray(logprobs_of(params, lora, batch, kl))[mask].mean()

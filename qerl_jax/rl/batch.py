@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import numpy as np
 
-from qerl_jax.buckets import bucket
+from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import own_weights, token_weights
 
@@ -123,10 +123,18 @@ def make_batch(
     )
 
 
-def micro_batches(batch: TrainBatch, rows: int) -> TrainBatch:
-    """Returns the batch in N micro-batches of `rows` rows: each [B, ...] becomes [N, rows, ...].
+def longest_first(batch: TrainBatch) -> TrainBatch:
+    """The batch with its rows in the order of their lengths: neighbours need the same width."""
+    order = np.argsort(-batch.lengths, kind="stable")
+    return jax.tree.map(lambda x: np.asarray(x)[order], batch)
 
-    The last micro-batch is filled with rows of one token that have no part in the loss.
+
+def micro_batches(batch: TrainBatch, rows: int) -> list[TrainBatch]:
+    """Cuts the batch into micro-batches of `rows` rows, each about as wide as its rows need.
+
+    The widths of both kinds of arrays are the batch's or buckets of a half or a quarter of it, so
+    that three programs serve. The last micro-batch is filled with rows of one token that have no
+    part in the loss.
     """
     missing = -len(batch.lengths) % rows
 
@@ -139,4 +147,11 @@ def micro_batches(batch: TrainBatch, rows: int) -> TrainBatch:
         lengths=pad(batch.lengths, 1),
         prompt_lengths=pad(batch.prompt_lengths, 1),
     )
-    return jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), padded)
+    widths = narrower(batch.tokens.shape[1])
+    found = []
+    for first in range(0, len(padded.lengths), rows):
+        longest = padded.lengths[first : first + rows].max()
+        width = next(width for width in widths if width >= longest)
+        part = np.s_[first : first + rows, :width]
+        found.append(jax.tree.map(lambda x, part=part: x[part[: x.ndim]], padded))
+    return found

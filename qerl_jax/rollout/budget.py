@@ -6,14 +6,13 @@ import math
 import jax
 import jax.numpy as jnp
 
-from qerl_jax.buckets import bucket
+from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.sampling import SamplingConfig
 
 _READ_TOKENS = 8192  # prompt tokens, padding included, that are read together
-_NARROWEST = 64  # tokens of a prompt; below, it costs no less to read it
 _READ_SHARE = 8  # the part of the memory that prompts which were read take at most
 # Below, a smaller batch saves nothing: the weights are what is read. On a GPU the launches come to
 # that, and each batch is a program to compile.
@@ -111,9 +110,7 @@ def make_plan(
         batches=batches,
         steps=steps,
         prompts=read,
-        widths=tuple(
-            sorted({width} | {bucket(w) for w in (width // 2, width // 4) if w >= _NARROWEST})
-        ),
+        widths=narrower(width),
         seatings=_seatings(min(most, read * group_size), refills=most < rows),
         dtype=dtype,
     )

@@ -25,7 +25,7 @@ from qerl_jax.policy import aqn
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
-from qerl_jax.rl.batch import make_batch, micro_batches
+from qerl_jax.rl.batch import longest_first, make_batch, micro_batches
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rl.train_step import (
     TrainState,
@@ -325,21 +325,24 @@ def _update(setup: Setup, state: TrainState, policy: dict, batch, noise: aqn.Noi
     """
     config, model = setup.config, setup.model
     shared = {"config": model.config, "temperature": config.rollout.temperature}
-    batch = micro_batches(batch, config.train.micro_batch_rows)
+    if setup.loss.aggregation != "micro_batch":  # whose loss depends on which rows are together
+        batch = longest_first(batch)
+    batches = micro_batches(batch, config.train.micro_batch_rows)
+
+    def scored(params, lora, field):
+        found = batch_logprobs(params, lora, batches, **shared)
+        return [dataclasses.replace(m, **{field: x}) for m, x in zip(batches, found, strict=True)]
+
     if setup.loss.kl_coef:
-        batch = dataclasses.replace(
-            batch, ref_logprobs=batch_logprobs(model.params, None, batch, **shared)
-        )
+        batches = scored(model.params, None, "ref_logprobs")
     if config.rl.updates_per_rollout > 1:
-        batch = dataclasses.replace(
-            batch, old_logprobs=batch_logprobs(policy, state.trainable.lora, batch, **shared)
-        )
+        batches = scored(policy, state.trainable.lora, "old_logprobs")
     history = []
     for _ in range(config.rl.updates_per_rollout):
         state, metrics = train_step(
             state,
             model.params,
-            batch,
+            batches,
             loss=setup.loss,
             optimizer=setup.optimizer,
             remat=config.train.remat,
