@@ -208,7 +208,9 @@ def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:
 
 def _bound(tree: Any) -> Any:
     """The arrays bound to where they are: unbound ones would compile to programs of their own."""
-    return jax.tree.map(lambda x: jax.device_put(x, getattr(x, "sharding", None)), tree)
+    leaves, treedef = jax.tree.flatten(tree)
+    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
+    return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
 
 
 # --- The host's side of a rollout -----------------------------------------------------------------
