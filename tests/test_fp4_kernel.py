@@ -61,6 +61,12 @@ VARIANTS = {
     ),
     "an adapter": ((8, 64, 256), TileConfig(8, rows=1, stages=2), 64, 2),
     "shared tiles": ((16, 128, 640), TileConfig(16, rows=1, stages=3, stream=True), 64, 3),
+    "shared tiles that the rows do not fill": (
+        (16, 160, 384),
+        TileConfig(16, rows=2, stages=3, stream=True),
+        64,
+        3,
+    ),
     "slices": (
         (8, 64, 640),
         TileConfig(8, rows=1, slices=2, block_k=512, stages=2, in_flight=1),
@@ -82,6 +88,7 @@ VARIANTS = {
         *((name, "bfloat16") for name in VARIANTS),
         ("tokens and rows that do not fill a tile", "float32"),
         ("slices of shared tiles", "float32"),
+        ("shared tiles that the rows do not fill", "float32"),
     ],
 )
 def test_kernel(variant, dtype, simulated):

@@ -121,9 +121,8 @@ def matmul(
         shape = (2 * plan.blocks, config.rows, TILE_ROWS, config.tile_m)
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         # Zero before and after every call, for the kernel leaves them as it found them: so all
-        # calls of a program share them, and their size hardly depends on the call. After those of
-        # the tiles comes one of each block that nobody reads.
-        locks = -(-(plan.tiles + plan.blocks) * config.rows // _LOCKS) * _LOCKS
+        # calls of a program share them, and their size hardly depends on the call.
+        locks = -(-plan.tiles * config.rows // _LOCKS) * _LOCKS
         operands["locks"] = jnp.zeros(locks, jnp.int32)
     body = functools.partial(_body, plan, (*operands, *results), simulated)
     kernel = plgpu.kernel(
@@ -142,7 +141,7 @@ def matmul(
         interpret=interpret,
     )
     outs = dict(zip(results, kernel(*operands.values()), strict=True))
-    y = outs["y"].T if transposed else outs["y"]
+    y = outs["y"].T[:, :padded] if transposed else outs["y"]
     if config.stream and simulated:
         y = _add_partial(plan, y, outs["partial"], operands.get("bias"))
     return y[:tokens, :n]
@@ -622,11 +621,11 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
             tile, _, _ = plan.piece(block, index)
             first, last = plan.sharers(tile)
             counts = (first != last) & ((which == 0) | (pieces > 1))
-            lock = jnp.where(counts, tile, plan.tiles + block) * config.rows + row
-            shared.append((counts, tile, first, last, lock))
-        locks = [gm["locks"].at[pl.ds(lock, 1)] for *_, lock in shared]
-        _arrive(locks[0], locks[1], sm["arrived"].at[row])
-        for which, (counts, tile, first, last, _) in enumerate(shared):
+            shared.append((counts, tile, first, last))
+        locks = [gm["locks"].at[pl.ds(tile * config.rows + row, 1)] for _, tile, *_ in shared]
+        amounts = [jnp.where(counts, 1, 0) for counts, *_ in shared]
+        _arrive(locks, amounts, sm["arrived"].at[row])
+        for which, (counts, tile, first, last) in enumerate(shared):
 
             @pl.when(counts & (sm["arrived"][row, which] == last - first))
             def _(which=which, tile=tile, first=first, last=last):
@@ -813,36 +812,38 @@ def _fence_async_proxy() -> None:
     fence()
 
 
-def _arrive(first, second, arrived) -> None:
+def _arrive(locks, amounts, arrived) -> None:
     """Publishes what the warpgroup wrote to global memory and counts it in two locks.
 
     Args:
-        first: int32 [1] in global memory.
-        second: the same.
-        arrived: int32 [2] in shared memory; receives how many arrived before at each.
+        locks: both int32 [1] in global memory.
+        amounts: what to add to each, 1 or 0.
+        arrived: int32 [2] in shared memory; receives what each was before.
     """
+    number = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
-    def arrive(_, first, second, arrived):
-        pointers = [mgpu.utils.memref_ptr(ref) for ref in (first, second, arrived)]
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 2, plgpu.RefType()))
+    def arrive(_, locks, amounts, arrived):
+        pointers = [mgpu.utils.memref_ptr(ref) for ref in (*locks, arrived)]
+        amounts = [amount.registers.item() for amount in amounts]
         barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [*pointers, mgpu.utils.thread_idx(), barrier],
+            [*pointers, *amounts, mgpu.utils.thread_idx(), barrier],
             "{ .reg .pred one; .reg .b32 lane, before, here; "
-            "bar.sync $4, 128; and.b32 lane, $3, 127; setp.eq.u32 one, lane, 0; "
+            "bar.sync $6, 128; and.b32 lane, $5, 127; setp.eq.u32 one, lane, 0; "
             "@one fence.acq_rel.gpu; "
-            "@one atom.relaxed.gpu.global.add.u32 before, [$0], 1; "
-            "@one atom.relaxed.gpu.global.add.u32 here, [$1], 1; "
+            "@one atom.relaxed.gpu.global.add.u32 before, [$0], $3; "
+            "@one atom.relaxed.gpu.global.add.u32 here, [$1], $4; "
             "@one fence.acq_rel.gpu; "
             "@one st.shared.u32 [$2], before; @one st.shared.u32 [$2+4], here; "
-            "bar.sync $4, 128; }",
-            "l,l,r,r,r,~{memory}",
+            "bar.sync $6, 128; }",
+            "l,l,r,r,r,r,r,~{memory}",
             has_side_effects=True,
             convergent=True,
         )
 
-    arrive(first, second, arrived)
+    arrive(locks, amounts, arrived)
 
 
 def _release(lock) -> None:
