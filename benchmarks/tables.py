@@ -6,7 +6,7 @@ uv run python -m benchmarks.tables
 import json
 import pathlib
 
-from qerl_jax.run.benchmark_rollout import numbers_of
+from qerl_jax.run.benchmark_rollout import by_policy
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -71,15 +71,14 @@ def kernel_table(result: dict) -> str:
 
 def rollout_table(result: dict) -> str:
     """Milliseconds of a decode step and tokens per second, a line for each policy."""
-    rows = [row for row in result["rows"] if row["kind"] == "decode"]
-    batches = sorted({row["batch"] for row in rows})
-    cells = {}
-    for row in rows:
-        adapter = f"LoRA rank {row['lora_rank']}" if row["lora_rank"] else "merged"
-        cell = f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
-        cells.setdefault((row["model"], numbers_of(row), adapter), {})[row["batch"]] = cell
+    batches, policies = by_policy(
+        result["rows"], lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
+    )
     lines = [["model", "weights", "adapter", *map(str, batches)], ["---"] * (3 + len(batches))]
-    lines += [[*name, *(cells[name].get(b, "") for b in batches)] for name in sorted(cells)]
+    lines += sorted(
+        [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells]
+        for (model, numbers, rank), cells in policies.items()
+    )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

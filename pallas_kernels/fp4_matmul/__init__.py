@@ -16,7 +16,7 @@ from pallas_kernels.fp4_matmul.reference import (
     dot,
     format_of,
 )
-from pallas_kernels.fp4_matmul.tiling import TileConfig
+from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank
 
 __all__ = [
     "BLOCK",
@@ -33,5 +33,6 @@ __all__ = [
     "fp4_matmul_with_product",
     "from_tiles",
     "kernel_runs",
+    "padded_rank",
     "to_tiles",
 ]

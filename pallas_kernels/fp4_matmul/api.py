@@ -59,20 +59,12 @@ def fp4_matmul(
         y = _kernel_matmul(rows, weight, lora if inside else None, bias, config)
         y = y.reshape(*x.shape[:-1], -1)
         return y if inside else y + _adapter(x, lora)
-    if isinstance(weight, Fp4Tiles):
-        # A shard by columns has fewer inputs than the whole weight.
-        weight = layout.from_tiles(dataclasses.replace(weight, inputs=x.shape[-1]))
-    y = _frozen_matmul(x, weight)
+    y = _frozen_matmul(x, _in_rows(weight, x))
     if lora is not None:
         y = y + _adapter(x, lora)
     if bias is not None:
         y = y + bias.astype(x.dtype)
     return y
-
-
-def _padded_rank(rank: int) -> int:
-    """The columns of B that the kernel reads."""
-    return -(-rank // 64) * 64
 
 
 def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -99,11 +91,9 @@ def fp4_matmul_with_product(
         [..., N] in x's dtype.
     """
     rank = b.shape[1]
-    if not _suits_kernel(x, weight) or rank != _padded_rank(rank) or rank > _MAX_RANK:
+    if not _suits_kernel(x, weight) or rank != tiling.padded_rank(rank) or rank > _MAX_RANK:
         return fp4_matmul(x, weight) + reference.dot(product, b)
-    xa = product.reshape(-1, rank)
-    y = _run_kernel(x.reshape(-1, x.shape[-1]), weight, xa=xa, b=b)
-    return y.reshape(*x.shape[:-1], -1)
+    return _run_kernel(x, weight, xa=product.reshape(-1, rank), b=b)
 
 
 def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
@@ -118,11 +108,15 @@ def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
     """
     _check(x, weight, None, None, None, None)
     if _suits_kernel(x, weight):
-        y = _run_kernel(x.reshape(-1, x.shape[-1]), weight, dtype=jnp.float32)
-        return y.reshape(*x.shape[:-1], -1)
+        return _run_kernel(x, weight, dtype=jnp.float32)
+    return reference.matmul(x, _in_rows(weight, x), dtype=jnp.float32)
+
+
+def _in_rows(weight: Fp4Weight | Fp4Tiles, x: jax.Array) -> Fp4Weight:
+    """The weight in checkpoint order, with x's inputs: a shard by columns has not all of them."""
     if isinstance(weight, Fp4Tiles):
-        weight = layout.from_tiles(dataclasses.replace(weight, inputs=x.shape[-1]))
-    return reference.matmul(x, weight, dtype=jnp.float32)
+        return layout.from_tiles(dataclasses.replace(weight, inputs=x.shape[-1]))
+    return weight
 
 
 @jax.custom_vjp
@@ -151,7 +145,7 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
     adapter, xa = {}, None
     if lora is not None:
         a, b = (matrix.astype(x.dtype) for matrix in lora)
-        rank = _padded_rank(len(a))
+        rank = tiling.padded_rank(len(a))
         a = jnp.pad(a, ((0, rank - len(a)), (0, 0)))
         adapter["b"] = jnp.pad(b, ((0, 0), (0, rank - b.shape[1])))
         adapter["xa"] = xa = reference.dot(x, a)
@@ -160,15 +154,17 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
 
 
 def _run_kernel(x, weight, config=None, *, xa=None, b=None, **options):
-    """The kernel's product for x [M, K], with the tiling that suits it."""
+    """The kernel's product for x [..., K], with the tiling that suits it."""
     multiprocessors = device.multiprocessors()
+    rows = x.reshape(-1, x.shape[-1])
     if config is None:
         rank = 0 if b is None else b.shape[1]
-        n, (m, k) = weight.divisor.shape[0], x.shape
+        n, (m, k) = weight.divisor.shape[0], rows.shape
         config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
-    return _kernel().matmul(
-        x, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b, **options
+    y = _kernel().matmul(
+        rows, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b, **options
     )
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _kernel_matmul_bwd(_, residuals, dy):
@@ -220,10 +216,9 @@ def kernel_runs() -> bool:
     The agreement is known for devices and jax versions with a tuned table; elsewhere a small
     product is computed once.
     """
-    default = jax.devices()[0]
-    if default.platform != "gpu" or default.compute_capability != "9.0":
+    if device.cuda_capability() != 9.0:
         return False
-    if tiling.verified(default.device_kind, jax.__version__):
+    if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
         return True
     try:
         error = self_check()
@@ -293,7 +288,7 @@ def _check(x, weight, lora, bias, implementation, config):
         problems.append(f"x has {x.shape[-1]} inputs, the weight {k}")
     if lora is not None:
         a, b = lora
-        columns = len(a), _padded_rank(len(a))
+        columns = len(a), tiling.padded_rank(len(a))
         if a.ndim != 2 or a.shape[1] != k or b.shape not in [(n, count) for count in columns]:
             problems.append(f"lora is {a.shape}, {b.shape}, expected (R, {k}), ({n}, R)")
     if bias is not None and bias.shape != (n,):

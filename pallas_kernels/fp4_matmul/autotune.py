@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul as fp4
+from pallas_kernels.device import cuda_capability
 from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -124,13 +125,13 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="default: in tuned/, by the device")
     args = parser.parse_args()
     device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
+    if cuda_capability() != 9.0:
         sys.exit(f"error: the kernel runs on Hopper GPUs, this is {device.device_kind}")
     name = device.device_kind.lower().replace(" ", "_")
     path = args.out or tiling.TUNED / f"{name}.json"
     tuned = set()
     for layer, (n, k) in benchmark.shapes(args.layers).items():
-        rank = -(-cases.rank_of(layer, args.rank) // 64) * 64
+        rank = tiling.padded_rank(cases.rank_of(layer, args.rank))
         for m in map(int, args.m.split(",")):
             if (m, n, k) in tuned:
                 continue

@@ -155,8 +155,8 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
     tokens = random_tokens(len(weights), m, n if impl.startswith("dx") else k)
     kernel = functools.partial(fp4.fp4_matmul, implementation="mosaic")
     if impl == "nvfp4_lora32":
-        # The block-diagonal B of fused projections, in whole parts of 64 columns.
-        rank = -(-cases.rank_of(layer, 32) // 64) * 64
+        # The block-diagonal B of fused projections, with all columns that the kernel reads.
+        rank = tiling.padded_rank(cases.rank_of(layer, 32))
         program = repeated(lambda x, w, lora: kernel(x, w, lora=lora))
         return measure(program, tokens, weights, random_adapters(len(weights), rank, n, k))
     operations = {

@@ -95,6 +95,11 @@ def compute_registers(warpgroups: int) -> int:
     return min(232, (started - COPY_REGISTERS) // warpgroups // 8 * 8)
 
 
+def padded_rank(rank: int) -> int:
+    """The columns of B that the kernel reads for an adapter of this rank, 64 at a time."""
+    return -(-rank // 64) * 64
+
+
 @functools.cache
 def choose(
     m: int, n: int, k: int, *, rank: int = 0, multiprocessors: int = MULTIPROCESSORS

@@ -139,14 +139,15 @@ def fuse(
 
 def _stack(adapters, outputs, *, scale, dtype):
     ranks = [0 if adapter is None else adapter["a"].shape[0] for adapter in adapters]
-    missing = -sum(ranks) % 64 if fp4_matmul.kernel_runs() else 0
+    columns = fp4_matmul.padded_rank(sum(ranks)) if fp4_matmul.kernel_runs() else sum(ranks)
     a = jnp.concatenate([adapter["a"] for adapter in adapters if adapter is not None])
     blocks = []
     for i, adapter in enumerate(adapters):
         if adapter is None:
-            blocks.append(jnp.zeros((outputs[i], sum(ranks) + missing), dtype))
+            blocks.append(jnp.zeros((outputs[i], columns), dtype))
         else:
-            left, right = sum(ranks[:i]), sum(ranks[i + 1 :]) + missing
+            left = sum(ranks[:i])
+            right = columns - left - ranks[i]
             blocks.append(jnp.pad(adapter["b"].astype(dtype), ((0, 0), (left, right))))
     return (scale * a).astype(dtype), jnp.concatenate(blocks)
 

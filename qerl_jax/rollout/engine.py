@@ -135,11 +135,12 @@ def generate(
         config=config,
         sampling=sampling,
     )
+    key, params, lora = bound((key, params, lora))
     ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
     host = _Host(
-        _bound(key),
-        _bound(params),
-        _bound(lora),
+        key,
+        params,
+        lora,
         prompts,
         (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
         plan=plan,
@@ -206,7 +207,7 @@ def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:
     return max(prompt_width, *map(len, prompts))
 
 
-def _bound(tree: Any) -> Any:
+def bound(tree: Any) -> Any:
     """The arrays bound to where they are: unbound ones would compile to programs of their own."""
     leaves, treedef = jax.tree.flatten(tree)
     shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
@@ -450,10 +451,10 @@ def compile_ahead(
         config=config,
         sampling=sampling,
     )
-    key, params, lora = _bound((key, params, lora))
+    key, params, lora = bound((key, params, lora))
     sharding = params["embed_tokens"].sharding
 
-    def bound(tree):
+    def bound_shapes(tree):
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
@@ -462,7 +463,7 @@ def compile_ahead(
         empty = functools.partial(
             decode.empty_batch, rows, plan.slots, config=config, dtype=plan.dtype
         )
-        return bound(jax.eval_shape(empty))
+        return bound_shapes(jax.eval_shape(empty))
 
     rules = decode.rules(config, sampling, eos_ids)
     lower: list[Callable[[], jax.stages.Lowered]] = []
@@ -470,14 +471,14 @@ def compile_ahead(
         arguments = params, lora, *_integers((plan.prompts, width), plan.prompts)
         options = {"config": config, "dtype": plan.dtype}
         lower.append(functools.partial(decode.read_prompts.lower, *arguments, **options))
-        read = bound(decode.read_prompts.eval_shape(*arguments, **options))
+        read = bound_shapes(decode.read_prompts.eval_shape(*arguments, **options))
         for size in plan.seatings:
             seated = key, batch(plan.batches[0]), read, *_integers(size, size, size)
             lower.append(functools.partial(decode.seat_rows.lower, *seated, rules=rules))
     if plan.steps:
         options = {"config": config, "dtype": params["embed_tokens"].dtype}
         lower.append(functools.partial(decode.fuse_adapter.lower, lora, **options))
-        fused_lora = bound(decode.fuse_adapter.eval_shape(lora, **options))
+        fused_lora = bound_shapes(decode.fuse_adapter.eval_shape(lora, **options))
         options = {"rules": rules, "steps": plan.steps}
         for rows in plan.batches:
             arguments = key, params, fused_lora, batch(rows), np.zeros(rows, bool)

@@ -48,7 +48,14 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, Lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, compile_ahead, generate
+from qerl_jax.rollout.engine import (
+    Rollout,
+    SamplingConfig,
+    Statistics,
+    bound,
+    compile_ahead,
+    generate,
+)
 from qerl_jax.rollout.head import check_head_format, rollout_head
 from qerl_jax.run.architectures import ARCHITECTURES
 from qerl_jax.run.folder import provenance, without_folders, write_atomic
@@ -554,10 +561,8 @@ class _Chunk:
         self.plan = _plan(subject, lengths, new_tokens, 1, config, max_rows=batch)
         self._config, self._rows = subject.config, batch
         self._sharding = subject.params["embed_tokens"].sharding
-        key, params, lora = jax.tree.map(
-            lambda x: jax.device_put(x, x.sharding),
-            (jax.random.key(config.seed), subject.params, subject.lora),
-        )
+        key = jax.random.key(config.seed)
+        key, params, lora = bound((key, subject.params, subject.lora))
         dtype = params["embed_tokens"].dtype
         self._policy = key, params, decode.fuse_adapter(lora, config=subject.config, dtype=dtype)
         self._how: dict[str, Any] = {
@@ -724,17 +729,33 @@ def describe(row: dict) -> str:
     )
 
 
+def by_policy(rows: Iterable[dict], cell: Callable[[dict], str]) -> tuple[list[int], dict]:
+    """The decode rows as a table.
+
+    Args:
+        rows: of any kind.
+        cell: what it says of a row.
+
+    Returns:
+        The batches, ascending, and for each policy (model, numbers, rank) its cells, one for each
+        batch, '' where there is no row.
+    """
+    found: dict[tuple[str, str, int], dict[int, str]] = {}
+    for row in rows:
+        if row["kind"] == "decode":
+            policy = row["model"], numbers_of(row), row["lora_rank"]
+            found.setdefault(policy, {})[row["batch"]] = cell(row)
+    batches = sorted(set().union(*found.values()))
+    return batches, {policy: [c.get(b, "") for b in batches] for policy, c in found.items()}
+
+
 def table(rows: Sequence[dict]) -> str:
     """The decode rows: milliseconds a step and tokens per second, a line for each policy."""
-    rows = [row for row in rows if row["kind"] == "decode"]
-    batches = sorted({row["batch"] for row in rows})
-    cells: dict[tuple, dict[int, str]] = {}
-    for row in rows:
-        name = row["model"], numbers_of(row), row["lora_rank"]
-        cell = f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:.0f})"
-        cells.setdefault(name, {})[row["batch"]] = cell
-    lines = [["model", "format", "lora", *map(str, batches)]] if rows else []
-    lines += [[*map(str, name), *(row.get(b, "") for b in batches)] for name, row in cells.items()]
+    batches, policies = by_policy(
+        rows, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:.0f})"
+    )
+    lines = [["model", "format", "lora", *map(str, batches)]] if policies else []
+    lines += [[*map(str, policy), *cells] for policy, cells in policies.items()]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
