@@ -185,6 +185,14 @@ def test_the_generated_decode_is_exact(compile_for_h200, tmp_path, monkeypatch):
         np.testing.assert_array_equal(actual, expected[row + 8 * (part % 2), columns])
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_dense_product_rounds_its_result_only(rows, compile_for_h200, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    text = compile_for_h200(fp4.dot, array(rows, 1024), array(4096, 1024)).as_text()
+    assert not re.search(r"= bf16\S* multiply\(", text)
+    assert rows == 1 or "bf16[4096,2]" in text  # no float32 result that another kernel rounds
+
+
 def test_dequantize(build):
     def dequantize(weight):
         return mosaic_sm90.dequantize(weight, inputs=3584, multiprocessors=132)

@@ -160,8 +160,10 @@ def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.
     """
     dtype = dtype or x.dtype
     # A GPU's libraries accumulate in float32 in any case; asked for a float32 result they would
-    # store it, and a second kernel would round it.
-    result = dtype if jax.default_backend() == "gpu" else jnp.float32
+    # store it, and a second kernel would round it. One row is XLA's own sum, of products that have
+    # the result's dtype.
+    library = jax.default_backend() == "gpu" and x.size > x.shape[-1]
+    result = dtype if library else jnp.float32
     return jax.lax.dot_general(
         x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=result
     ).astype(dtype)
