@@ -192,32 +192,57 @@ def test_self_check_while_tracing():
     assert errors[0] < ROUNDING
 
 
-@pytest.mark.parametrize("blocks", [1, 5, 132])
+@pytest.mark.parametrize("blocks", [1, 2, 5, 16, 23, 132])
 @pytest.mark.parametrize("stream", [False, True])
-def test_every_step_has_one_block(stream, blocks):
-    """The line of steps, and who adds up what, for three tiles of tokens and 7 of rows."""
-    config = TileConfig(64, rows=2, stream=stream)
+@pytest.mark.parametrize("tile_m", [40, 64])
+def test_every_step_has_one_block(tile_m, stream, blocks):
+    """Who computes what, and who adds up what, for 3 or 5 tiles of tokens and 7 of rows."""
+    config = TileConfig(tile_m, rows=2, stream=stream)
     plan = mosaic_sm90.make_plan(config, 180, 13, 5 * 128, blocks)
     owners = np.full((plan.tiles, plan.steps), -1)
     for block in range(plan.blocks):
-        for index in range(int(plan.pieces(block))):
+        pieces = int(plan.pieces(block))
+        for index in range(pieces):
             tile, first, count = (int(i) for i in plan.piece(block, index))
             assert count > 0
             assert (owners[tile, first : first + count] == -1).all()
             owners[tile, first : first + count] = block
+            if stream:  # what is shared comes first
+                assert (tile < plan.shared) == (index < pieces - plan.tiles // plan.blocks)
     assert (owners >= 0).all()
+    assert plan.shared == (plan.tiles % plan.blocks if stream else 0)
     if not stream:
         return
-    slots = []
-    for tile, blocks_of_tile in enumerate(owners):
-        first, last = (int(block) for block in plan.sharers(tile))
-        assert set(blocks_of_tile) == set(range(first, last + 1))
-        if first != last:
-            slots += [int(plan.slot(block, tile)) for block in range(first, last + 1)]
-    # A block never overwrites a partial sum.
-    assert len(set(slots)) == len(slots)
     counts = np.bincount(owners.reshape(-1))
     assert counts.max() - counts.min() <= 1
+    if not plan.shared:
+        return
+    slots, adders = [], np.full((plan.tiles, plan.units), -1)
+    for block in range(plan.blocks):
+        for index in (0, 1):
+            tile, first, sharers, begin, end = (int(i) for i in plan.share(block, index))
+            if not sharers:
+                assert begin == end
+                continue
+            assert index < int(plan.shared_pieces(block))
+            assert tile == int(plan.piece(block, index)[0])
+            assert set(owners[tile]) == set(range(first, first + sharers))
+            assert sharers <= plan.most_sharers
+            slots.append(int(plan.slot(block, tile)))
+            assert (adders[tile, begin:end] == -1).all()
+            adders[tile, begin:end] = block
+    # A block never overwrites a partial sum.
+    assert len(set(slots)) == len(slots)
+    assert set(slots) <= set(range(plan.slots))
+    assert plan.units * plan.unit == tile_m
+    for tile, blocks_of_tile in enumerate(owners):
+        sharers, adding = set(blocks_of_tile), set(adders[tile])
+        if len(sharers) == 1:
+            assert adding == {-1}
+        else:
+            assert adding <= sharers
+            # As many wait, and count themselves out, as `add_partial` says.
+            assert len(adding) == min(len(sharers), plan.units)
 
 
 @pytest.mark.parametrize("m", [1, 8, 40, 64, 96, 200, 512, 8192])

@@ -79,7 +79,7 @@ def matmul(
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
-        interpret: simulate on a CPU. The decode is then plain jnp; the partial sums of a streamed
+        interpret: simulate on a CPU. The decode is then plain jnp; the partial sums of a shared
             tile are added up outside of the kernel.
 
     Returns:
@@ -117,12 +117,12 @@ def matmul(
         operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, 0)))
     if bias is not None:
         operands["bias"] = rows_of(bias)
-    if config.stream:
-        shape = (2 * plan.blocks, config.rows, TILE_ROWS, config.tile_m)
+    if plan.shared:
+        shape = (plan.slots, config.rows, TILE_ROWS, config.tile_m)
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         # Zero before and after every call, for the kernel leaves them as it found them: so all
         # calls of a program share them, and their size hardly depends on the call.
-        locks = -(-plan.tiles * config.rows // _LOCKS) * _LOCKS
+        locks = -(-plan.shared * config.rows // _LOCKS) * _LOCKS
         operands["locks"] = jnp.zeros(locks, jnp.int32)
     body = functools.partial(_body, plan, (*operands, *results), simulated)
     kernel = plgpu.kernel(
@@ -142,7 +142,7 @@ def matmul(
     )
     outs = dict(zip(results, kernel(*operands.values()), strict=True))
     y = outs["y"].T[:, :padded] if transposed else outs["y"]
-    if config.stream and simulated:
+    if plan.shared and simulated:
         y = _add_partial(plan, y, outs["partial"], operands.get("bias"))
     return y[:tokens, :n]
 
@@ -277,7 +277,13 @@ def dequantize(
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Who computes what. A step is one stage of K; the steps of all tiles form a line."""
+    """Who computes what. A step is one stage of K.
+
+    A block computes whole tiles. When streamed, every block has the same number of them, and the
+    tiles left over are shared: their steps form a line that is cut into equal runs, one a block.
+    A run is no longer than a tile, so it touches two at most, and a block begins with it: its
+    partial sums are on their way while it computes whole tiles.
+    """
 
     config: TileConfig
     m_tiles: int
@@ -292,6 +298,43 @@ class Plan:
         return self.m_tiles * self.n_tiles
 
     @property
+    def shared(self) -> int:
+        """The first tiles, as many as are left over, are shared."""
+        return self.tiles % self.blocks if self.config.stream else 0
+
+    @property
+    def sharing(self) -> int:
+        """The first blocks, as many as have a run of shared steps."""
+        return min(self.blocks, self.shared * self.steps)
+
+    @property
+    def slots(self) -> int:
+        """Places for partial sums."""
+        return self.sharing + self.shared - 1
+
+    @property
+    def most_sharers(self) -> int:
+        """A bound on the blocks that share a tile: the inner ones have whole runs of it."""
+        shortest = self.shared * self.steps // self.sharing
+        return -(-(self.steps - 1) // shortest) + 1
+
+    @property
+    def unit(self) -> int:
+        """Tokens that a sharer adds up at a time: if possible, each sharer has at most one unit.
+
+        Up to 64, of which a thread holds 32 sums.
+        """
+        longest = -(-self.shared * self.steps // self.sharing)
+        fewest_sharers = -(-self.steps // longest)
+        tokens = min(64, -(-self.config.tile_m // (8 * fewest_sharers)) * 8)
+        return next(unit for unit in range(tokens, 0, -8) if self.config.tile_m % unit == 0)
+
+    @property
+    def units(self) -> int:
+        """Units of a tile."""
+        return self.config.tile_m // self.unit
+
+    @property
     def per_stage(self) -> int:
         """Tiles of 128 columns in a stage."""
         return self.config.block_k // TILE_COLUMNS
@@ -304,35 +347,61 @@ class Plan:
 
     def pieces(self, block):
         """How many tiles, or parts of tiles, a block computes."""
-        if not self.config.stream:
+        if not self.shared:
             return lax.div(self.tiles - block + self.blocks - 1, self.blocks)
+        return self.shared_pieces(block) + self.tiles // self.blocks
+
+    def shared_pieces(self, block):
+        """How many of them, the first ones, are of shared tiles: 0 to 2."""
         first, last = self._first_step(block), self._first_step(block + 1) - 1
         return lax.div(last, self.steps) - lax.div(first, self.steps) + 1
 
     def piece(self, block, index):
         """The tile of a piece, its first step of K and its number of steps."""
-        if not self.config.stream:
+        if not self.shared:
             return block + index * self.blocks, 0, self.steps
         first, end = self._first_step(block), self._first_step(block + 1)
         tile = lax.div(first, self.steps) + index
         begin = jnp.maximum(first, tile * self.steps)
         count = jnp.minimum(end, (tile + 1) * self.steps) - begin
-        return tile, begin - tile * self.steps, count
+        behind = index - self.shared_pieces(block)
+        shared = behind < 0
+        return (
+            jnp.where(shared, tile, self.shared + block + behind * self.blocks),
+            jnp.where(shared, begin - tile * self.steps, 0),
+            jnp.where(shared, count, self.steps),
+        )
 
-    def sharers(self, tile):
-        """The first and the last block that compute a piece of a tile (stream)."""
-        return self._block_of(tile * self.steps), self._block_of((tile + 1) * self.steps - 1)
+    def share(self, block, index):
+        """Whom a block adds up a tile with, and what of it.
+
+        Args:
+            block: the block.
+            index: of the piece, 0 or 1.
+
+        Returns:
+            The tile; the first block that shares it; how many do, or 0 if the piece is a whole tile
+            or there is none; the first of the units that this block adds up, and the one after the
+            last.
+        """
+        tile, _, count = self.piece(block, index)
+        partial = (index < self.shared_pieces(block)) & (count < self.steps)
+        tile = jnp.where(partial, tile, 0)
+        first, last = self._block_of(tile * self.steps), self._block_of((tile + 1) * self.steps - 1)
+        sharers = last - first + 1
+        begin, end = (lax.div((block - first + i) * self.units, sharers) for i in (0, 1))
+        return tile, first, *(jnp.where(partial, i, 0) for i in (sharers, begin, end))
 
     def slot(self, block, tile):
-        """Where a block leaves its partial sum of a tile: it shares two tiles at most (stream)."""
-        return 2 * block + jnp.where(self._first_step(block) < tile * self.steps, 1, 0)
+        """Where a block leaves its partial sum of a tile: from piece to piece, one of them rises."""
+        return block + tile
 
     def _first_step(self, block):
-        return lax.div(block * (self.tiles * self.steps), self.blocks)
+        return lax.div(jnp.minimum(block, self.sharing) * self.shared * self.steps, self.sharing)
 
     def _block_of(self, step):
         """The last block that begins at or before a step."""
-        return lax.div((step + 1) * self.blocks - 1, self.tiles * self.steps)
+        return lax.div((step + 1) * self.sharing - 1, self.shared * self.steps)
 
 
 def make_plan(config: TileConfig, m: int, row_tiles: int, k: int, multiprocessors: int) -> Plan:
@@ -377,8 +446,6 @@ def _scratch(plan: Plan, adapter: int, simulated: bool) -> dict:
             "sums_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=config.slices - 1),
             "sums_empty": plgpu.Barrier(num_barriers=config.rows),
         }
-    if config.stream and not simulated:
-        scratch["arrived"] = plgpu.SMEM((config.rows, 2), jnp.int32)
     if simulated:
         scratch["a"] = plgpu.SMEM(
             (plan.config.warpgroups, TILE_ROWS, TILE_COLUMNS), jnp.bfloat16, transforms=_OPERAND
@@ -547,8 +614,8 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         axis = plgpu.Layout.WGMMA if len(source.shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
         return plgpu.load(source, layout=axis, optimized=False)
 
-    def over_tokens(numbers):
-        return lax.broadcast_in_dim(numbers, (TILE_ROWS, config.tile_m), (0,))
+    def over_tokens(numbers, tokens=config.tile_m):
+        return lax.broadcast_in_dim(numbers, (TILE_ROWS, tokens), (0,))
 
     def adapter(row_start):
         """B [64, R] in parts of 64 columns."""
@@ -585,61 +652,80 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
 
         return acc[...]
 
-    def store(value, bias, m_tile, row_tile):
+    def store(value, bias, token, row_tile):
+        """Stores the outputs [64, .] of a row tile, of the tokens from one on."""
+        width = value.shape[1]
         if bias is not None:
-            value += over_tokens(bias.astype(jnp.float32))
-        tokens = pl.ds(m_tile * config.tile_m, config.tile_m)
-        rows = pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
+            value += over_tokens(bias.astype(jnp.float32), width)
+        tokens, rows = pl.ds(token, width), pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
         if gm["y"].dtype == jnp.float32:
             gm["y"].at[rows, tokens][...] = value
         else:
             copy_out(value, gm["y"].at[tokens, rows])
 
     def copy_out(value, place):
-        """Starts to store a [64, tile_m] value, transposed and rounded."""
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last tile
-        sm["y"].at[row].T[...] = plgpu.layout_cast(
+        """Starts to store a value, transposed and rounded."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last one
+        rounded = sm["y"].at[row, pl.ds(0, value.shape[1])]
+        rounded.T[...] = plgpu.layout_cast(
             value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
         )
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(sm["y"].at[row], place)
+        plgpu.copy_smem_to_gmem(rounded, place)
 
     def bias_of(row_tile):
         """A row tile beyond the weight has the last one's bias; what it stores is dropped."""
         start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
         return read("bias", pl.ds(start, TILE_ROWS)) if "bias" in gm else None
 
-    def add_blocks():
-        """Adds up the tiles that this block shares and is the last to leave a part of.
+    def locks():
+        """Those of the two tiles that this block may share."""
+        tiles = [plan.share(block, index)[0] for index in (0, 1)]
+        return [gm["locks"].at[pl.ds(tile * config.rows + row, 1)] for tile in tiles]
 
-        At most its first and its last tile are shared. Both are counted at the end, for to publish
-        takes longer than to compute a stage.
-        """
-        pieces = plan.pieces(block)
-        shared = []
-        for which, index in enumerate((0, pieces - 1)):
-            tile, _, _ = plan.piece(block, index)
-            first, last = plan.sharers(tile)
-            counts = (first != last) & ((which == 0) | (pieces > 1))
-            shared.append((counts, tile, first, last))
-        locks = [gm["locks"].at[pl.ds(tile * config.rows + row, 1)] for _, tile, *_ in shared]
-        amounts = [jnp.where(counts, 1, 0) for counts, *_ in shared]
-        _arrive(locks, amounts, sm["arrived"].at[row])
-        for which, (counts, tile, first, last) in enumerate(shared):
+    def publish_partial():
+        """Tells the other sharers that this block's partial sums are there."""
+        _arrive(locks(), [plan.share(block, index)[2] for index in (0, 1)])
 
-            @pl.when(counts & (sm["arrived"][row, which] == last - first))
-            def _(which=which, tile=tile, first=first, last=last):
-                _release(locks[which])
+    def add_partial():
+        """Adds up this block's units of the tiles that it shares, in the order of the sharers."""
+        arrivals, last = [], []
+        for index in (0, 1):
+            _, _, sharers, begin, end = plan.share(block, index)
+            arrivals.append(jnp.where(begin < end, sharers, 0))
+            last.append(sharers + jnp.minimum(sharers, plan.units) - 1)
+        _wait(locks(), arrivals, last)
+        # What a batch reads is in flight together, in registers of the accumulator and operands.
+        room = max(1, (compute_registers(config.warpgroups) - 64) // (plan.unit // 2))
+        batches = -(-plan.most_sharers // min(8, room))
+        batch = -(-plan.most_sharers // batches)
 
-                @pl.loop(
-                    first + 1, last + 1, init_carry=read("partial", plan.slot(first, tile), row)
+        @pl.loop(0, 2)
+        def _(index):
+            tile, first, sharers, begin, end = plan.share(block, index)
+            m_tile, n_tile = plan.coordinates(tile)
+            row_tile = n_tile * config.rows + row
+
+            @pl.loop(begin, end)
+            def _(unit):
+                tokens = pl.ds(unit * plan.unit, plan.unit)
+
+                def add(i, total):
+                    for j in range(batch):
+                        sharer = i * batch + j
+                        counts = jnp.where(sharer < sharers, 1.0, 0.0)
+                        slot = plan.slot(first + jnp.minimum(sharer, sharers - 1), tile)
+                        total += counts * read("partial", slot, row, slice(None), tokens)
+                    return total
+
+                total = lax.fori_loop(
+                    0,
+                    lax.div(sharers + batch - 1, batch),
+                    add,
+                    jnp.zeros((TILE_ROWS, plan.unit), jnp.float32),
                 )
-                def total(sharer, total):
-                    return total + read("partial", plan.slot(sharer, tile), row)
-
-                m_tile, n_tile = plan.coordinates(tile)
-                row_tile = n_tile * config.rows + row
-                store(total, bias_of(row_tile), m_tile, row_tile)
+                token = m_tile * config.tile_m + unit * plan.unit
+                store(total, bias_of(row_tile), token, row_tile)
 
     @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
     def _(index, done):
@@ -671,26 +757,30 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
 
         value = pl.run_scoped(compute, accumulator)
 
-        sharers = plan.sharers(tile) if config.stream else (0, 0)
-        whole = jnp.equal(*sharers)
-
-        @pl.when((part == 0) & whole)
+        @pl.when((part == 0) & (count == plan.steps))
         def _():
-            store(value, bias, m_tile, row_tile)
+            store(value, bias, m_tile * config.tile_m, row_tile)
 
-        if config.stream:
+        if plan.shared:
 
-            @pl.when((part == 0) & ~whole)
+            @pl.when((part == 0) & (count < plan.steps))
             def _():
                 gm["partial"].at[plan.slot(block, tile), row][...] = value
 
+        if plan.shared and not simulated:
+
+            # Once for both tiles, for to publish takes longer than to compute a stage.
+            @pl.when((part == 0) & (index == plan.shared_pieces(block) - 1))
+            def _():
+                publish_partial()
+
         return done + count + (ends if "b" in gm else 0)
 
-    if config.stream and not simulated:
+    if plan.shared and not simulated:
 
         @pl.when(part == 0)
         def _():
-            add_blocks()
+            add_partial()
 
     if config.slices > 1:
         # The last sums have been read.
@@ -702,16 +792,17 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
 
 
 def _add_partial(plan: Plan, y, partial, bias):
-    """What the last block that shares a tile does, in jnp."""
+    """What the blocks that share tiles do at their end, in jnp."""
     config = plan.config
-    for tile in range(plan.tiles):
+    with jax.ensure_compile_time_eval():
+        shares = [plan.share(block, i) for block in range(plan.sharing) for i in (0, 1)]
+        # By tile: the first block that shares it, and how many do.
+        shared = {int(tile): (int(first), int(n)) for tile, first, n, *_ in shares if n}
+    for tile, (first, sharers) in shared.items():
         with jax.ensure_compile_time_eval():
-            first, last = (int(block) for block in plan.sharers(tile))
             m_tile, n_tile = (int(i) for i in plan.coordinates(tile))
-            slots = [int(plan.slot(block, tile)) for block in range(first, last + 1)]
-        if first == last:
-            continue
-        total = jnp.stack([partial[slot] for slot in slots]).sum(axis=0)
+        slot = plan.slot(first, tile)
+        total = partial[slot : slot + sharers].sum(axis=0)
         total = total.reshape(-1, config.tile_m)
         rows = slice(n_tile * config.rows * TILE_ROWS, (n_tile + 1) * config.rows * TILE_ROWS)
         tokens = slice(m_tile * config.tile_m, (m_tile + 1) * config.tile_m)
@@ -812,51 +903,72 @@ def _fence_async_proxy() -> None:
     fence()
 
 
-def _arrive(locks, amounts, arrived) -> None:
-    """Publishes what the warpgroup wrote to global memory and counts it in two locks.
+def _arrive(locks, sharers) -> None:
+    """Counts in two locks that the warpgroup has written its partial sums to global memory.
 
     Args:
         locks: both int32 [1] in global memory.
-        amounts: what to add to each, 1 or 0.
-        arrived: int32 [2] in shared memory; receives what each was before.
+        sharers: of the tile of each lock; if none, the lock is left alone.
     """
+    _with_locks(
+        f"bar.sync $1, 128; {_ONE_LOCK_A_LANE}"
+        "@mine fence.acq_rel.gpu; "
+        "@mine red.relaxed.gpu.global.add.u32 [lock], 1;",
+        locks,
+        sharers,
+        sharers,
+    )
+
+
+def _wait(locks, sharers, last) -> None:
+    """Waits until all sharers have arrived at two locks, and lets the warpgroup see their sums.
+
+    Who has seen all arrivals counts on; the last one to do so counts to zero, for the next call.
+    So no lock is zero again while someone waits for it.
+
+    Args:
+        locks: both int32 [1] in global memory.
+        sharers: how many arrive at each lock; if none, it is left alone.
+        last: arrivals and waits at each lock, less one.
+    """
+    _with_locks(
+        f"{_ONE_LOCK_A_LANE}"
+        "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "
+        "setp.lt.and.u32 early, count, sharers, mine; @early bra again; "
+        "@mine red.relaxed.gpu.global.inc.u32 [lock], last; "
+        "bar.warp.sync 0xffffffff; bar.sync $1, 128;",
+        locks,
+        sharers,
+        last,
+    )
+
+
+# Lanes 0 and 1 of a warpgroup have a lock each, if it has sharers.
+_ONE_LOCK_A_LANE = (
+    "and.b32 lane, $0, 127; setp.eq.u32 mine, lane, 1; "
+    "selp.b64 lock, $3, $2, mine; selp.b32 sharers, $5, $4, mine; selp.b32 last, $7, $6, mine; "
+    "setp.lt.u32 mine, lane, 2; setp.ne.and.u32 mine, sharers, 0, mine; "
+)
+
+
+def _with_locks(code, locks, sharers, last) -> None:
     number = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 2, plgpu.RefType()))
-    def arrive(_, locks, amounts, arrived):
-        pointers = [mgpu.utils.memref_ptr(ref) for ref in (*locks, arrived)]
-        amounts = [amount.registers.item() for amount in amounts]
-        barrier = mgpu.utils.warpgroup_barrier_idx(sync=False)
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 2, [number] * 2))
+    def run(_, locks, sharers, last):
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
-            [*pointers, *amounts, mgpu.utils.thread_idx(), barrier],
-            "{ .reg .pred one; .reg .b32 lane, before, here; "
-            "bar.sync $6, 128; and.b32 lane, $5, 127; setp.eq.u32 one, lane, 0; "
-            "@one fence.acq_rel.gpu; "
-            "@one atom.relaxed.gpu.global.add.u32 before, [$0], $3; "
-            "@one atom.relaxed.gpu.global.add.u32 here, [$1], $4; "
-            "@one fence.acq_rel.gpu; "
-            "@one st.shared.u32 [$2], before; @one st.shared.u32 [$2+4], here; "
-            "bar.sync $6, 128; }",
-            "l,l,r,r,r,r,r,~{memory}",
+            [
+                mgpu.utils.thread_idx(),
+                mgpu.utils.warpgroup_barrier_idx(sync=False),
+                *(mgpu.utils.memref_ptr(lock) for lock in locks),
+                *(count.registers.item() for count in (*sharers, *last)),
+            ],
+            "{ .reg .pred mine, early; .reg .b32 lane, count, sharers, last; .reg .b64 lock; "
+            f"{code} }}",
+            "r,r,l,l,r,r,r,r,~{memory}",
             has_side_effects=True,
             convergent=True,
         )
 
-    arrive(locks, amounts, arrived)
-
-
-def _release(lock) -> None:
-    """Sets a lock back to zero for the next call."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-    def release(_, lock):
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [mgpu.utils.memref_ptr(lock)],
-            "st.relaxed.gpu.global.u32 [$0], 0;",
-            "l,~{memory}",
-            has_side_effects=True,
-        )
-
-    release(lock)
+    run(locks, sharers, last)

@@ -31,8 +31,9 @@ class TileConfig:
         slices: warpgroups that share the columns of a stage; they add up at the end of a tile.
         block_k: columns of a stage, a multiple of 128 * slices.
         stages: depth of the pipeline.
-        stream: give every block of threads the same number of stages, across tiles; tiles that
-            several blocks share are added up by the last of them. Otherwise whole tiles.
+        stream: give every block of threads the same number of stages: whole tiles, and an equal run
+            of the stages of those left over, whose partial sums are added up at the end. Otherwise
+            whole tiles.
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
     """
@@ -197,10 +198,10 @@ def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> fl
     m_tiles, row_tiles = -(-m // config.tile_m), -(-n // TILE_ROWS)
     n_tiles, steps = -(-row_tiles // config.rows), -(-k // config.block_k)
     tiles = m_tiles * n_tiles
-    work = tiles * steps if config.stream else tiles
-    blocks = min(work, multiprocessors)
-    longest = -(-work // blocks) * (1 if config.stream else steps)
+    blocks = min(tiles * steps if config.stream else tiles, multiprocessors)
     rounds = -(-tiles // blocks)
+    shared = tiles % blocks if config.stream else 0
+    longest = tiles // blocks * steps + -(-shared * steps // blocks) if shared else rounds * steps
     per_warpgroup = config.block_k / (TILE_COLUMNS * config.slices)  # tiles [64, 128] of a stage
     narrow = max(config.tile_m, 16)
     issue = config.warpgroups * ((260 + 2.5 * narrow) * per_warpgroup + 53)
@@ -211,6 +212,8 @@ def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> fl
     memory = traffic / (11.7 * multiprocessors)
     end = (3.5 + 8 * (config.slices - 1)) * config.tile_m * rounds
     sums = 0.0
-    if config.stream and tiles % blocks:
-        sums = 4500 + (1 + blocks / tiles) * config.tile_m * config.rows * TILE_ROWS / 4.4
+    if shared:
+        # Every block writes its parts of tiles, and reads as much of others'.
+        partial = (1 + shared / blocks) * config.tile_m * config.rows * TILE_ROWS
+        sums = 2500 + 2 * partial / 11.7
     return max(longest * max(issue, multiply, receive, wait), memory) + 3300 + end + sums
