@@ -78,7 +78,7 @@ def test_the_shortlist_has_every_kind(m):
     assert 10 <= len(found) <= 26
     assert len(set(found)) == len(found)
     assert all(config.problem() is None for config in found)
-    assert {config.stream for config in found} == ({False, True} if m <= 256 else {False})
+    assert any(config.stream for config in found) == (m <= 256)
     costs = [tiling.cost(config, m, n, k, 132) for config in found]
     assert costs[0] == min(costs)
     if m <= 64:

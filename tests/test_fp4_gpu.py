@@ -31,8 +31,10 @@ CONFIGS = [
     TileConfig(16, rows=1, slices=4, block_k=512, stages=3, stream=True),
     TileConfig(64, rows=4, stages=5),
     TileConfig(64, rows=3, stages=5, stream=True),
+    TileConfig(64, rows=4, stages=5, stream=True),
     TileConfig(96, rows=4, stages=3),
     TileConfig(128, rows=3, stages=3),
+    TileConfig(128, rows=2, stages=3, stream=True),
     TileConfig(192, rows=2, stages=2),
     TileConfig(256, rows=2, stages=2),
 ]
@@ -210,11 +212,15 @@ def test_the_kernel_is_what_a_caller_gets():
 
 
 def test_layers_in_a_loop():
-    """The locks of shared tiles, which both kinds of tilings use, are zero after every call."""
+    """The locks of shared tiles, which both tilings use, are zero after every call.
+
+    One has only shared tiles, of five blocks each; the other whole tiles too, and some blocks that
+    share two tiles.
+    """
     rng = np.random.default_rng()
     few, many = TileConfig(16, rows=2, stages=6, stream=True), TileConfig(16, rows=1, stream=True)
     layers = [random_weight(rng, *shape) for shape in [(8192, 2048), (2048, 8192)] * 2]
-    x = jnp.asarray(rng.standard_normal((16, 2048)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((24, 2048)), jnp.bfloat16)
 
     def steps(matmul, layers):
         def step(_, x):

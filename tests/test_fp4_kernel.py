@@ -67,6 +67,12 @@ VARIANTS = {
         64,
         3,
     ),
+    "a shared tile with fewer steps than there are blocks": (
+        (8, 256, 256),
+        TileConfig(8, rows=1, stages=2, stream=True),
+        64,
+        3,
+    ),
     "slices": (
         (8, 64, 640),
         TileConfig(8, rows=1, slices=2, block_k=512, stages=2, in_flight=1),

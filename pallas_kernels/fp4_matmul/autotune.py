@@ -32,7 +32,8 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
     def cost(config):
         return tiling.cost(config, m, n, k, multiprocessors)
 
-    ranked = sorted(tiling.candidates(m, n, k, rank=rank), key=cost)
+    found = tiling.candidates(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    ranked = sorted(found, key=cost)
     chosen = ranked[:size]
     kinds = {}
     for config in ranked:

@@ -393,7 +393,7 @@ class Plan:
         return tile, first, *(jnp.where(partial, i, 0) for i in (sharers, begin, end))
 
     def slot(self, block, tile):
-        """Where a block leaves its partial sum of a tile: from piece to piece, one of them rises."""
+        """Where a block leaves its partial sum of a tile; along the line, one of both rises."""
         return block + tile
 
     def _first_step(self, block):
@@ -683,18 +683,11 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         tiles = [plan.share(block, index)[0] for index in (0, 1)]
         return [gm["locks"].at[pl.ds(tile * config.rows + row, 1)] for tile in tiles]
 
-    def publish_partial():
-        """Tells the other sharers that this block's partial sums are there."""
-        _arrive(locks(), [plan.share(block, index)[2] for index in (0, 1)])
-
     def add_partial():
         """Adds up this block's units of the tiles that it shares, in the order of the sharers."""
-        arrivals, last = [], []
-        for index in (0, 1):
-            _, _, sharers, begin, end = plan.share(block, index)
-            arrivals.append(jnp.where(begin < end, sharers, 0))
-            last.append(sharers + jnp.minimum(sharers, plan.units) - 1)
-        _wait(locks(), arrivals, last)
+        shares = [plan.share(block, index) for index in (0, 1)]
+        awaited = [jnp.where(begin < end, sharers, 0) for _, _, sharers, begin, end in shares]
+        _wait(locks(), awaited, plan.units)
         # What a batch reads is in flight together, in registers of the accumulator and operands.
         room = max(1, (compute_registers(config.warpgroups) - 64) // (plan.unit // 2))
         batches = -(-plan.most_sharers // min(8, room))
@@ -710,20 +703,17 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
             def _(unit):
                 tokens = pl.ds(unit * plan.unit, plan.unit)
 
-                def add(i, total):
+                zero = jnp.zeros((TILE_ROWS, plan.unit), jnp.float32)
+
+                @pl.loop(0, lax.div(sharers + batch - 1, batch), init_carry=zero)
+                def total(i, total):
                     for j in range(batch):
                         sharer = i * batch + j
-                        counts = jnp.where(sharer < sharers, 1.0, 0.0)
                         slot = plan.slot(first + jnp.minimum(sharer, sharers - 1), tile)
+                        counts = jnp.where(sharer < sharers, 1.0, 0.0)
                         total += counts * read("partial", slot, row, slice(None), tokens)
                     return total
 
-                total = lax.fori_loop(
-                    0,
-                    lax.div(sharers + batch - 1, batch),
-                    add,
-                    jnp.zeros((TILE_ROWS, plan.unit), jnp.float32),
-                )
                 token = m_tile * config.tile_m + unit * plan.unit
                 store(total, bias_of(row_tile), token, row_tile)
 
@@ -768,11 +758,10 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
                 gm["partial"].at[plan.slot(block, tile), row][...] = value
 
         if plan.shared and not simulated:
-
             # Once for both tiles, for to publish takes longer than to compute a stage.
             @pl.when((part == 0) & (index == plan.shared_pieces(block) - 1))
             def _():
-                publish_partial()
+                _arrive(locks(), [plan.share(block, i)[2] for i in (0, 1)])
 
         return done + count + (ends if "b" in gm else 0)
 
@@ -904,71 +893,66 @@ def _fence_async_proxy() -> None:
 
 
 def _arrive(locks, sharers) -> None:
-    """Counts in two locks that the warpgroup has written its partial sums to global memory.
+    """Publishes the partial sums that the warpgroup wrote to global memory and counts at two locks.
 
     Args:
         locks: both int32 [1] in global memory.
-        sharers: of the tile of each lock; if none, the lock is left alone.
+        sharers: of the tile of each lock; without any, the lock is left alone.
     """
     _with_locks(
-        f"bar.sync $1, 128; {_ONE_LOCK_A_LANE}"
-        "@mine fence.acq_rel.gpu; "
+        "bar.sync $1, 128; @mine fence.acq_rel.gpu; "
         "@mine red.relaxed.gpu.global.add.u32 [lock], 1;",
         locks,
         sharers,
-        sharers,
     )
 
 
-def _wait(locks, sharers, last) -> None:
-    """Waits until all sharers have arrived at two locks, and lets the warpgroup see their sums.
+def _wait(locks, sharers, units: int) -> None:
+    """Waits until all sharers have arrived at two locks; the warpgroup then sees their sums.
 
-    Who has seen all arrivals counts on; the last one to do so counts to zero, for the next call.
-    So no lock is zero again while someone waits for it.
+    Each sharer that has a unit waits, and then counts too. The last one counts to zero, for the
+    next call: no lock is zero again while someone waits at it.
 
     Args:
         locks: both int32 [1] in global memory.
-        sharers: how many arrive at each lock; if none, it is left alone.
-        last: arrivals and waits at each lock, less one.
+        sharers: how many arrive at each lock; without any, the lock is left alone.
+        units: of a tile.
     """
     _with_locks(
-        f"{_ONE_LOCK_A_LANE}"
         "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "
         "setp.lt.and.u32 early, count, sharers, mine; @early bra again; "
-        "@mine red.relaxed.gpu.global.inc.u32 [lock], last; "
+        f"min.u32 count, sharers, {units}; add.u32 count, count, sharers; sub.u32 count, count, 1; "
+        "@mine red.relaxed.gpu.global.inc.u32 [lock], count; "
         "bar.warp.sync 0xffffffff; bar.sync $1, 128;",
         locks,
         sharers,
-        last,
     )
 
 
-# Lanes 0 and 1 of a warpgroup have a lock each, if it has sharers.
-_ONE_LOCK_A_LANE = (
-    "and.b32 lane, $0, 127; setp.eq.u32 mine, lane, 1; "
-    "selp.b64 lock, $3, $2, mine; selp.b32 sharers, $5, $4, mine; selp.b32 last, $7, $6, mine; "
-    "setp.lt.u32 mine, lane, 2; setp.ne.and.u32 mine, sharers, 0, mine; "
-)
+def _with_locks(code: str, locks, sharers) -> None:
+    """Runs PTX in which `mine` holds in lanes 0 and 1 of a warpgroup, each with one of two locks.
 
-
-def _with_locks(code, locks, sharers, last) -> None:
+    But not in one whose lock has no sharers. $1 is the warpgroup's barrier.
+    """
     number = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 2, [number] * 2))
-    def run(_, locks, sharers, last):
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 2))
+    def run(_, locks, sharers):
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             [
                 mgpu.utils.thread_idx(),
                 mgpu.utils.warpgroup_barrier_idx(sync=False),
                 *(mgpu.utils.memref_ptr(lock) for lock in locks),
-                *(count.registers.item() for count in (*sharers, *last)),
+                *(count.registers.item() for count in sharers),
             ],
-            "{ .reg .pred mine, early; .reg .b32 lane, count, sharers, last; .reg .b64 lock; "
-            f"{code} }}",
-            "r,r,l,l,r,r,r,r,~{memory}",
+            "{ .reg .pred mine, early; .reg .b32 lane, count, sharers; .reg .b64 lock; "
+            "and.b32 lane, $0, 127; setp.eq.u32 mine, lane, 1; "
+            "selp.b64 lock, $3, $2, mine; selp.b32 sharers, $5, $4, mine; "
+            f"setp.lt.u32 mine, lane, 2; setp.ne.and.u32 mine, sharers, 0, mine; {code} }}",
+            "r,r,l,l,r,r,~{memory}",
             has_side_effects=True,
             convergent=True,
         )
 
-    run(locks, sharers, last)
+    run(locks, sharers)

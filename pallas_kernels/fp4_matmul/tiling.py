@@ -115,7 +115,7 @@ def choose(
         suits = (entry["n"], entry["k"]) == (n, k) and config.block_k >= rank
         if suits and (entry["m"] >= m or entry["m"] >= _LARGE):
             return config
-    found = list(candidates(m, n, k, rank=rank))
+    found = list(candidates(m, n, k, rank=rank, multiprocessors=multiprocessors))
     return min(found, key=lambda config: cost(config, m, n, k, multiprocessors))
 
 
@@ -147,28 +147,31 @@ def _tables() -> dict[str, dict]:
     }
 
 
-def candidates(m: int, n: int, k: int, *, rank: int = 0) -> Iterator[TileConfig]:
+def candidates(
+    m: int, n: int, k: int, *, rank: int = 0, multiprocessors: int = MULTIPROCESSORS
+) -> Iterator[TileConfig]:
     """What is worth compiling: fits into shared memory and, by estimate, into registers."""
     row_tiles, steps = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
     for tile_m in _token_tiles(m):
+        m_tiles = -(-m // tile_m)
         for warpgroups in range(1, 7):
             for slices in (s for s in (1, 2, 4) if warpgroups % s == 0):
                 rows = warpgroups // slices
                 if rows > row_tiles:
                     continue
+                left_over = m_tiles * -(-row_tiles // rows) % multiprocessors
                 for block_k in (128, 256, 512, 1024):
                     if block_k % (128 * slices) or block_k < rank or block_k > 128 * steps:
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
                     for in_flight in {4: (0, 1), 8: (1,)}.get(products, (0,)):
-                        for stream in (False, True):
+                        for stream in (False, True) if left_over and m <= 256 else (False,):
                             base = TileConfig(tile_m, rows, slices, block_k, 1, stream, in_flight)
                             deepest = dataclasses.replace(base, stages=_stages(base))
                             if (
                                 deepest.stages >= 2
                                 and deepest.problem() is None
                                 and deepest.registers() <= compute_registers(warpgroups)
-                                and not (stream and m > 256)
                             ):
                                 yield deepest
 
