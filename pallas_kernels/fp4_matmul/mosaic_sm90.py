@@ -702,7 +702,6 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
             @pl.loop(begin, end)
             def _(unit):
                 tokens = pl.ds(unit * plan.unit, plan.unit)
-
                 zero = jnp.zeros((TILE_ROWS, plan.unit), jnp.float32)
 
                 @pl.loop(0, lax.div(sharers + batch - 1, batch), init_carry=zero)
@@ -710,8 +709,10 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
                     for j in range(batch):
                         sharer = i * batch + j
                         slot = plan.slot(first + jnp.minimum(sharer, sharers - 1), tile)
-                        counts = jnp.where(sharer < sharers, 1.0, 0.0)
-                        total += counts * read("partial", slot, row, slice(None), tokens)
+                        value = read("partial", slot, row, slice(None), tokens)
+                        # What fills the last batch has been added before.
+                        counts = jnp.broadcast_to(sharer < sharers, value.shape)
+                        total += jnp.where(counts, value, zero)
                     return total
 
                 token = m_tile * config.tile_m + unit * plan.unit
