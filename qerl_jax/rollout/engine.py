@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -451,8 +451,26 @@ def compile_ahead(
         config=config,
         sampling=sampling,
     )
+    rules = decode.rules(config, sampling, eos_ids)
+    compile_programs(programs(key, params, lora, plan, rules=rules), on_progress)
+
+
+def programs(
+    key: jax.Array, params: dict, lora: Lora | None, plan: Plan, *, rules: decode.Rules
+) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
+    """What a rollout runs: for each program what makes it another one, and its lowering.
+
+    Args:
+        key: one like those that `generate` gets.
+        params: the policy.
+        lora: its adapter, or None.
+        plan: the shapes.
+        rules: the rest.
+    """
     key, params, lora = bound((key, params, lora))
     sharding = params["embed_tokens"].sharding
+    config = rules.config
+    found: dict[Hashable, Callable[[], jax.stages.Lowered]] = {}
 
     def bound_shapes(tree):
         return jax.tree.map(
@@ -465,36 +483,45 @@ def compile_ahead(
         )
         return bound_shapes(jax.eval_shape(empty))
 
-    rules = decode.rules(config, sampling, eos_ids)
-    lower: list[Callable[[], jax.stages.Lowered]] = []
+    def add(function, *arguments, **static):
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
+        name = function.__name__, shapes, tuple(static.items())
+        found[name] = functools.partial(function.lower, *arguments, **static)
+
     for width in plan.widths:
         arguments = params, lora, *_integers((plan.prompts, width), plan.prompts)
-        options = {"config": config, "dtype": plan.dtype}
-        lower.append(functools.partial(decode.read_prompts.lower, *arguments, **options))
-        read = bound_shapes(decode.read_prompts.eval_shape(*arguments, **options))
+        static = {"config": config, "dtype": plan.dtype}
+        add(decode.read_prompts, *arguments, **static)
+        read = bound_shapes(decode.read_prompts.eval_shape(*arguments, **static))
         for size in plan.seatings:
             seated = key, batch(plan.batches[0]), read, *_integers(size, size, size)
-            lower.append(functools.partial(decode.seat_rows.lower, *seated, rules=rules))
+            add(decode.seat_rows, *seated, rules=rules)
     if plan.steps:
-        options = {"config": config, "dtype": params["embed_tokens"].dtype}
-        lower.append(functools.partial(decode.fuse_adapter.lower, lora, **options))
-        fused_lora = bound_shapes(decode.fuse_adapter.eval_shape(lora, **options))
-        options = {"rules": rules, "steps": plan.steps}
+        static = {"config": config, "dtype": params["embed_tokens"].dtype}
+        add(decode.fuse_adapter, lora, **static)
+        fused_lora = bound_shapes(decode.fuse_adapter.eval_shape(lora, **static))
         for rows in plan.batches:
             arguments = key, params, fused_lora, batch(rows), np.zeros(rows, bool)
-            lower.append(functools.partial(decode.decode_chunk.lower, *arguments, **options))
+            add(decode.decode_chunk, *arguments, rules=rules, steps=plan.steps)
     for rows, smaller in itertools.pairwise(plan.batches):
-        kinds = {(x.shape, x.dtype): x for x in jax.tree.leaves(batch(rows))}
-        for x in kinds.values():
-            lower.append(functools.partial(decode.take_rows.lower, x, *_integers(smaller)))
+        for x in jax.tree.leaves(batch(rows)):
+            add(decode.take_rows, x, *_integers(smaller))
+    return found
+
+
+def compile_programs(
+    lowerings: Mapping[Hashable, Callable[[], jax.stages.Lowered]],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Compiles programs a few at a time; `on_progress` as in `compile_ahead`."""
     pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
     try:
         # While one is lowered, which is Python's work, others are compiled.
-        compiling = [pool.submit(program().compile) for program in lower]
+        compiling = [pool.submit(lower().compile) for lower in lowerings.values()]
         for done, program in enumerate(concurrent.futures.as_completed(compiling), start=1):
             program.result()
             if on_progress is not None:
-                on_progress(done, len(lower))
+                on_progress(done, len(lowerings))
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -1,8 +1,8 @@
 """How fast the rollout engine is: decode steps on random weights, or rollouts of a real model.
 
 A decode step is the difference of two generations, of all new tokens and of 16, over the tokens
-between them: what prompts cost, and the first look at them, cancels. Every generation runs once
-before the clock starts and may not compile after that; each time is the best of two. Tokens are
+between them: what prompts cost, and the first look at them, cancels. Everything is compiled before,
+and every generation runs once before the clock starts; each time is the best of two. Tokens are
 drawn at temperature 1 and nothing ends a row.
 
 Rows of a decode benchmark:
@@ -20,12 +20,12 @@ and of rollouts of a file of problems, kind "gsm8k": tokens up to and including 
 seconds of a whole `generate`, and the share of the row-steps that drew one of them.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
 import functools
 import gc
+import itertools
 import json
 import math
 import pathlib
@@ -54,7 +54,9 @@ from qerl_jax.rollout.engine import (
     Statistics,
     bound,
     compile_ahead,
+    compile_programs,
     generate,
+    programs,
 )
 from qerl_jax.rollout.head import check_head_format, rollout_head
 from qerl_jax.run.architectures import ARCHITECTURES
@@ -74,7 +76,6 @@ KEYS = {
 _SHORT = 16  # tokens of the generation that is subtracted
 _REPEATS = 2
 _CHUNKS = 4  # that are timed together for the parts
-_COMPILERS = 4  # programs that compile at the same time
 _NOTHING_ENDS = (-1,)  # no token has this id
 
 
@@ -179,7 +180,7 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
                     keep(measure_rollouts(subject, config))
                 else:
                     _check_fits(subject, config)
-                    _compile_chunks(subject, config)
+                    _compile(subject, config)
                     measured = []
                     for batch in config.batches:
                         measured.append(measure_decoding(subject, batch, config))
@@ -265,7 +266,7 @@ def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> d
     prompts = _random_prompts(subject.config, batch, config)
     costs: list[Statistics] = []
 
-    def run(new_tokens: int, *, compiled: bool = True) -> Rollout:
+    def run(new_tokens: int) -> Rollout:
         return generate(
             jax.random.key(config.seed),
             subject.params,
@@ -275,14 +276,14 @@ def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> d
             sampling=_sampling(config, new_tokens, batch),
             eos_ids=_NOTHING_ENDS,
             pad_id=0,
-            compiled=compiled,
+            compiled=True,
             on_statistics=costs.append,
         )
 
     lengths = 1, _SHORT, config.new_tokens
     with _peak_memory() as peak:
         for new_tokens in lengths:
-            run(new_tokens, compiled=False)
+            run(new_tokens)
         first, short, long = (min(_seconds(run, n) for _ in range(_REPEATS)) for n in lengths)
     ms_per_step = 1e3 * (long - short) / (config.new_tokens - _SHORT)
     plan = _plan(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
@@ -539,18 +540,22 @@ def _peak_memory() -> Iterator[Callable[[], float | None]]:
             watcher.join()
 
 
-def _compile_chunks(subject: Subject, config: BenchmarkConfig) -> None:
-    """Compiles the largest of the programs a few at a time; the others compile as they run."""
+def _compile(subject: Subject, config: BenchmarkConfig) -> None:
+    """Compiles all programs, a few at a time."""
     began = time.perf_counter()
-    lowered = []
-    for batch in config.batches:
-        for new_tokens in (_SHORT, config.new_tokens):
-            chunk = _Chunk(subject, batch, new_tokens, config)
-            lowered.append(chunk.lower(jax.eval_shape(chunk.empty_batch)))
-    with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
-        list(pool.map(lambda program: program.compile(), lowered))
+    needed = {}
+    for batch, new_tokens in itertools.product(config.batches, (1, _SHORT, config.new_tokens)):
+        plan = _plan(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
+        needed |= programs(
+            jax.random.key(config.seed),
+            subject.params,
+            subject.lora,
+            dataclasses.replace(plan, batches=plan.batches[:1]),  # No row ends early.
+            rules=decode.rules(subject.config, _sampling(config, new_tokens, batch), _NOTHING_ENDS),
+        )
+    compile_programs(needed)
     seconds = time.perf_counter() - began
-    print(f"compiled {len(lowered)} programs in {seconds:.0f} s", flush=True)
+    print(f"compiled {len(needed)} programs in {seconds:.0f} s", flush=True)
 
 
 class _Chunk:
