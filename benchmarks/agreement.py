@@ -1,6 +1,6 @@
-"""How far the rollout engine is from the trainer's forward pass, on real weights and prompts.
+r"""How far the rollout engine is from the trainer's forward pass, on real weights and prompts.
 
-    uv run --extra cuda python -m benchmarks.agreement MODEL --data=gsm8k_test.jsonl \\
+    uv run --extra cuda python -m benchmarks.agreement MODEL --data=gsm8k_test.jsonl \
         --out=benchmarks/results/agreement.json
 
 The engine completes the prompts at temperature 0 and at 1. The forward pass that trains then reads

@@ -63,13 +63,16 @@ def build(compile_for_h200, capfd):
     return built
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", ["none", "product", "shares"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_config(name, adapter, build):
     config, (_, m, n, k, rank) = CONFIGS[name]
     extra = {}
-    if adapter:
+    if adapter == "product":
         extra = {"xa": array(m, rank), "b": array(n, rank), "bias": array(n)}
+    elif adapter == "shares":
+        shares = array(-(-k // 256), -(-m // 4) * 4, rank - 32, dtype=jnp.float32)
+        extra = {"shares": shares, "b": array(n, rank)}
 
     def product(x, weight, extra):
         return mosaic_sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)

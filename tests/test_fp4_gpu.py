@@ -171,6 +171,50 @@ def test_float32(m):
     np.testing.assert_array_equal(y, run(x, tiles))
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "rank", "count"),
+    [
+        (1, 256, 1024, 32, 8),
+        (1, 37888, 3584, 64, 28),
+        (8, 4608, 3584, 96, 28),
+        (33, 3584, 18944, 32, 74),
+        (64, 37888, 3584, 64, 28),
+        (64, 3584, 18944, 32, 74),
+        (200, 2056, 1520, 96, 13),
+        (512, 4608, 3584, 96, 28),
+    ],
+)
+def test_shares(m, n, k, rank, count):
+    """Twice in a row with other shares, and many times: their lock is zero after every call."""
+    rng = np.random.default_rng()
+    weight = random_weight(rng, n, k)
+    columns = fp4.padded_rank(rank)
+    x, b = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (n, rank)))
+    b = jnp.pad(b, ((0, 0), (0, columns - rank)))
+    shares = jnp.asarray(rng.standard_normal((2, count, -(-m // 4) * 4, rank)), jnp.float32)
+    shares = shares.at[:, :, m:].set(jnp.nan)
+    tiles = fp4.to_tiles(weight)
+
+    @jax.jit
+    def run(x, tiles, shares, b):
+        both = [fp4.fp4_matmul_with_shares(x, tiles, one, b) for one in shares]
+        again = jax.lax.fori_loop(
+            0,
+            20,
+            lambda _, y: fp4.fp4_matmul_with_shares(x + 0 * y[0, 0], tiles, shares[0], b),
+            both[0],
+        )
+        return *both, again
+
+    first, second, again = (np.asarray(y) for y in run(x, tiles, shares, b))
+    dense = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    for y, part in ((first, shares[0]), (second, shares[1])):
+        xa = float64(part)[:, :m].sum(axis=0).astype(ml_dtypes.bfloat16)
+        expected = dense + float64(xa) @ float64(b)[:, :rank].T
+        assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < ROUNDING
+    np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
+
+
 def test_derivatives():
     rng = np.random.default_rng()
     m, n, k, rank = 192, 1536, 1024, 32

@@ -12,7 +12,8 @@ its LoRA adapter:
 The factor of an RMSNorm, one number for each row, passes through the linear maps: the projection
 reads x * scale, and who reads the projection multiplies by the factor. So no kernel waits for a
 whole row, and every block of threads has a few columns. What they contribute to the product with A
-is added up by a small kernel of its own, in an order that never changes.
+and to the mean square of a row are shares, which their reader adds up, in an order that never
+changes.
 
 All of this is Pallas's Triton backend. A block of threads executes its code once, so what counts is
 how little code there is: small tiles, and as few of them unrolled as possible.
@@ -28,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode import to_cache
+from pallas_kernels.fp4_matmul import SHARE_ROWS
 
 _COLUMNS = 128  # of a block
 _RANK = 32  # rows of A of a block
@@ -42,14 +44,16 @@ class Normed(NamedTuple):
     Attributes:
         residual: [M, D], x + y.
         scaled: [M, D], the residual times the scale of the norm.
-        product: [M, R'], `scaled` times A^T, or None.
-        factor: float32 [M], what makes the norm of `scaled` and of what is linear in it.
+        shares: float32 [S, M', R'] of `scaled` times A^T, M' >= M and R' >= R, or None. What is
+            behind M means nothing, what is behind R is 0.
+        squares: float32 [S, M], shares of the mean squares of the residual: `scaled`, and what is
+            linear in it, lacks the factor 1 / sqrt(mean square + eps).
     """
 
     residual: jax.Array
     scaled: jax.Array
-    product: jax.Array | None
-    factor: jax.Array
+    shares: jax.Array | None
+    squares: jax.Array
 
 
 class AttentionParts(NamedTuple):
@@ -72,8 +76,6 @@ def norm_project(
     scale: jax.Array,
     a: jax.Array | None,
     *,
-    eps: float,
-    columns: int = 0,
     interpret: bool = False,
 ) -> Normed:
     """Adds to the residual stream, and begins an RMSNorm and the projection behind it.
@@ -83,8 +85,6 @@ def norm_project(
         y: bfloat16 [M, D] to add.
         scale: float32 [D], of the norm.
         a: bfloat16 [R, D], or None.
-        eps: of the norm.
-        columns: R' >= R of the product, zero behind R.
         interpret: run on a CPU.
     """
     m, width = x.shape
@@ -99,7 +99,7 @@ def norm_project(
         def _():
             tile.store(refs["residual"], residual.astype(x.dtype))
             tile.store(refs["scaled"], scaled)
-            squares = jnp.sum(residual * residual, axis=1)
+            squares = jnp.sum(residual * residual, axis=1) / width
             plt.store(refs["squares"].at[tile.index, tile.rows], squares, mask=tile.rows < m)
 
         return scaled
@@ -116,8 +116,6 @@ def norm_project(
         results,
         a,
         (m, width),
-        columns=columns,
-        eps=eps,
         interpret=interpret,
     )
     return Normed(*(outs[name] for name in Normed._fields))
@@ -125,29 +123,29 @@ def norm_project(
 
 def silu_project(
     gate_up: jax.Array,
-    factor: jax.Array,
+    squares: jax.Array,
     a: jax.Array | None,
     *,
-    columns: int = 0,
+    eps: float,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """SwiGLU of a projection that lacks its norm's factor, and its product with A.
 
     Args:
         gate_up: bfloat16 [M, 2 F].
-        factor: of `norm_project`.
+        squares: of `norm_project`.
         a: bfloat16 [R, F], or None.
-        columns: R' >= R of the product, zero behind R.
+        eps: of the norm.
         interpret: run on a CPU.
 
     Returns:
-        bfloat16 [M, F], and [M, R'] or None.
+        bfloat16 [M, F], and the shares of the product or None, see `Normed`.
     """
     m, outputs = gate_up.shape[0], gate_up.shape[1] // 2
     dtype = gate_up.dtype
 
     def value(refs, tile):
-        over = plt.load(refs["factor"].at[tile.rows], mask=tile.rows < m, other=0.0)[:, None]
+        over = _factor(refs["squares"], tile.rows, eps)[:, None]
         # Rounded where the projection would be, had it the factor.
         gate = (tile.load(refs["gate_up"]) * over).astype(dtype).astype(jnp.float32)
         up = (tile.load(refs["gate_up"], offset=outputs) * over).astype(dtype)
@@ -163,14 +161,14 @@ def silu_project(
     outs = _project(
         "silu_project",
         value,
-        {"gate_up": gate_up, "factor": factor},
+        {"gate_up": gate_up, "squares": squares},
         {"z": jax.ShapeDtypeStruct((m, outputs), dtype)},
         a,
         (m, outputs),
-        columns=columns,
+        block=2 * _COLUMNS,  # There are many columns, and who reads the shares reads all of them.
         interpret=interpret,
     )
-    return outs["z"], outs["product"]
+    return outs["z"], outs["shares"]
 
 
 def merge_project(
@@ -178,7 +176,6 @@ def merge_project(
     a: jax.Array | None,
     *,
     dtype: jnp.dtype,
-    columns: int = 0,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Adds up the parts of `attend`, and multiplies by A.
@@ -186,12 +183,11 @@ def merge_project(
     Args:
         parts: of M rows.
         a: bfloat16 [R, N H], or None.
-        dtype: of the results.
-        columns: R' >= R of the product, zero behind R.
+        dtype: of the result.
         interpret: run on a CPU.
 
     Returns:
-        [M, N H], and [M, R'] or None.
+        [M, N H], and the shares of the product or None, see `Normed`.
     """
     count, m, heads, head_dim = parts.sums.shape
 
@@ -226,11 +222,19 @@ def merge_project(
         {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
         a,
         (m, heads * head_dim),
-        columns=columns,
         block=head_dim,
         interpret=interpret,
     )
-    return outs["attended"], outs["product"]
+    return outs["attended"], outs["shares"]
+
+
+def _factor(squares: Any, rows: jax.Array, eps: float) -> jax.Array:
+    """What a norm multiplies some rows by, out of the shares [S, M] of their mean squares."""
+    count, m = squares.shape
+    index = jnp.arange(pl.next_power_of_2(count))[:, None]
+    mask = (index < count) & (rows < m)[None, :]
+    shares = plt.load(squares.at[index, rows[None, :]], mask=mask, other=0.0)
+    return lax.rsqrt(jnp.sum(shares, axis=0) + eps)
 
 
 class _Tile(NamedTuple):
@@ -275,9 +279,7 @@ def _project(
     a: jax.Array | None,
     shape: tuple[int, int],
     *,
-    columns: int,
     block: int = _COLUMNS,
-    eps: float = 0.0,
     interpret: bool,
 ) -> dict[str, Any]:
     """Makes an array [M, K] tile by tile, and its product with A.
@@ -289,13 +291,11 @@ def _project(
         results: of `value`, likewise.
         a: [R, K], or None.
         shape: [M, K].
-        columns: R' of the product.
         block: columns of a tile.
-        eps: of a norm, where the results have "squares".
         interpret: run on a CPU.
 
     Returns:
-        The results; "product" [M, R'], None without A; with squares "factor", float32 [M].
+        The results, and the "shares" of the product, None without A; see `Normed`.
     """
     m, width = shape
     rows = 16 if m <= 128 else 32
@@ -306,7 +306,8 @@ def _project(
         rank = a.shape[0]
         parts = pl.cdiv(rank, _RANK)
         operands["a"] = a
-        results["shares"] = jax.ShapeDtypeStruct((blocks, m, parts * _RANK), jnp.float32)
+        shape_of_shares = blocks, -(-m // SHARE_ROWS) * SHARE_ROWS, parts * _RANK
+        results["shares"] = jax.ShapeDtypeStruct(shape_of_shares, jnp.float32)
 
     def body(*refs):
         refs = dict(zip((*operands, *results), refs, strict=True))
@@ -345,59 +346,12 @@ def _project(
         name=name,
         interpret=interpret,
     )(*operands.values())
-    outs = dict(zip(results, outs, strict=True))
-    finished = _finish(outs, a, columns, width=width, eps=eps, interpret=interpret)
-    return outs | {"product": None} | finished
-
-
-def _finish(outs, a, columns, *, width, eps, interpret) -> dict[str, jax.Array]:
-    """The product [M, R'] out of its shares, and the factor [M] of a norm out of its squares."""
-    operands = {name: outs[name] for name in ("shares", "squares") if name in outs}
-    if not operands:
-        return {}
-    shares, squares = outs.get("shares"), outs.get("squares")
-    results, rank = {}, 0
-    m = next(iter(operands.values())).shape[1]
-    if shares is not None:
-        rank, columns = a.shape[0], max(columns, a.shape[0])
-        results["product"] = jax.ShapeDtypeStruct((m, columns), a.dtype)
-    if squares is not None:
-        results["factor"] = jax.ShapeDtypeStruct((m,), jnp.float32)
-
-    def body(*refs):
-        refs = dict(zip((*operands, *results), refs, strict=True))
-        row, block = pl.program_id(0), pl.program_id(1)
-        if rank:
-            count = len(shares)
-            ranks = block * _RANK + jnp.arange(_RANK)
-            index = jnp.arange(pl.next_power_of_2(count))[:, None]
-            mask = (index < count) & (ranks < rank)[None, :]
-            parts = plt.load(refs["shares"].at[index, row, ranks[None, :]], mask=mask, other=0.0)
-            total = jnp.sum(parts, axis=0).astype(results["product"].dtype)
-            plt.store(refs["product"].at[row, ranks], total, mask=ranks < columns)
-        if squares is not None:
-
-            @pl.when(block == 0)
-            def _():
-                index = jnp.arange(pl.next_power_of_2(len(squares)))
-                mask = index < len(squares)
-                parts = plt.load(refs["squares"].at[index, row], mask=mask, other=0.0)
-                plt.store(refs["factor"].at[row], lax.rsqrt(jnp.sum(parts) / width + eps))
-
-    finished = pl.pallas_call(
-        body,
-        grid=(m, max(1, pl.cdiv(columns, _RANK))),
-        out_shape=tuple(results.values()),
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=1),
-        name="finish",
-        interpret=interpret,
-    )(*operands.values())
-    return dict(zip(results, finished, strict=True))
+    return {"shares": None} | dict(zip(results, outs, strict=True))
 
 
 def attend(
     qkv: jax.Array,
-    factor: jax.Array,
+    squares: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     keys: jax.Array,
     values: jax.Array,
@@ -405,7 +359,7 @@ def attend(
     *,
     bias: jax.Array | None = None,
     qk_norm: tuple[jax.Array, jax.Array] | None = None,
-    eps: float = 0.0,
+    eps: float,
     multiprocessors: int,
     interpret: bool = False,
 ) -> tuple[AttentionParts, jax.Array, jax.Array]:
@@ -413,14 +367,14 @@ def attend(
 
     Args:
         qkv: bfloat16 [M, (N + 2 K) H], a projection that lacks its norm's factor and its bias.
-        factor: of `norm_project`.
+        squares: of `norm_project`.
         angles: cosines and sines, float32 [M, H/2], of the rotation of queries and keys.
         keys: [M, K, S, H], bfloat16 or float8_e4m3fn; given away.
         values: likewise.
         lengths: int32 [M], the filled slots of each row, less than S.
         bias: [(N + 2 K) H], or None.
         qk_norm: float32 [H], the scales of queries' and keys' RMSNorm, or None.
-        eps: of that norm.
+        eps: of the norms.
         multiprocessors: of the device; fewer blocks of threads split rows into slices.
         interpret: run on a CPU.
 
@@ -439,7 +393,7 @@ def attend(
     stages = 2 if m * kv_heads * count > 2 * multiprocessors or head_dim > 128 else 3
     padded = max(16, pl.next_power_of_2(group))
     dtype = qkv.dtype
-    operands = {"qkv": qkv, "factor": factor, "cos": angles[0], "sin": angles[1]}
+    operands = {"qkv": qkv, "squares": squares, "cos": angles[0], "sin": angles[1]}
     operands |= {"lengths": lengths}
     if bias is not None:
         operands["bias"] = bias
@@ -459,7 +413,7 @@ def attend(
         row, head, part = (pl.program_id(axis) for axis in range(3))
         dims, halves = jnp.arange(head_dim), jnp.arange(half)
         length = plt.load(refs["lengths"].at[row])
-        factor = plt.load(refs["factor"].at[row])
+        factor = jnp.sum(_factor(refs["squares"], row[None], eps))
         cos = plt.load(refs["cos"].at[row, halves])
         sin = plt.load(refs["sin"].at[row, halves])
 

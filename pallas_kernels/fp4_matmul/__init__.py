@@ -3,8 +3,9 @@
 from pallas_kernels.fp4_matmul.api import (
     fp4_matmul,
     fp4_matmul_float32,
-    fp4_matmul_with_product,
+    fp4_matmul_with_shares,
     kernel_runs,
+    sum_of_shares,
 )
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
 from pallas_kernels.fp4_matmul.reference import (
@@ -16,11 +17,12 @@ from pallas_kernels.fp4_matmul.reference import (
     dot,
     format_of,
 )
-from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank
+from pallas_kernels.fp4_matmul.tiling import SHARE_ROWS, TileConfig, padded_rank
 
 __all__ = [
     "BLOCK",
     "FORMATS",
+    "SHARE_ROWS",
     "Format",
     "Fp4Tiles",
     "Fp4Weight",
@@ -30,9 +32,10 @@ __all__ = [
     "format_of",
     "fp4_matmul",
     "fp4_matmul_float32",
-    "fp4_matmul_with_product",
+    "fp4_matmul_with_shares",
     "from_tiles",
     "kernel_runs",
     "padded_rank",
+    "sum_of_shares",
     "to_tiles",
 ]

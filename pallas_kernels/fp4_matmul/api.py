@@ -73,27 +73,36 @@ def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
     return reference.dot(reference.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
 
 
-def fp4_matmul_with_product(
+def fp4_matmul_with_shares(
     x: jax.Array,
     weight: Fp4Weight | Fp4Tiles,
-    product: jax.Array,
+    shares: jax.Array,
     b: jax.Array,
 ) -> jax.Array:
-    """Returns x W^T + (x A^T) B^T where x A^T is known; without derivatives.
+    """Returns x W^T + (x A^T) B^T where shares of x A^T are known; without derivatives.
+
+    The kernel adds them up while its first stages arrive.
 
     Args:
-        x: see `fp4_matmul`.
+        x: [M, K], see `fp4_matmul`.
         weight: likewise.
-        product: [..., R], x A^T.
-        b: [N, R].
+        shares: float32 [S, M', R'], whose sum over S is x A^T; M' is M in whole SHARE_ROWS, what is
+            behind M means nothing. R' is a multiple of 32, and what is behind R is 0.
+        b: [N, R'']; R'' >= R.
 
     Returns:
-        [..., N] in x's dtype.
+        [M, N] in x's dtype.
     """
     rank = b.shape[1]
     if not _suits_kernel(x, weight) or rank != tiling.padded_rank(rank) or rank > _MAX_RANK:
-        return fp4_matmul(x, weight) + reference.dot(product, b)
-    return _run_kernel(x, weight, xa=product.reshape(-1, rank), b=b)
+        return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
+    return _run_kernel(x, weight, shares=shares, b=b)
+
+
+def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_shares`."""
+    product = shares.sum(axis=0)[: len(x), : b.shape[1]].astype(x.dtype)
+    return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
 
 
 def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
@@ -153,7 +162,7 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
 
 
-def _run_kernel(x, weight, config=None, *, xa=None, b=None, **options):
+def _run_kernel(x, weight, config=None, *, b=None, **options):
     """The kernel's product for x [..., K], with the tiling that suits it."""
     multiprocessors = device.multiprocessors()
     rows = x.reshape(-1, x.shape[-1])
@@ -162,7 +171,7 @@ def _run_kernel(x, weight, config=None, *, xa=None, b=None, **options):
         n, (m, k) = weight.divisor.shape[0], rows.shape
         config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
     y = _kernel().matmul(
-        rows, weight, config=config, multiprocessors=multiprocessors, xa=xa, b=b, **options
+        rows, weight, config=config, multiprocessors=multiprocessors, b=b, **options
     )
     return y.reshape(*x.shape[:-1], -1)
 

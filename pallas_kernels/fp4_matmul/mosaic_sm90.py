@@ -30,11 +30,13 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.tiling import (
-    COPY_REGISTERS,
+    SHARE_COLUMNS,
+    SHARE_ROWS,
     TILE_COLUMNS,
     TILE_ROWS,
     TileConfig,
     compute_registers,
+    copy_registers,
 )
 
 # A tile of codes: warp w has the rows 16 w.., a lane the words 4 c.. of its rows r and r + 8.
@@ -51,6 +53,14 @@ _SCALES = plgpu.Layout.TILED(
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
+# A part of a share of x A^T: warp w has row w, a lane one of 32 columns.
+_SHARE = plgpu.Layout.TILED(
+    plgpu.Tiling(((SHARE_ROWS, SHARE_COLUMNS), (1,))),
+    warp_dims=(-3,),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
+_SHARES_IN_FLIGHT = 8
 _LOCKS = 4096
 _HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 _OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -63,6 +73,7 @@ def matmul(
     config: TileConfig,
     multiprocessors: int,
     xa: jax.Array | None = None,
+    shares: jax.Array | None = None,
     b: jax.Array | None = None,
     bias: jax.Array | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
@@ -76,6 +87,8 @@ def matmul(
         config: the tiling.
         multiprocessors: blocks of threads that run at a time.
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
+        shares: in its place float32 [S, M', R'], whose sum over S it is; M' is M in whole
+            SHARE_ROWS, R' <= R a multiple of SHARE_COLUMNS.
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
@@ -110,19 +123,29 @@ def matmul(
     transposed = dtype == jnp.float32
     shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
     results = {"y": jax.ShapeDtypeStruct(shape if transposed else (m, padded), dtype)}
-    if b is not None and xa is not None:
+    if b is not None:
         assert rank % 64 == 0
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
+    if shares is not None and simulated:
+        xa = jnp.pad(shares.sum(axis=0)[:tokens], ((0, 0), (0, rank - shares.shape[2])))
+        xa = xa.astype(x.dtype)
+        shares = None
+    if xa is not None:
         operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, 0)))
+    if shares is not None:
+        operands["shares"] = shares
+        results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, rank), jnp.bfloat16)
     if bias is not None:
         operands["bias"] = rows_of(bias)
     if plan.shared:
         shape = (plan.slots, config.rows, TILE_ROWS, config.tile_m)
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if plan.shared or shares is not None:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
-        # calls of a program share them, and their size hardly depends on the call.
-        locks = -(-plan.shared * config.rows // _LOCKS) * _LOCKS
+        # calls of a program share them, and their size hardly depends on the call. The first one
+        # is that of the shares.
+        locks = -(-(1 + plan.shared * config.rows) // _LOCKS) * _LOCKS
         operands["locks"] = jnp.zeros(locks, jnp.int32)
     body = functools.partial(_body, plan, (*operands, *results), simulated)
     kernel = plgpu.kernel(
@@ -181,7 +204,7 @@ def dequantize(
 
         @pl.when(warpgroup == rows)
         def _():
-            plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+            plgpu.set_max_registers(copy_registers(rows), action="decrease")
 
             @pl.loop(0, count)
             def _(i):
@@ -191,7 +214,7 @@ def dequantize(
                 def _():
                     plgpu.barrier_wait(empty.at[slot])
                     if not simulated:
-                        _fence_async_proxy()
+                        _fence_async_proxy(nvvm.ProxyKind.async_shared)
 
                 row, column = place(block, i)
                 tiles = (pl.ds(row, rows), column)
@@ -459,7 +482,7 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
 
     @pl.when(warpgroup == plan.config.warpgroups)
     def _():
-        plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
+        plgpu.set_max_registers(copy_registers(plan.config.warpgroups), action="decrease")
         _copy(plan, gm, sm, simulated)
 
     @pl.when(warpgroup < plan.config.warpgroups)
@@ -490,7 +513,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         def _():
             plgpu.barrier_wait(sm["empty"].at[slot])
             if not simulated:
-                _fence_async_proxy()
+                _fence_async_proxy(nvvm.ProxyKind.async_shared)
 
         return slot
 
@@ -519,6 +542,11 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
                 plgpu.copy_gmem_to_smem(
                     gm["x"].at[tokens, part], sm["x"].at[slot, j], sm["full"].at[slot]
                 )
+            if "shares" in gm:
+                # While the first stages arrive.
+                @pl.when((index == 0) & (i == jnp.minimum(count, config.stages) - 1))
+                def _():
+                    _add_shares(plan, gm)
 
         done += count
         if "b" not in gm:
@@ -542,6 +570,53 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         @pl.when(i < total)
         def _(i=i):
             plgpu.barrier_wait(sm["empty"].at[lax.rem(total - 1 - i, config.stages)])
+
+
+def _add_shares(plan: Plan, gm: dict[str, Any]):
+    """Writes this block's parts of x A^T, and waits for those of the others."""
+    block = _opaque(lax.axis_index("block"))
+    count, rows, width = gm["shares"].shape
+    columns = gm["xa"].shape[1] // SHARE_COLUMNS
+    parts = rows // SHARE_ROWS * columns
+    adders = min(plan.blocks, parts)
+    batches = -(-count // _SHARES_IN_FLIGHT)
+    batch = -(-count // batches)
+
+    @pl.loop(0, lax.div(parts - block + plan.blocks - 1, plan.blocks))
+    def _(turn):
+        part = block + turn * plan.blocks
+        row, column = lax.div(part, columns) * SHARE_ROWS, lax.rem(part, columns) * SHARE_COLUMNS
+        place = pl.ds(row, SHARE_ROWS), pl.ds(column, SHARE_COLUMNS)
+        zero = plgpu.layout_cast(jnp.zeros((SHARE_ROWS, SHARE_COLUMNS), jnp.float32), _SHARE)
+
+        # What is behind the adapter's rank is zero.
+        @pl.loop(0, jnp.where(column < width, batches, 0), init_carry=zero)
+        def total(i, total):
+            # The last batch begins with what has been added before, if it is not whole.
+            begin = jnp.minimum(i * batch, count - batch)
+            added = i * batch - begin
+            for j in range(batch):
+                share = gm["shares"].at[begin + j, *place]
+                value = plgpu.load(share, layout=_SHARE, optimized=False)
+                if batches * batch > count:
+                    value = jnp.where(jnp.broadcast_to(j >= added, value.shape), value, zero)
+                total += value
+            return total
+
+        gm["xa"].at[place][...] = total.astype(jnp.bfloat16)
+
+    locks = [gm["locks"].at[pl.ds(0, 1)]] * 2
+
+    def numbers(number):
+        return [jnp.int32(number), jnp.int32(0)]
+
+    @pl.when(block < adders)
+    def _():
+        _fence_async_proxy(nvvm.ProxyKind.async_global)
+        _arrive(locks, numbers(1))
+
+    _wait(locks, numbers(adders), numbers(plan.blocks))
+    _fence_async_proxy(nvvm.ProxyKind.async_global)
 
 
 def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup):
@@ -681,13 +756,14 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
     def locks():
         """Those of the two tiles that this block may share."""
         tiles = [plan.share(block, index)[0] for index in (0, 1)]
-        return [gm["locks"].at[pl.ds(tile * config.rows + row, 1)] for tile in tiles]
+        return [gm["locks"].at[pl.ds(1 + tile * config.rows + row, 1)] for tile in tiles]
 
     def add_partial():
         """Adds up this block's units of the tiles that it shares, in the order of the sharers."""
         shares = [plan.share(block, index) for index in (0, 1)]
         awaited = [jnp.where(begin < end, sharers, 0) for _, _, sharers, begin, end in shares]
-        _wait(locks(), awaited, plan.units)
+        waiters = [jnp.minimum(sharers, plan.units) for sharers in awaited]
+        _wait(locks(), awaited, waiters)
         # What a batch reads is in flight together, in registers of the accumulator and operands.
         room = max(1, (compute_registers(config.warpgroups) - 64) // (plan.unit // 2))
         batches = -(-plan.most_sharers // min(8, room))
@@ -883,77 +959,104 @@ def _decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return decode(codes, scales)
 
 
-def _fence_async_proxy() -> None:
-    """Orders the reads of a stage before the copy that overwrites it."""
+def _fence_async_proxy(kind: nvvm.ProxyKind) -> None:
+    """Orders what threads read and wrote in shared or global memory, and copies."""
 
     @plgpu.inline_mgpu()
     def fence(_):
-        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=nvvm.SharedSpace.shared_cta)
+        shared = kind == nvvm.ProxyKind.async_shared
+        nvvm.fence_proxy(kind, space=nvvm.SharedSpace.shared_cta if shared else None)
 
     fence()
 
 
+def _opaque(number: jax.Array) -> jax.Array:
+    """An int32 that the compiler knows nothing of: what is made of it stays where it is.
+
+    It would be made outside of the loops around, in registers that their copies need.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def move(_, number):
+        value = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            [number.registers.item()],
+            "mov.b32 $0, $1;",
+            "=r,r",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return move(number)
+
+
 def _arrive(locks, sharers) -> None:
-    """Publishes the partial sums that the warpgroup wrote to global memory and counts at two locks.
+    """Publishes what the warpgroup wrote to global memory and counts at two locks.
 
     Args:
         locks: both int32 [1] in global memory.
-        sharers: of the tile of each lock; without any, the lock is left alone.
+        sharers: how many arrive at each; without any, the lock is left alone.
     """
     _with_locks(
         "bar.sync $1, 128; @mine fence.acq_rel.gpu; "
         "@mine red.relaxed.gpu.global.add.u32 [lock], 1;",
         locks,
         sharers,
-    )
-
-
-def _wait(locks, sharers, units: int) -> None:
-    """Waits until all sharers have arrived at two locks; the warpgroup then sees their sums.
-
-    Each sharer that has a unit waits, and then counts too. The last one counts to zero, for the
-    next call: no lock is zero again while someone waits at it.
-
-    Args:
-        locks: both int32 [1] in global memory.
-        sharers: how many arrive at each lock; without any, the lock is left alone.
-        units: of a tile.
-    """
-    _with_locks(
-        "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "
-        "setp.lt.and.u32 early, count, sharers, mine; @early bra again; "
-        f"min.u32 count, sharers, {units}; add.u32 count, count, sharers; sub.u32 count, count, 1; "
-        "@mine red.relaxed.gpu.global.inc.u32 [lock], count; "
-        "bar.warp.sync 0xffffffff; bar.sync $1, 128;",
-        locks,
         sharers,
     )
 
 
-def _with_locks(code: str, locks, sharers) -> None:
+def _wait(locks, sharers, waiters) -> None:
+    """Waits until all sharers have arrived at two locks; the warpgroup then sees what they wrote.
+
+    Who has waited counts too. The last one counts to zero, for the next call: no lock is zero
+    again while someone waits at it.
+
+    Args:
+        locks: both int32 [1] in global memory.
+        sharers: how many arrive at each; without any, the lock is left alone.
+        waiters: how many wait.
+    """
+    _with_locks(
+        "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "
+        "setp.lt.and.u32 early, count, sharers, mine; @early bra again; "
+        "add.u32 count, sharers, waiters; sub.u32 count, count, 1; "
+        "@mine red.relaxed.gpu.global.inc.u32 [lock], count; "
+        "bar.warp.sync 0xffffffff; bar.sync $1, 128;",
+        locks,
+        sharers,
+        waiters,
+    )
+
+
+def _with_locks(code: str, locks, sharers, waiters) -> None:
     """Runs PTX in which `mine` holds in lanes 0 and 1 of a warpgroup, each with one of two locks.
 
     But not in one whose lock has no sharers. $1 is the warpgroup's barrier.
     """
     number = plgpu.Layout.WG_SPLAT
 
-    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 2))
-    def run(_, locks, sharers):
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 4))
+    def run(_, locks, numbers):
         llvm.inline_asm(
             ir.Type.parse("!llvm.void"),
             [
                 mgpu.utils.thread_idx(),
                 mgpu.utils.warpgroup_barrier_idx(sync=False),
                 *(mgpu.utils.memref_ptr(lock) for lock in locks),
-                *(count.registers.item() for count in sharers),
+                *(number.registers.item() for number in numbers),
             ],
-            "{ .reg .pred mine, early; .reg .b32 lane, count, sharers; .reg .b64 lock; "
+            "{ .reg .pred mine, early; .reg .b32 lane, count, sharers, waiters; .reg .b64 lock; "
             "and.b32 lane, $0, 127; setp.eq.u32 mine, lane, 1; "
             "selp.b64 lock, $3, $2, mine; selp.b32 sharers, $5, $4, mine; "
+            "selp.b32 waiters, $7, $6, mine; "
             f"setp.lt.u32 mine, lane, 2; setp.ne.and.u32 mine, sharers, 0, mine; {code} }}",
-            "r,r,l,l,r,r,~{memory}",
+            "r,r,l,l,r,r,r,r,~{memory}",
             has_side_effects=True,
             convergent=True,
         )
 
-    run(locks, sharers)
+    run(locks, [*sharers, *waiters])

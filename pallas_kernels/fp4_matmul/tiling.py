@@ -10,13 +10,14 @@ from pallas_kernels.device import MULTIPROCESSORS
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
+SHARE_ROWS, SHARE_COLUMNS = 4, 32  # of x A^T, that are added up together
 SMEM_LIMIT = 232448 - 1024  # bytes of a block of threads on Hopper; barriers take a few
 
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")
 # The threads at one place of all warpgroups share this many registers.
 _REGISTERS = 512
-COPY_REGISTERS = 32
+_COPY_REGISTERS = 32  # at least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +88,23 @@ class TileConfig:
 
 
 def compute_registers(warpgroups: int) -> int:
-    """Registers of a thread that computes, with this many warpgroups of them.
+    """Registers of a thread that computes, with this many warpgroups of them."""
+    return min(232, (_started_registers(warpgroups) - _COPY_REGISTERS) // warpgroups // 8 * 8)
+
+
+def copy_registers(warpgroups: int) -> int:
+    """What they leave to the thread that copies, as much as it has a use for."""
+    left = _started_registers(warpgroups) - warpgroups * compute_registers(warpgroups)
+    return min(72, left)
+
+
+def _started_registers(warpgroups: int) -> int:
+    """Registers at one place of all warpgroups.
 
     All threads start with the same multiple of 8. What that rounding leaves out belongs to no one:
     a block of threads that asks for it waits for ever.
     """
-    started = _REGISTERS // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
-    return min(232, (started - COPY_REGISTERS) // warpgroups // 8 * 8)
+    return _REGISTERS // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
 
 
 def padded_rank(rank: int) -> int:

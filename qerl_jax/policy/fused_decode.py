@@ -1,4 +1,4 @@
-"""A layer of a decode step in thirteen kernels, `pallas_kernels.decode` between its projections.
+"""A layer of a decode step in nine kernels, `pallas_kernels.decode` between its projections.
 
 The function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads.
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from pallas_kernels import decode
 from pallas_kernels.device import multiprocessors
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.linear import linear_with_product
+from qerl_jax.policy.linear import linear_with_shares
 
 
 def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
@@ -64,40 +64,34 @@ def decode_layer(
 
     cosines, sines = (part[:, 0, 0] for part in angles)
     a, b = ({name: pair[i] for name, pair in adapters.items()} for i in (0, 1))
-    width = {name: matrix.shape[1] for name, matrix in b.items()}
+    eps = config.norm_eps
 
     def begin(x, y, norm, name):
         with jax.named_scope("norms"):
-            return kernels.norm_project(
-                x, y, layer[norm], a.get(name), eps=config.norm_eps, columns=width.get(name, 0)
-            )
+            return kernels.norm_project(x, y, layer[norm], a.get(name))
 
-    def project(name, x, product):
-        return linear_with_product(x, layer[name], product, b.get(name))
+    def project(name, x, shares):
+        return linear_with_shares(x, layer[name], shares, b.get(name))
 
     first = begin(*stream, "input_layernorm", "qkv_proj")
-    qkv = project("qkv_proj", first.scaled, first.product)
+    qkv = project("qkv_proj", first.scaled, first.shares)
     with jax.named_scope("attention"):
         parts, keys, values = kernels.attend(
             qkv,
-            first.factor,
+            first.squares,
             (cosines, sines),
             keys,
             values,
             lengths,
             bias=layer.get("qkv_bias"),
             qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
-            eps=config.norm_eps,
+            eps=eps,
             multiprocessors=multiprocessors(),
         )
-        attended, product = kernels.merge_project(
-            parts, a.get("o_proj"), dtype=qkv.dtype, columns=width.get("o_proj", 0)
-        )
-    y = project("o_proj", attended, product)
+        attended, shares = kernels.merge_project(parts, a.get("o_proj"), dtype=qkv.dtype)
+    y = project("o_proj", attended, shares)
     second = begin(first.residual, y, "post_attention_layernorm", "gate_up_proj")
-    gate_up = project("gate_up_proj", second.scaled, second.product)
+    gate_up = project("gate_up_proj", second.scaled, second.shares)
     with jax.named_scope("mlp"):
-        hidden, product = kernels.silu_project(
-            gate_up, second.factor, a.get("down_proj"), columns=width.get("down_proj", 0)
-        )
-    return (second.residual, project("down_proj", hidden, product)), keys, values
+        hidden, shares = kernels.silu_project(gate_up, second.squares, a.get("down_proj"), eps=eps)
+    return (second.residual, project("down_proj", hidden, shares)), keys, values

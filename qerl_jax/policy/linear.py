@@ -39,25 +39,25 @@ def linear(
     return y
 
 
-def linear_with_product(
-    x: jax.Array, weight: jax.Array | QuantTensor, product: jax.Array | None, b: jax.Array | None
+def linear_with_shares(
+    x: jax.Array, weight: jax.Array | QuantTensor, shares: jax.Array | None, b: jax.Array | None
 ) -> jax.Array:
     """Returns x W^T + (x A^T) B^T, without derivatives.
 
     Args:
-        x: [..., K].
+        x: [M, K].
         weight: [N, K], dense or packed in 4 bits.
-        product: [..., R], x A^T; None without an adapter.
+        shares: of x A^T, see `fp4_matmul.fp4_matmul_with_shares`; None without an adapter.
         b: [N, R], likewise.
 
     Returns:
-        [..., N] in x's dtype.
+        [M, N] in x's dtype.
     """
-    if product is None or b is None:
+    if shares is None or b is None:
         return linear(x, weight)
     with jax.named_scope("linears"):
         if isinstance(weight, QuantTensor):
-            return fp4_matmul.fp4_matmul_with_product(x, kernel_weight(weight), product, b)
+            return fp4_matmul.fp4_matmul_with_shares(x, kernel_weight(weight), shares, b)
         y = fp4_matmul.dot(x, weight)
     with jax.named_scope("lora"):
-        return y + fp4_matmul.dot(product, b)
+        return y + fp4_matmul.dot(fp4_matmul.sum_of_shares(shares, x, b), b)
