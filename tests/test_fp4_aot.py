@@ -16,7 +16,7 @@ import pytest
 from h200 import array, tiles
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, cases, layout, mosaic_sm90, tiling
+from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.aot
@@ -75,7 +75,7 @@ def test_config(name, adapter, build):
         extra = {"shares": shares, "b": array(n, rank)}
 
     def product(x, weight, extra):
-        return mosaic_sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
 
     build(product, array(m, k), tiles(n, k), extra)
 
@@ -86,7 +86,7 @@ def test_float32(m, build):
     config = tiling.choose(m, n, k)
 
     def product(x, weight):
-        return mosaic_sm90.matmul(
+        return sm90.matmul(
             x, weight, config=config, multiprocessors=132, dtype=jnp.dtype("float32")
         )
 
@@ -95,12 +95,12 @@ def test_float32(m, build):
 
 def test_sizes_that_fill_no_tile(build):
     def product(x, weight):
-        return mosaic_sm90.matmul(x, weight, config=TileConfig(40), multiprocessors=132)
+        return sm90.matmul(x, weight, config=TileConfig(40), multiprocessors=132)
 
     build(product, array(33, 176), tiles(136, 176))
 
     def dense(weight):
-        return mosaic_sm90.dequantize(weight, inputs=176, multiprocessors=132)
+        return sm90.dequantize(weight, inputs=176, multiprocessors=132)
 
     build(dense, tiles(136, 176))
 
@@ -169,7 +169,7 @@ def test_the_generated_decode_is_exact(compile_for_h200, tmp_path, monkeypatch):
     config = TileConfig(16, rows=1)
 
     def product(x, weight):
-        return mosaic_sm90.matmul(x, weight, config=config, multiprocessors=132)
+        return sm90.matmul(x, weight, config=config, multiprocessors=132)
 
     compile_for_h200(product, array(16, 1024), tiles(1024, 1024))
     (ptx,) = tmp_path.glob("*.ptx")
@@ -198,7 +198,7 @@ def test_a_dense_product_rounds_its_result_only(rows, compile_for_h200, monkeypa
 
 def test_dequantize(build):
     def dequantize(weight):
-        return mosaic_sm90.dequantize(weight, inputs=3584, multiprocessors=132)
+        return sm90.dequantize(weight, inputs=3584, multiprocessors=132)
 
     build(dequantize, tiles(37888, 3584))
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, mosaic_sm90, tiling
+from pallas_kernels.fp4_matmul import api, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.gpu
@@ -101,7 +101,7 @@ def test_dequantize(form):
     weight = random_weight(np.random.default_rng(), 4608, 3584, form)
     if form == "nvfp4":  # of exact values, which are rounded once
         weight = weight._replace(global_scale=jnp.full(4608, 2.0**11))
-    actual = mosaic_sm90.dequantize(fp4.to_tiles(weight), inputs=3584, multiprocessors=132)
+    actual = sm90.dequantize(fp4.to_tiles(weight), inputs=3584, multiprocessors=132)
     expected = fp4.dequantize(weight, jnp.bfloat16)
     np.testing.assert_array_equal(float64(actual), float64(expected))
 

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, cases, layout, mosaic_sm90, tiling
+from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling
+from pallas_kernels.fp4_matmul.sm90.plan import make_plan
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 ROUNDING = 2e-3  # relative error of results stored in bfloat16
@@ -106,7 +107,7 @@ def test_kernel(variant, dtype, simulated):
     if rank:
         extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2), "bias": normal(n)}
         expected += float64(extra["xa"]) @ float64(extra["b"]).T + float64(extra["bias"])
-    y = mosaic_sm90.matmul(
+    y = sm90.matmul(
         x,
         layout.to_tiles(weight),
         config=config,
@@ -125,7 +126,7 @@ def test_dequantize(form, simulated):
     weight = random_weight(136, 192, form)
     if form == "nvfp4":  # of exact values, which are rounded once
         weight = weight._replace(global_scale=jnp.full(136, 2.0**11))
-    actual = mosaic_sm90.dequantize(
+    actual = sm90.dequantize(
         layout.to_tiles(weight), inputs=192, multiprocessors=2, interpret=simulated
     )
     np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
@@ -136,8 +137,8 @@ def simulated_api(simulated, monkeypatch):
     """`fp4_matmul` with the simulated kernel."""
 
     class Kernel:
-        matmul = staticmethod(functools.partial(mosaic_sm90.matmul, interpret=simulated))
-        dequantize = staticmethod(functools.partial(mosaic_sm90.dequantize, interpret=simulated))
+        matmul = staticmethod(functools.partial(sm90.matmul, interpret=simulated))
+        dequantize = staticmethod(functools.partial(sm90.dequantize, interpret=simulated))
 
     monkeypatch.setattr(api, "_kernel", lambda: Kernel)
     monkeypatch.setattr(device, "multiprocessors", lambda: 2)
@@ -204,7 +205,7 @@ def test_self_check_while_tracing():
 def test_every_step_has_one_block(tile_m, stream, blocks):
     """Who computes what, and who adds up what, for 3 or 5 tiles of tokens and 7 of rows."""
     config = TileConfig(tile_m, rows=2, stream=stream)
-    plan = mosaic_sm90.make_plan(config, 180, 13, 5 * 128, blocks)
+    plan = make_plan(config, 180, 13, 5 * 128, blocks)
     owners = np.full((plan.tiles, plan.steps), -1)
     for block in range(plan.blocks):
         pieces = int(plan.pieces(block))

@@ -271,9 +271,9 @@ def self_check() -> float:
 
 def _kernel() -> ModuleType:
     """The kernel's module. It uses an API of jax that may change: it is loaded when needed."""
-    from pallas_kernels.fp4_matmul import mosaic_sm90
+    from pallas_kernels.fp4_matmul import sm90
 
-    return mosaic_sm90
+    return sm90
 
 
 @functools.cache

@@ -1,0 +1,109 @@
+"""Codes and scales to bfloat16: the registers of wgmma, from shared memory."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from pallas_kernels.fp4_matmul import layout
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
+
+# A tile of codes: warp w has the rows 16 w.., a lane the words 4 c.. of its rows r and r + 8.
+CODES = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, 256), (128,), (16,), (4,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+# A tile of scales: both words of the rows r and r + 8, the same in the four lanes of a row.
+SCALES = plgpu.Layout.TILED(
+    plgpu.Tiling(((128,), (32,), (16,), (2,))),
+    warp_dims=(-4,),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
+# Of dense operands of wgmma in shared memory.
+OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+
+def decode_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """A tile of codes [4, 256] and scales [128] as bfloat16 [64, 128], over UNIT."""
+    words = codes.reshape(TILE_ROWS, 4, 2, 2).swapaxes(1, 2)  # row, half, lane, word
+    raw = jnp.stack(layout.pair_bits(words[..., 0], words[..., 1]), axis=2)
+    raw = jnp.stack([raw, raw >> 16], axis=-1).reshape(TILE_ROWS, TILE_COLUMNS)
+    # Not as the subnormal numbers that these bits are: a CPU takes them for zero.
+    index = (raw >> 6 & 7).astype(jnp.float32)
+    magnitude = jnp.where(index < 4, index / 2, jnp.where(index < 6, index - 2, 2 * index - 8))
+    values = jnp.where(raw >> 15 & 1, -magnitude, magnitude)
+    first, second = layout.scale_bits(scales.reshape(TILE_ROWS, 2))
+    bits = jnp.stack([first, first >> 16, second, second >> 16], axis=-1) & 0xFFFF
+    bits = (bits | layout.SCALE_BITS & 0xFFFF).astype(jnp.uint16).reshape(TILE_ROWS, -1)
+    scales = jax.lax.bitcast_convert_type(bits, jnp.bfloat16).astype(jnp.float32) * 2.0**-126
+    blocks = values.reshape(TILE_ROWS, -1, layout.BLOCK) * scales[..., None]
+    return blocks.reshape(TILE_ROWS, TILE_COLUMNS).astype(jnp.bfloat16)
+
+
+def decode_tile(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The same in registers: each thread ends with the operands of its wgmma instructions."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(CODES, SCALES),
+        return_type=(_HALF, _HALF),
+    )
+    def decode(_, codes, scales):
+        i32 = ir.IntegerType.get_signless(32)
+        pair_type = ir.VectorType.get((2,), ir.BF16Type.get())
+
+        def constant(value):
+            return arith.constant(i32, ir.IntegerAttr.get(i32, value - (value >> 31 << 32)))
+
+        def rotate(word, left):
+            if left <= 6:  # No bit of the mask wraps around; a plain shift has a pipe of its own.
+                return arith.shli(word, constant(left)) if left else word
+            return mgpu.utils.inline_ptx(
+                f"shf.l.wrap.b32 $0, $1, $1, {left};", word, result_types=i32
+            )
+
+        mask, mix, unmix = constant(layout.MASK), constant(layout.MIX), constant(~layout.MIX)
+        scale_mask = constant(layout.SCALE_MASK)
+        # A constant that ptxas cannot see through: it would move one into a register for each use.
+        scale_bits = mgpu.utils.inline_ptx(
+            f"{{ .reg .b32 all; activemask.b32 all; and.b32 $0, all, {layout.SCALE_BITS}; }}",
+            result_types=i32,
+        )
+        out = [np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(2)]
+        for half in range(2):  # the rows r and r + 8
+            words = codes.registers.flat[half]
+            scale_words = scales.registers.flat[half]
+            for part in range(2):  # columns 0..63 and 64..127
+                first = vector.extract(words, [], [2 * part])
+                second = vector.extract(words, [], [2 * part + 1])
+                mixed = arith.ori(arith.andi(first, mix), arith.andi(second, unmix))
+                sources = (first, first, first, second, second, second, mixed, mixed)
+                scale_word = vector.extract(scale_words, [], [part])
+                pairs = [
+                    arith.ori(arith.andi(rotate(scale_word, turn), scale_mask), scale_bits)
+                    for turn in (0, 8)
+                ]
+                for q, (word, turn) in enumerate(zip(sources, layout.ROTATIONS, strict=True)):
+                    raw = arith.andi(rotate(word, turn), mask)
+                    which = "low" if q // 2 % 2 == 0 else "high"
+                    # ptxas makes the moves a choice of operand halves.
+                    value = mgpu.utils.inline_ptx(
+                        "{ .reg .b16 low, high; .reg .b32 scale; mov.b32 {low, high}, $2; "
+                        f"mov.b32 scale, {{{which}, {which}}}; mul.rn.bf16x2 $0, $1, scale; }}",
+                        raw,
+                        pairs[q // 4],
+                        result_types=i32,
+                    )
+                    out[part][0, q, 0, 0, half] = mgpu.utils.bitcast(value, pair_type)
+        return tuple(
+            mgpu.FragmentedArray(_registers=part, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+            for part in out
+        )
+
+    return decode(codes, scales)

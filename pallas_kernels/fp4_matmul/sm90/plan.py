@@ -1,0 +1,147 @@
+"""Which block of threads computes what."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TileConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Who computes what. A step is one stage of K.
+
+    A block computes whole tiles. When streamed, every block has the same number of them, and the
+    tiles left over are shared: their steps form a line that is cut into equal runs, one a block.
+    A run is no longer than a tile, so it touches two at most, and a block begins with it: its
+    partial sums are on their way while it computes whole tiles.
+    """
+
+    config: TileConfig
+    m_tiles: int
+    n_tiles: int
+    row_tiles: int
+    steps: int  # of a tile
+    blocks: int
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the result."""
+        return self.m_tiles * self.n_tiles
+
+    @property
+    def shared(self) -> int:
+        """The first tiles, as many as are left over, are shared."""
+        return self.tiles % self.blocks if self.config.stream else 0
+
+    @property
+    def sharing(self) -> int:
+        """The first blocks, as many as have a run of shared steps."""
+        return min(self.blocks, self.shared * self.steps)
+
+    @property
+    def slots(self) -> int:
+        """Places for partial sums."""
+        return self.sharing + self.shared - 1
+
+    @property
+    def most_sharers(self) -> int:
+        """A bound on the blocks that share a tile: the inner ones have whole runs of it."""
+        shortest = self.shared * self.steps // self.sharing
+        return -(-(self.steps - 1) // shortest) + 1
+
+    @property
+    def unit(self) -> int:
+        """Tokens that a sharer adds up at a time: if possible, each sharer has at most one unit.
+
+        Up to 64, of which a thread holds 32 sums.
+        """
+        longest = -(-self.shared * self.steps // self.sharing)
+        fewest_sharers = -(-self.steps // longest)
+        tokens = min(64, -(-self.config.tile_m // (8 * fewest_sharers)) * 8)
+        return next(unit for unit in range(tokens, 0, -8) if self.config.tile_m % unit == 0)
+
+    @property
+    def units(self) -> int:
+        """Units of a tile."""
+        return self.config.tile_m // self.unit
+
+    @property
+    def per_stage(self) -> int:
+        """Tiles of 128 columns in a stage."""
+        return self.config.block_k // TILE_COLUMNS
+
+    def coordinates(self, tile) -> tuple[Any, Any]:
+        """Tile of tokens and tile of outputs; tiles that run together share what is in the L2."""
+        if self.m_tiles == 1:
+            return jnp.int32(0), tile
+        return plgpu.planar_snake(tile, (self.m_tiles, self.n_tiles), 0, 8)
+
+    def pieces(self, block):
+        """How many tiles, or parts of tiles, a block computes."""
+        if not self.shared:
+            return lax.div(self.tiles - block + self.blocks - 1, self.blocks)
+        return self.shared_pieces(block) + self.tiles // self.blocks
+
+    def shared_pieces(self, block):
+        """How many of them, the first ones, are of shared tiles: 0 to 2."""
+        first, last = self._first_step(block), self._first_step(block + 1) - 1
+        return lax.div(last, self.steps) - lax.div(first, self.steps) + 1
+
+    def piece(self, block, index):
+        """The tile of a piece, its first step of K and its number of steps."""
+        if not self.shared:
+            return block + index * self.blocks, 0, self.steps
+        first, end = self._first_step(block), self._first_step(block + 1)
+        tile = lax.div(first, self.steps) + index
+        begin = jnp.maximum(first, tile * self.steps)
+        count = jnp.minimum(end, (tile + 1) * self.steps) - begin
+        behind = index - self.shared_pieces(block)
+        shared = behind < 0
+        return (
+            jnp.where(shared, tile, self.shared + block + behind * self.blocks),
+            jnp.where(shared, begin - tile * self.steps, 0),
+            jnp.where(shared, count, self.steps),
+        )
+
+    def share(self, block, index):
+        """Whom a block adds up a tile with, and what of it.
+
+        Args:
+            block: the block.
+            index: of the piece, 0 or 1.
+
+        Returns:
+            The tile; the first block that shares it; how many do, or 0 if the piece is a whole tile
+            or there is none; the first of the units that this block adds up, and the one after the
+            last.
+        """
+        tile, _, count = self.piece(block, index)
+        partial = (index < self.shared_pieces(block)) & (count < self.steps)
+        tile = jnp.where(partial, tile, 0)
+        first, last = self._block_of(tile * self.steps), self._block_of((tile + 1) * self.steps - 1)
+        sharers = last - first + 1
+        begin, end = (lax.div((block - first + i) * self.units, sharers) for i in (0, 1))
+        return tile, first, *(jnp.where(partial, i, 0) for i in (sharers, begin, end))
+
+    def slot(self, block, tile):
+        """Where a block leaves its partial sum of a tile; along the line, one of both rises."""
+        return block + tile
+
+    def _first_step(self, block):
+        return lax.div(jnp.minimum(block, self.sharing) * self.shared * self.steps, self.sharing)
+
+    def _block_of(self, step):
+        """The last block that begins at or before a step."""
+        return lax.div((step + 1) * self.sharing - 1, self.shared * self.steps)
+
+
+def make_plan(config: TileConfig, m: int, row_tiles: int, k: int, multiprocessors: int) -> Plan:
+    """The plan for M tokens, tiles of 64 rows and K columns."""
+    m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.rows)
+    steps = -(-k // config.block_k)
+    work = m_tiles * n_tiles * (steps if config.stream else 1)
+    return Plan(config, m_tiles, n_tiles, row_tiles, steps, min(work, multiprocessors))

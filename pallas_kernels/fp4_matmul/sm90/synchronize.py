@@ -1,0 +1,111 @@
+"""What threads and blocks of threads wait for, beyond barriers in shared memory."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm, nvvm
+
+
+def fence_async_proxy(kind: nvvm.ProxyKind) -> None:
+    """Orders what threads read and wrote in shared or global memory, and copies."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        shared = kind == nvvm.ProxyKind.async_shared
+        nvvm.fence_proxy(kind, space=nvvm.SharedSpace.shared_cta if shared else None)
+
+    fence()
+
+
+def arrive(locks, sharers) -> None:
+    """Publishes what the warpgroup wrote to global memory and counts at two locks.
+
+    Args:
+        locks: both int32 [1] in global memory.
+        sharers: how many arrive at each; without any, the lock is left alone.
+    """
+    _with_locks(
+        "bar.sync $1, 128; @mine fence.acq_rel.gpu; "
+        "@mine red.relaxed.gpu.global.add.u32 [lock], 1;",
+        locks,
+        sharers,
+        sharers,
+    )
+
+
+def wait(locks, sharers, waiters) -> None:
+    """Waits until all sharers have arrived at two locks; the warpgroup then sees what they wrote.
+
+    Who has waited counts too. The last one counts to zero, for the next call: no lock is zero
+    again while someone waits at it.
+
+    Args:
+        locks: both int32 [1] in global memory.
+        sharers: how many arrive at each; without any, the lock is left alone.
+        waiters: how many wait.
+    """
+    _with_locks(
+        "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "
+        "setp.lt.and.u32 early, count, sharers, mine; @early bra again; "
+        "add.u32 count, sharers, waiters; sub.u32 count, count, 1; "
+        "@mine red.relaxed.gpu.global.inc.u32 [lock], count; "
+        "bar.warp.sync 0xffffffff; bar.sync $1, 128;",
+        locks,
+        sharers,
+        waiters,
+    )
+
+
+def _with_locks(code: str, locks, sharers, waiters) -> None:
+    """Runs PTX in which `mine` holds in lanes 0 and 1 of a warpgroup, each with one of two locks.
+
+    But not in one whose lock has no sharers. $1 is the warpgroup's barrier.
+    """
+    number = plgpu.Layout.WG_SPLAT
+
+    @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 4))
+    def run(_, locks, numbers):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [
+                mgpu.utils.thread_idx(),
+                mgpu.utils.warpgroup_barrier_idx(sync=False),
+                *(mgpu.utils.memref_ptr(lock) for lock in locks),
+                *(number.registers.item() for number in numbers),
+            ],
+            "{ .reg .pred mine, early; .reg .b32 lane, count, sharers, waiters; .reg .b64 lock; "
+            "and.b32 lane, $0, 127; setp.eq.u32 mine, lane, 1; "
+            "selp.b64 lock, $3, $2, mine; selp.b32 sharers, $5, $4, mine; "
+            "selp.b32 waiters, $7, $6, mine; "
+            f"setp.lt.u32 mine, lane, 2; setp.ne.and.u32 mine, sharers, 0, mine; {code} }}",
+            "r,r,l,l,r,r,r,r,~{memory}",
+            has_side_effects=True,
+            convergent=True,
+        )
+
+    run(locks, [*sharers, *waiters])
+
+
+def opaque(number: jax.Array) -> jax.Array:
+    """An int32 that the compiler knows nothing of: what is made of it stays where it is.
+
+    It would be made outside of the loops around, in registers that their copies need.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WG_SPLAT,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def move(_, number):
+        value = llvm.inline_asm(
+            ir.IntegerType.get_signless(32),
+            [number.registers.item()],
+            "mov.b32 $0, $1;",
+            "=r,r",
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(value, (), is_signed=True)
+
+    return move(number)
