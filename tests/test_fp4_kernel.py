@@ -193,6 +193,24 @@ def test_float32(monkeypatch):
 
 
 @pytest.mark.usefixtures("simulated_api")
+@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("m", [3, 130])
+def test_shares_of_the_adapters_product(m, kernel, monkeypatch):
+    monkeypatch.setattr(api, "kernel_runs", lambda: kernel)
+    n, k, rank = 64, 128, 24
+    weight, x = random_weight(n, k), normal(m, k)
+    b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
+    shares = np.random.default_rng(2).standard_normal((5, -(-m // 4) * 4, 32)).astype(np.float32)
+    shares[:, :, rank:] = 0
+    shares[:, m:] = np.nan
+    y = fp4.fp4_matmul_with_shares(x, fp4.to_tiles(weight), jnp.asarray(shares), b)
+    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    expected += float64(shares)[:, :m].sum(axis=0) @ float64(b)[:, :32].T
+    assert y.shape == (m, n)
+    assert relative_error(y, expected) < 4e-3  # shares are added up and rounded
+
+
+@pytest.mark.usefixtures("simulated_api")
 def test_self_check_while_tracing():
     errors = []
     jax.eval_shape(lambda x: (errors.append(api.self_check()), x)[1], jnp.ones(1))
@@ -209,6 +227,7 @@ def test_every_step_has_one_block(tile_m, stream, blocks):
     owners = np.full((plan.tiles, plan.steps), -1)
     for block in range(plan.blocks):
         pieces = int(plan.pieces(block))
+        assert pieces > 0
         for index in range(pieces):
             tile, first, count = (int(i) for i in plan.piece(block, index))
             assert count > 0

@@ -17,6 +17,8 @@ from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # of an adapter inside the kernel: the columns of its largest stage
+# Rows of shares that the kernel adds up itself: four for each multiprocessor.
+_MAX_ROWS_OF_SHARES = 128
 
 
 def fp4_matmul(
@@ -81,7 +83,7 @@ def fp4_matmul_with_shares(
 ) -> jax.Array:
     """Returns x W^T + (x A^T) B^T where shares of x A^T are known; without derivatives.
 
-    The kernel adds them up while its first stages arrive.
+    The kernel adds them up while its first stages arrive, if there are few rows.
 
     Args:
         x: [M, K], see `fp4_matmul`.
@@ -96,6 +98,8 @@ def fp4_matmul_with_shares(
     rank = b.shape[1]
     if not _suits_kernel(x, weight) or rank != tiling.padded_rank(rank) or rank > _MAX_RANK:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
+    if len(x) > _MAX_ROWS_OF_SHARES:
+        return _run_kernel(x, weight, xa=sum_of_shares(shares, x, b), b=b)
     return _run_kernel(x, weight, shares=shares, b=b)
 
 

@@ -95,7 +95,7 @@ def compute_registers(warpgroups: int) -> int:
 def copy_registers(warpgroups: int) -> int:
     """What they leave to the thread that copies, as much as it has a use for."""
     left = _started_registers(warpgroups) - warpgroups * compute_registers(warpgroups)
-    return min(72, left)
+    return min(40, left)
 
 
 def _started_registers(warpgroups: int) -> int:

@@ -241,13 +241,13 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
         return slot
 
-    @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
-    def total(index, done):
-        tile, first, count = plan.piece(block, index)
+    def fill(index, begin, end, done):
+        """Copies some stages of a piece."""
+        tile, first, _ = plan.piece(block, index)
         m_tile, n_tile = plan.coordinates(tile)
         tokens = pl.ds(m_tile * config.tile_m, config.tile_m)
 
-        @pl.loop(0, count)
+        @pl.loop(begin, end)
         def _(i):
             slot = acquire(done + i)
             columns = (first + i) * plan.per_stage
@@ -266,19 +266,33 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
                 plgpu.copy_gmem_to_smem(
                     gm["x"].at[tokens, part], sm["x"].at[slot, j], sm["full"].at[slot]
                 )
-            if "shares" in gm:
-                # While the first stages arrive.
-                @pl.when((index == 0) & (i == jnp.minimum(count, config.stages) - 1))
-                def _():
-                    _add_shares(plan, gm)
 
+    filled = jnp.int32(0)
+    if "shares" in gm:
+        # They are added up while the first stages arrive.
+        filled = jnp.minimum(plan.piece(block, 0)[2], config.stages)
+        fill(0, 0, filled, 0)
+        _add_shares(plan, gm)
+
+    @pl.loop(0, plan.pieces(block), init_carry=(jnp.int32(0), jnp.int32(0)))
+    def totals(index, carry):
+        done, ended = carry
+        tile, first, count = plan.piece(block, index)
+        tokens = pl.ds(plan.coordinates(tile)[0] * config.tile_m, config.tile_m)
+        fill(index, jnp.where(index == 0, filled, 0), count, done)
         done += count
         if "b" not in gm:
-            return done
+            return done, ended
         ends = _ends_tile(plan, first, count)
 
         @pl.when(ends)
         def _():
+            if "shares" in gm:
+
+                @pl.when(ended == 0)
+                def _():
+                    _await_shares(plan, gm)
+
             slot = acquire(done)
             for j in range(adapter_tiles(gm["xa"].shape[1])):
                 part = pl.ds(j * TILE_COLUMNS, TILE_COLUMNS)
@@ -286,7 +300,15 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
                     gm["xa"].at[tokens, part], sm["x"].at[slot, j], sm["xa_full"].at[slot]
                 )
 
-        return done + jnp.where(ends, 1, 0)
+        ends = jnp.where(ends, 1, 0)
+        return done + ends, ended + ends
+
+    total, ended = totals
+    if "shares" in gm:
+        # Everyone counts, who does not end a tile too.
+        @pl.when(ended == 0)
+        def _():
+            _await_shares(plan, gm)
 
     # A kernel must not end before all arrivals at its barriers.
     for i in range(config.stages):
@@ -297,12 +319,11 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
 
 def _add_shares(plan: Plan, gm: dict[str, Any]):
-    """Writes this block's parts of x A^T, and waits for those of the others."""
+    """Writes this block's parts of x A^T and counts, if there are any."""
     block = opaque(lax.axis_index("block"))
     count, rows, width = gm["shares"].shape
     columns = gm["xa"].shape[1] // SHARE_COLUMNS
     parts = rows // SHARE_ROWS * columns
-    adders = min(plan.blocks, parts)
     batches = -(-count // _SHARES_IN_FLIGHT)
     batch = -(-count // batches)
 
@@ -329,18 +350,27 @@ def _add_shares(plan: Plan, gm: dict[str, Any]):
 
         gm["xa"].at[place][...] = total.astype(jnp.bfloat16)
 
-    locks = [gm["locks"].at[pl.ds(0, 1)]] * 2
-
-    def numbers(number):
-        return [jnp.int32(number), jnp.int32(0)]
-
-    @pl.when(block < adders)
+    @pl.when(block < parts)
     def _():
         fence_async_proxy(nvvm.ProxyKind.async_global)
-        arrive(locks, numbers(1))
+        arrive(_first_lock(gm), _for_first_lock(1))
 
-    wait(locks, numbers(adders), numbers(plan.blocks))
+
+def _await_shares(plan: Plan, gm: dict[str, Any]):
+    """Waits for all parts of x A^T."""
+    parts = gm["shares"].shape[1] // SHARE_ROWS * (gm["xa"].shape[1] // SHARE_COLUMNS)
+    adders = min(plan.blocks, parts)
+    wait(_first_lock(gm), _for_first_lock(adders), _for_first_lock(plan.blocks))
     fence_async_proxy(nvvm.ProxyKind.async_global)
+
+
+def _first_lock(gm: dict[str, Any]) -> list:
+    """That of the shares; `arrive` and `wait` want two."""
+    return [gm["locks"].at[pl.ds(0, 1)]] * 2
+
+
+def _for_first_lock(number: int) -> list[jax.Array]:
+    return [jnp.int32(number), jnp.int32(0)]
 
 
 def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup):
