@@ -3,11 +3,13 @@
 import json
 import math
 import pathlib
+import types
 
 import numpy as np
 import pytest
+import tiny_model
 
-from benchmarks import learning, run_summary, tables
+from benchmarks import agreement, learning, run_summary, tables
 from qerl_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -73,6 +75,29 @@ def test_a_summary_has_medians_and_no_paths_of_a_machine(tmp_path):
     assert summary["by_step"]["reward"] == [0.5, 0.25, 0.0]
     assert summary["command"] == "python -m experiments.x --config=configs/x.py --a=b.py"
     assert summary["config"] == {"model": {"source": "m.gguf"}, "data": {"source": "openai/gsm8k"}}
+
+
+def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
+    config, params = tiny_model.tiny_policy("qwen2")
+    lora = tiny_model.random_lora(config)
+    tokenizer = types.SimpleNamespace(eos_ids=(1,), pad_id=0)
+    model = types.SimpleNamespace(config=config, params=params, tokenizer=tokenizer)
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    result = agreement.compare(model, lora, prompts, new_tokens=6, seed=0)
+    assert 2 <= result["greedy_tokens"] <= 12
+    assert result["greedy_largest_gap"] < 1e-5
+    assert result["logprob_diff_mean"] < 1e-5
+
+    whole_rows = agreement.whole_rows
+
+    def other_tokens(prompts, rollout):
+        tokens, lengths = whole_rows(prompts, rollout)
+        return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, tokens ^ 1), lengths
+
+    monkeypatch.setattr(agreement, "whole_rows", other_tokens)
+    wrong = agreement.compare(model, lora, prompts, new_tokens=6, seed=0)
+    assert wrong["greedy_largest_gap"] > 0.01
+    assert wrong["logprob_diff_mean"] > 0.01
 
 
 def test_the_readme_is_what_the_tables_write(tmp_path, monkeypatch):
