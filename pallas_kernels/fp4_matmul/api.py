@@ -17,7 +17,7 @@ from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # of an adapter inside the kernel: the columns of its largest stage
-# Rows of shares that the kernel adds up itself: four for each multiprocessor.
+# Rows of shares that the kernel adds up itself: one part of them for each block of threads.
 _MAX_ROWS_OF_SHARES = 128
 
 
@@ -94,9 +94,19 @@ def fp4_matmul_with_shares(
 
     Returns:
         [M, N] in x's dtype.
+
+    Raises:
+        ValueError: shares of another shape.
     """
     rank = b.shape[1]
-    if not _suits_kernel(x, weight) or rank != tiling.padded_rank(rank) or rank > _MAX_RANK:
+    rows = -(-len(x) // tiling.SHARE_ROWS) * tiling.SHARE_ROWS
+    if shares.ndim != 3 or shares.shape[1] != rows or shares.shape[2] % tiling.SHARE_COLUMNS:
+        raise ValueError(
+            f"fp4_matmul_with_shares: shares are {shares.shape} for {len(x)} rows, expected "
+            f"(S, {rows}, a multiple of {tiling.SHARE_COLUMNS})"
+        )
+    suits = _suits_kernel(x, weight) and rank == tiling.padded_rank(rank) <= _MAX_RANK
+    if not suits or shares.shape[2] > rank:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
     if len(x) > _MAX_ROWS_OF_SHARES:
         return _run_kernel(x, weight, xa=sum_of_shares(shares, x, b), b=b)
@@ -255,19 +265,20 @@ def self_check() -> float:
         scales=rng.integers(1, 127, (n, k // reference.BLOCK), np.uint8).view(jnp.float8_e4m3fn),
         global_scale=rng.uniform(1000, 3000, n).astype(np.float32),
     )
-    x, xa, b, bias = (
-        rng.standard_normal(shape).astype(jnp.bfloat16)
-        for shape in ((m, k), (m, rank), (n, rank), (n,))
+    x, b, bias = (
+        rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((m, k), (n, rank), (n,))
     )
+    shares = rng.standard_normal((3, m, rank)).astype(np.float32)
 
     def run():
         matmul = functools.partial(_kernel().matmul, config=config, multiprocessors=4)
-        y = jax.jit(matmul)(x, layout.to_tiles(weight), xa=xa, b=b, bias=bias)
+        y = jax.jit(matmul)(x, layout.to_tiles(weight), shares=shares, b=b, bias=bias)
         return y, reference.dequantize(weight, jnp.float32)
 
     # The caller may be tracing a program, of which another thread knows nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         actual, dense = (np.asarray(part, np.float64) for part in thread.submit(run).result())
+    xa = shares.sum(axis=0).astype(jnp.bfloat16)
     x, xa, b, bias = (array.astype(np.float64) for array in (x, xa, b, bias))
     expected = x @ dense.T + xa @ b.T + bias
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

@@ -17,7 +17,7 @@ _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")
 # The threads at one place of all warpgroups share this many registers.
 _REGISTERS = 512
-_COPY_REGISTERS = 32  # at least
+_COPY_REGISTERS, _MOST_COPY_REGISTERS = 32, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ def compute_registers(warpgroups: int) -> int:
 def copy_registers(warpgroups: int) -> int:
     """What they leave to the thread that copies, as much as it has a use for."""
     left = _started_registers(warpgroups) - warpgroups * compute_registers(warpgroups)
-    return min(40, left)
+    return min(_MOST_COPY_REGISTERS, left)
 
 
 def _started_registers(warpgroups: int) -> int:

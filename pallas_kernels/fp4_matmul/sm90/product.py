@@ -10,7 +10,8 @@ A block of threads is persistent. One warpgroup copies stages of codes, scales a
 memory; the others wait for a stage, decode their tiles of it (`layout` explains the bits) and
 multiply. The only roundings are those of the float32 accumulation and of the stored bfloat16. At
 the end of a tile the accumulator is scaled by the divisors of its rows, xa B^T is added as one more
-step of K, and what several warpgroups or blocks of threads share is added up in a fixed order.
+step of K, and what several warpgroups or blocks of threads share is added up in a fixed order. So
+is xa itself, where it comes in shares, by the warpgroups that copy.
 """
 
 import functools
@@ -52,7 +53,7 @@ _SHARE = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 _SHARES_IN_FLIGHT = 8
-_LOCKS = 4096
+_LOCKS = 4096  # more than any plan has
 
 
 def matmul(
@@ -74,15 +75,16 @@ def matmul(
         x: bfloat16 [M, K].
         weight: [N, K].
         config: the tiling.
-        multiprocessors: blocks of threads that run at a time.
+        multiprocessors: blocks of threads that run at a time, no more than the device has: they
+            wait for one another.
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
         shares: in its place float32 [S, M', R'], whose sum over S it is; M' is M in whole
             SHARE_ROWS, R' <= R a multiple of SHARE_COLUMNS.
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
-        interpret: simulate on a CPU. The decode is then plain jnp; the partial sums of a shared
-            tile are added up outside of the kernel.
+        interpret: simulate on a CPU. The decode is then plain jnp; shares, and the partial sums of
+            a shared tile, are added up outside of the kernel.
 
     Returns:
         [M, N].
@@ -112,10 +114,15 @@ def matmul(
     transposed = dtype == jnp.float32
     shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
     results = {"y": jax.ShapeDtypeStruct(shape if transposed else (m, padded), dtype)}
+    assert (b is None) == (xa is None and shares is None)
     if b is not None:
         assert rank % 64 == 0
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
+    if shares is not None:
+        assert shares.shape[1] == -(-tokens // SHARE_ROWS) * SHARE_ROWS
+        assert shares.shape[2] % SHARE_COLUMNS == 0
+        assert shares.shape[2] <= rank
     if shares is not None and simulated:
         xa = jnp.pad(shares.sum(axis=0)[:tokens], ((0, 0), (0, rank - shares.shape[2])))
         xa = xa.astype(x.dtype)
@@ -132,10 +139,10 @@ def matmul(
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if plan.shared or shares is not None:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
-        # calls of a program share them, and their size hardly depends on the call. The first one
-        # is that of the shares.
-        locks = -(-(1 + plan.shared * config.rows) // _LOCKS) * _LOCKS
-        operands["locks"] = jnp.zeros(locks, jnp.int32)
+        # calls of a program, which follow one another, share them. The first one is that of the
+        # shares.
+        assert plan.shared * config.rows < _LOCKS
+        operands["locks"] = jnp.zeros(_LOCKS, jnp.int32)
     body = functools.partial(_body, plan, (*operands, *results), simulated)
     kernel = plgpu.kernel(
         body,
@@ -242,7 +249,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         return slot
 
     def fill(index, begin, end, done):
-        """Copies some stages of a piece."""
+        """Copies the steps begin..end of a piece, before which `done` stages were filled."""
         tile, first, _ = plan.piece(block, index)
         m_tile, n_tile = plan.coordinates(tile)
         tokens = pl.ds(m_tile * config.tile_m, config.tile_m)
@@ -321,9 +328,9 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 def _add_shares(plan: Plan, gm: dict[str, Any]):
     """Writes this block's parts of x A^T and counts, if there are any."""
     block = opaque(lax.axis_index("block"))
-    count, rows, width = gm["shares"].shape
+    count, _, width = gm["shares"].shape
     columns = gm["xa"].shape[1] // SHARE_COLUMNS
-    parts = rows // SHARE_ROWS * columns
+    parts = _parts_of_shares(gm)
     batches = -(-count // _SHARES_IN_FLIGHT)
     batch = -(-count // batches)
 
@@ -353,24 +360,18 @@ def _add_shares(plan: Plan, gm: dict[str, Any]):
     @pl.when(block < parts)
     def _():
         fence_async_proxy(nvvm.ProxyKind.async_global)
-        arrive(_first_lock(gm), _for_first_lock(1))
+        arrive([gm["locks"].at[pl.ds(0, 1)]], [jnp.int32(1)])
 
 
 def _await_shares(plan: Plan, gm: dict[str, Any]):
     """Waits for all parts of x A^T."""
-    parts = gm["shares"].shape[1] // SHARE_ROWS * (gm["xa"].shape[1] // SHARE_COLUMNS)
-    adders = min(plan.blocks, parts)
-    wait(_first_lock(gm), _for_first_lock(adders), _for_first_lock(plan.blocks))
+    adders = min(plan.blocks, _parts_of_shares(gm))
+    wait([gm["locks"].at[pl.ds(0, 1)]], [jnp.int32(adders)], [jnp.int32(plan.blocks)])
     fence_async_proxy(nvvm.ProxyKind.async_global)
 
 
-def _first_lock(gm: dict[str, Any]) -> list:
-    """That of the shares; `arrive` and `wait` want two."""
-    return [gm["locks"].at[pl.ds(0, 1)]] * 2
-
-
-def _for_first_lock(number: int) -> list[jax.Array]:
-    return [jnp.int32(number), jnp.int32(0)]
+def _parts_of_shares(gm: dict[str, Any]) -> int:
+    return gm["shares"].shape[1] // SHARE_ROWS * (gm["xa"].shape[1] // SHARE_COLUMNS)
 
 
 def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup):

@@ -1,5 +1,7 @@
 """What threads and blocks of threads wait for, beyond barriers in shared memory."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -19,12 +21,12 @@ def fence_async_proxy(kind: nvvm.ProxyKind) -> None:
     fence()
 
 
-def arrive(locks, sharers) -> None:
-    """Publishes what the warpgroup wrote to global memory and counts at two locks.
+def arrive(locks: Sequence, sharers: Sequence[jax.Array]) -> None:
+    """Publishes what the warpgroup wrote to global memory and counts at one or two locks.
 
     Args:
-        locks: both int32 [1] in global memory.
-        sharers: how many arrive at each; without any, the lock is left alone.
+        locks: int32 [1] in global memory.
+        sharers: int32; 0 leaves the lock alone.
     """
     _with_locks(
         "bar.sync $1, 128; @mine fence.acq_rel.gpu; "
@@ -35,16 +37,16 @@ def arrive(locks, sharers) -> None:
     )
 
 
-def wait(locks, sharers, waiters) -> None:
-    """Waits until all sharers have arrived at two locks; the warpgroup then sees what they wrote.
+def wait(locks: Sequence, sharers: Sequence[jax.Array], waiters: Sequence[jax.Array]) -> None:
+    """Waits until all sharers have arrived at one or two locks, and sees what they wrote.
 
     Who has waited counts too. The last one counts to zero, for the next call: no lock is zero
     again while someone waits at it.
 
     Args:
-        locks: both int32 [1] in global memory.
-        sharers: how many arrive at each; without any, the lock is left alone.
-        waiters: how many wait.
+        locks: int32 [1] in global memory.
+        sharers: int32, how many arrive at each; 0 leaves the lock alone.
+        waiters: int32, how many wait.
     """
     _with_locks(
         "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "
@@ -59,11 +61,14 @@ def wait(locks, sharers, waiters) -> None:
 
 
 def _with_locks(code: str, locks, sharers, waiters) -> None:
-    """Runs PTX in which `mine` holds in lanes 0 and 1 of a warpgroup, each with one of two locks.
+    """Runs PTX in which `mine` holds in lanes 0 and 1 of a warpgroup, each with one of the locks.
 
-    But not in one whose lock has no sharers. $1 is the warpgroup's barrier.
+    But not in one without a lock, or whose lock has no sharers. $1 is the warpgroup's barrier.
     """
     number = plgpu.Layout.WG_SPLAT
+    if len(locks) == 1:
+        locks = [*locks, *locks]
+        sharers, waiters = [*sharers, jnp.int32(0)], [*waiters, jnp.int32(0)]
 
     @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 4))
     def run(_, locks, numbers):
@@ -99,12 +104,9 @@ def opaque(number: jax.Array) -> jax.Array:
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
     )
     def move(_, number):
-        value = llvm.inline_asm(
-            ir.IntegerType.get_signless(32),
-            [number.registers.item()],
-            "mov.b32 $0, $1;",
-            "=r,r",
-            has_side_effects=True,
+        i32 = ir.IntegerType.get_signless(32)
+        value = mgpu.utils.inline_ptx(
+            "mov.b32 $0, $1;", number.registers.item(), result_types=i32, has_side_effects=True
         )
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
