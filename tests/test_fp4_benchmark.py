@@ -96,6 +96,7 @@ def test_a_table_keeps_other_shapes(tmp_path, monkeypatch):
     autotune.merge(path, [{"n": 1, "k": 2, "m": 3, "config": {}, "us": 2.0}])
     table = json.loads(path.read_text())
     assert (table["device"], table["multiprocessors"]) == ("NVIDIA H", 7)
+    assert table["kernel"] == tiling.kernel_digest()
     assert [(entry["m"], entry["us"]) for entry in table["entries"]] == [(1, 1.0), (3, 2.0)]
 
 

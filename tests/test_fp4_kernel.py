@@ -296,6 +296,7 @@ def test_a_measured_tiling_wins(monkeypatch):
         for m, c in ((2048, large), (64, other), (32, config))
     ]
     table = {"device": "d", "multiprocessors": 7, "jax": "1.2", "entries": entries}
+    table["kernel"] = tiling.kernel_digest()
     monkeypatch.setattr(tiling, "_tables", lambda: {"d.json": table})
     for cached in (tiling.choose, tiling._tuned):
         cached.cache_clear()
@@ -307,6 +308,8 @@ def test_a_measured_tiling_wins(monkeypatch):
     assert tiling.choose(20, 512, 1024, multiprocessors=8).tile_m == 24
     assert tiling.verified("d", "1.2")
     assert not tiling.verified("d", "1.3")
+    monkeypatch.setattr(tiling, "kernel_digest", lambda: "another kernel's")
+    assert not tiling.verified("d", "1.2")
     for cached in (tiling.choose, tiling._tuned):
         cached.cache_clear()
 

@@ -236,8 +236,8 @@ def _suits_kernel(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> bool:
 def kernel_runs() -> bool:
     """Whether the kernel serves this process: a Hopper GPU, on which it agrees with the definition.
 
-    The agreement is known for devices and jax versions with a tuned table; elsewhere a small
-    product is computed once.
+    The agreement is known where a table was tuned with this device, version of jax and kernel;
+    elsewhere a small product is computed once.
     """
     if device.cuda_capability() != 9.0:
         return False

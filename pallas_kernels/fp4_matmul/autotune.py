@@ -108,6 +108,7 @@ def merge(path: pathlib.Path, entries: list[dict]) -> None:
         "device": device.device_kind,
         "multiprocessors": device.core_count,
         "jax": jax.__version__,
+        "kernel": tiling.kernel_digest(),
         "entries": [merged[key] for key in sorted(merged)],
     }
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import pathlib
 from collections.abc import Iterator
@@ -131,10 +132,20 @@ def choose(
 
 
 def verified(device: str, jax_version: str) -> bool:
-    """Whether a table was tuned, and its results checked, on this device with this jax."""
+    """Whether a table was tuned, and its results checked, with this device, jax and kernel."""
+    wanted = device, jax_version, kernel_digest()
     return any(
-        (table["device"], table["jax"]) == (device, jax_version) for table in _tables().values()
+        (table["device"], table["jax"], table.get("kernel")) == wanted
+        for table in _tables().values()
     )
+
+
+@functools.cache
+def kernel_digest() -> str:
+    """SHA-256 of the kernel's source, 16 digits."""
+    folder = pathlib.Path(__file__).parent
+    sources = [folder / "layout.py", *sorted((folder / "sm90").glob("*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
 @functools.cache
@@ -151,7 +162,7 @@ def _tuned(multiprocessors: int) -> list[dict]:
 
 @functools.cache
 def _tables() -> dict[str, dict]:
-    """The tuned tables {device, multiprocessors, jax, entries} by file name."""
+    """The tuned tables {device, multiprocessors, jax, kernel, entries} by file name."""
     return {
         path.name: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(TUNED.glob("*.json"))
