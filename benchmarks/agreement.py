@@ -22,29 +22,19 @@ import numpy as np
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
+from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, generate
+from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.folder import provenance, without_folders, write_atomic
 from qerl_jax.run.random_policy import random_lora
 from qerl_jax.run.tasks import SYSTEM_PROMPT
 from qerl_jax.weights.load import load
 
 
-def whole_rows(prompts: list[list[int]], rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-    """Prompts with their completions, int32 [B, T], and the lengths [B] of the prompts."""
-    lengths = np.array([len(prompt) for prompt in prompts])
-    tokens = np.zeros((len(prompts), max(lengths + rollout.lengths)), np.int32)
-    for row, prompt, drawn, length in zip(
-        tokens, prompts, rollout.tokens, rollout.lengths, strict=True
-    ):
-        row[: len(prompt) + length] = [*prompt, *drawn[:length]]
-    return tokens, lengths
-
-
 def compare(model, lora, prompts: list[list[int]], *, new_tokens: int, seed: int) -> dict:
     """The figures of the module's docstring."""
 
-    def sampled(temperature: float) -> tuple[Rollout, np.ndarray, np.ndarray]:
+    def sampled(temperature: float) -> TrainBatch:
         rollout = generate(
             jax.random.key(seed),
             model.params,
@@ -55,7 +45,17 @@ def compare(model, lora, prompts: list[list[int]], *, new_tokens: int, seed: int
             eos_ids=model.tokenizer.eos_ids,
             pad_id=model.tokenizer.pad_id,
         )
-        return rollout, *whole_rows(prompts, rollout)
+        return make_batch(
+            prompts,
+            rollout.tokens,
+            rollout.lengths,
+            rollout.finished,
+            np.zeros(len(prompts)),
+            rollout.logprobs,
+            mask_truncated=False,
+            aggregation="token",
+            pad_id=model.tokenizer.pad_id,
+        )
 
     @jax.jit
     def gaps(params, lora, tokens, lengths):
@@ -64,25 +64,22 @@ def compare(model, lora, prompts: list[list[int]], *, new_tokens: int, seed: int
         taken = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
         return logits[:, :-1].max(axis=-1) - taken
 
-    greedy, tokens, begins = sampled(0.0)
-    ends = begins + greedy.lengths
-    position = np.arange(tokens.shape[1] - 1)[None, :]
-    drawn = (position >= begins[:, None] - 1) & (position < ends[:, None] - 1)
-    gap = np.asarray(gaps(model.params, lora, tokens, ends))[drawn]
+    batch = sampled(0.0)
+    position = np.arange(1, batch.tokens.shape[1])
+    drawn = (position >= batch.prompt_lengths[:, None]) & (position < batch.lengths[:, None])
+    gap = np.asarray(gaps(model.params, lora, batch.tokens, batch.lengths))[drawn]
 
-    rollout, tokens, begins = sampled(1.0)
+    batch = sampled(1.0)
+    mask = batch.loss_mask > 0
     logprobs, _ = completion_logprobs(
         model.params,
         lora,
-        jnp.asarray(tokens),
-        jnp.asarray(begins),
-        jnp.asarray(begins + rollout.lengths),
-        width=rollout.tokens.shape[1],
+        *map(jnp.asarray, (batch.tokens, batch.prompt_lengths, batch.lengths)),
+        width=mask.shape[1],
         config=model.config,
         temperature=1.0,
     )
-    mask = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
-    difference = np.abs(np.asarray(logprobs) - rollout.logprobs)[mask]
+    difference = np.abs(np.asarray(logprobs) - batch.rollout_logprobs)[mask]
     return {
         "prompts": len(prompts),
         "greedy_tokens": int(drawn.sum()),

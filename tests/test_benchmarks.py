@@ -88,13 +88,14 @@ def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
     assert result["greedy_largest_gap"] < 1e-5
     assert result["logprob_diff_mean"] < 1e-5
 
-    whole_rows = agreement.whole_rows
+    make_batch = agreement.make_batch
 
-    def other_tokens(prompts, rollout):
-        tokens, lengths = whole_rows(prompts, rollout)
-        return np.where(np.arange(tokens.shape[1]) < lengths[:, None], tokens, tokens ^ 1), lengths
+    def other_tokens(*args, **options):
+        batch = make_batch(*args, **options)
+        in_prompt = np.arange(batch.tokens.shape[1]) < batch.prompt_lengths[:, None]
+        return batch.replace(tokens=np.where(in_prompt, batch.tokens, batch.tokens ^ 1))
 
-    monkeypatch.setattr(agreement, "whole_rows", other_tokens)
+    monkeypatch.setattr(agreement, "make_batch", other_tokens)
     wrong = agreement.compare(model, lora, prompts, new_tokens=6, seed=0)
     assert wrong["greedy_largest_gap"] > 0.01
     assert wrong["logprob_diff_mean"] > 0.01

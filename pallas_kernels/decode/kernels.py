@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode import to_cache
-from pallas_kernels.fp4_matmul import SHARE_ROWS
+from pallas_kernels.fp4_matmul import padded_rows
 
 _COLUMNS = 128  # of a block
 _RANK = 32  # rows of A of a block
@@ -306,7 +306,7 @@ def _project(
         rank = a.shape[0]
         parts = pl.cdiv(rank, _RANK)
         operands["a"] = a
-        shape_of_shares = blocks, -(-m // SHARE_ROWS) * SHARE_ROWS, parts * _RANK
+        shape_of_shares = blocks, padded_rows(m), parts * _RANK
         results["shares"] = jax.ShapeDtypeStruct(shape_of_shares, jnp.float32)
 
     def body(*refs):

@@ -17,12 +17,11 @@ from pallas_kernels.fp4_matmul.reference import (
     dot,
     format_of,
 )
-from pallas_kernels.fp4_matmul.tiling import SHARE_ROWS, TileConfig, padded_rank
+from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank, padded_rows
 
 __all__ = [
     "BLOCK",
     "FORMATS",
-    "SHARE_ROWS",
     "Format",
     "Fp4Tiles",
     "Fp4Weight",
@@ -36,6 +35,7 @@ __all__ = [
     "from_tiles",
     "kernel_runs",
     "padded_rank",
+    "padded_rows",
     "sum_of_shares",
     "to_tiles",
 ]

@@ -88,8 +88,8 @@ def fp4_matmul_with_shares(
     Args:
         x: [M, K], see `fp4_matmul`.
         weight: likewise.
-        shares: float32 [S, M', R'], whose sum over S is x A^T; M' is M in whole SHARE_ROWS, what is
-            behind M means nothing. R' is a multiple of 32, and what is behind R is 0.
+        shares: float32 [S, M', R'], whose sum over S is x A^T; M' is padded_rows(M), what is behind
+            M means nothing. R' is a multiple of 32, and what is behind R is 0.
         b: [N, R'']; R'' >= R.
 
     Returns:
@@ -99,7 +99,7 @@ def fp4_matmul_with_shares(
         ValueError: shares of another shape.
     """
     rank = b.shape[1]
-    rows = -(-len(x) // tiling.SHARE_ROWS) * tiling.SHARE_ROWS
+    rows = tiling.padded_rows(len(x))
     if shares.ndim != 3 or shares.shape[1] != rows or shares.shape[2] % tiling.SHARE_COLUMNS:
         raise ValueError(
             f"fp4_matmul_with_shares: shares are {shares.shape} for {len(x)} rows, expected "

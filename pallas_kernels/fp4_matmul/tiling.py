@@ -113,6 +113,11 @@ def padded_rank(rank: int) -> int:
     return -(-rank // 64) * 64
 
 
+def padded_rows(rows: int) -> int:
+    """The rows of shares of x A^T [M, R]: M in whole SHARE_ROWS."""
+    return -(-rows // SHARE_ROWS) * SHARE_ROWS
+
+
 @functools.cache
 def choose(
     m: int, n: int, k: int, *, rank: int = 0, multiprocessors: int = MULTIPROCESSORS

@@ -43,6 +43,7 @@ from pallas_kernels.fp4_matmul.tiling import (
     TileConfig,
     compute_registers,
     copy_registers,
+    padded_rows,
 )
 
 # A part of a share of x A^T: warp w has row w, a lane one of 32 columns.
@@ -78,8 +79,8 @@ def matmul(
         multiprocessors: blocks of threads that run at a time, no more than the device has: they
             wait for one another.
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
-        shares: in its place float32 [S, M', R'], whose sum over S it is; M' is M in whole
-            SHARE_ROWS, R' <= R a multiple of SHARE_COLUMNS.
+        shares: in its place float32 [S, M', R'], whose sum over S it is; M' is
+            padded_rows(M), R' <= R a multiple of SHARE_COLUMNS.
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
@@ -120,7 +121,7 @@ def matmul(
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
     if shares is not None:
-        assert shares.shape[1] == -(-tokens // SHARE_ROWS) * SHARE_ROWS
+        assert shares.shape[1] == padded_rows(tokens)
         assert shares.shape[2] % SHARE_COLUMNS == 0
         assert shares.shape[2] <= rank
     if shares is not None and simulated:
