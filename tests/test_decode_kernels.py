@@ -43,13 +43,12 @@ def assert_close(actual, expected, tolerance=4e-3):
 
 
 def assert_shares(shares, x, a):
-    """Whether they add up to x A^T, in whole groups of rows and columns; None without an A."""
+    """Whether they add up to x A^T, in whole groups of columns; None without an A."""
     if a is None:
         assert shares is None
         return
-    rows, columns = (-(-size // whole) * whole for size, whole in ((len(x), 4), (len(a), 32)))
-    assert shares.shape[1:] == (rows, columns)
-    product = wide(shares[:, : len(x)]).sum(axis=0)
+    assert shares.shape[1:] == (len(x), -(-len(a) // 32) * 32)
+    product = wide(shares).sum(axis=0)
     assert_close(product[:, : len(a)], wide(x) @ wide(a).T, 1e-5)
     assert not product[:, len(a) :].any()
 

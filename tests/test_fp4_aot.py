@@ -75,7 +75,7 @@ def test_config(name, adapter, build):
     if adapter == "product":
         extra = {"xa": array(m, rank), "b": array(n, rank), "bias": array(n)}
     elif adapter == "shares":
-        shares = array(-(-k // 256), -(-m // 4) * 4, rank - 32, dtype=jnp.float32)
+        shares = array(-(-k // 256), m, rank - 32, dtype=jnp.float32)
         extra = {"shares": shares, "b": array(n, rank)}
 
     def product(x, weight, extra):

@@ -29,7 +29,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode import to_cache
-from pallas_kernels.fp4_matmul import padded_rows
 
 _COLUMNS = 128  # of a block
 _RANK = 32  # rows of A of a block
@@ -44,8 +43,7 @@ class Normed(NamedTuple):
     Attributes:
         residual: [M, D], x + y.
         scaled: [M, D], the residual times the scale of the norm.
-        shares: float32 [S, M', R'] of `scaled` times A^T, M' >= M and R' >= R, or None. What is
-            behind M means nothing, what is behind R is 0.
+        shares: float32 [S, M, R'] of `scaled` times A^T, R' >= R, or None. What is behind R is 0.
         squares: float32 [S, M], shares of the mean squares of the residual: `scaled`, and what is
             linear in it, lacks the factor 1 / sqrt(mean square + eps).
     """
@@ -306,8 +304,7 @@ def _project(
         rank = a.shape[0]
         parts = pl.cdiv(rank, _RANK)
         operands["a"] = a
-        shape_of_shares = blocks, padded_rows(m), parts * _RANK
-        results["shares"] = jax.ShapeDtypeStruct(shape_of_shares, jnp.float32)
+        results["shares"] = jax.ShapeDtypeStruct((blocks, m, parts * _RANK), jnp.float32)
 
     def body(*refs):
         refs = dict(zip((*operands, *results), refs, strict=True))

@@ -17,7 +17,7 @@ from pallas_kernels.fp4_matmul.reference import (
     dot,
     format_of,
 )
-from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank, padded_rows
+from pallas_kernels.fp4_matmul.tiling import TileConfig, padded_rank
 
 __all__ = [
     "BLOCK",
@@ -35,7 +35,6 @@ __all__ = [
     "from_tiles",
     "kernel_runs",
     "padded_rank",
-    "padded_rows",
     "sum_of_shares",
     "to_tiles",
 ]

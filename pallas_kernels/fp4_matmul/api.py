@@ -17,8 +17,9 @@ from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # of an adapter inside the kernel: the columns of its largest stage
-# Rows of shares that the kernel adds up itself: one part of them for each block of threads.
+# Rows of shares that the kernel adds up itself: few parts of them for each block of threads.
 _MAX_ROWS_OF_SHARES = 128
+_MIN_SHARES = 4  # one for each warp that adds
 
 
 def fp4_matmul(
@@ -88,8 +89,8 @@ def fp4_matmul_with_shares(
     Args:
         x: [M, K], see `fp4_matmul`.
         weight: likewise.
-        shares: float32 [S, M', R'], whose sum over S is x A^T; M' is padded_rows(M), what is behind
-            M means nothing. R' is a multiple of 32, and what is behind R is 0.
+        shares: float32 [S, M, R'], whose sum over S is x A^T; R' is a multiple of 32, and what is
+            behind R is 0.
         b: [N, R'']; R'' >= R.
 
     Returns:
@@ -99,23 +100,22 @@ def fp4_matmul_with_shares(
         ValueError: shares of another shape.
     """
     rank = b.shape[1]
-    rows = tiling.padded_rows(len(x))
-    if shares.ndim != 3 or shares.shape[1] != rows or shares.shape[2] % tiling.SHARE_COLUMNS:
+    if shares.ndim != 3 or shares.shape[1] != len(x) or shares.shape[2] % tiling.SHARE_COLUMNS:
         raise ValueError(
             f"fp4_matmul_with_shares: shares are {shares.shape} for {len(x)} rows, expected "
-            f"(S, {rows}, a multiple of {tiling.SHARE_COLUMNS})"
+            f"(S, {len(x)}, a multiple of {tiling.SHARE_COLUMNS})"
         )
     suits = _suits_kernel(x, weight) and rank == tiling.padded_rank(rank) <= _MAX_RANK
     if not suits or shares.shape[2] > rank:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
-    if len(x) > _MAX_ROWS_OF_SHARES:
+    if len(x) > _MAX_ROWS_OF_SHARES or len(shares) < _MIN_SHARES:
         return _run_kernel(x, weight, xa=sum_of_shares(shares, x, b), b=b)
     return _run_kernel(x, weight, shares=shares, b=b)
 
 
 def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
     """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_shares`."""
-    product = shares.sum(axis=0)[: len(x), : b.shape[1]].astype(x.dtype)
+    product = shares.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
     return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
 
 
@@ -268,7 +268,7 @@ def self_check() -> float:
     x, b, bias = (
         rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((m, k), (n, rank), (n,))
     )
-    shares = rng.standard_normal((3, m, rank)).astype(np.float32)
+    shares = rng.standard_normal((5, m, rank)).astype(np.float32)
 
     def run():
         matmul = functools.partial(_kernel().matmul, config=config, multiprocessors=4)

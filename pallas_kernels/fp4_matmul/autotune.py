@@ -4,8 +4,9 @@
 
 The candidates fit into shared memory and registers by `tiling`'s arithmetic; the model ranks them
 and keeps a few of each kind. They are compiled in threads while the first ones are measured, and a
-tiling whose result is off does not count. An entry of the table serves all M from the one below up
-to its own, and adapters of rank 32.
+tiling whose result is off does not count. Several commands may run at a time, for one measures
+after the other. An entry of the table serves all M from the one below up to its own, and adapters
+of rank 32.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -53,13 +55,15 @@ def tune(
     threads: int = 8,
 ) -> tuple[TileConfig, float]:
     """The fastest tiling of a shape, and its seconds."""
-    weights = benchmark.random_weights(
-        lambda key, n, k: fp4.to_tiles(benchmark.random_weight(key, n, k)), n, k, bits=4.5
-    )
-    tokens = benchmark.random_tokens(len(weights), m, k)
-    expected = jax.jit(functools.partial(fp4.fp4_matmul, implementation="xla"))(
-        tokens[0], weights[0]
-    ).astype(jnp.float32)
+    with benchmark.sole_use():
+        weights = benchmark.random_weights(
+            lambda key, n, k: fp4.to_tiles(benchmark.random_weight(key, n, k)), n, k, bits=4.5
+        )
+        tokens = benchmark.random_tokens(len(weights), m, k)
+        expected = jax.jit(functools.partial(fp4.fp4_matmul, implementation="xla"))(
+            tokens[0], weights[0]
+        ).astype(jnp.float32)
+        jax.block_until_ready((weights, tokens, expected))
 
     def compiled(config):
         operation = functools.partial(fp4.fp4_matmul, implementation="mosaic", config=config)
@@ -79,20 +83,22 @@ def tune(
                 print(f"    {config}: {problem}"[:200], flush=True)
                 continue
             program = done.result()
-            actual = program(tokens, weights)[0].astype(jnp.float32)
-            error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
-            if not error < 1e-2:
-                print(f"    {config}: off by {error:.1e}", flush=True)
-                continue
-            results.append((seconds(program), config, program))
+            with benchmark.sole_use():
+                actual = program(tokens, weights)[0].astype(jnp.float32)
+                error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
+                if not error < 1e-2:
+                    print(f"    {config}: off by {error:.1e}", flush=True)
+                    continue
+                results.append((seconds(program), config, program))
             print(f"    {1e6 * results[-1][0]:8.2f} us  {config}", flush=True)
     if not results:
         raise ValueError(f"no tiling works for M {m}, N {n}, K {k}")
     finalists = sorted(results, key=lambda result: result[0])[:3]
-    measured = [
-        (statistics.median(seconds(program) for _ in range(3)), config)
-        for _, config, program in finalists
-    ]
+    with benchmark.sole_use():
+        measured = [
+            (statistics.median(seconds(program) for _ in range(3)), config)
+            for _, config, program in finalists
+        ]
     best, config = min(measured, key=lambda result: result[0])
     return config, best
 
@@ -144,8 +150,10 @@ def main() -> None:
             )
             print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
             entry = {"n": n, "k": k, "m": m, "config": dataclasses.asdict(config)}
-            merge(path, [entry | {"us": round(1e6 * seconds, 2)}])
+            with benchmark.sole_use():
+                merge(path, [entry | {"us": round(1e6 * seconds, 2)}])
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for several commands
     main()

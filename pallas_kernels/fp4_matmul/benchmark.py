@@ -15,13 +15,16 @@ is measured first, and at 790 TFLOP/s. Implementations:
     nf4            bitsandbytes, if it is installed
     dx, dx_bf16    the gradient by x of nvfp4 and of bf16
 
-A run replaces the rows of its own layers, M and implementations, and keeps the others.
+A run replaces the rows of its own layers, M and implementations, and keeps the others. Most of its
+time goes into compiling: several commands may run at a time, for one measures after the other.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import datetime
+import fcntl
 import functools
 import json
 import math
@@ -32,7 +35,8 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -47,6 +51,14 @@ ROTATED_BYTES = 512e6
 BITS = {"bf16": 16, "dx_bf16": 16, "nf4": 4.125}  # of a weight; NVFP4 has 4.5
 
 Times = list[tuple[str, float]]  # kernel name and seconds, in order
+
+
+@contextlib.contextmanager
+def sole_use() -> Iterator[None]:
+    """Keeps other commands of this machine from the GPU, those that ask for it like this."""
+    with open(pathlib.Path(tempfile.gettempdir()) / "fp4_matmul.lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def device_times(function: Callable, *args: Any) -> Times:
@@ -149,24 +161,29 @@ def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple
 def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, dict]:
     """Seconds of one call of an implementation, and of its kernels."""
     if impl == "nf4":
-        return _time_nf4(m, n, k)
+        with sole_use():
+            return _time_nf4(m, n, k)
     make = {"bf16": _dense, "dx_bf16": _dense, "xla": random_weight}.get(impl, _tiles)
-    weights = random_weights(make, n, k, bits=BITS.get(impl, 4.5))
-    tokens = random_tokens(len(weights), m, n if impl.startswith("dx") else k)
     kernel = functools.partial(fp4.fp4_matmul, implementation="mosaic")
-    if impl == "nvfp4_lora32":
-        # The block-diagonal B of fused projections, with all columns that the kernel reads.
-        rank = tiling.padded_rank(cases.rank_of(layer, 32))
-        program = repeated(lambda x, w, lora: kernel(x, w, lora=lora))
-        return measure(program, tokens, weights, random_adapters(len(weights), rank, n, k))
     operations = {
         "nvfp4": kernel,
+        "nvfp4_lora32": lambda x, w, lora: kernel(x, w, lora=lora),
         "xla": functools.partial(fp4.fp4_matmul, implementation="xla"),
         "bf16": fp4.dot,
         "dx": lambda dy, w: api.kernel_transposed(dy, w, inputs=k).astype(dy.dtype),
         "dx_bf16": lambda dy, w: jnp.dot(dy, w),
     }
-    return measure(repeated(operations[impl]), tokens, weights)
+    with sole_use():
+        weights = random_weights(make, n, k, bits=BITS.get(impl, 4.5))
+        args = [random_tokens(len(weights), m, n if impl.startswith("dx") else k), weights]
+        if impl == "nvfp4_lora32":
+            # The block-diagonal B of fused projections, with all columns that the kernel reads.
+            rank = tiling.padded_rank(cases.rank_of(layer, 32))
+            args.append(random_adapters(len(weights), rank, n, k))
+        jax.block_until_ready(args)
+    lowered = repeated(operations[impl]).lower(*args)
+    with sole_use():  # XLA compiles by measuring, too.
+        return measure(lowered.compile(), *args)
 
 
 def _time_nf4(m: int, n: int, k: int) -> tuple[float, dict]:
@@ -291,7 +308,8 @@ def main() -> None:
                     f"{2e-12 * m * n * k / seconds:6.1f} TFLOP/s  {len(kernels)} kernels",
                     flush=True,
                 )
-            merge(args.out, device, rows)
+            with sole_use():
+                merge(args.out, device, rows)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pallas_kernels.device import MULTIPROCESSORS
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
-SHARE_ROWS, SHARE_COLUMNS = 4, 32  # of x A^T, that are added up together
+SHARE_COLUMNS = 32  # of x A^T, that are added up together
 SMEM_LIMIT = 232448 - 1024  # bytes of a block of threads on Hopper; barriers take a few
 
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
@@ -58,12 +58,15 @@ class TileConfig:
         """Products of 64 columns that a warpgroup makes of a stage."""
         return 2 * self.block_k // (TILE_COLUMNS * self.slices)
 
+    def stage_bytes(self) -> int:
+        """Shared memory of the operands of a stage."""
+        tiles = self.rows * self.block_k // TILE_COLUMNS
+        return tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
+
     def smem_bytes(self) -> int:
         """Shared memory of the operands, the sums of slices and the output."""
-        tiles = self.rows * self.block_k // TILE_COLUMNS
-        stage = tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
         sums = (self.slices - 1) * self.rows * TILE_ROWS * self.tile_m * 4
-        return self.stages * stage + sums + self.rows * TILE_ROWS * self.tile_m * 2
+        return self.stages * self.stage_bytes() + sums + self.rows * TILE_ROWS * self.tile_m * 2
 
     def registers(self) -> int:
         """An estimate for a thread that computes: accumulator, operands and the rest."""
@@ -111,11 +114,6 @@ def _started_registers(warpgroups: int) -> int:
 def padded_rank(rank: int) -> int:
     """The columns of B that the kernel reads for an adapter of this rank, 64 at a time."""
     return -(-rank // 64) * 64
-
-
-def padded_rows(rows: int) -> int:
-    """The rows of shares of x A^T [M, R]: M in whole SHARE_ROWS."""
-    return -(-rows // SHARE_ROWS) * SHARE_ROWS
 
 
 @functools.cache
@@ -192,7 +190,7 @@ def candidates(
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
                     for in_flight in {4: (0, 1), 8: (1,)}.get(products, (0,)):
-                        for stream in (False, True) if left_over and m <= 256 else (False,):
+                        for stream in (False, True) if left_over and m <= 512 else (False,):
                             base = TileConfig(tile_m, rows, slices, block_k, 1, stream, in_flight)
                             deepest = dataclasses.replace(base, stages=_stages(base))
                             if (

@@ -37,23 +37,22 @@ from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import (
     SHARE_COLUMNS,
-    SHARE_ROWS,
     TILE_COLUMNS,
     TILE_ROWS,
     TileConfig,
     compute_registers,
     copy_registers,
-    padded_rows,
 )
 
-# A part of a share of x A^T: warp w has row w, a lane one of 32 columns.
-_SHARE = plgpu.Layout.TILED(
-    plgpu.Tiling(((SHARE_ROWS, SHARE_COLUMNS), (1,))),
+# Shares of 32 columns of a row of x A^T: a warp has every fourth share, a lane one column.
+_SHARES = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, SHARE_COLUMNS), (1,))),
     warp_dims=(-3,),
     lane_dims=(-2,),
     vector_dim=-1,
 )
-_SHARES_IN_FLIGHT = 8
+_SHARES_IN_FLIGHT = 32
+_FIRST_BYTES = 48 * 1024  # what memory delivers to a multiprocessor in the meantime
 _LOCKS = 4096  # more than any plan has
 
 
@@ -79,8 +78,8 @@ def matmul(
         multiprocessors: blocks of threads that run at a time, no more than the device has: they
             wait for one another.
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
-        shares: in its place float32 [S, M', R'], whose sum over S it is; M' is
-            padded_rows(M), R' <= R a multiple of SHARE_COLUMNS.
+        shares: in its place float32 [S, M, R'], whose sum over S it is; S >= 4, R' <= R a multiple
+            of SHARE_COLUMNS.
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
@@ -121,11 +120,11 @@ def matmul(
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
     if shares is not None:
-        assert shares.shape[1] == padded_rows(tokens)
+        assert shares.shape[1] == tokens
         assert shares.shape[2] % SHARE_COLUMNS == 0
         assert shares.shape[2] <= rank
     if shares is not None and simulated:
-        xa = jnp.pad(shares.sum(axis=0)[:tokens], ((0, 0), (0, rank - shares.shape[2])))
+        xa = jnp.pad(shares.sum(axis=0), ((0, 0), (0, rank - shares.shape[2])))
         xa = xa.astype(x.dtype)
         shares = None
     if xa is not None:
@@ -277,10 +276,12 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
     filled = jnp.int32(0)
     if "shares" in gm:
-        # They are added up while the first stages arrive.
-        filled = jnp.minimum(plan.piece(block, 0)[2], config.stages)
+        # They are added up while the first stages arrive; to ask for more of these takes time.
+        first = min(config.stages, -(-_FIRST_BYTES // config.stage_bytes()))
+        filled = jnp.minimum(plan.piece(block, 0)[2], first)
         fill(0, 0, filled, 0)
         _add_shares(plan, gm)
+        block = opaque(block)
 
     @pl.loop(0, plan.pieces(block), init_carry=(jnp.int32(0), jnp.int32(0)))
     def totals(index, carry):
@@ -332,31 +333,32 @@ def _add_shares(plan: Plan, gm: dict[str, Any]):
     count, _, width = gm["shares"].shape
     columns = gm["xa"].shape[1] // SHARE_COLUMNS
     parts = _parts_of_shares(gm)
-    batches = -(-count // _SHARES_IN_FLIGHT)
-    batch = -(-count // batches)
+    batch = min(_SHARES_IN_FLIGHT, count // 4 * 4)  # a whole number for each warp
+    batches = -(-count // batch)
 
     @pl.loop(0, lax.div(parts - block + plan.blocks - 1, plan.blocks))
     def _(turn):
         part = block + turn * plan.blocks
-        row, column = lax.div(part, columns) * SHARE_ROWS, lax.rem(part, columns) * SHARE_COLUMNS
-        place = pl.ds(row, SHARE_ROWS), pl.ds(column, SHARE_COLUMNS)
-        zero = plgpu.layout_cast(jnp.zeros((SHARE_ROWS, SHARE_COLUMNS), jnp.float32), _SHARE)
+        row = lax.div(part, columns)
+        column = (part - row * columns) * SHARE_COLUMNS
+        place = pl.ds(column, SHARE_COLUMNS)
+        zero = plgpu.layout_cast(jnp.zeros((4, SHARE_COLUMNS), jnp.float32), _SHARES)
 
         # What is behind the adapter's rank is zero.
         @pl.loop(0, jnp.where(column < width, batches, 0), init_carry=zero)
         def total(i, total):
             # The last batch begins with what has been added before, if it is not whole.
             begin = jnp.minimum(i * batch, count - batch)
-            added = i * batch - begin
-            for j in range(batch):
-                share = gm["shares"].at[begin + j, *place]
-                value = plgpu.load(share, layout=_SHARE, optimized=False)
+            for j in range(0, batch, 4):
+                shares = gm["shares"].at[pl.ds(begin + j, 4), row, place]
+                value = plgpu.load(shares, layout=_SHARES, optimized=False)
                 if batches * batch > count:
-                    value = jnp.where(jnp.broadcast_to(j >= added, value.shape), value, zero)
+                    index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_SHARES)
+                    value = jnp.where(begin + j + index >= i * batch, value, zero)
                 total += value
             return total
 
-        gm["xa"].at[place][...] = total.astype(jnp.bfloat16)
+        gm["xa"].at[row, place][...] = total.sum(axis=0).astype(jnp.bfloat16)
 
     @pl.when(block < parts)
     def _():
@@ -372,7 +374,7 @@ def _await_shares(plan: Plan, gm: dict[str, Any]):
 
 
 def _parts_of_shares(gm: dict[str, Any]) -> int:
-    return gm["shares"].shape[1] // SHARE_ROWS * (gm["xa"].shape[1] // SHARE_COLUMNS)
+    return gm["shares"].shape[1] * (gm["xa"].shape[1] // SHARE_COLUMNS)
 
 
 def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup):
