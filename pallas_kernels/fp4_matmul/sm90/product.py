@@ -52,7 +52,6 @@ _SHARES = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 _SHARES_IN_FLIGHT = 32
-_FIRST_BYTES = 48 * 1024  # what memory delivers to a multiprocessor in the meantime
 _LOCKS = 4096  # more than any plan has
 
 
@@ -147,7 +146,7 @@ def matmul(
     kernel = plgpu.kernel(
         body,
         out_type=tuple(results.values()),
-        scratch_types=_scratch(plan, rank, simulated),
+        scratch_types=_scratch(plan, simulated),
         grid=(plan.blocks,),
         grid_names=("block",),
         num_threads=plan.config.warpgroups + 1,
@@ -166,10 +165,14 @@ def matmul(
     return y[:tokens, :n]
 
 
-def _scratch(plan: Plan, adapter: int, simulated: bool) -> dict:
+def _arrivals(plan: Plan) -> int:
+    """Copies of a stage: codes, scales, and tokens by 128 columns."""
+    return 2 + plan.per_stage
+
+
+def _scratch(plan: Plan, simulated: bool) -> dict:
     config = plan.config
     stage = (config.stages, config.rows, plan.per_stage)
-    arrivals = 2 + plan.per_stage  # codes, scales, tokens by 128 columns
     scratch = {
         "x": plgpu.SMEM(
             (config.stages, plan.per_stage, config.tile_m, TILE_COLUMNS),
@@ -179,13 +182,9 @@ def _scratch(plan: Plan, adapter: int, simulated: bool) -> dict:
         "codes": plgpu.SMEM((*stage, 4, 256), jnp.uint32),
         "scales": plgpu.SMEM((*stage, 128), jnp.uint32),
         "y": plgpu.SMEM((config.rows, config.tile_m, TILE_ROWS), jnp.bfloat16, transforms=OPERAND),
-        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals),
+        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=_arrivals(plan)),
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
     }
-    if adapter:
-        scratch["xa_full"] = plgpu.Barrier(
-            num_barriers=config.stages, num_arrivals=adapter_tiles(adapter)
-        )
     if config.slices > 1:
         swizzle = plgpu.find_swizzle(config.tile_m * 32)
         scratch |= {
@@ -248,83 +247,68 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
         return slot
 
-    def fill(index, begin, end, done):
-        """Copies the steps begin..end of a piece, before which `done` stages were filled."""
-        tile, first, _ = plan.piece(block, index)
+    def fill(slot, tile, step):
         m_tile, n_tile = plan.coordinates(tile)
-        tokens = pl.ds(m_tile * config.tile_m, config.tile_m)
+        columns = step * plan.per_stage
+        tiles = pl.ds(n_tile * config.rows, config.rows), pl.ds(columns, plan.per_stage)
+        full = sm["full"].at[slot]
+        plgpu.copy_gmem_to_smem(gm["codes"].at[tiles], sm["codes"].at[slot], full)
+        plgpu.copy_gmem_to_smem(gm["scales"].at[tiles], sm["scales"].at[slot], full)
+        for j in range(plan.per_stage):
+            place = tokens_of(m_tile), pl.ds((columns + j) * TILE_COLUMNS, TILE_COLUMNS)
+            plgpu.copy_gmem_to_smem(gm["x"].at[place], sm["x"].at[slot, j], full)
 
-        @pl.loop(begin, end)
-        def _(i):
-            slot = acquire(done + i)
-            columns = (first + i) * plan.per_stage
-            tiles = (
-                pl.ds(n_tile * config.rows, config.rows),
-                pl.ds(columns, plan.per_stage),
-            )
-            plgpu.copy_gmem_to_smem(
-                gm["codes"].at[tiles], sm["codes"].at[slot], sm["full"].at[slot]
-            )
-            plgpu.copy_gmem_to_smem(
-                gm["scales"].at[tiles], sm["scales"].at[slot], sm["full"].at[slot]
-            )
-            for j in range(plan.per_stage):
-                part = pl.ds((columns + j) * TILE_COLUMNS, TILE_COLUMNS)
-                plgpu.copy_gmem_to_smem(
-                    gm["x"].at[tokens, part], sm["x"].at[slot, j], sm["full"].at[slot]
-                )
+    def fill_adapter(slot, tile):
+        m_tile, _ = plan.coordinates(tile)
+        full = sm["full"].at[slot]
+        copies = adapter_tiles(gm["xa"].shape[1])
+        for j in range(copies):
+            place = tokens_of(m_tile), pl.ds(j * TILE_COLUMNS, TILE_COLUMNS)
+            plgpu.copy_gmem_to_smem(gm["xa"].at[place], sm["x"].at[slot, j], full)
+        for _ in range(_arrivals(plan) - copies):
+            plgpu.barrier_arrive(full)
 
-    filled = jnp.int32(0)
-    if "shares" in gm:
-        # They are added up while the first stages arrive; to ask for more of these takes time.
-        first = min(config.stages, -(-_FIRST_BYTES // config.stage_bytes()))
-        filled = jnp.minimum(plan.piece(block, 0)[2], first)
-        fill(0, 0, filled, 0)
-        _add_shares(plan, gm)
-        block = opaque(block)
+    def tokens_of(m_tile):
+        return pl.ds(m_tile * config.tile_m, config.tile_m)
 
-    @pl.loop(0, plan.pieces(block), init_carry=(jnp.int32(0), jnp.int32(0)))
-    def totals(index, carry):
-        done, ended = carry
+    # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
+    @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
+    def total(index, done):
         tile, first, count = plan.piece(block, index)
-        tokens = pl.ds(plan.coordinates(tile)[0] * config.tile_m, config.tile_m)
-        fill(index, jnp.where(index == 0, filled, 0), count, done)
+        # Shares are added up while the first stages arrive.
+        adds = jnp.where(index == 0, jnp.minimum(count, config.stages) - 1, -1)
+
+        @pl.loop(0, count if simulated else opaque(count))
+        def _(i):
+            if "shares" in gm:
+
+                @pl.when(i == adds)
+                def _():
+                    _add_shares(plan, gm)
+
+            fill(acquire(done + i), tile, first + i)
+
         done += count
+        if "shares" in gm:
+
+            @pl.when(index == 0)
+            def _():
+                _await_shares(plan, gm)
+
         if "b" not in gm:
-            return done, ended
+            return done
         ends = _ends_tile(plan, first, count)
 
         @pl.when(ends)
         def _():
-            if "shares" in gm:
+            fill_adapter(acquire(done), tile)
 
-                @pl.when(ended == 0)
-                def _():
-                    _await_shares(plan, gm)
-
-            slot = acquire(done)
-            for j in range(adapter_tiles(gm["xa"].shape[1])):
-                part = pl.ds(j * TILE_COLUMNS, TILE_COLUMNS)
-                plgpu.copy_gmem_to_smem(
-                    gm["xa"].at[tokens, part], sm["x"].at[slot, j], sm["xa_full"].at[slot]
-                )
-
-        ends = jnp.where(ends, 1, 0)
-        return done + ends, ended + ends
-
-    total, ended = totals
-    if "shares" in gm:
-        # Everyone counts, who does not end a tile too.
-        @pl.when(ended == 0)
-        def _():
-            _await_shares(plan, gm)
+        return done + jnp.where(ends, 1, 0)
 
     # A kernel must not end before all arrivals at its barriers.
-    for i in range(config.stages):
-
-        @pl.when(i < total)
-        def _(i=i):
-            plgpu.barrier_wait(sm["empty"].at[lax.rem(total - 1 - i, config.stages)])
+    @pl.loop(jnp.maximum(total - config.stages, 0), total)
+    def _(i):
+        plgpu.barrier_wait(sm["empty"].at[lax.rem(i, config.stages)])
 
 
 def _add_shares(plan: Plan, gm: dict[str, Any]):
@@ -465,7 +449,7 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         def _(_):
             # Those that do not multiply wait too: an arrival that is early by a whole round of the
             # pipeline would count for what the stage held before.
-            plgpu.barrier_wait(sm["xa_full"].at[slot])
+            plgpu.barrier_wait(sm["full"].at[slot])
 
         @pl.loop(0, ends if config.slices == 1 else jnp.where(part == 0, ends, 0))
         def _(_):
