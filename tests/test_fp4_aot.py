@@ -193,11 +193,16 @@ def test_the_generated_decode_is_exact(compile_for_h200, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_a_dense_product_rounds_its_result_only(rows, compile_for_h200, monkeypatch):
+@pytest.mark.parametrize(
+    ("n", "k"), [(4096, 1024), (2499, 4000), (2501, 4000), (3584, 3584), (37888, 3584), (37888, 64)]
+)
+def test_a_dense_product_rounds_its_result_only(rows, n, k, compile_for_h200, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    text = compile_for_h200(fp4.dot, array(rows, 1024), array(4096, 1024)).as_text()
+    text = compile_for_h200(fp4.dot, array(rows, k), array(n, k)).as_text()
     assert not re.search(r"= bf16\S* multiply\(", text)
-    assert rows == 1 or "bf16[4096,2]" in text  # no float32 result that another kernel rounds
+    if rows > 1 or n * k > 10**7:  # no float32 weight, and no result that another kernel rounds
+        assert f"f32[{n},{k}]" not in text
+        assert f"f32[{n},{rows}]" not in text
 
 
 def test_dequantize(build):
