@@ -70,15 +70,20 @@ def kernel_table(result: dict) -> str:
 
 
 def rollout_table(result: dict) -> str:
-    """Milliseconds of a decode step and tokens per second, a line for each policy."""
-    batches, policies = by_policy(
-        result["rows"], lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
-    )
-    lines = [["model", "weights", "adapter", *map(str, batches)], ["---"] * (3 + len(batches))]
-    lines += sorted(
-        [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells]
-        for (model, numbers, rank), cells in policies.items()
-    )
+    """Milliseconds of a decode step and tokens per second, a line for each policy and commit."""
+    rows = [row for row in result["rows"] if row["kind"] == "decode"]
+    batches = [str(batch) for batch in sorted({row["batch"] for row in rows})]
+    lines = [["model", "weights", "adapter", *batches, "commit"], ["---"] * (4 + len(batches))]
+    for commit in dict.fromkeys(row["commit"] for row in rows):
+        measured = [row for row in rows if row["commit"] == commit]
+        found, policies = by_policy(
+            measured, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
+        )
+        for (model, numbers, rank), cells in policies.items():
+            cell = dict(zip(map(str, found), cells, strict=True))
+            policy = [model, numbers, f"LoRA rank {rank}" if rank else "merged"]
+            lines.append([*policy, *(cell.get(batch, "") for batch in batches), commit[:8]])
+    lines[2:] = sorted(lines[2:])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -140,17 +145,17 @@ def main() -> None:
                 for result in accuracies
             ),
             "A decode step in milliseconds, and tokens per second, by the rows that decode "
-            f"together: 256 prompt tokens, 144 new ones, random weights (commit "
-            f"{solved['commit'][:8]}, {rollout['device']}, jax {solved['versions']['jax']}, "
-            "`experiments/benchmark_rollout.py`). The line of the merged adapter is of an earlier "
-            "run:",
+            f"together: 256 prompt tokens, 144 new ones, random weights ({rollout['device']}, "
+            f"jax {solved['versions']['jax']}, `experiments/benchmark_rollout.py`). A line is of one "
+            "run, and of the commit it names:",
             rollout_table(rollout),
             "Whole rollouts of Qwen2.5-Coder-1.5B-Instruct in NVFP4 with an adapter of rank 32: "
             f"{solved['prompts']} GSM8K problems, {solved['group']} completions each of at most "
             f"{solved['max_new_tokens']} tokens, {solved['tokens']:,} tokens in "
             f"{solved['seconds']:.1f} s, **{solved['tokens_per_s']:,.0f} tokens/s**; "
             f"{100 * solved['live_share']:.0f} % of what was decoded belonged to a completion, and "
-            f"compiling took {solved['compile_seconds']:.0f} s before.",
+            f"compiling took {solved['compile_seconds']:.0f} s before (commit "
+            f"{solved['commit'][:8]}).",
             "The FP4 kernel beside cuBLAS on the fused projections of a 7B model, device time "
             f"(commit {kernel['rows'][0]['commit'][:8]}, {kernel['device']}, "
             f"jax {kernel['rows'][0]['versions']['jax']}, "
