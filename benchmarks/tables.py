@@ -145,8 +145,8 @@ def main() -> None:
                 for result in accuracies
             ),
             "A decode step in milliseconds, and tokens per second, by the rows that decode "
-            f"together: 256 prompt tokens, 144 new ones, random weights ({rollout['device']}, "
-            f"jax {solved['versions']['jax']}, `experiments/benchmark_rollout.py`). A line is of one "
+            f"together: 256 prompt tokens, 144 new ones, random weights ({rollout['device']}, jax "
+            f"{solved['versions']['jax']}, `experiments/benchmark_rollout.py`). A line is of one "
             "run, and of the commit it names:",
             rollout_table(rollout),
             "Whole rollouts of Qwen2.5-Coder-1.5B-Instruct in NVFP4 with an adapter of rank 32: "

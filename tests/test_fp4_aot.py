@@ -16,7 +16,7 @@ import pytest
 from h200 import array, tiles
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling
+from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.aot
@@ -80,6 +80,18 @@ def test_config(name, adapter, build):
 
     def product(x, weight, extra):
         return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+
+    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups)
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944), (8, 37888, 3584)])
+def test_trace(m, n, k, build, monkeypatch):
+    monkeypatch.setattr(jax.debug, "callback", lambda *_: None)  # which needs a GPU
+    config = timeline.room_for_notes(tiling.choose(m, n, k, rank=64))
+    extra = {"shares": array(-(-k // 128), m, 32, dtype=jnp.float32), "b": array(n, 64)}
+
+    def product(x, weight, extra):
+        return sm90.matmul(x, weight, config=config, multiprocessors=132, trace="folder", **extra)
 
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups)
 

@@ -6,7 +6,8 @@ import jax
 import pytest
 
 from benchmarks import tables
-from pallas_kernels.fp4_matmul import autotune, benchmark, cases, tiling
+from pallas_kernels.fp4_matmul import autotune, benchmark, cases, tiling, timeline
+from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
 def test_shapes_by_name():
@@ -117,3 +118,39 @@ def test_layers_are_known_by_their_whole_names():
     assert list(benchmark.shapes("1.5b.o,7b.qkv")) == ["1.5b.o", "7b.qkv"]
     ranks = [cases.rank_of(layer, 32) for layer in benchmark.shapes("1.5b")]
     assert ranks == [96, 32, 64, 32] == [cases.rank_of(layer, 32) for layer in cases.MODELS["7b"]]
+
+
+def test_timeline():
+    """Two warpgroups that multiply and one that copies; times are in 1000 cycles."""
+
+    def events(tid, *notes):
+        return [
+            {"tid": tid, "name": name, "ph": phase, "ts": cycles / 1000}
+            for cycles, phase, name in notes
+        ]
+
+    trace = events(1, (0, "B", "Init"), (50, "E", "Init"), (60, "B", "await free stage"))
+    trace += events(1, (900, "E", "await free stage"))
+    for tid, wait, end in ((2, 100, 1000), (3, 300, 1200)):
+        trace += events(tid, (0, "B", "Init"), (50, "E", "Init"), (60, "B", "multiply"))
+        trace += events(tid, (70, "B", "await stage"), (500, "E", "await stage"))
+        trace += events(tid, (600, "B", "await stage"), (600 + wait, "E", "await stage"))
+        trace += events(tid, (960, "E", "multiply"), (970, "B", "store"), (end, "E", "store"))
+    found = timeline.summary({"traceEvents": trace})
+    assert found == pytest.approx(
+        {
+            "Init": 50,
+            "first stage": 430,
+            "await stage": 200,
+            "multiply": 900 - 430 - 200,
+            "store": 130,
+            "span": 1100,
+            "spread": 200,
+        }
+    )
+
+
+def test_notes_take_shared_memory():
+    shorter = timeline.room_for_notes(TileConfig(16, rows=5, block_k=256, stages=4))
+    assert shorter == TileConfig(16, rows=5, block_k=256, stages=3)
+    assert timeline.room_for_notes(shorter) == shorter

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, sm90, tiling
+from pallas_kernels.fp4_matmul import api, sm90, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.gpu
@@ -213,6 +213,14 @@ def test_shares(m, n, k, rank, count):
         expected = dense + float64(xa) @ float64(b)[:, :rank].T
         assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < ROUNDING
     np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
+
+
+@pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])
+def test_timeline(m, n, k):
+    cycles = timeline.timeline(m, n, k, rank=32)
+    assert {"Init", "first stage", "multiply", "add adapter"} <= set(cycles)
+    assert min(cycles.values()) >= 0
+    assert 1000 < cycles["span"] < 1e6
 
 
 def test_derivatives():

@@ -1,6 +1,6 @@
 """The Hopper kernels of `fp4_matmul`. They use an API of jax that may change."""
 
 from pallas_kernels.fp4_matmul.sm90.dense import dequantize
-from pallas_kernels.fp4_matmul.sm90.product import matmul
+from pallas_kernels.fp4_matmul.sm90.product import TRACED_EVENTS, matmul
 
-__all__ = ["dequantize", "matmul"]
+__all__ = ["TRACED_EVENTS", "dequantize", "matmul"]

@@ -53,6 +53,7 @@ _SHARES = plgpu.Layout.TILED(
 )
 _SHARES_IN_FLIGHT = 32
 _LOCKS = 4096  # more than any plan has
+TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
 
 def matmul(
@@ -66,6 +67,7 @@ def matmul(
     b: jax.Array | None = None,
     bias: jax.Array | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
+    trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """Returns x W^T + xa B^T + bias.
@@ -82,6 +84,7 @@ def matmul(
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
+        trace: a folder for a file of what the warpgroups do and wait for, see `timeline`.
         interpret: simulate on a CPU. The decode is then plain jnp; shares, and the partial sums of
             a shared tile, are added up outside of the kernel.
 
@@ -155,6 +158,9 @@ def matmul(
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            profile_space=TRACED_EVENTS if trace else 0,
+            profile_dir=trace,
+            profile_bounds_check=True,
         ),
         interpret=interpret,
     )
@@ -241,7 +247,8 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
         @pl.when(i >= config.stages)
         def _():
-            plgpu.barrier_wait(sm["empty"].at[slot])
+            with jax.named_scope("await free stage"):
+                plgpu.barrier_wait(sm["empty"].at[slot])
             if not simulated:
                 fence_async_proxy(nvvm.ProxyKind.async_shared)
 
@@ -284,7 +291,8 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
                 @pl.when(i == adds)
                 def _():
-                    _add_shares(plan, gm)
+                    with jax.named_scope("add shares"):
+                        _add_shares(plan, gm)
 
             fill(acquire(done + i), tile, first + i)
 
@@ -293,7 +301,8 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
             @pl.when(index == 0)
             def _():
-                _await_shares(plan, gm)
+                with jax.named_scope("await shares"):
+                    _await_shares(plan, gm)
 
         if "b" not in gm:
             return done
@@ -387,7 +396,8 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         @pl.loop(0, count)
         def _(i):
             slot = lax.rem(done + i, config.stages)
-            plgpu.barrier_wait(sm["full"].at[slot])
+            with jax.named_scope("await stage"):
+                plgpu.barrier_wait(sm["full"].at[slot])
             for j in range(per_slice):
                 tile = j * config.slices + part
                 for half, operand in enumerate(operands(slot, tile)):
@@ -549,10 +559,12 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         ends = jnp.where(_ends_tile(plan, first, count), 1, 0)
 
         def compute(acc):
-            multiply(acc, done, count)
+            with jax.named_scope("multiply"):
+                multiply(acc, done, count)
             value = acc[...]
             if config.slices > 1:
-                value = add_slices(value, index)
+                with jax.named_scope("add slices"):
+                    value = add_slices(value, index)
             value *= over_tokens(layout.UNIT / divisor)
             if "b" not in gm:
                 return value
@@ -562,13 +574,15 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
                 )
                 return value + product
             acc[...] = value
-            return add_adapter(acc, b, done + count, ends, row_start)
+            with jax.named_scope("add adapter"):
+                return add_adapter(acc, b, done + count, ends, row_start)
 
         value = pl.run_scoped(compute, accumulator)
 
         @pl.when((part == 0) & (count == plan.steps))
         def _():
-            store(value, bias, m_tile * config.tile_m, row_tile)
+            with jax.named_scope("store"):
+                store(value, bias, m_tile * config.tile_m, row_tile)
 
         if plan.shared:
 
@@ -580,7 +594,8 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
             # Once for both tiles, for to publish takes longer than to compute a stage.
             @pl.when((part == 0) & (index == plan.shared_pieces(block) - 1))
             def _():
-                arrive(locks(), [plan.share(block, i)[2] for i in (0, 1)])
+                with jax.named_scope("publish"):
+                    arrive(locks(), [plan.share(block, i)[2] for i in (0, 1)])
 
         return done + count + (ends if "b" in gm else 0)
 
@@ -588,7 +603,8 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
 
         @pl.when(part == 0)
         def _():
-            add_partial()
+            with jax.named_scope("add shared tiles"):
+                add_partial()
 
     if config.slices > 1:
         # The last sums have been read.

@@ -1,0 +1,133 @@
+"""Where the time of one product goes, inside the kernel.
+
+    python -m pallas_kernels.fp4_matmul.timeline --layers=7b.o,7b.down --m=1,64 --rank=32
+
+Every warpgroup notes the clock where it begins and ends to wait, to multiply and to add up. A line
+says how many cycles the warpgroups that multiply spend on what, in the mean; "first stage" is the
+wait for the first data, "await stage" that for all later ones. A product that waits is held back by
+memory, one that multiplies by the issue of instructions. "span" is what all of it takes, from the
+first note of a block of threads to its last, and "spread" how much later the last block ends than
+the first. The notes take shared memory, so the pipeline may be a stage shorter, and a little time.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import pathlib
+import sys
+import tempfile
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import fp4_matmul as fp4
+from pallas_kernels.device import cuda_capability
+from pallas_kernels.fp4_matmul import benchmark, cases, sm90, tiling
+from pallas_kernels.fp4_matmul.tiling import TileConfig
+
+
+def room_for_notes(config: TileConfig) -> TileConfig:
+    """The tiling with as many stages as leave room for the notes in shared memory."""
+    notes = 16 * sm90.TRACED_EVENTS * (config.warpgroups + 1)
+    while config.smem_bytes() + notes > tiling.SMEM_LIMIT:
+        config = dataclasses.replace(config, stages=config.stages - 1)
+    return config
+
+
+def summary(trace: dict) -> dict[str, float]:
+    """Cycles by what was done, a mean over the warpgroups that multiply.
+
+    Args:
+        trace: events in Chrome's format, of which a "tid" is a warpgroup, "ts" in 1000 cycles.
+    """
+    warpgroups = collections.defaultdict(list)
+    for event in trace["traceEvents"]:
+        warpgroups[event["tid"]].append(event)
+    spent: dict[str, float] = collections.defaultdict(float)
+    ends = []
+    count = 0
+    for events in warpgroups.values():
+        if not any(event["name"] == "multiply" for event in events):
+            continue  # It copies.
+        count += 1
+        open_events = []
+        waited = False
+        for event in events:
+            if event["ph"] == "B":
+                open_events.append((event["name"], event["ts"]))
+                continue
+            name, begin = open_events.pop()
+            cycles = 1000 * (event["ts"] - begin)
+            if name == "await stage":
+                spent["multiply"] -= cycles  # which it is within
+                name = name if waited else "first stage"
+                waited = True
+            spent[name] += cycles
+        spent["span"] += 1000 * (events[-1]["ts"] - events[0]["ts"])
+        ends.append(events[-1]["ts"])
+    result = {name: cycles / count for name, cycles in spent.items()}
+    return result | {"spread": 1000 * (max(ends) - min(ends))}
+
+
+def timeline(m: int, n: int, k: int, *, rank: int = 0) -> dict[str, float]:
+    """The `summary` of a product of random numbers, with data that no cache holds.
+
+    Args:
+        m: tokens.
+        n: outputs.
+        k: inputs.
+        rank: of the adapter, 0 for none; shares of x A^T are those of a decode step.
+    """
+    keys = jax.random.split(jax.random.key(0), 4)
+    weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
+    x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
+    multiprocessors = jax.devices()[0].core_count
+    config = tiling.choose(m, n, k, rank=tiling.padded_rank(rank), multiprocessors=multiprocessors)
+    adapter = {}
+    if rank:
+        adapter["b"] = jax.random.normal(keys[2], (n, tiling.padded_rank(rank)), jnp.bfloat16)
+        columns = -(-rank // tiling.SHARE_COLUMNS) * tiling.SHARE_COLUMNS
+        adapter["shares"] = jax.random.normal(keys[3], (-(-k // 128), m, columns))
+    flush = jax.jit(lambda z: z + 1)
+    with tempfile.TemporaryDirectory() as folder:
+
+        @jax.jit
+        def product(x, weight, adapter):
+            return sm90.matmul(
+                x,
+                weight,
+                config=room_for_notes(config),
+                multiprocessors=multiprocessors,
+                trace=folder,
+                **adapter,
+            )
+
+        for _ in range(2):  # The first one loads the program.
+            flush(jnp.zeros(2**27)).block_until_ready()
+            product(x, weight, adapter).block_until_ready()
+            jax.effects_barrier()
+        *_, last = sorted(pathlib.Path(folder).glob("*-trace.json"))
+        return summary(json.loads(last.read_text(encoding="utf-8")))
+
+
+def main() -> None:
+    """Parses the command line and prints a line for each product."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
+    parser.add_argument("--m", default="1,64")
+    parser.add_argument("--rank", type=int, default=0, help="of each projection's adapter")
+    args = parser.parse_args()
+    if cuda_capability() != 9.0:
+        sys.exit(f"error: the kernel runs on Hopper GPUs, this is {jax.devices()[0].device_kind}")
+    for layer, (n, k) in benchmark.shapes(args.layers).items():
+        for m in map(int, args.m.split(",")):
+            cycles = timeline(m, n, k, rank=cases.rank_of(layer, args.rank))
+            parts = "  ".join(f"{name} {number:.0f}" for name, number in cycles.items())
+            print(f"{layer:12} {m:5}  {parts}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
