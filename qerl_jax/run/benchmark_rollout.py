@@ -1,9 +1,9 @@
 """How fast the rollout engine is: decode steps on random weights, or rollouts of a real model.
 
-A decode step is the difference of two generations, of all new tokens and of 16, over the tokens
-between them: what prompts cost, and the first look at them, cancels. Everything is compiled before,
-and every generation runs once before the clock starts; each time is the best of two. Tokens are
-drawn at temperature 1 and nothing ends a row.
+A decode step is what a generation takes from the host's look at the first chunk of tokens to its
+end, over the steps between: prompts are read before, and their time, which varies by more than a
+step takes, is not in it. Everything is compiled before, and every generation runs once before the
+clock starts; each time is the best of two. Tokens are drawn at temperature 1, nothing ends a row.
 
 Rows of a decode benchmark:
 
@@ -73,7 +73,6 @@ KEYS = {
     "gsm8k": (*_POLICY, "prompts", "group", "max_new_tokens"),
 }
 
-_SHORT = 16  # tokens of the generation that is subtracted
 _REPEATS = 2
 _CHUNKS = 4  # that are timed together for the parts
 _NOTHING_ENDS = (-1,)  # no token has this id
@@ -211,7 +210,7 @@ def check(config: BenchmarkConfig) -> None:
     limits = {
         "batch": (min(config.batches, default=0), 1),
         "prompt": (config.prompt, 1),
-        "new-tokens": (config.new_tokens, _SHORT + 1),
+        "new-tokens": (config.new_tokens, config.chunk_steps + 2),  # a second chunk
         "lora-rank": (config.lora_rank, 0),
         "chunk-steps": (config.chunk_steps, 1),
         "prompts": (config.prompts, 1),
@@ -264,9 +263,12 @@ def _subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
 def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> dict:
     """One row of the decode benchmark, see the module."""
     prompts = _random_prompts(subject.config, batch, config)
+    plan = _plan(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
     costs: list[Statistics] = []
+    looks: list[tuple[float, int]] = []  # when the host saw how many tokens of a row
 
     def run(new_tokens: int) -> Rollout:
+        looks.clear()
         return generate(
             jax.random.key(config.seed),
             subject.params,
@@ -277,23 +279,29 @@ def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> d
             eos_ids=_NOTHING_ENDS,
             pad_id=0,
             compiled=True,
+            on_progress=lambda _, tokens: looks.append((time.perf_counter(), tokens // batch)),
             on_statistics=costs.append,
         )
 
-    lengths = 1, _SHORT, config.new_tokens
+    def step() -> float:
+        run(config.new_tokens)
+        end = time.perf_counter()
+        began, tokens = next(look for look in looks if look[1] > 1)
+        chunks = math.ceil((config.new_tokens - tokens) / plan.steps)
+        return (end - began) / (chunks * plan.steps)
+
     with _peak_memory() as peak:
-        for new_tokens in lengths:
+        for new_tokens in (1, config.new_tokens):
             run(new_tokens)
-        first, short, long = (min(_seconds(run, n) for _ in range(_REPEATS)) for n in lengths)
-    ms_per_step = 1e3 * (long - short) / (config.new_tokens - _SHORT)
-    plan = _plan(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
+        prefill = min(_seconds(run, 1) for _ in range(_REPEATS))
+        ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
     return _described(subject, "decode", config) | {
         "batch": batch,
         "prompt": config.prompt,
         "new_tokens": config.new_tokens,
         "ms_per_step": round(ms_per_step, 4),
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
-        "prefill_tokens_per_s": round(batch * config.prompt / first, 1),
+        "prefill_tokens_per_s": round(batch * config.prompt / prefill, 1),
         "roofline_share": _roofline_share(subject, batch, ms_per_step, config),
         "peak_gb": peak(),
         "padding_waste": padding_waste([len(p) for p in prompts], plan, costs[-1]),
@@ -544,7 +552,7 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> None:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
     needed = {}
-    for batch, new_tokens in itertools.product(config.batches, (1, _SHORT, config.new_tokens)):
+    for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = _plan(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
         needed |= programs(
             jax.random.key(config.seed),
@@ -636,8 +644,10 @@ def _step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[s
     jax.block_until_ready(run())
     walls = []
     for _ in range(_REPEATS + 1):
+        first, *others = [run() for _ in range(1 + _CHUNKS)]
+        jax.block_until_ready(first)
         began = time.perf_counter()
-        jax.block_until_ready([run() for _ in range(_CHUNKS)])
+        jax.block_until_ready(others)
         walls.append(1e3 * (time.perf_counter() - began) / _CHUNKS)
     try:
         kernels = device_kernels(lambda: run(observed))
