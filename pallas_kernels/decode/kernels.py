@@ -29,9 +29,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode import to_cache
+from pallas_kernels.fp4_matmul.tiling import SHARE_COLUMNS
 
 _COLUMNS = 128  # of a block
-_RANK = 32  # rows of A of a block
+_RANK = SHARE_COLUMNS  # rows of A of a block
 _SLOTS = 64  # of the cache that attention reads at a time
 _PARTS = 8  # of a row's slots, at most
 _LOG2_E = 1.4426950408889634

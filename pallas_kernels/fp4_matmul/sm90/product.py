@@ -34,6 +34,7 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_tile,
 )
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
+from pallas_kernels.fp4_matmul.sm90.shares import add_shares, await_shares
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import (
     SHARE_COLUMNS,
@@ -44,14 +45,6 @@ from pallas_kernels.fp4_matmul.tiling import (
     copy_registers,
 )
 
-# Shares of 32 columns of a row of x A^T: a warp has every fourth share, a lane one column.
-_SHARES = plgpu.Layout.TILED(
-    plgpu.Tiling(((4, SHARE_COLUMNS), (1,))),
-    warp_dims=(-3,),
-    lane_dims=(-2,),
-    vector_dim=-1,
-)
-_SHARES_IN_FLIGHT = 32
 _LOCKS = 4096  # more than any plan has
 TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
@@ -278,6 +271,9 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
     def tokens_of(m_tile):
         return pl.ds(m_tile * config.tile_m, config.tile_m)
 
+    if "shares" in gm:
+        of_shares = gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
+
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
     @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
     def total(index, done):
@@ -285,14 +281,14 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         # Shares are added up while the first stages arrive.
         adds = jnp.where(index == 0, jnp.minimum(count, config.stages) - 1, -1)
 
-        @pl.loop(0, count if simulated else opaque(count))
+        @pl.loop(0, count if simulated else opaque(jnp.int32(count)))
         def _(i):
             if "shares" in gm:
 
                 @pl.when(i == adds)
                 def _():
                     with jax.named_scope("add shares"):
-                        _add_shares(plan, gm)
+                        add_shares(*of_shares)
 
             fill(acquire(done + i), tile, first + i)
 
@@ -302,7 +298,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
             @pl.when(index == 0)
             def _():
                 with jax.named_scope("await shares"):
-                    _await_shares(plan, gm)
+                    await_shares(*of_shares)
 
         if "b" not in gm:
             return done
@@ -318,56 +314,6 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
     @pl.loop(jnp.maximum(total - config.stages, 0), total)
     def _(i):
         plgpu.barrier_wait(sm["empty"].at[lax.rem(i, config.stages)])
-
-
-def _add_shares(plan: Plan, gm: dict[str, Any]):
-    """Writes this block's parts of x A^T and counts, if there are any."""
-    block = opaque(lax.axis_index("block"))
-    count, _, width = gm["shares"].shape
-    columns = gm["xa"].shape[1] // SHARE_COLUMNS
-    parts = _parts_of_shares(gm)
-    batch = min(_SHARES_IN_FLIGHT, count // 4 * 4)  # a whole number for each warp
-    batches = -(-count // batch)
-
-    @pl.loop(0, lax.div(parts - block + plan.blocks - 1, plan.blocks))
-    def _(turn):
-        part = block + turn * plan.blocks
-        row = lax.div(part, columns)
-        column = (part - row * columns) * SHARE_COLUMNS
-        place = pl.ds(column, SHARE_COLUMNS)
-        zero = plgpu.layout_cast(jnp.zeros((4, SHARE_COLUMNS), jnp.float32), _SHARES)
-
-        # What is behind the adapter's rank is zero.
-        @pl.loop(0, jnp.where(column < width, batches, 0), init_carry=zero)
-        def total(i, total):
-            # The last batch begins with what has been added before, if it is not whole.
-            begin = jnp.minimum(i * batch, count - batch)
-            for j in range(0, batch, 4):
-                shares = gm["shares"].at[pl.ds(begin + j, 4), row, place]
-                value = plgpu.load(shares, layout=_SHARES, optimized=False)
-                if batches * batch > count:
-                    index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_SHARES)
-                    value = jnp.where(begin + j + index >= i * batch, value, zero)
-                total += value
-            return total
-
-        gm["xa"].at[row, place][...] = total.sum(axis=0).astype(jnp.bfloat16)
-
-    @pl.when(block < parts)
-    def _():
-        fence_async_proxy(nvvm.ProxyKind.async_global)
-        arrive([gm["locks"].at[pl.ds(0, 1)]], [jnp.int32(1)])
-
-
-def _await_shares(plan: Plan, gm: dict[str, Any]):
-    """Waits for all parts of x A^T."""
-    adders = min(plan.blocks, _parts_of_shares(gm))
-    wait([gm["locks"].at[pl.ds(0, 1)]], [jnp.int32(adders)], [jnp.int32(plan.blocks)])
-    fence_async_proxy(nvvm.ProxyKind.async_global)
-
-
-def _parts_of_shares(gm: dict[str, Any]) -> int:
-    return gm["shares"].shape[1] * (gm["xa"].shape[1] // SHARE_COLUMNS)
 
 
 def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup):
