@@ -146,8 +146,9 @@ def main() -> None:
             ),
             "A decode step in milliseconds, and tokens per second, by the rows that decode "
             f"together: 256 prompt tokens, 144 new ones, random weights ({rollout['device']}, jax "
-            f"{solved['versions']['jax']}, `experiments/benchmark_rollout.py`). A line is of one "
-            "run, and of the commit it names:",
+            f"{solved['versions']['jax']}, `experiments/benchmark_rollout.py`). A line is of the "
+            "commit it names; up to 1250415e a step was the difference of two generations, which "
+            "varies as the time of their prompts does:",
             rollout_table(rollout),
             "Whole rollouts of Qwen2.5-Coder-1.5B-Instruct in NVFP4 with an adapter of rank 32: "
             f"{solved['prompts']} GSM8K problems, {solved['group']} completions each of at most "

@@ -124,7 +124,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert row["prefill_tokens_per_s"] == 1250
     # 15 tokens of prompts in 3 rows of 8, and 17 steps of 3 rows in chunks of 6.
     assert row["padding_waste"] == pytest.approx(1 - (15 + 51) / (24 + 54), abs=1e-4)
-    moved = job.step_bytes(subject("nf4"), rows=3, tokens=5 + 9)
+    moved = job.step_bytes(subject("nf4"), rows=3, tokens=5 + 12)
     assert row["roofline_share"] == pytest.approx(moved / 2e7, abs=1e-4)
     assert row["weights"] == "random"
     assert row["device"] == "cpu"

@@ -84,7 +84,21 @@ def test_config(name, adapter, build):
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups)
 
 
-@pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944), (8, 37888, 3584)])
+def test_shares_beside_full_shared_memory(build):
+    config = max(tiling.candidates(32, 3584, 3584, rank=64), key=TileConfig.smem_bytes)
+    assert config.smem_bytes() > 0.99 * tiling.SMEM_LIMIT
+    extra = {"shares": array(28, 32, 32, dtype=jnp.float32), "b": array(3584, 64)}
+
+    def product(x, weight, extra):
+        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+
+    build(product, array(32, 3584), tiles(3584, 3584), extra, warpgroups=config.warpgroups)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(8, 3584, 3584), (16, 3584, 3584), (64, 3584, 18944), (8, 37888, 3584), (8, 4608, 3584)],
+)
 def test_trace(m, n, k, build, monkeypatch):
     monkeypatch.setattr(jax.debug, "callback", lambda *_: None)  # which needs a GPU
     config = timeline.room_for_notes(tiling.choose(m, n, k, rank=64))

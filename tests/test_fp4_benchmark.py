@@ -145,7 +145,6 @@ def test_timeline():
             "multiply": 900 - 430 - 200,
             "store": 130,
             "span": 1100,
-            "spread": 200,
         }
     )
 

@@ -192,12 +192,12 @@ def test_float32(monkeypatch):
     assert relative_error(y, float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) < 1e-5
 
 
-def shares_and_product(m):
+def shares_and_product(m, count=5):
     """fp4_matmul_with_shares of M rows, and what it should be."""
     n, k, rank = 64, 128, 24
     weight, x = random_weight(n, k), normal(m, k)
     b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
-    shares = np.random.default_rng(2).standard_normal((5, m, 32)).astype(np.float32)
+    shares = np.random.default_rng(2).standard_normal((count, m, 32)).astype(np.float32)
     shares[:, :, rank:] = 0
     y = fp4.fp4_matmul_with_shares(x, fp4.to_tiles(weight), jnp.asarray(shares), b)
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
@@ -205,10 +205,10 @@ def shares_and_product(m):
 
 
 @pytest.mark.usefixtures("simulated_api")
-@pytest.mark.parametrize("m", [3, 130])
-def test_shares(m, monkeypatch):
+@pytest.mark.parametrize(("m", "count"), [(3, 5), (3, 2), (130, 5)])
+def test_shares(m, count, monkeypatch):
     monkeypatch.setattr(api, "kernel_runs", lambda: True)
-    y, expected = shares_and_product(m)
+    y, expected = shares_and_product(m, count)
     assert relative_error(y, expected) < 4e-3  # x A^T is rounded
 
 

@@ -19,7 +19,6 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
 _MAX_RANK = 512  # of an adapter inside the kernel: the columns of its largest stage
 # Rows of shares that the kernel adds up itself: few parts of them for each block of threads.
 _MAX_ROWS_OF_SHARES = 128
-_MIN_SHARES = 4  # one for each warp that adds
 
 
 def fp4_matmul(
@@ -108,7 +107,7 @@ def fp4_matmul_with_shares(
     suits = _suits_kernel(x, weight) and rank == tiling.padded_rank(rank) <= _MAX_RANK
     if not suits or shares.shape[2] > rank:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
-    if len(x) > _MAX_ROWS_OF_SHARES or len(shares) < _MIN_SHARES:
+    if len(x) > _MAX_ROWS_OF_SHARES or len(shares) < tiling.MIN_SHARES:
         return _run_kernel(x, weight, xa=sum_of_shares(shares, x, b), b=b)
     return _run_kernel(x, weight, shares=shares, b=b)
 

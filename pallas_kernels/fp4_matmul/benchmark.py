@@ -56,7 +56,10 @@ Times = list[tuple[str, float]]  # kernel name and seconds, in order
 @contextlib.contextmanager
 def sole_use() -> Iterator[None]:
     """Keeps other commands of this machine from the GPU, those that ask for it like this."""
-    with open(pathlib.Path(tempfile.gettempdir()) / "fp4_matmul.lock", "w") as file:
+    path = pathlib.Path(tempfile.gettempdir()) / "fp4_matmul.lock"
+    if not path.exists():
+        path.touch()
+    with path.open(encoding="utf-8") as file:  # which may be another user's
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -275,7 +278,8 @@ def main() -> None:
     parser.add_argument("--commit", help="instead of git's")
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
-    bandwidth = args.bandwidth or copy_bandwidth()
+    with sole_use():
+        bandwidth = args.bandwidth or copy_bandwidth()
     print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     origin = provenance(args.commit)
     for layer, (n, k) in shapes(args.layers).items():

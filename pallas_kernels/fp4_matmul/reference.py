@@ -9,7 +9,7 @@ import jax.numpy as jnp
 Array = Any  # jax.Array; in a cotangent, NumPy float0
 
 BLOCK = 16  # inputs that share a scale in NVFP4
-_LIBRARY_PRODUCTS = 10_000_000  # from which on XLA leaves a row to a library, or a kernel like it
+_LIBRARY_PRODUCTS = 10_000_000  # from which on XLA does not add up a row itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +160,9 @@ def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.
     The result has x's dtype, or another one that was asked for.
     """
     dtype = dtype or x.dtype
-    # A GPU's libraries accumulate in float32 in any case; asked for a float32 result they would
-    # store it, and a second kernel would round it, or make float32 of a weight of one row of
-    # tokens. A row of few products is XLA's own sum, of products that have the result's dtype.
+    # A GPU's libraries accumulate in float32 in any case. Asked for a float32 result they would
+    # store it, and a second kernel would round it; for one row XLA would convert the whole weight
+    # to float32. A row of few products XLA adds up itself, in products of the result's dtype.
     library = x.size > x.shape[-1] or weight.size >= _LIBRARY_PRODUCTS
     result = dtype if library and jax.default_backend() == "gpu" else jnp.float32
     return jax.lax.dot_general(

@@ -12,7 +12,8 @@ from pallas_kernels.device import MULTIPROCESSORS
 TILE_ROWS = 64
 TILE_COLUMNS = 128
 SHARE_COLUMNS = 32  # of x A^T, that are added up together
-SMEM_LIMIT = 232448 - 1024  # bytes of a block of threads on Hopper; barriers take a few
+MIN_SHARES = 4  # of x A^T: one for each warp that adds them up
+SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers and sums take some
 
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")

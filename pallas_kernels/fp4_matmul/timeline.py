@@ -5,9 +5,9 @@
 Every warpgroup notes the clock where it begins and ends to wait, to multiply and to add up. A line
 says how many cycles the warpgroups that multiply spend on what, in the mean; "first stage" is the
 wait for the first data, "await stage" that for all later ones. A product that waits is held back by
-memory, one that multiplies by the issue of instructions. "span" is what all of it takes, from the
-first note of a block of threads to its last, and "spread" how much later the last block ends than
-the first. The notes take shared memory, so the pipeline may be a stage shorter, and a little time.
+memory, one that multiplies by the issue of instructions. "span" is what all of it takes, from a
+warpgroup's first note to its last. The notes take shared memory, so the pipeline may be shorter,
+and a little time; there are no more than 96 of a warpgroup.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.device import cuda_capability
+from pallas_kernels.device import cuda_capability, multiprocessors
 from pallas_kernels.fp4_matmul import benchmark, cases, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -45,7 +45,6 @@ def summary(trace: dict) -> dict[str, float]:
     for event in trace["traceEvents"]:
         warpgroups[event["tid"]].append(event)
     spent: dict[str, float] = collections.defaultdict(float)
-    ends = []
     count = 0
     for events in warpgroups.values():
         if not any(event["name"] == "multiply" for event in events):
@@ -65,9 +64,7 @@ def summary(trace: dict) -> dict[str, float]:
                 waited = True
             spent[name] += cycles
         spent["span"] += 1000 * (events[-1]["ts"] - events[0]["ts"])
-        ends.append(events[-1]["ts"])
-    result = {name: cycles / count for name, cycles in spent.items()}
-    return result | {"spread": 1000 * (max(ends) - min(ends))}
+    return {name: cycles / count for name, cycles in spent.items()}
 
 
 def timeline(m: int, n: int, k: int, *, rank: int = 0) -> dict[str, float]:
@@ -82,8 +79,9 @@ def timeline(m: int, n: int, k: int, *, rank: int = 0) -> dict[str, float]:
     keys = jax.random.split(jax.random.key(0), 4)
     weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
     x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
-    multiprocessors = jax.devices()[0].core_count
-    config = tiling.choose(m, n, k, rank=tiling.padded_rank(rank), multiprocessors=multiprocessors)
+    config = tiling.choose(
+        m, n, k, rank=tiling.padded_rank(rank), multiprocessors=multiprocessors()
+    )
     adapter = {}
     if rank:
         adapter["b"] = jax.random.normal(keys[2], (n, tiling.padded_rank(rank)), jnp.bfloat16)
@@ -98,17 +96,22 @@ def timeline(m: int, n: int, k: int, *, rank: int = 0) -> dict[str, float]:
                 x,
                 weight,
                 config=room_for_notes(config),
-                multiprocessors=multiprocessors,
+                multiprocessors=multiprocessors(),
                 trace=folder,
                 **adapter,
             )
 
-        for _ in range(2):  # The first one loads the program.
-            flush(jnp.zeros(2**27)).block_until_ready()
-            product(x, weight, adapter).block_until_ready()
-            jax.effects_barrier()
-        *_, last = sorted(pathlib.Path(folder).glob("*-trace.json"))
-        return summary(json.loads(last.read_text(encoding="utf-8")))
+        trace = None
+        for _ in range(2):  # The first one loads the program, and both write the same file.
+            if trace is not None:
+                trace.unlink()
+            with benchmark.sole_use():
+                flush(jnp.zeros(2**27)).block_until_ready()
+                product(x, weight, adapter).block_until_ready()
+                jax.effects_barrier()
+            (trace,) = pathlib.Path(folder).glob("*-trace.json")
+        assert trace is not None
+        return summary(json.loads(trace.read_text(encoding="utf-8")))
 
 
 def main() -> None:

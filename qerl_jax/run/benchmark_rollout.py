@@ -10,7 +10,8 @@ Rows of a decode benchmark:
     ms_per_step             of all rows together; tokens_per_s follows from it
     prefill_tokens_per_s    prompt tokens over the time of a generation of one token
     roofline_share          the time that the packed weights, the head and the keys and values of
-                            half of the new tokens take at the card's bandwidth, over the step's
+                            a row in the middle of these steps take at the card's bandwidth, over
+                            the step's
     padding_waste           of the positions that are computed, those without a token of a row
     peak_gb                 the most memory in use; where an earlier row of the process used more,
                             what is in use between the programs
@@ -302,7 +303,7 @@ def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> d
         "ms_per_step": round(ms_per_step, 4),
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
         "prefill_tokens_per_s": round(batch * config.prompt / prefill, 1),
-        "roofline_share": _roofline_share(subject, batch, ms_per_step, config),
+        "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.steps, config),
         "peak_gb": peak(),
         "padding_waste": padding_waste([len(p) for p in prompts], plan, costs[-1]),
     }
@@ -502,14 +503,14 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
     return moved + rows * tokens * position
 
 
-def _roofline_share(subject, batch, ms_per_step, config) -> float | None:
+def _roofline_share(subject, batch, ms_per_step, steps, config) -> float | None:
     bandwidth = config.bandwidth or BANDWIDTHS.get(jax.devices()[0].device_kind)
     if not bandwidth:
         return None
     moved = step_bytes(
         subject,
         rows=batch,
-        tokens=config.prompt + config.new_tokens // 2,
+        tokens=config.prompt + (1 + steps + config.new_tokens) // 2,
         kv_cache_dtype=config.kv_cache_dtype,
     )
     return round(1e3 * moved / bandwidth / ms_per_step, 4)

@@ -34,9 +34,10 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_tile,
 )
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
-from pallas_kernels.fp4_matmul.sm90.shares import add_shares, await_shares
+from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, add_shares, await_shares
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import (
+    MIN_SHARES,
     SHARE_COLUMNS,
     TILE_COLUMNS,
     TILE_ROWS,
@@ -72,8 +73,8 @@ def matmul(
         multiprocessors: blocks of threads that run at a time, no more than the device has: they
             wait for one another.
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
-        shares: in its place float32 [S, M, R'], whose sum over S it is; S >= 4, R' <= R a multiple
-            of SHARE_COLUMNS.
+        shares: in its place float32 [S, M, R'], whose sum over S it is; S >= MIN_SHARES, R' <= R a
+            multiple of SHARE_COLUMNS.
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
@@ -115,6 +116,7 @@ def matmul(
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
     if shares is not None:
+        assert len(shares) >= MIN_SHARES
         assert shares.shape[1] == tokens
         assert shares.shape[2] % SHARE_COLUMNS == 0
         assert shares.shape[2] <= rank
@@ -151,6 +153,7 @@ def matmul(
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=SUM_BYTES,
             profile_space=TRACED_EVENTS if trace else 0,
             profile_dir=trace,
             profile_bounds_check=True,
@@ -231,7 +234,7 @@ def _ends_tile(plan, first, count):
 
 
 def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
-    """The warpgroup that fills the stages."""
+    """The warpgroup that fills the stages, and adds up shares."""
     config = plan.config
     block = lax.axis_index("block")
 
@@ -272,23 +275,23 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         return pl.ds(m_tile * config.tile_m, config.tile_m)
 
     if "shares" in gm:
-        of_shares = gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
+        sum_of_shares = gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
 
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
     @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
     def total(index, done):
         tile, first, count = plan.piece(block, index)
-        # Shares are added up while the first stages arrive.
-        adds = jnp.where(index == 0, jnp.minimum(count, config.stages) - 1, -1)
+        # Shares are added up while the first stages arrive, but for the last one of these.
+        added_before = jnp.where(index == 0, jnp.minimum(count, config.stages) - 1, -1)
 
         @pl.loop(0, count if simulated else opaque(jnp.int32(count)))
         def _(i):
             if "shares" in gm:
 
-                @pl.when(i == adds)
+                @pl.when(i == added_before)
                 def _():
                     with jax.named_scope("add shares"):
-                        add_shares(*of_shares)
+                        add_shares(*sum_of_shares)
 
             fill(acquire(done + i), tile, first + i)
 
@@ -298,7 +301,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
             @pl.when(index == 0)
             def _():
                 with jax.named_scope("await shares"):
-                    await_shares(*of_shares)
+                    await_shares(*sum_of_shares)
 
         if "b" not in gm:
             return done
@@ -403,8 +406,8 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
 
         @pl.loop(0, ends)
         def _(_):
-            # Those that do not multiply wait too: an arrival that is early by a whole round of the
-            # pipeline would count for what the stage held before.
+            # Those that do not multiply wait too, as for every stage: who skips one takes its
+            # arrivals for those of the next round of the pipeline.
             plgpu.barrier_wait(sm["full"].at[slot])
 
         @pl.loop(0, ends if config.slices == 1 else jnp.where(part == 0, ends, 0))

@@ -9,17 +9,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
-from pallas_kernels.fp4_matmul.tiling import SHARE_COLUMNS
+from pallas_kernels.fp4_matmul.tiling import MIN_SHARES, SHARE_COLUMNS
 
-_WARPS = 4
 # A warp has every fourth share of a row, a lane one of its columns.
 _SHARES = plgpu.Layout.TILED(
-    plgpu.Tiling(((_WARPS, SHARE_COLUMNS), (1,))),
+    plgpu.Tiling(((MIN_SHARES, SHARE_COLUMNS), (1,))),
     warp_dims=(-3,),
     lane_dims=(-2,),
     vector_dim=-1,
 )
 _IN_FLIGHT = 32
+SUM_BYTES = 4 * MIN_SHARES * SHARE_COLUMNS  # of shared memory, to add up what the warps have
 
 
 def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
@@ -28,7 +28,7 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
     A part is SHARE_COLUMNS columns of a row. A warpgroup calls it.
 
     Args:
-        shares: float32 [S, M, R'] in global memory, S >= 4.
+        shares: float32 [S, M, R'] in global memory, S >= MIN_SHARES.
         xa: bfloat16 [M', R] likewise, M' >= M and R >= R'; columns from R' on become 0.
         lock: int32 [1] likewise.
         blocks: that call it.
@@ -37,7 +37,8 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
     count, _, width = shares.shape
     columns = xa.shape[1] // SHARE_COLUMNS
     parts = _parts(shares, xa)
-    batch = min(_IN_FLIGHT, count // _WARPS * _WARPS)
+    batch = -(-count // -(-count // _IN_FLIGHT))
+    batch = min(-(-batch // MIN_SHARES), count // MIN_SHARES) * MIN_SHARES
     batches = -(-count // batch)
 
     @pl.loop(0, lax.div(parts - block + blocks - 1, blocks))
@@ -46,14 +47,14 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
         row = lax.div(part, columns)
         column = (part - row * columns) * SHARE_COLUMNS
         place = pl.ds(column, SHARE_COLUMNS)
-        zero = plgpu.layout_cast(jnp.zeros((_WARPS, SHARE_COLUMNS), jnp.float32), _SHARES)
+        zero = plgpu.layout_cast(jnp.zeros((MIN_SHARES, SHARE_COLUMNS), jnp.float32), _SHARES)
 
         @pl.loop(0, jnp.where(column < width, batches, 0), init_carry=zero)
         def total(i, total):
             # The last batch begins with what has been added before, if it is not whole.
             begin = jnp.minimum(i * batch, count - batch)
-            for j in range(0, batch, _WARPS):
-                share = shares.at[pl.ds(begin + j, _WARPS), row, place]
+            for j in range(0, batch, MIN_SHARES):
+                share = shares.at[pl.ds(begin + j, MIN_SHARES), row, place]
                 value = plgpu.load(share, layout=_SHARES, optimized=False)
                 if batches * batch > count:
                     index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_SHARES)

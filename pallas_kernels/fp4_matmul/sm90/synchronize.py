@@ -94,9 +94,10 @@ def _with_locks(code: str, locks, sharers, waiters) -> None:
 
 
 def opaque(number: jax.Array) -> jax.Array:
-    """An int32 that the compiler knows nothing of: what is made of it stays where it is.
+    """An int32 that the compiler knows nothing of.
 
-    It would be made outside of the loops around, in registers that their copies need.
+    What is made of it stays where it is, and not outside of the loops around, in registers that
+    their copies need. A loop of so many turns is not unrolled.
     """
 
     @plgpu.inline_mgpu(
