@@ -178,6 +178,7 @@ def test_dr_grpos_denominator_alone_is_an_aggregation():
     assert loss_from(config).aggregation == "constant"
 
 
+@pytest.mark.slow
 def test_means_of_micro_batches_train(tiny, tmp_path):
     # The losses of one step, on the same completions; the rows are split into two micro-batches.
     losses = {}

@@ -66,8 +66,8 @@ MODES = {
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
 }
-SLOW = ("one stage", "two stages", "constant", "full")  # They compile programs of their own.
-SOME_SLOW = [pytest.param(m, marks=pytest.mark.slow) if m in SLOW else m for m in MODES]
+FAST = ("late profile",)  # The others compile programs of their own.
+SOME_SLOW = [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MODES]
 # Another value of each field that is not always read.
 OTHERS = {
     "lora.rank": 2,

@@ -287,6 +287,7 @@ def wait_for(process, pause, folder, *, stop):
     return newest
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(tiny, tmp_path, monkeypatch):
     pause, folder = tmp_path / "pause", tmp_path / "sweep"
     process = start(tiny, tmp_path, pause_at=8 + 3)  # in the second step of a run

@@ -91,7 +91,13 @@ def test_the_gradient_passes_the_noise(form):
     np.testing.assert_allclose(difference, slope @ direction, rtol=1e-2)
 
 
-@pytest.fixture(scope="module", params=[NORMS, FULL], ids=["lora+norms", "full"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(NORMS, id="lora+norms"),
+        pytest.param(FULL, id="full", marks=pytest.mark.slow),
+    ],
+)
 def whole(request, tiny, tmp_path_factory):
     """The changes to the config and the folder of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
