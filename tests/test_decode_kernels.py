@@ -126,9 +126,9 @@ def test_silu_project(rows, width, rank, interpret):
     [
         (2, 7, 200, 64, 132),
         (1, 3, 133, 128, 132),
-        (2, 1, 70, 64, 1),
+        pytest.param(2, 1, 70, 64, 1, marks=pytest.mark.slow),
         (1, 17, 64, 32, 132),
-        (1, 2, 129, 256, 132),
+        pytest.param(1, 2, 129, 256, 132, marks=pytest.mark.slow),
     ],
 )
 def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiprocessors, interpret):

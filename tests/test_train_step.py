@@ -86,7 +86,9 @@ def assert_same(a, b):
 
 
 # Micro-batches of 3 rows leave one that is filled up.
-@pytest.mark.parametrize(("loss", "splits"), [("dapo", (2, 4)), ("grpo", (3,))])
+@pytest.mark.parametrize(
+    ("loss", "splits"), [pytest.param("dapo", (2, 4), marks=pytest.mark.slow), ("grpo", (3,))]
+)
 def test_micro_batches_do_not_change_the_update(loss, splits):
     batch = batch_of(loss)
     state, metrics = step(batch, loss=loss)

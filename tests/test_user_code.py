@@ -47,6 +47,7 @@ def module(tmp_path, monkeypatch):
     sys.modules.pop("my_ideas", None)
 
 
+@pytest.mark.slow
 def test_they_run_from_the_command_line(tiny, tmp_path):
     (tmp_path / "my_ideas.py").write_text(MODULE)
     config = tiny.config_file(tmp_path / "my_config.py", {"eval.every": 0, "aqn.kl_every": 1})
