@@ -71,19 +71,17 @@ def kernel_table(result: dict) -> str:
 
 def rollout_table(result: dict) -> str:
     """Milliseconds of a decode step and tokens per second, a line for each policy and commit."""
-    rows = [row for row in result["rows"] if row["kind"] == "decode"]
-    batches = [str(batch) for batch in sorted({row["batch"] for row in rows})]
-    lines = [["model", "weights", "adapter", *batches, "commit"], ["---"] * (4 + len(batches))]
-    for commit in dict.fromkeys(row["commit"] for row in rows):
-        measured = [row for row in rows if row["commit"] == commit]
-        found, policies = by_policy(
-            measured, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
-        )
-        for (model, numbers, rank), cells in policies.items():
-            cell = dict(zip(map(str, found), cells, strict=True))
-            policy = [model, numbers, f"LoRA rank {rank}" if rank else "merged"]
-            lines.append([*policy, *(cell.get(batch, "") for batch in batches), commit[:8]])
-    lines[2:] = sorted(lines[2:])
+    batches, policies = by_policy(
+        result["rows"],
+        lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})",
+        fields=("commit",),
+    )
+    lines = [["model", "weights", "adapter", *map(str, batches), "commit"]]
+    lines.append(["---"] * len(lines[0]))
+    lines += sorted(
+        [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells, commit[:8]]
+        for (model, numbers, rank, commit), cells in policies.items()
+    )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

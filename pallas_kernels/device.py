@@ -1,5 +1,7 @@
 """What the default device is."""
 
+import sys
+
 import jax
 
 MULTIPROCESSORS = 132  # of an H100 SXM and an H200
@@ -11,6 +13,12 @@ def cuda_capability() -> float:
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
         return 0.0
     return float(device.compute_capability)
+
+
+def exit_unless_hopper() -> None:
+    """Ends a command that measures the Hopper kernel on another device."""
+    if cuda_capability() != 9.0:
+        sys.exit(f"error: the kernel runs on Hopper GPUs, this is {jax.devices()[0].device_kind}")
 
 
 def multiprocessors() -> int:

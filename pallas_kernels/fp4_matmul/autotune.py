@@ -17,13 +17,12 @@ import json
 import os
 import pathlib
 import statistics
-import sys
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.device import cuda_capability
+from pallas_kernels.device import exit_unless_hopper
 from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -133,8 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, help="default: in tuned/, by the device")
     args = parser.parse_args()
     device = jax.devices()[0]
-    if cuda_capability() != 9.0:
-        sys.exit(f"error: the kernel runs on Hopper GPUs, this is {device.device_kind}")
+    exit_unless_hopper()
     name = device.device_kind.lower().replace(" ", "_")
     path = args.out or tiling.TUNED / f"{name}.json"
     tuned = set()

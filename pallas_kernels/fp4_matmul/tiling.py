@@ -59,15 +59,12 @@ class TileConfig:
         """Products of 64 columns that a warpgroup makes of a stage."""
         return 2 * self.block_k // (TILE_COLUMNS * self.slices)
 
-    def stage_bytes(self) -> int:
-        """Shared memory of the operands of a stage."""
-        tiles = self.rows * self.block_k // TILE_COLUMNS
-        return tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
-
     def smem_bytes(self) -> int:
         """Shared memory of the operands, the sums of slices and the output."""
+        tiles = self.rows * self.block_k // TILE_COLUMNS
+        stage = tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
         sums = (self.slices - 1) * self.rows * TILE_ROWS * self.tile_m * 4
-        return self.stages * self.stage_bytes() + sums + self.rows * TILE_ROWS * self.tile_m * 2
+        return self.stages * stage + sums + self.rows * TILE_ROWS * self.tile_m * 2
 
     def registers(self) -> int:
         """An estimate for a thread that computes: accumulator, operands and the rest."""

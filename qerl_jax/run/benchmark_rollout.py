@@ -745,21 +745,24 @@ def describe(row: dict) -> str:
     )
 
 
-def by_policy(rows: Iterable[dict], cell: Callable[[dict], str]) -> tuple[list[int], dict]:
+def by_policy(
+    rows: Iterable[dict], cell: Callable[[dict], str], *, fields: Sequence[str] = ()
+) -> tuple[list[int], dict]:
     """The decode rows as a table.
 
     Args:
         rows: of any kind.
         cell: what it says of a row.
+        fields: of a row, that also tell policies apart.
 
     Returns:
-        The batches, ascending, and for each policy (model, numbers, rank) its cells, one for each
-        batch, '' where there is no row.
+        The batches, ascending, and for each policy (model, numbers, rank, *fields) its cells, one
+        for each batch, '' where there is no row.
     """
-    found: dict[tuple[str, str, int], dict[int, str]] = {}
+    found: dict[tuple, dict[int, str]] = {}
     for row in rows:
         if row["kind"] == "decode":
-            policy = row["model"], numbers_of(row), row["lora_rank"]
+            policy = row["model"], numbers_of(row), row["lora_rank"], *(row[f] for f in fields)
             found.setdefault(policy, {})[row["batch"]] = cell(row)
     batches = sorted(set().union(*found.values()))
     return batches, {policy: [c.get(b, "") for b in batches] for policy, c in found.items()}

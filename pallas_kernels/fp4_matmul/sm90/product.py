@@ -223,11 +223,6 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
         _compute(plan, gm, sm, simulated, warpgroup)
 
 
-def adapter_tiles(rank: int) -> int:
-    """Copies of 128 columns of xa; what they read beyond its columns is zero, and not used."""
-    return -(-rank // TILE_COLUMNS)
-
-
 def _ends_tile(plan, first, count):
     """Whether a piece holds the last step of its tile: the one that adds xa B^T."""
     return first + count == plan.steps
@@ -250,32 +245,31 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
         return slot
 
+    def copy_tokens(name, slot, tile, first, count):
+        """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used."""
+        m_tile, _ = plan.coordinates(tile)
+        rows = pl.ds(m_tile * config.tile_m, config.tile_m)
+        for j in range(count):
+            place = rows, pl.ds((first + j) * TILE_COLUMNS, TILE_COLUMNS)
+            plgpu.copy_gmem_to_smem(gm[name].at[place], sm["x"].at[slot, j], sm["full"].at[slot])
+
     def fill(slot, tile, step):
-        m_tile, n_tile = plan.coordinates(tile)
+        _, n_tile = plan.coordinates(tile)
         columns = step * plan.per_stage
         tiles = pl.ds(n_tile * config.rows, config.rows), pl.ds(columns, plan.per_stage)
         full = sm["full"].at[slot]
         plgpu.copy_gmem_to_smem(gm["codes"].at[tiles], sm["codes"].at[slot], full)
         plgpu.copy_gmem_to_smem(gm["scales"].at[tiles], sm["scales"].at[slot], full)
-        for j in range(plan.per_stage):
-            place = tokens_of(m_tile), pl.ds((columns + j) * TILE_COLUMNS, TILE_COLUMNS)
-            plgpu.copy_gmem_to_smem(gm["x"].at[place], sm["x"].at[slot, j], full)
+        copy_tokens("x", slot, tile, columns, plan.per_stage)
 
     def fill_adapter(slot, tile):
-        m_tile, _ = plan.coordinates(tile)
-        full = sm["full"].at[slot]
-        copies = adapter_tiles(gm["xa"].shape[1])
-        for j in range(copies):
-            place = tokens_of(m_tile), pl.ds(j * TILE_COLUMNS, TILE_COLUMNS)
-            plgpu.copy_gmem_to_smem(gm["xa"].at[place], sm["x"].at[slot, j], full)
+        copies = -(-gm["xa"].shape[1] // TILE_COLUMNS)
+        copy_tokens("xa", slot, tile, 0, copies)
         for _ in range(_arrivals(plan) - copies):
-            plgpu.barrier_arrive(full)
-
-    def tokens_of(m_tile):
-        return pl.ds(m_tile * config.tile_m, config.tile_m)
+            plgpu.barrier_arrive(sm["full"].at[slot])
 
     if "shares" in gm:
-        sum_of_shares = gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
+        share_arguments = gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
 
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
     @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
@@ -291,7 +285,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
                 @pl.when(i == added_before)
                 def _():
                     with jax.named_scope("add shares"):
-                        add_shares(*sum_of_shares)
+                        add_shares(*share_arguments)
 
             fill(acquire(done + i), tile, first + i)
 
@@ -301,7 +295,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
             @pl.when(index == 0)
             def _():
                 with jax.named_scope("await shares"):
-                    await_shares(*sum_of_shares)
+                    await_shares(*share_arguments)
 
         if "b" not in gm:
             return done
