@@ -164,7 +164,8 @@ def silu_project(
         {"z": jax.ShapeDtypeStruct((m, outputs), dtype)},
         a,
         (m, outputs),
-        block=2 * _COLUMNS,  # There are many columns, and who reads the shares reads all of them.
+        # Few shares where the blocks are enough: who reads them reads all of them.
+        block=_COLUMNS if 16 < m <= 128 else 2 * _COLUMNS,
         interpret=interpret,
     )
     return outs["z"], outs["shares"]

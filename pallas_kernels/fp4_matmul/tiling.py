@@ -19,7 +19,7 @@ _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")
 # The threads at one place of all warpgroups share this many registers.
 _REGISTERS = 512
-_COPY_REGISTERS, _MOST_COPY_REGISTERS = 32, 40
+_HELPER_REGISTERS, _MOST_HELPER_REGISTERS = 32, 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +59,16 @@ class TileConfig:
         """Products of 64 columns that a warpgroup makes of a stage."""
         return 2 * self.block_k // (TILE_COLUMNS * self.slices)
 
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: codes, scales and tokens."""
+        tiles = self.rows * self.block_k // TILE_COLUMNS
+        return tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
+
     def smem_bytes(self) -> int:
         """Shared memory of the operands, the sums of slices and the output."""
-        tiles = self.rows * self.block_k // TILE_COLUMNS
-        stage = tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
         sums = (self.slices - 1) * self.rows * TILE_ROWS * self.tile_m * 4
-        return self.stages * stage + sums + self.rows * TILE_ROWS * self.tile_m * 2
+        y = self.rows * TILE_ROWS * self.tile_m * 2
+        return self.stages * self.stage_bytes() + sums + y
 
     def registers(self) -> int:
         """An estimate for a thread that computes: accumulator, operands and the rest."""
@@ -89,15 +93,22 @@ class TileConfig:
         return None
 
 
-def compute_registers(warpgroups: int) -> int:
-    """Registers of a thread that computes, with this many warpgroups of them."""
-    return min(232, (_started_registers(warpgroups) - _COPY_REGISTERS) // warpgroups // 8 * 8)
+def compute_registers(warpgroups: int, helpers: int = 1) -> int:
+    """Registers of a thread that computes.
+
+    Args:
+        warpgroups: that compute.
+        helpers: others, which copy or add up shares.
+    """
+    left = _started_registers(warpgroups + helpers) - helpers * _HELPER_REGISTERS
+    return min(232, left // warpgroups // 8 * 8)
 
 
-def copy_registers(warpgroups: int) -> int:
-    """What they leave to the thread that copies, as much as it has a use for."""
-    left = _started_registers(warpgroups) - warpgroups * compute_registers(warpgroups)
-    return min(_MOST_COPY_REGISTERS, left)
+def helper_registers(warpgroups: int, helpers: int = 1) -> int:
+    """What they leave to a thread of the others, as much as it has a use for."""
+    left = _started_registers(warpgroups + helpers)
+    left -= warpgroups * compute_registers(warpgroups, helpers)
+    return min(_MOST_HELPER_REGISTERS, left // helpers // 8 * 8)
 
 
 def _started_registers(warpgroups: int) -> int:
@@ -106,7 +117,7 @@ def _started_registers(warpgroups: int) -> int:
     All threads start with the same multiple of 8. What that rounding leaves out belongs to no one:
     a block of threads that asks for it waits for ever.
     """
-    return _REGISTERS // (warpgroups + 1) // 8 * 8 * (warpgroups + 1)
+    return _REGISTERS // warpgroups // 8 * 8 * warpgroups
 
 
 def padded_rank(rank: int) -> int:

@@ -28,7 +28,7 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 def room_for_notes(config: TileConfig) -> TileConfig:
     """The tiling with as many stages as leave room for the notes in shared memory."""
-    notes = 16 * sm90.TRACED_EVENTS * (config.warpgroups + 1)
+    notes = 16 * sm90.TRACED_EVENTS * (config.warpgroups + 2)
     while config.smem_bytes() + notes > tiling.SMEM_LIMIT:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config

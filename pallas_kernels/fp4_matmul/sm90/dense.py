@@ -21,7 +21,7 @@ from pallas_kernels.fp4_matmul.tiling import (
     TILE_COLUMNS,
     TILE_ROWS,
     compute_registers,
-    copy_registers,
+    helper_registers,
 )
 
 
@@ -59,7 +59,7 @@ def dequantize(
 
         @pl.when(warpgroup == rows)
         def _():
-            plgpu.set_max_registers(copy_registers(rows), action="decrease")
+            plgpu.set_max_registers(helper_registers(rows), action="decrease")
 
             @pl.loop(0, count)
             def _(i):

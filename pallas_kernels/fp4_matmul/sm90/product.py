@@ -11,7 +11,7 @@ memory; the others wait for a stage, decode their tiles of it (`layout` explains
 multiply. The only roundings are those of the float32 accumulation and of the stored bfloat16. At
 the end of a tile the accumulator is scaled by the divisors of its rows, xa B^T is added as one more
 step of K, and what several warpgroups or blocks of threads share is added up in a fixed order. So
-is xa itself, where it comes in shares, by the warpgroups that copy.
+is xa itself, where it comes in shares, by a warpgroup of its own.
 """
 
 import functools
@@ -34,7 +34,7 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_tile,
 )
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
-from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, add_shares, await_shares
+from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, add_shares, await_shares, load_b
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import (
     MIN_SHARES,
@@ -43,10 +43,13 @@ from pallas_kernels.fp4_matmul.tiling import (
     TILE_ROWS,
     TileConfig,
     compute_registers,
-    copy_registers,
+    helper_registers,
 )
 
 _LOCKS = 4096  # more than any plan has
+# Of copies under way to a block of threads. It is enough to keep the memory busy; more only queue
+# there, and whatever else is read from global memory waits behind them.
+_BYTES_IN_FLIGHT = 65536
 TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
 
@@ -147,7 +150,7 @@ def matmul(
         scratch_types=_scratch(plan, simulated),
         grid=(plan.blocks,),
         grid_names=("block",),
-        num_threads=plan.config.warpgroups + 1,
+        num_threads=plan.config.warpgroups + _helpers("shares" in operands),
         thread_name="warpgroup",
         kernel_name="fp4_matmul_sm90",
         compiler_params=plgpu.CompilerParams(
@@ -211,30 +214,61 @@ def _scratch(plan: Plan, simulated: bool) -> dict:
 def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
     gm = dict(zip(names, refs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
+    warpgroups, helpers = plan.config.warpgroups, _helpers("shares" in gm)
+    spared = helper_registers(warpgroups, helpers)
 
-    @pl.when(warpgroup == plan.config.warpgroups)
+    @pl.when(warpgroup == warpgroups)
     def _():
-        plgpu.set_max_registers(copy_registers(plan.config.warpgroups), action="decrease")
+        plgpu.set_max_registers(spared, action="decrease")
         _copy(plan, gm, sm, simulated)
 
-    @pl.when(warpgroup < plan.config.warpgroups)
+    if "shares" in gm:
+
+        @pl.when(warpgroup > warpgroups)
+        def _():
+            plgpu.set_max_registers(spared, action="decrease")
+            with jax.named_scope("add shares"):
+                add_shares(*_shares(plan, gm))
+
+    @pl.when(warpgroup < warpgroups)
     def _():
-        plgpu.set_max_registers(compute_registers(plan.config.warpgroups), action="increase")
-        _compute(plan, gm, sm, simulated, warpgroup)
+        registers = compute_registers(warpgroups, helpers)
+        plgpu.set_max_registers(registers, action="increase")
+        _compute(plan, gm, sm, simulated, warpgroup, registers)
 
 
-def _ends_tile(plan, first, count):
-    """Whether a piece holds the last step of its tile: the one that adds xa B^T."""
-    return first + count == plan.steps
+def _helpers(shares: bool) -> int:
+    """Warpgroups that do not compute: one copies, one adds up shares."""
+    return 2 if shares else 1
+
+
+def _shares(plan, gm):
+    """The arguments of `add_shares` and `await_shares`."""
+    return gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
+
+
+def _adds_adapter(first):
+    """Whether a piece adds xa B^T to its tile: the one with the first step.
+
+    Of the shared pieces of a block it is the last one, which gives x A^T time to be added up.
+    """
+    return first == 0
 
 
 def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
-    """The warpgroup that fills the stages, and adds up shares."""
+    """The warpgroup that fills the stages."""
     config = plan.config
+    in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
     block = lax.axis_index("block")
 
     def acquire(i):
         slot = lax.rem(i, config.stages)
+        if in_flight < config.stages:
+
+            @pl.when(i >= in_flight)
+            def _():
+                with jax.named_scope("await arrival"):
+                    plgpu.barrier_wait(sm["full"].at[lax.rem(i - in_flight, config.stages)])
 
         @pl.when(i >= config.stages)
         def _():
@@ -268,44 +302,36 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         for _ in range(_arrivals(plan) - copies):
             plgpu.barrier_arrive(sm["full"].at[slot])
 
-    if "shares" in gm:
-        share_arguments = gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
+    # The piece before which no adapter is added.
+    awaited_behind = jnp.maximum(plan.shared_pieces(block) - 1, 0) if plan.shared else 0
 
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
     @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
     def total(index, done):
         tile, first, count = plan.piece(block, index)
-        # Shares are added up while the first stages arrive, but for the last one of these.
-        added_before = jnp.where(index == 0, jnp.minimum(count, config.stages) - 1, -1)
 
         @pl.loop(0, count if simulated else opaque(jnp.int32(count)))
         def _(i):
-            if "shares" in gm:
-
-                @pl.when(i == added_before)
-                def _():
-                    with jax.named_scope("add shares"):
-                        add_shares(*share_arguments)
-
             fill(acquire(done + i), tile, first + i)
 
         done += count
         if "shares" in gm:
 
-            @pl.when(index == 0)
+            @pl.when(index == awaited_behind)
             def _():
                 with jax.named_scope("await shares"):
-                    await_shares(*share_arguments)
+                    await_shares(*_shares(plan, gm))
 
         if "b" not in gm:
             return done
-        ends = _ends_tile(plan, first, count)
 
-        @pl.when(ends)
+        adds_adapter = _adds_adapter(first)
+
+        @pl.when(adds_adapter)
         def _():
             fill_adapter(acquire(done), tile)
 
-        return done + jnp.where(ends, 1, 0)
+        return done + jnp.where(adds_adapter, 1, 0)
 
     # A kernel must not end before all arrivals at its barriers.
     @pl.loop(jnp.maximum(total - config.stages, 0), total)
@@ -313,13 +339,15 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         plgpu.barrier_wait(sm["empty"].at[lax.rem(i, config.stages)])
 
 
-def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup):
+def _compute(
+    plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup, registers: int
+):
     """A warpgroup that decodes and multiplies."""
     config = plan.config
     block = lax.axis_index("block")
     row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
     per_slice = plan.per_stage // config.slices
-    spare = compute_registers(config.warpgroups) - config.registers()
+    spare = registers - config.registers()
     accumulator = plgpu.ACC((TILE_ROWS, config.tile_m), jnp.float32)
 
     def operands(slot, j):
@@ -389,22 +417,23 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
 
     def adapter(row_start):
         """B [64, R] in parts of 64 columns."""
-        return [
-            read("b", pl.ds(row_start, TILE_ROWS), pl.ds(column, 64))
-            for column in range(0, gm["b"].shape[1], 64)
-        ]
+        rows = pl.ds(row_start, TILE_ROWS)
+        columns = [pl.ds(column, 64) for column in range(0, gm["b"].shape[1], 64)]
+        if "shares" in gm:
+            return [load_b(gm["b"].at[rows, part]) for part in columns]
+        return [read("b", rows, part) for part in columns]
 
-    def add_adapter(acc, b, done, ends, row_start):
-        """Adds B xa^T if ends is 1; xa is in the next stage of the pipeline."""
+    def add_adapter(acc, b, done, adapters, row_start):
+        """Adds B xa^T, once or not at all; xa is in the next stage of the pipeline."""
         slot = lax.rem(done, config.stages)
 
-        @pl.loop(0, ends)
+        @pl.loop(0, adapters)
         def _(_):
             # Those that do not multiply wait too, as for every stage: who skips one takes its
             # arrivals for those of the next round of the pipeline.
             plgpu.barrier_wait(sm["full"].at[slot])
 
-        @pl.loop(0, ends if config.slices == 1 else jnp.where(part == 0, ends, 0))
+        @pl.loop(0, adapters if config.slices == 1 else jnp.where(part == 0, adapters, 0))
         def _(_):
             for j, columns in enumerate(adapter(row_start) if b is None else b):
                 if simulated:
@@ -416,7 +445,7 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
                     plgpu.wgmma_wait(0)
             plgpu.wgmma_wait(0)
 
-        @pl.loop(0, ends)
+        @pl.loop(0, adapters)
         def _(_):
             plgpu.barrier_arrive(sm["empty"].at[slot])
 
@@ -460,7 +489,7 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         waiters = [jnp.minimum(sharers, plan.units) for sharers in awaited]
         wait(locks(), awaited, waiters)
         # What a batch reads is in flight together, in registers of the accumulator and operands.
-        room = max(1, (compute_registers(config.warpgroups) - 64) // (plan.unit // 2))
+        room = max(1, (registers - 64) // (plan.unit // 2))
         batches = -(-plan.most_sharers // min(8, room))
         batch = -(-plan.most_sharers // batches)
 
@@ -499,7 +528,7 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         bias = bias_of(row_tile)
         # Early if there are registers, as what comes late is waited for.
         b = adapter(row_start) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
-        ends = jnp.where(_ends_tile(plan, first, count), 1, 0)
+        adapters = jnp.where(_adds_adapter(first), 1, 0)
 
         def compute(acc):
             with jax.named_scope("multiply"):
@@ -513,12 +542,12 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
                 return value
             if simulated:  # which cannot store to an accumulator
                 product = pl.run_scoped(
-                    lambda acc: add_adapter(acc, b, done + count, ends, row_start), accumulator
+                    lambda acc: add_adapter(acc, b, done + count, adapters, row_start), accumulator
                 )
                 return value + product
             acc[...] = value
             with jax.named_scope("add adapter"):
-                return add_adapter(acc, b, done + count, ends, row_start)
+                return add_adapter(acc, b, done + count, adapters, row_start)
 
         value = pl.run_scoped(compute, accumulator)
 
@@ -540,7 +569,7 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
                 with jax.named_scope("publish"):
                     arrive(locks(), [plan.share(block, i)[2] for i in (0, 1)])
 
-        return done + count + (ends if "b" in gm else 0)
+        return done + count + (adapters if "b" in gm else 0)
 
     if plan.shared and not simulated:
 
@@ -555,7 +584,8 @@ def _compute(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool
         def _():
             plgpu.barrier_wait(sm["sums_empty"].at[row])
 
-    plgpu.wait_smem_to_gmem(0)
+    # A block may end once its shared memory has been read.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _add_partial(plan: Plan, y, partial, bias):

@@ -1,12 +1,22 @@
-"""x A^T out of its shares: every block of threads adds up some of it, and waits for all of it."""
+"""x A^T out of its shares: every block of threads adds up some of it, and waits for all of it.
+
+It is written, 32 columns at a time, in the order in which a thread has the columns of B when it
+reads 16 bytes of each of its two rows: the columns that a step of wgmma wants of a thread, 2 c,
+2 c + 1, 2 c + 8 and 2 c + 9 for c = 0..3, lie apart, and a warp that read four bytes at a time
+would ask for every line of its 16 rows eight times.
+"""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import MIN_SHARES, SHARE_COLUMNS
@@ -16,6 +26,20 @@ _SHARES = plgpu.Layout.TILED(
     plgpu.Tiling(((MIN_SHARES, SHARE_COLUMNS), (1,))),
     warp_dims=(-3,),
     lane_dims=(-2,),
+    vector_dim=-1,
+)
+# Column 8 c + 4 s + 2 b + a of the sum is column 16 s + 8 b + 2 c + a of what is written.
+_WRITTEN = plgpu.Layout.TILED(
+    plgpu.Tiling(((32,), (16,), (8,), (2,), (1,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(-3, -5, -4, -2),
+    vector_dim=-1,
+)
+# Of B: a lane has the columns 8 c.. of its rows r and r + 8, for each 32 columns.
+_READ = plgpu.Layout.TILED(
+    plgpu.Tiling(((64, 64), (16, 64), (8, 64), (32,), (8,))),
+    warp_dims=(-8,),
+    lane_dims=(-4, -2),
     vector_dim=-1,
 )
 _IN_FLIGHT = 32
@@ -62,7 +86,7 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
                 total += value
             return total
 
-        xa.at[row, place][...] = total.sum(axis=0).astype(jnp.bfloat16)
+        xa.at[row, place][...] = _rounded(total.sum(axis=0))
 
     @pl.when(block < parts)
     def _():
@@ -75,6 +99,45 @@ def await_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
     adders = min(blocks, _parts(shares, xa))
     wait([lock], [jnp.int32(adders)], [jnp.int32(blocks)])
     fence_async_proxy(nvvm.ProxyKind.async_global)
+
+
+def load_b(b: Any) -> jax.Array:
+    """B [64, 64] in global memory as an operand of wgmma that fits what `add_shares` wrote."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_READ,),
+        return_type=plgpu.ShapeDtypeStruct(b.shape, b.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def regroup(_, b):
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+        out = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
+        for half in range(2):  # the rows r and r + 8
+            for part in range(2):  # columns 0..31 and 32..63
+                read = mgpu.utils.bitcast(b.registers.flat[2 * half + part], words)
+                for i in range(4):
+                    word = vector.extract(read, [], [i])
+                    out[0, 4 * part + i, 0, 0, half] = mgpu.utils.bitcast(word, pair)
+        return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return regroup(plgpu.load(b, layout=_READ, optimized=False))
+
+
+def _rounded(sums: jax.Array) -> jax.Array:
+    """The sums [32] as bfloat16, each where it is: the numbers in the order of `_WRITTEN`."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_SHARES.reduce(0),),
+        return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.bfloat16, layout=_WRITTEN),
+    )
+    def rounded(_, sums):
+        layout = _WRITTEN.to_mgpu()
+        one = layout.registers_element_type(ir.BF16Type.get())
+        registers = np.empty(layout.registers_shape(sums.shape), dtype=object)
+        (registers.flat[0],) = (arith.truncf(one, sum_) for sum_ in sums.registers.flat)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return rounded(sums)
 
 
 def _parts(shares: Any, xa: Any) -> int:
