@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling
+from pallas_kernels.fp4_matmul.sm90 import product
 from pallas_kernels.fp4_matmul.sm90.plan import make_plan
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -119,6 +120,25 @@ def test_kernel(variant, dtype, simulated):
     assert y.shape == (m, n)
     assert y.dtype == dtype
     assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-5)
+
+
+def test_fewer_copies_in_flight_than_stages(simulated, monkeypatch):
+    monkeypatch.setattr(product, "_BYTES_IN_FLIGHT", 1)
+    m, n, k, rank = 8, 192, 1408, 64
+    config = TileConfig(m, rows=1, stages=4, stream=True)
+    weight, x = random_weight(n, k), normal(m, k)
+    extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2)}
+    y = sm90.matmul(
+        x,
+        layout.to_tiles(weight),
+        config=config,
+        multiprocessors=2,
+        interpret=simulated,
+        **extra,
+    )
+    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    expected += float64(extra["xa"]) @ float64(extra["b"]).T
+    assert relative_error(y, expected) < ROUNDING
 
 
 @pytest.mark.parametrize("form", ["nvfp4", "mxfp4"])
@@ -240,8 +260,10 @@ def test_every_step_has_one_block(tile_m, stream, blocks):
             assert count > 0
             assert (owners[tile, first : first + count] == -1).all()
             owners[tile, first : first + count] = block
-            if stream:  # what is shared comes first
-                assert (tile < plan.shared) == (index < pieces - plan.tiles // plan.blocks)
+            if stream:  # what is shared comes first, and of that what begins a tile comes last
+                shared = pieces - plan.tiles // plan.blocks
+                assert (tile < plan.shared) == (index < shared)
+                assert first > 0 or index >= shared - 1
     assert (owners >= 0).all()
     assert plan.shared == (plan.tiles % plan.blocks if stream else 0)
     if not stream:

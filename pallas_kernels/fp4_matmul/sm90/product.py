@@ -120,6 +120,7 @@ def matmul(
         operands["b"] = rows_of(b)
     if shares is not None:
         assert len(shares) >= MIN_SHARES
+        assert config.warpgroups + _helpers(True) <= 8  # 1024 threads
         assert shares.shape[1] == tokens
         assert shares.shape[2] % SHARE_COLUMNS == 0
         assert shares.shape[2] <= rank
@@ -261,6 +262,9 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
     in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
     block = lax.axis_index("block")
 
+    def await_arrival(i):
+        plgpu.barrier_wait(sm["full"].at[lax.rem(i, config.stages)])
+
     def acquire(i):
         slot = lax.rem(i, config.stages)
         if in_flight < config.stages:
@@ -268,7 +272,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
             @pl.when(i >= in_flight)
             def _():
                 with jax.named_scope("await arrival"):
-                    plgpu.barrier_wait(sm["full"].at[lax.rem(i - in_flight, config.stages)])
+                    await_arrival(i - in_flight)
 
         @pl.when(i >= config.stages)
         def _():
@@ -337,6 +341,12 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
     @pl.loop(jnp.maximum(total - config.stages, 0), total)
     def _(i):
         plgpu.barrier_wait(sm["empty"].at[lax.rem(i, config.stages)])
+
+    if in_flight < config.stages:
+
+        @pl.loop(jnp.maximum(total - in_flight, 0), total)
+        def _(i):
+            await_arrival(i)
 
 
 def _compute(
