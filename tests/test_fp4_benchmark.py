@@ -104,13 +104,14 @@ def test_a_table_keeps_other_shapes(tmp_path, monkeypatch):
 def test_the_table_sets_rows_side_by_side():
     dense = {"floor_us": 6.0, "kernels_us": {"gemm": 8.0, "wrapped_convert": 1.5}}
     rows = [
-        row("7b.o", 16, "nvfp4", 4.0) | {"floor_us": 1.8},
+        row("7b.o", 16, "nvfp4", 4.0) | {"floor_us": 1.8, "commit": "0123456789"},
+        row("7b.o", 16, "nvfp4_lora32", 5.5) | {"commit": "0123456789"},
         row("7b.o", 16, "bf16", 9.5) | dense,
-        row("7b.o", 8192, "nvfp4", 9.0) | {"floor_us": 8.9},
+        row("7b.o", 8192, "nvfp4", 9.0) | {"floor_us": 8.9, "commit": "ab"},
     ]
     *_, small, large = tables.kernel_table({"rows": rows}).splitlines()
-    assert small == "| 7b.o | 16 | 4.0 | 45 % | 8.0 | 2.00x |"
-    assert large == "| 7b.o | 8192 | 9.0 | 99 % |  |  |"
+    assert small == "| 7b.o | 16 | 4.0 | 45 % | 5.5 | 8.0 | 2.00x | 01234567 |"
+    assert large == "| 7b.o | 8192 | 9.0 | 99 % |  |  |  | ab |"
 
 
 def test_layers_are_known_by_their_whole_names():
@@ -147,6 +148,19 @@ def test_timeline():
             "span": 1100,
         }
     )
+
+
+def test_notes_of_a_block():
+    notes = [(3, 0, "B", "Init"), (3, 50, "E", "Init"), (4, 10, "B", "multiply")]
+    notes += [(4, 20, "B", "await stage"), (4, 35, "E", "await stage"), (4, 90, "E", "multiply")]
+    trace = [
+        {"tid": tid, "ts": 7 + cycle / 1000, "ph": phase, "name": name}
+        for tid, cycle, phase, name in [(1, -500, "B", "Init"), *notes, (5, 1, "B", "Init")]
+    ]
+    assert timeline.notes_of_block({"traceEvents": trace}, 1, 2) == [
+        "warpgroup 0: Init 0+50",
+        "warpgroup 1: multiply 10+80; await stage 20+15",
+    ]
 
 
 def test_notes_take_shared_memory():

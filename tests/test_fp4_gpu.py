@@ -217,10 +217,15 @@ def test_shares(m, n, k, rank, count):
 
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])
 def test_timeline(m, n, k):
-    cycles = timeline.timeline(m, n, k, rank=32)
+    trace, warpgroups = timeline.record(m, n, k, rank=32)
+    cycles = timeline.summary(trace)
     assert {"Init", "first stage", "multiply", "add adapter"} <= set(cycles)
     assert min(cycles.values()) >= 0
     assert 1000 < cycles["span"] < 1e6
+    *multiplying, copying, adding = timeline.notes_of_block(trace, 0, warpgroups)
+    assert all("multiply" in line for line in multiplying)
+    assert "await free stage" in copying or "await shares" in copying
+    assert "add shares" in adding
 
 
 def test_derivatives():

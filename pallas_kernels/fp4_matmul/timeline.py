@@ -1,13 +1,16 @@
 """Where the time of one product goes, inside the kernel.
 
     python -m pallas_kernels.fp4_matmul.timeline --layers=7b.o,7b.down --m=1,64 --rank=32
+    python -m pallas_kernels.fp4_matmul.timeline --layers=7b.gate_up --m=8 --rank=32 --block=40
 
 Every warpgroup notes the clock where it begins and ends to wait, to multiply and to add up. A line
 says how many cycles the warpgroups that multiply spend on what, in the mean; "first stage" is the
 wait for the first data, "await stage" that for all later ones. A product that waits is held back by
 memory, one that multiplies by the issue of instructions. "span" is what all of it takes, from a
 warpgroup's first note to its last. The notes take shared memory, so the pipeline may be shorter,
-and a little time; there are no more than 96 of a warpgroup.
+and a little time; there are no more than 96 of a warpgroup. --block also prints the notes of one
+block of threads, a line for each warpgroup, the one that copies and the one that adds up shares
+last: what, at which cycle + for how many.
 """
 
 import argparse
@@ -40,14 +43,11 @@ def summary(trace: dict) -> dict[str, float]:
     Args:
         trace: events in Chrome's format, of which a "tid" is a warpgroup, "ts" in 1000 cycles.
     """
-    warpgroups = collections.defaultdict(list)
-    for event in trace["traceEvents"]:
-        warpgroups[event["tid"]].append(event)
     spent: dict[str, float] = collections.defaultdict(float)
     count = 0
-    for events in warpgroups.values():
+    for events in _by_warpgroup(trace).values():
         if not any(event["name"] == "multiply" for event in events):
-            continue  # It copies.
+            continue  # It copies, or adds up shares.
         count += 1
         open_events = []
         waited = False
@@ -66,20 +66,56 @@ def summary(trace: dict) -> dict[str, float]:
     return {name: cycles / count for name, cycles in spent.items()}
 
 
-def timeline(m: int, n: int, k: int, *, rank: int = 0) -> dict[str, float]:
-    """The `summary` of a product of random numbers, with data that no cache holds.
+def notes_of_block(trace: dict, block: int, warpgroups: int) -> list[str]:
+    """A line for each warpgroup of a block of threads.
+
+    Args:
+        trace: see `summary`.
+        block: which one.
+        warpgroups: of a block.
+    """
+    first = 1 + block * warpgroups
+    found = _by_warpgroup(trace)
+    mine = [found.get(tid, []) for tid in range(first, first + warpgroups)]
+    start = min((event["ts"] for events in mine for event in events), default=0.0)
+    lines = []
+    for index, events in enumerate(mine):
+        open_events, notes = [], []
+        for event in events:
+            if event["ph"] == "B":
+                open_events.append(event)
+                continue
+            begin = open_events.pop()["ts"]
+            at, cycles = 1000 * (begin - start), 1000 * (event["ts"] - begin)
+            notes.append((at, f"{event['name']} {at:.0f}+{cycles:.0f}"))
+        lines.append(f"warpgroup {index}: " + "; ".join(note for _, note in sorted(notes)))
+    return lines
+
+
+def _by_warpgroup(trace: dict) -> dict[int, list[dict]]:
+    warpgroups = collections.defaultdict(list)
+    for event in trace["traceEvents"]:
+        warpgroups[event["tid"]].append(event)
+    return warpgroups
+
+
+def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
+    """Traces a product of random numbers, with data that no cache holds.
 
     Args:
         m: tokens.
         n: outputs.
         k: inputs.
         rank: of the adapter, 0 for none; x A^T comes in a share for each 128 inputs.
+
+    Returns:
+        The trace, see `summary`, and the warpgroups of a block of threads.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
     x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
-    config = tiling.choose(
-        m, n, k, rank=tiling.padded_rank(rank), multiprocessors=multiprocessors()
+    config = room_for_notes(
+        tiling.choose(m, n, k, rank=tiling.padded_rank(rank), multiprocessors=multiprocessors())
     )
     adapter = {}
     if rank:
@@ -94,7 +130,7 @@ def timeline(m: int, n: int, k: int, *, rank: int = 0) -> dict[str, float]:
             return sm90.matmul(
                 x,
                 weight,
-                config=room_for_notes(config),
+                config=config,
                 multiprocessors=multiprocessors(),
                 trace=folder,
                 **adapter,
@@ -108,7 +144,8 @@ def timeline(m: int, n: int, k: int, *, rank: int = 0) -> dict[str, float]:
                 product(x, weight, adapter).block_until_ready()
                 jax.effects_barrier()
         (trace,) = pathlib.Path(folder).glob("*-trace.json")
-        return summary(json.loads(trace.read_text(encoding="utf-8")))
+        warpgroups = config.warpgroups + (2 if rank else 1)
+        return json.loads(trace.read_text(encoding="utf-8")), warpgroups
 
 
 def main() -> None:
@@ -119,13 +156,16 @@ def main() -> None:
     parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
     parser.add_argument("--m", default="1,64")
     parser.add_argument("--rank", type=int, default=0, help="of each projection's adapter")
+    parser.add_argument("--block", type=int, help="also print the notes of this block of threads")
     args = parser.parse_args()
     exit_unless_hopper()
     for layer, (n, k) in benchmark.shapes(args.layers).items():
         for m in map(int, args.m.split(",")):
-            cycles = timeline(m, n, k, rank=cases.rank_of(layer, args.rank))
-            parts = "  ".join(f"{name} {number:.0f}" for name, number in cycles.items())
+            trace, warpgroups = record(m, n, k, rank=cases.rank_of(layer, args.rank))
+            parts = "  ".join(f"{name} {number:.0f}" for name, number in summary(trace).items())
             print(f"{layer:12} {m:5}  {parts}", flush=True)
+            if args.block is not None:
+                print("\n".join(notes_of_block(trace, args.block, warpgroups)), flush=True)
 
 
 if __name__ == "__main__":
