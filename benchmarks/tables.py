@@ -6,7 +6,7 @@ uv run python -m benchmarks.tables
 import json
 import pathlib
 
-from qerl_jax.run.benchmark_rollout import by_policy
+from qerl_jax.run.rollout_rows import by_policy
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -59,8 +59,11 @@ def kernel_table(result: dict) -> str:
     for layer, m, impl in sorted(rows):
         if impl != "nvfp4":
             continue
-        row, dense = rows[layer, m, impl], rows.get((layer, m, "bf16"))
-        adapted = rows.get((layer, m, "nvfp4_lora32"))
+        row = rows[layer, m, impl]
+        dense, adapted = (
+            other if other and other["commit"] == row["commit"] else None
+            for other in (rows.get((layer, m, name)) for name in ("bf16", "nvfp4_lora32"))
+        )
         # cuBLAS can round its result itself: what a kernel of its own took for it does not count.
         dense_us = dense and dense["device_us"] - dense["kernels_us"].get("wrapped_convert", 0)
         cells = [

@@ -24,7 +24,7 @@ from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.engine import Statistics
 from qerl_jax.run import benchmark_rollout as job
-from qerl_jax.run import parts
+from qerl_jax.run import parts, rollout_rows
 from qerl_jax.run.architectures import ARCHITECTURES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -118,7 +118,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     (row,) = json.loads(out.read_text())["rows"]
     assert returned == [row]
     policy = ["decode", "tiny", "nf4", 4, "bfloat16", ""]
-    assert [row[name] for name in job.KEYS["decode"]] == [*policy, 3, 5, 18]
+    assert [row[name] for name in rollout_rows.KEYS["decode"]] == [*policy, 3, 5, 18]
     assert row["ms_per_step"] == 2
     assert row["tokens_per_s"] == 1500
     assert row["prefill_tokens_per_s"] == 1250
@@ -159,53 +159,6 @@ def test_padding_waste():
     cost = Statistics(prompts_read=4, decoded=100, live=80)
     # Prompts of 5 and 8 are read in 8 positions, the third one with another in 16.
     assert job.padding_waste([5, 8, 9], plan, cost) == round(1 - (22 + 80) / (16 + 32 + 100), 4)
-
-
-def a_row(batch, time, **changes):
-    row = {
-        "kind": "decode", "model": "m", "format": "bf16", "lora_rank": 32,
-        "kv_cache_dtype": "bfloat16", "batch": batch, "prompt": 256, "new_tokens": 144,
-        "ms_per_step": time, "tokens_per_s": 1e3 * batch / time,
-    }  # fmt: skip
-    return row | changes
-
-
-def test_a_run_replaces_its_own_rows(tmp_path):
-    path = tmp_path / "results" / "rollout.json"
-    rollouts = {"kind": "gsm8k", "model": "m", "format": "bf16", "lora_rank": 32}
-    rollouts |= {"kv_cache_dtype": "bfloat16", "prompts": 64, "group": 16, "max_new_tokens": 1024}
-    job.merge(path, "H", [a_row(8, 1.0), a_row(64, 2.0), rollouts])
-    quick = a_row(8, 2.5, head_format="nvfp4")
-    job.merge(path, "H", [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), quick])
-    job.merge(path, "H", [a_row(8, 3.0, head_format=""), rollouts | {"tokens": 7}])
-    result = json.loads(path.read_text())
-    assert result["device"] == "H"
-    fields = ("lora_rank", "batch", "ms_per_step")
-    assert [tuple(row.get(name) for name in fields) for row in result["rows"]] == [
-        (0, 8, 4.0),
-        (32, 8, 3.0),
-        (32, 64, 2.0),
-        (32, 8, 2.5),
-        (32, None, None),
-    ]
-    assert result["rows"][-1]["tokens"] == 7
-    with pytest.raises(UserError, match="holds rows of H, this is I"):
-        job.merge(path, "I", [])
-    path.write_text("[]")
-    with pytest.raises(UserError, match="holds no rows"):
-        job.merge(path, "H", [])
-
-
-def test_the_table():
-    rows = [a_row(8, 2.0), a_row(8, 1.0, format="nvfp4"), a_row(64, 4.0)]
-    rows += [a_row(8, 0.5, head_format="nvfp4", kv_cache_dtype="float8_e4m3fn")]
-    assert job.table(rows).splitlines() == [
-        "model  format                          lora  8             64",
-        "m      bf16                            32    2.00 (4000)   4.00 (16000)",
-        "m      nvfp4                           32    1.00 (8000)",
-        "m      bf16, nvfp4 head, float8 cache  32    0.50 (16000)",
-    ]
-    assert job.table([]) == ""
 
 
 # --- The parts of a step --------------------------------------------------------------------------

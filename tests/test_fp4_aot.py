@@ -31,7 +31,7 @@ def configs():
             found.setdefault(TileConfig(**entry["config"]), (name, *shape))
     for model, layers in cases.MODELS.items():
         for layer, (n, k) in layers.items():
-            for m in (1, 16, 32, 64, 128, 256, 2048):
+            for m in (1, 16, 32, 64, 96, 128, 256, 2048):
                 rank = -(-cases.rank_of(layer, 32) // 64) * 64
                 config = tiling.choose(m, n, k, rank=rank)
                 found.setdefault(config, (f"{model}.{layer}", m, n, k, rank))
@@ -44,7 +44,7 @@ CASES = [
     (name, adapter)
     for name, (_, (_, m, *_)) in CONFIGS.items()
     for adapter in ("none", "product", "shares")
-    if adapter != "shares" or m <= 128
+    if adapter != "shares" or m <= tiling.MAX_ROWS_OF_SHARES
 ]
 
 
@@ -82,7 +82,7 @@ def test_config(name, adapter, build):
     if adapter == "product":
         extra = {"xa": array(m, rank), "b": array(n, rank), "bias": array(n)}
     elif adapter == "shares":
-        shares = array(-(-k // 256), m, rank - 32, dtype=jnp.float32)
+        shares = array(-(-k // 128), m, rank - 32, dtype=jnp.float32)
         extra = {"shares": shares, "b": array(n, rank)}
 
     def product(x, weight, extra):

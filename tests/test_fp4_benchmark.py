@@ -103,11 +103,13 @@ def test_a_table_keeps_other_shapes(tmp_path, monkeypatch):
 
 def test_the_table_sets_rows_side_by_side():
     dense = {"floor_us": 6.0, "kernels_us": {"gemm": 8.0, "wrapped_convert": 1.5}}
+    dense |= {"commit": "0123456789"}
     rows = [
         row("7b.o", 16, "nvfp4", 4.0) | {"floor_us": 1.8, "commit": "0123456789"},
         row("7b.o", 16, "nvfp4_lora32", 5.5) | {"commit": "0123456789"},
         row("7b.o", 16, "bf16", 9.5) | dense,
         row("7b.o", 8192, "nvfp4", 9.0) | {"floor_us": 8.9, "commit": "ab"},
+        row("7b.o", 8192, "bf16", 9.0) | dense,
     ]
     *_, small, large = tables.kernel_table({"rows": rows}).splitlines()
     assert small == "| 7b.o | 16 | 4.0 | 45 % | 5.5 | 8.0 | 2.00x | 01234567 |"

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling
-from pallas_kernels.fp4_matmul.sm90 import product
+from pallas_kernels.fp4_matmul.sm90 import product, shares
 from pallas_kernels.fp4_matmul.sm90.plan import make_plan
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -122,7 +122,8 @@ def test_kernel(variant, dtype, simulated):
     assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-5)
 
 
-def test_fewer_copies_in_flight_than_stages(simulated, monkeypatch):
+def test_a_copier_that_awaits_arrivals(simulated, monkeypatch):
+    """It observes every phase of the barriers, in order."""
     monkeypatch.setattr(product, "_BYTES_IN_FLIGHT", 1)
     m, n, k, rank = 8, 192, 1408, 64
     config = TileConfig(m, rows=1, stages=4, stream=True)
@@ -264,6 +265,9 @@ def test_every_step_has_one_block(tile_m, stream, blocks):
                 shared = pieces - plan.tiles // plan.blocks
                 assert (tile < plan.shared) == (index < shared)
                 assert first > 0 or index >= shared - 1
+        begins = [int(plan.piece(block, index)[1]) == 0 for index in range(pieces)]
+        awaited_behind = int(plan.awaited_behind(block))
+        assert awaited_behind == (begins.index(True) if any(begins) else pieces - 1)
     assert (owners >= 0).all()
     assert plan.shared == (plan.tiles % plan.blocks if stream else 0)
     if not stream:
@@ -307,6 +311,41 @@ def test_there_is_a_tiling_for_every_shape(model, m):
         config = tiling.choose(m, n, k, rank=-(-cases.rank_of(layer, 32) // 64) * 64)
         assert config.problem() is None
         assert config.registers() <= tiling.compute_registers(config.warpgroups)
+
+
+def test_tilings_leave_registers_to_who_adds_up_shares():
+    for config in tiling.candidates(96, 17920, 1536, rank=64):
+        assert config.registers() <= tiling.compute_registers(config.warpgroups, 2)
+
+
+def held(layout, shape):
+    """The flat index of what a thread of a warpgroup holds in a layout: [warp, lane, ...]."""
+    layout = layout.to_mgpu()
+    array = np.arange(np.prod(shape)).reshape(shape)
+    for tile in layout.tiling.tiles:
+        outer = array.ndim - len(tile)
+        lead, cut = array.shape[:outer], array.shape[outer:]
+        pairs = [part for size, one in zip(cut, tile, strict=True) for part in (size // one, one)]
+        array = array.reshape(*lead, *pairs)
+        counts = [outer + 2 * i for i in range(len(tile))]
+        array = array.transpose(*range(outer), *counts, *(axis + 1 for axis in counts))
+    warps = [axis for axis in layout.warp_dims if isinstance(axis, int)]
+    threads = [array.ndim + axis for axis in (*warps, *layout.lane_dims)]
+    others = [axis for axis in range(array.ndim) if axis not in threads]
+    array = array.transpose(*threads, *others)
+    return array.reshape(4 if warps else 1, 32, -1)
+
+
+def test_what_is_written_of_x_a_fits_how_b_is_read():
+    written = held(shares._WRITTEN, (32,))[0, :, 0]  # the lane has the column of its number
+    order = np.argsort(written)
+    operand = held(plgpu.Layout.WGMMA, (64, 64)).reshape(4, 32, 8, 2, 2)
+    read = held(shares._READ, (64, 64)).reshape(4, 32, 2, 2, 4, 2)  # half, part, word, pair
+    given = read.transpose(0, 1, 3, 4, 2, 5).reshape(4, 32, 8, 2, 2)
+    rows, columns = np.divmod(operand, 64)
+    given_rows, given_columns = np.divmod(given, 64)
+    np.testing.assert_array_equal(given_rows, rows)
+    np.testing.assert_array_equal(given_columns, 32 * (columns // 32) + order[columns % 32])
 
 
 def test_a_measured_tiling_wins(monkeypatch):

@@ -164,7 +164,8 @@ def silu_project(
         {"z": jax.ShapeDtypeStruct((m, outputs), dtype)},
         a,
         (m, outputs),
-        # Few shares where the blocks are enough: who reads them reads all of them.
+        # Of 18944 columns, blocks of 128 take 4.9 us at 32 rows where 256 take 6.2, and as long as
+        # those at 8; larger ones leave fewer shares, and who reads them reads all of them.
         block=_COLUMNS if 16 < m <= 128 else 2 * _COLUMNS,
         interpret=interpret,
     )

@@ -17,8 +17,6 @@ from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 _MAX_RANK = 512  # of an adapter inside the kernel: the columns of its largest stage
-# Rows of shares that the kernel adds up itself: few parts of them for each block of threads.
-_MAX_ROWS_OF_SHARES = 128
 
 
 def fp4_matmul(
@@ -83,7 +81,7 @@ def fp4_matmul_with_shares(
 ) -> jax.Array:
     """Returns x W^T + (x A^T) B^T where shares of x A^T are known; without derivatives.
 
-    The kernel adds them up while its first stages arrive, if there are few rows.
+    The kernel adds them up beside its main loop, if there are few rows.
 
     Args:
         x: [M, K], see `fp4_matmul`.
@@ -107,7 +105,7 @@ def fp4_matmul_with_shares(
     suits = _suits_kernel(x, weight) and rank == tiling.padded_rank(rank) <= _MAX_RANK
     if not suits or shares.shape[2] > rank:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
-    if len(x) > _MAX_ROWS_OF_SHARES or len(shares) < tiling.MIN_SHARES:
+    if len(x) > tiling.MAX_ROWS_OF_SHARES or len(shares) < tiling.MIN_SHARES:
         return _run_kernel(x, weight, xa=sum_of_shares(shares, x, b), b=b)
     return _run_kernel(x, weight, shares=shares, b=b)
 
@@ -255,9 +253,9 @@ def kernel_runs() -> bool:
 
 
 def self_check() -> float:
-    """The relative error of a small product with an adapter and shared tiles."""
-    config = TileConfig(24, rows=1, slices=2, block_k=256, stages=2, stream=True)
-    m, n, k, rank = 24, 192, 768, 64
+    """The relative error of a small product with an adapter, shared tiles and a deep pipeline."""
+    config = TileConfig(24, rows=1, slices=2, block_k=256, stages=5, stream=True)
+    m, n, k, rank = 24, 192, 2048, 64
     rng = np.random.default_rng(0)
     weight = Fp4Weight(
         packed=rng.integers(0, 256, (n, k // 2), np.uint8),

@@ -13,6 +13,8 @@ TILE_ROWS = 64
 TILE_COLUMNS = 128
 SHARE_COLUMNS = 32  # of x A^T, that are added up together
 MIN_SHARES = 4  # of x A^T: one for each warp that adds them up
+# Rows of shares that the kernel adds up itself: few parts of them for each block of threads.
+MAX_ROWS_OF_SHARES = 128
 SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers and sums take some
 
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
@@ -26,7 +28,8 @@ _HELPER_REGISTERS, _MOST_HELPER_REGISTERS = 32, 40
 class TileConfig:
     """The static choices of one compiled kernel.
 
-    A block of threads has rows * slices warpgroups that decode and multiply, and one that copies.
+    A block of threads has rows * slices warpgroups that decode and multiply, one that copies, and
+    one that adds up shares, where x A^T comes in shares.
 
     Attributes:
         tile_m: tokens of a tile, a multiple of 8 up to 256.
@@ -87,7 +90,7 @@ class TileConfig:
         if not 0 <= self.in_flight < self.products:
             return f"in_flight is {self.in_flight}, expected 0 to {self.products - 1}"
         if self.warpgroups > 7:
-            return f"{self.warpgroups} warpgroups compute, expected at most 7"
+            return f"{self.warpgroups} warpgroups compute, expected at most 7, with shares 6"
         if self.smem_bytes() > SMEM_LIMIT:
             return f"{self} needs {self.smem_bytes()} bytes of shared memory, limit {SMEM_LIMIT}"
         return None
@@ -185,6 +188,7 @@ def candidates(
     m: int, n: int, k: int, *, rank: int = 0, multiprocessors: int = MULTIPROCESSORS
 ) -> Iterator[TileConfig]:
     """What is worth compiling: fits into shared memory and, by estimate, into registers."""
+    helpers = 2 if rank and m <= MAX_ROWS_OF_SHARES else 1
     row_tiles, steps = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
     for tile_m in _token_tiles(m):
         m_tiles = -(-m // tile_m)
@@ -205,7 +209,7 @@ def candidates(
                             if (
                                 deepest.stages >= 2
                                 and deepest.problem() is None
-                                and deepest.registers() <= compute_registers(warpgroups)
+                                and deepest.registers() <= compute_registers(warpgroups, helpers)
                             ):
                                 yield deepest
 

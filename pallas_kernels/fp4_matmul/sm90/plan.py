@@ -107,6 +107,17 @@ class Plan:
             jnp.where(shared, count, self.steps),
         )
 
+    def awaited_behind(self, block):
+        """The piece behind which a block waits for x A^T: the first that begins a tile.
+
+        Of shared pieces only the last can be one; a block without any waits behind its last piece.
+        """
+        if not self.shared:
+            return 0
+        last_shared = jnp.maximum(self.shared_pieces(block) - 1, 0)
+        _, first, _ = self.piece(block, last_shared)
+        return jnp.minimum(last_shared + jnp.where(first > 0, 1, 0), self.pieces(block) - 1)
+
     def share(self, block, index):
         """Whom a block adds up a tile with, and what of it.
 

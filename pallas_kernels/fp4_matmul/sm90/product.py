@@ -7,11 +7,12 @@ side, read from shared memory. So the accumulator is [64, tile_m] and one kernel
 and thousands.
 
 A block of threads is persistent. One warpgroup copies stages of codes, scales and tokens to shared
-memory; the others wait for a stage, decode their tiles of it (`layout` explains the bits) and
-multiply. The only roundings are those of the float32 accumulation and of the stored bfloat16. At
-the end of a tile the accumulator is scaled by the divisors of its rows, xa B^T is added as one more
-step of K, and what several warpgroups or blocks of threads share is added up in a fixed order. So
-is xa itself, where it comes in shares, by a warpgroup of its own.
+memory; those that compute wait for a stage, decode their tiles of it (`layout` explains the bits)
+and multiply. The only roundings are those of the float32 accumulation and of the stored bfloat16.
+At the end of a piece of a tile the accumulator is scaled by the divisors of its rows; to the piece
+with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
+threads share is added up in a fixed order. So is xa itself, where it comes in shares, by a
+warpgroup of its own.
 """
 
 import functools
@@ -47,8 +48,9 @@ from pallas_kernels.fp4_matmul.tiling import (
 )
 
 _LOCKS = 4096  # more than any plan has
-# Of copies under way to a block of threads. It is enough to keep the memory busy; more only queue
-# there, and whatever else is read from global memory waits behind them.
+# Of copies under way to a block of threads, rounded up to whole stages, two at least. It is enough
+# to keep the memory busy; more only queue there, and whatever else is read from global memory waits
+# behind them.
 _BYTES_IN_FLIGHT = 65536
 TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
@@ -251,7 +253,7 @@ def _shares(plan, gm):
 def _adds_adapter(first):
     """Whether a piece adds xa B^T to its tile: the one with the first step.
 
-    Of the shared pieces of a block it is the last one, which gives x A^T time to be added up.
+    Of the shared pieces of a block only the last can be one: x A^T has time to be added up.
     """
     return first == 0
 
@@ -259,7 +261,7 @@ def _adds_adapter(first):
 def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
     """The warpgroup that fills the stages."""
     config = plan.config
-    in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
+    stages_in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
     block = lax.axis_index("block")
 
     def await_arrival(i):
@@ -267,12 +269,11 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
 
     def acquire(i):
         slot = lax.rem(i, config.stages)
-        if in_flight < config.stages:
+        if stages_in_flight < config.stages:
 
-            @pl.when(i >= in_flight)
+            @pl.when(i >= stages_in_flight)
             def _():
-                with jax.named_scope("await arrival"):
-                    await_arrival(i - in_flight)
+                await_arrival(i - stages_in_flight)
 
         @pl.when(i >= config.stages)
         def _():
@@ -306,9 +307,6 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         for _ in range(_arrivals(plan) - copies):
             plgpu.barrier_arrive(sm["full"].at[slot])
 
-    # The piece before which no adapter is added.
-    awaited_behind = jnp.maximum(plan.shared_pieces(block) - 1, 0) if plan.shared else 0
-
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
     @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
     def total(index, done):
@@ -321,7 +319,7 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
         done += count
         if "shares" in gm:
 
-            @pl.when(index == awaited_behind)
+            @pl.when(index == plan.awaited_behind(block))
             def _():
                 with jax.named_scope("await shares"):
                     await_shares(*_shares(plan, gm))
@@ -342,9 +340,10 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
     def _(i):
         plgpu.barrier_wait(sm["empty"].at[lax.rem(i, config.stages)])
 
-    if in_flight < config.stages:
+    # Who waits for one phase of a barrier observes all of them.
+    if stages_in_flight < config.stages:
 
-        @pl.loop(jnp.maximum(total - in_flight, 0), total)
+        @pl.loop(jnp.maximum(total - stages_in_flight, 0), total)
         def _(i):
             await_arrival(i)
 

@@ -42,7 +42,7 @@ _READ = plgpu.Layout.TILED(
     lane_dims=(-4, -2),
     vector_dim=-1,
 )
-_IN_FLIGHT = 32
+_SHARES_IN_FLIGHT = 32
 SUM_BYTES = 4 * MIN_SHARES * SHARE_COLUMNS  # of shared memory, to add up what the warps have
 
 
@@ -61,7 +61,7 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
     count, _, width = shares.shape
     columns = xa.shape[1] // SHARE_COLUMNS
     parts = _parts(shares, xa)
-    batch = -(-count // -(-count // _IN_FLIGHT))
+    batch = -(-count // -(-count // _SHARES_IN_FLIGHT))
     batch = min(-(-batch // MIN_SHARES), count // MIN_SHARES) * MIN_SHARES
     batches = -(-count // batch)
 

@@ -1,0 +1,113 @@
+"""The rows of the rollout benchmark: their file, and how they read as a line and as a table."""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+
+from qerl_jax.errors import UserError
+from qerl_jax.run.folder import write_atomic
+
+_POLICY = ("kind", "model", "format", "lora_rank", "kv_cache_dtype", "head_format")
+KEYS = {
+    "decode": (*_POLICY, "batch", "prompt", "new_tokens"),
+    "gsm8k": (*_POLICY, "prompts", "group", "max_new_tokens"),
+}
+
+
+def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
+    """Writes rows to a JSON file, over those of the same keys.
+
+    Raises:
+        UserError: the file holds the rows of another device, or something else.
+    """
+    result: dict = {"device": device, "rows": []}
+    if path.exists():
+        try:
+            result = json.loads(path.read_text(encoding="utf-8"))
+            old = {_key(row): row for row in result["rows"]}
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: holds no rows of this benchmark; pass another --out"
+            ) from error
+        if result["device"] != device:
+            raise UserError(
+                f"{path}: holds rows of {result['device']}, this is {device}; pass another --out"
+            )
+    else:
+        old = {}
+    old |= {_key(row): row for row in rows}
+    result["rows"] = [old[key] for key in sorted(old)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(result, indent=1) + "\n")
+
+
+def _key(row: dict) -> tuple:
+    # Rows from before there was a choice of heads lack it.
+    return tuple(({"head_format": ""} | row)[name] for name in KEYS[row["kind"]])
+
+
+def numbers_of(row: dict) -> str:
+    """What the numbers of a row's policy are stored in: 'nvfp4', or 'nvfp4, float8 cache'."""
+    text = row["format"]
+    if row.get("head_format"):
+        text += f", {row['head_format']} head"
+    if row["kv_cache_dtype"].startswith("float8"):
+        text += ", float8 cache"
+    return text
+
+
+def describe(row: dict) -> str:
+    """A row on a line."""
+    name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
+    memory = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
+    if row["kind"] == "gsm8k":
+        return (
+            f"{name}, {row['prompts']} x {row['group']}: {row['tokens_per_s']:,.0f} tokens/s, "
+            f"{row['tokens']:,} in {row['seconds']:.1f} s, {100 * row['live_share']:.1f} % live, "
+            f"{100 * row['finished']:.0f} % finished{memory}"
+        )
+    share = row["roofline_share"]
+    roofline = "" if share is None else f", {100 * share:.1f} % of the roofline"
+    parts = "".join(f"\n    {part:18}{value:9.4f}" for part, value in row.get("parts", {}).items())
+    return (
+        f"{name}, batch {row['batch']}: {row['ms_per_step']:.3f} ms a step, "
+        f"{row['tokens_per_s']:,.0f} tokens/s, prefill {row['prefill_tokens_per_s']:,.0f}"
+        f"{roofline}{memory}{parts}"
+    )
+
+
+def by_policy(
+    rows: Iterable[dict], cell: Callable[[dict], str], *, fields: Sequence[str] = ()
+) -> tuple[list[int], dict]:
+    """The decode rows as a table.
+
+    Args:
+        rows: of any kind.
+        cell: what it says of a row.
+        fields: of a row, that also tell policies apart.
+
+    Returns:
+        The batches, ascending, and for each policy (model, numbers, rank, *fields) its cells, one
+        for each batch, '' where there is no row.
+    """
+    found: dict[tuple, dict[int, str]] = {}
+    for row in rows:
+        if row["kind"] == "decode":
+            policy = row["model"], numbers_of(row), row["lora_rank"], *(row[f] for f in fields)
+            found.setdefault(policy, {})[row["batch"]] = cell(row)
+    batches = sorted(set().union(*found.values()))
+    return batches, {policy: [c.get(b, "") for b in batches] for policy, c in found.items()}
+
+
+def table(rows: Sequence[dict]) -> str:
+    """The decode rows: milliseconds a step and tokens per second, a line for each policy."""
+    batches, policies = by_policy(
+        rows, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:.0f})"
+    )
+    lines = [["model", "format", "lora", *map(str, batches)]] if policies else []
+    lines += [[*map(str, policy), *cells] for policy, cells in policies.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )

@@ -1,0 +1,55 @@
+"""Rows of the rollout benchmark in their file and table."""
+
+import json
+
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.run import rollout_rows
+
+
+def a_row(batch, time, **changes):
+    row = {
+        "kind": "decode", "model": "m", "format": "bf16", "lora_rank": 32,
+        "kv_cache_dtype": "bfloat16", "batch": batch, "prompt": 256, "new_tokens": 144,
+        "ms_per_step": time, "tokens_per_s": 1e3 * batch / time,
+    }  # fmt: skip
+    return row | changes
+
+
+def test_a_run_replaces_its_own_rows(tmp_path):
+    path = tmp_path / "results" / "rollout.json"
+    rollouts = {"kind": "gsm8k", "model": "m", "format": "bf16", "lora_rank": 32}
+    rollouts |= {"kv_cache_dtype": "bfloat16", "prompts": 64, "group": 16, "max_new_tokens": 1024}
+    rollout_rows.merge(path, "H", [a_row(8, 1.0), a_row(64, 2.0), rollouts])
+    quick = a_row(8, 2.5, head_format="nvfp4")
+    rollout_rows.merge(path, "H", [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), quick])
+    rollout_rows.merge(path, "H", [a_row(8, 3.0, head_format=""), rollouts | {"tokens": 7}])
+    result = json.loads(path.read_text())
+    assert result["device"] == "H"
+    fields = ("lora_rank", "batch", "ms_per_step")
+    assert [tuple(row.get(name) for name in fields) for row in result["rows"]] == [
+        (0, 8, 4.0),
+        (32, 8, 3.0),
+        (32, 64, 2.0),
+        (32, 8, 2.5),
+        (32, None, None),
+    ]
+    assert result["rows"][-1]["tokens"] == 7
+    with pytest.raises(UserError, match="holds rows of H, this is I"):
+        rollout_rows.merge(path, "I", [])
+    path.write_text("[]")
+    with pytest.raises(UserError, match="holds no rows"):
+        rollout_rows.merge(path, "H", [])
+
+
+def test_the_table():
+    rows = [a_row(8, 2.0), a_row(8, 1.0, format="nvfp4"), a_row(64, 4.0)]
+    rows += [a_row(8, 0.5, head_format="nvfp4", kv_cache_dtype="float8_e4m3fn")]
+    assert rollout_rows.table(rows).splitlines() == [
+        "model  format                          lora  8             64",
+        "m      bf16                            32    2.00 (4000)   4.00 (16000)",
+        "m      nvfp4                           32    1.00 (8000)",
+        "m      bf16, nvfp4 head, float8 cache  32    0.50 (16000)",
+    ]
+    assert rollout_rows.table([]) == ""
