@@ -53,7 +53,8 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
 
     Args:
         shares: float32 [S, M, R'] in global memory, S >= MIN_SHARES.
-        xa: bfloat16 [M', R] likewise, M' >= M and R >= R'; columns from R' on become 0.
+        xa: bfloat16 [M', R] likewise, M' >= M and R >= R'; its columns have the order that `load_b`
+            wants, those from R' on become 0.
         lock: int32 [1] likewise.
         blocks: that call it.
     """
