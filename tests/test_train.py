@@ -199,7 +199,10 @@ def variant(tiny, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "truncated" else ()) for name in VARIANTS],
+)
 def test_variants_are_finite(variant, name):
     rows = variant(name)
     assert_finite(rows)
@@ -227,6 +230,7 @@ def test_dapo_with_several_updates(variant):
     assert all(row["kl"] > 0 for row in rows)
 
 
+@pytest.mark.slow
 def test_fully_truncated_batch_has_no_gradient(variant):
     rows = variant("truncated")
     assert all(row["finished"] == row["loss"] == row["grad_norm"] == 0 for row in rows)
@@ -396,6 +400,7 @@ def test_fewer_problems_than_prompts_in_a_step(tiny, tmp_path):
     assert len(set(prompts)) == len(prompts) == 3
 
 
+@pytest.mark.slow
 def test_profile(tiny, tmp_path):
     changes = {"profile.start": 2, "profile.stop": 3, "eval.every": 0}
     run = tmp_path / "run"
