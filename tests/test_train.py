@@ -201,7 +201,10 @@ def variant(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "truncated" else ()) for name in VARIANTS],
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "truncated" else ())
+        for name in VARIANTS
+    ],
 )
 def test_variants_are_finite(variant, name):
     rows = variant(name)
