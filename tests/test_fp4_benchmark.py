@@ -116,6 +116,13 @@ def test_the_table_sets_rows_side_by_side():
     assert large == "| 7b.o | 8192 | 9.0 | 99 % |  |  |  | ab |"
 
 
+@pytest.mark.parametrize("out", [["--out=/a/b/k.json"], ["--out", "/a/b/k.json"]])
+def test_a_row_has_no_path_of_a_machine(out, monkeypatch):
+    monkeypatch.setattr(benchmark.sys, "argv", ["benchmark.py", "--layers=7b.o", *out])
+    command = benchmark.provenance("abc")["command"]
+    assert command.endswith("benchmark --layers=7b.o " + " ".join(out).replace("/a/b/", ""))
+
+
 def test_layers_are_known_by_their_whole_names():
     assert list(benchmark.shapes("1.5b")) == ["1.5b.qkv", "1.5b.o", "1.5b.gate_up", "1.5b.down"]
     assert list(benchmark.shapes("1.5b.o,7b.qkv")) == ["1.5b.o", "7b.qkv"]

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.decode import to_cache
-from pallas_kernels.fp4_matmul.tiling import SHARE_COLUMNS
+from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES, SHARE_COLUMNS
 
 _COLUMNS = 128  # of a block
 _RANK = SHARE_COLUMNS  # rows of A of a block
@@ -166,7 +166,7 @@ def silu_project(
         (m, outputs),
         # Of 18944 columns, blocks of 128 take 4.9 us at 32 rows where 256 take 6.2, and as long as
         # those at 8; larger ones leave fewer shares, and who reads them reads all of them.
-        block=_COLUMNS if 16 < m <= 128 else 2 * _COLUMNS,
+        block=_COLUMNS if 16 < m <= MAX_ROWS_OF_SHARES else 2 * _COLUMNS,
         interpret=interpret,
     )
     return outs["z"], outs["shares"]

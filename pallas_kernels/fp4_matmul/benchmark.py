@@ -233,8 +233,14 @@ def provenance(commit: str | None) -> dict:
             "jaxlib": jaxlib.__version__,
             "python": platform.python_version(),
         },
-        "command": f"python -m {__spec__.name} {shlex.join(sys.argv[1:])}",
+        "command": f"python -m {__spec__.name} {shlex.join(map(_without_folder, sys.argv[1:]))}",
     }
+
+
+def _without_folder(argument: str) -> str:
+    """An argument for publication: the file of --out, and not where it lies."""
+    flag, equals, path = argument.partition("=")
+    return flag + equals + path.rpartition("/")[2] if equals else flag.rpartition("/")[2]
 
 
 def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:

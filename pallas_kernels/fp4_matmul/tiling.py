@@ -96,6 +96,11 @@ class TileConfig:
         return None
 
 
+def helper_warpgroups(shares: bool) -> int:
+    """Warpgroups that do not compute: one copies, one adds up shares."""
+    return 2 if shares else 1
+
+
 def compute_registers(warpgroups: int, helpers: int = 1) -> int:
     """Registers of a thread that computes.
 
@@ -188,7 +193,7 @@ def candidates(
     m: int, n: int, k: int, *, rank: int = 0, multiprocessors: int = MULTIPROCESSORS
 ) -> Iterator[TileConfig]:
     """What is worth compiling: fits into shared memory and, by estimate, into registers."""
-    helpers = 2 if rank and m <= MAX_ROWS_OF_SHARES else 1
+    helpers = helper_warpgroups(rank > 0 and m <= MAX_ROWS_OF_SHARES)
     row_tiles, steps = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
     for tile_m in _token_tiles(m):
         m_tiles = -(-m // tile_m)

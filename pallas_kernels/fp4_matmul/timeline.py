@@ -19,6 +19,7 @@ import dataclasses
 import json
 import pathlib
 import tempfile
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 def room_for_notes(config: TileConfig) -> TileConfig:
     """The tiling with as many stages as leave room for the notes in shared memory."""
-    notes = 16 * sm90.TRACED_EVENTS * (config.warpgroups + 2)
+    notes = 16 * sm90.TRACED_EVENTS * (config.warpgroups + tiling.helper_warpgroups(True))
     while config.smem_bytes() + notes > tiling.SMEM_LIMIT:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
@@ -49,14 +50,8 @@ def summary(trace: dict) -> dict[str, float]:
         if not any(event["name"] == "multiply" for event in events):
             continue  # It copies, or adds up shares.
         count += 1
-        open_events = []
         waited = False
-        for event in events:
-            if event["ph"] == "B":
-                open_events.append((event["name"], event["ts"]))
-                continue
-            name, begin = open_events.pop()
-            cycles = 1000 * (event["ts"] - begin)
+        for name, _, cycles in _spans(events):
             if name == "await stage":
                 spent["multiply"] -= cycles  # which it is within
                 name = name if waited else "first stage"
@@ -80,16 +75,23 @@ def notes_of_block(trace: dict, block: int, warpgroups: int) -> list[str]:
     start = min((event["ts"] for events in mine for event in events), default=0.0)
     lines = []
     for index, events in enumerate(mine):
-        open_events, notes = [], []
-        for event in events:
-            if event["ph"] == "B":
-                open_events.append(event)
-                continue
-            begin = open_events.pop()["ts"]
-            at, cycles = 1000 * (begin - start), 1000 * (event["ts"] - begin)
-            notes.append((at, f"{event['name']} {at:.0f}+{cycles:.0f}"))
-        lines.append(f"warpgroup {index}: " + "; ".join(note for _, note in sorted(notes)))
+        spans = sorted(
+            (1000 * (begin - start), cycles, name) for name, begin, cycles in _spans(events)
+        )
+        notes = [f"{name} {at:.0f}+{cycles:.0f}" for at, cycles, name in spans]
+        lines.append(f"warpgroup {index}: " + "; ".join(notes))
     return lines
+
+
+def _spans(events: list[dict]) -> Iterator[tuple[str, float, float]]:
+    """What a warpgroup did, when it began, in 1000 cycles, and for how many cycles, by the end."""
+    begun = []
+    for event in events:
+        if event["ph"] == "B":
+            begun.append((event["name"], event["ts"]))
+            continue
+        name, begin = begun.pop()
+        yield name, begin, 1000 * (event["ts"] - begin)
 
 
 def _by_warpgroup(trace: dict) -> dict[int, list[dict]]:
@@ -144,7 +146,7 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
                 product(x, weight, adapter).block_until_ready()
                 jax.effects_barrier()
         (trace,) = pathlib.Path(folder).glob("*-trace.json")
-        warpgroups = config.warpgroups + (2 if rank else 1)
+        warpgroups = config.warpgroups + tiling.helper_warpgroups(rank > 0)
         return json.loads(trace.read_text(encoding="utf-8")), warpgroups
 
 

@@ -45,6 +45,7 @@ from pallas_kernels.fp4_matmul.tiling import (
     TileConfig,
     compute_registers,
     helper_registers,
+    helper_warpgroups,
 )
 
 _LOCKS = 4096  # more than any plan has
@@ -122,7 +123,7 @@ def matmul(
         operands["b"] = rows_of(b)
     if shares is not None:
         assert len(shares) >= MIN_SHARES
-        assert config.warpgroups + _helpers(True) <= 8  # 1024 threads
+        assert config.warpgroups + helper_warpgroups(True) <= 8  # 1024 threads
         assert shares.shape[1] == tokens
         assert shares.shape[2] % SHARE_COLUMNS == 0
         assert shares.shape[2] <= rank
@@ -153,7 +154,7 @@ def matmul(
         scratch_types=_scratch(plan, simulated),
         grid=(plan.blocks,),
         grid_names=("block",),
-        num_threads=plan.config.warpgroups + _helpers("shares" in operands),
+        num_threads=plan.config.warpgroups + helper_warpgroups("shares" in operands),
         thread_name="warpgroup",
         kernel_name="fp4_matmul_sm90",
         compiler_params=plgpu.CompilerParams(
@@ -217,7 +218,7 @@ def _scratch(plan: Plan, simulated: bool) -> dict:
 def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
     gm = dict(zip(names, refs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
-    warpgroups, helpers = plan.config.warpgroups, _helpers("shares" in gm)
+    warpgroups, helpers = plan.config.warpgroups, helper_warpgroups("shares" in gm)
     spared = helper_registers(warpgroups, helpers)
 
     @pl.when(warpgroup == warpgroups)
@@ -238,11 +239,6 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
         registers = compute_registers(warpgroups, helpers)
         plgpu.set_max_registers(registers, action="increase")
         _compute(plan, gm, sm, simulated, warpgroup, registers)
-
-
-def _helpers(shares: bool) -> int:
-    """Warpgroups that do not compute: one copies, one adds up shares."""
-    return 2 if shares else 1
 
 
 def _shares(plan, gm):
