@@ -75,6 +75,12 @@ VARIANTS = {
         64,
         3,
     ),
+    "a tile for every two blocks": (
+        (16, 128, 640),
+        TileConfig(16, rows=1, stages=3, split=2),
+        64,
+        4,
+    ),
     "slices": (
         (8, 64, 640),
         TileConfig(8, rows=1, slices=2, block_k=512, stages=2, in_flight=1),

@@ -35,6 +35,7 @@ _COLUMNS = 128  # of a block
 _RANK = SHARE_COLUMNS  # rows of A of a block
 _SLOTS = 64  # of the cache that attention reads at a time
 _PARTS = 8  # of a row's slots, at most
+_BLOCKS = 2  # of threads that attend, for each multiprocessor
 _LOG2_E = 1.4426950408889634
 
 
@@ -385,12 +386,11 @@ def attend(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     group = heads // kv_heads
     half = head_dim // 2
-    wanted = min(_PARTS, max(1, 4 * multiprocessors // (m * kv_heads)))
-    part_slots = max(2 * _SLOTS, _SLOTS * pl.cdiv(pl.cdiv(slots, wanted), _SLOTS))
-    count = pl.cdiv(slots, part_slots)
+    wanted = max(1, _BLOCKS * multiprocessors // (m * kv_heads))
+    count = min(_PARTS, wanted, pl.cdiv(slots, 2 * _SLOTS))
     # With fewer stages more blocks share a multiprocessor, if there are more; and three stages of
     # heads of 256 exceed the shared memory of a desktop's GPU.
-    stages = 2 if m * kv_heads * count > 2 * multiprocessors or head_dim > 128 else 3
+    few = m * kv_heads * count <= _BLOCKS * multiprocessors
     padded = max(16, pl.next_power_of_2(group))
     dtype = qkv.dtype
     operands = {"qkv": qkv, "squares": squares, "cos": angles[0], "sin": angles[1]}
@@ -452,9 +452,8 @@ def attend(
         k_first, k_second = (to_cache(k, keys.dtype).astype(dtype) for k in new_keys)
         new_value = projected((heads + kv_heads + head) * head_dim + dims)
         new_value = to_cache(new_value, values.dtype).astype(jnp.float32)
-        start = part * part_slots
         scale = head_dim**-0.5 * _LOG2_E
-        owns = (length >= start) & (length < start + part_slots)
+        owns = part == 0
 
         def scores(first, second):
             product = plt.dot(q_first, first, trans_b=True)
@@ -462,7 +461,7 @@ def attend(
 
         def add(block, carry):
             total, weight, largest = carry
-            slot = start + block * _SLOTS + jnp.arange(_SLOTS)
+            slot = block * _SLOTS + jnp.arange(_SLOTS)
             filled = slot < length
 
             def read(ref, dims):
@@ -489,8 +488,12 @@ def attend(
         largest = jnp.where(owns, scale * own_score, empty)
         weight = jnp.where(owns, jnp.ones(padded, jnp.float32), 0.0)
         total = jnp.where(owns, jnp.broadcast_to(new_value[None, :], (padded, head_dim)), 0.0)
-        blocks = pl.cdiv(jnp.clip(length - start, 0, part_slots), _SLOTS)
-        total, weight, largest = lax.fori_loop(0, blocks, add, (total, weight, largest))
+        # A row's filled blocks are cut into equal parts, however long it is.
+        filled_blocks = pl.cdiv(length, _SLOTS)
+        part_blocks = pl.cdiv(filled_blocks, count)
+        begin = part * part_blocks
+        end = jnp.minimum(begin + part_blocks, filled_blocks)
+        total, weight, largest = lax.fori_loop(begin, end, add, (total, weight, largest))
         q_heads = head * group + query
         place = refs["sums"].at[part, row, q_heads[:, None], dims[None, :]]
         plt.store(place, total, mask=in_group[:, None])
@@ -513,7 +516,9 @@ def attend(
         grid=(m, kv_heads, count),
         out_shape=tuple(results.values()),
         input_output_aliases={names.index("keys"): 3, names.index("values"): 4},
-        compiler_params=plt.CompilerParams(num_warps=4, num_stages=stages),
+        compiler_params=plt.CompilerParams(
+            num_warps=4, num_stages=3 if few and head_dim <= 128 else 2
+        ),
         name="attend",
         interpret=interpret,
     )(*operands.values())

@@ -78,6 +78,8 @@ def fp4_matmul_with_shares(
     weight: Fp4Weight | Fp4Tiles,
     shares: jax.Array,
     b: jax.Array,
+    *,
+    config: TileConfig | None = None,
 ) -> jax.Array:
     """Returns x W^T + (x A^T) B^T where shares of x A^T are known; without derivatives.
 
@@ -89,6 +91,7 @@ def fp4_matmul_with_shares(
         shares: float32 [S, M, R'], whose sum over S is x A^T; R' is a multiple of 32, and what is
             behind R is 0.
         b: [N, R'']; R'' >= R.
+        config: the tiling of the kernel; None looks it up.
 
     Returns:
         [M, N] in x's dtype.
@@ -106,8 +109,8 @@ def fp4_matmul_with_shares(
     if not suits or shares.shape[2] > rank:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
     if len(x) > tiling.MAX_ROWS_OF_SHARES or len(shares) < tiling.MIN_SHARES:
-        return _run_kernel(x, weight, xa=sum_of_shares(shares, x, b), b=b)
-    return _run_kernel(x, weight, shares=shares, b=b)
+        return _run_kernel(x, weight, config, xa=sum_of_shares(shares, x, b), b=b)
+    return _run_kernel(x, weight, config, shares=shares, b=b)
 
 
 def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:

@@ -6,7 +6,8 @@ The candidates fit into shared memory and registers by `tiling`'s arithmetic; th
 and keeps a few of each kind. They are compiled in threads while the first ones are measured, and a
 tiling whose result is off does not count. Several commands may run at a time, for one measures
 after the other. An entry of the table serves all M from the one below up to its own, and adapters
-of rank 32.
+of rank 32; with few rows it is the best for a product that adds up shares of x A^T, as in a decode
+step.
 """
 
 import argparse
@@ -38,7 +39,8 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
     chosen = ranked[:size]
     kinds = {}
     for config in ranked:
-        kinds.setdefault((config.stream, config.slices, config.warpgroups > 3), config)
+        kind = config.stream, config.split, config.slices, config.block_k, config.warpgroups > 3
+        kinds.setdefault(kind, config)
     chosen += [config for config in kinds.values() if cost(config) < 1.6 * cost(ranked[0])]
     return list(dict.fromkeys(chosen))
 
@@ -58,18 +60,25 @@ def tune(
         weights = benchmark.random_weights(
             lambda key, n, k: fp4.to_tiles(benchmark.random_weight(key, n, k)), n, k, bits=4.5
         )
-        tokens = benchmark.random_tokens(len(weights), m, k)
+        args = [benchmark.random_tokens(len(weights), m, k), weights]
+        product = functools.partial(fp4.fp4_matmul, implementation="mosaic")
         expected = jax.jit(functools.partial(fp4.fp4_matmul, implementation="xla"))(
-            tokens[0], weights[0]
+            args[0][0], weights[0]
         ).astype(jnp.float32)
-        jax.block_until_ready((weights, tokens, expected))
+        if rank and m <= tiling.MAX_ROWS_OF_SHARES:
+            product = fp4.fp4_matmul_with_shares
+            shares, b = benchmark.random_shares(m, n, k, rank)
+            args += [[shares] * len(weights), [b] * len(weights)]
+            xa = shares.sum(axis=0).astype(jnp.bfloat16)
+            expected += jnp.dot(xa, b.T, preferred_element_type=jnp.float32)
+        jax.block_until_ready((args, expected))
 
     def compiled(config):
-        operation = functools.partial(fp4.fp4_matmul, implementation="mosaic", config=config)
-        return benchmark.repeated(operation).lower(tokens, weights).compile()
+        operation = functools.partial(product, config=config)
+        return benchmark.repeated(operation).lower(*args).compile()
 
     def seconds(program):
-        times = benchmark.device_times(program, tokens, weights)
+        times = benchmark.device_times(program, *args)
         return sum(time for _, time in times) / len(weights)
 
     results = []
@@ -83,7 +92,7 @@ def tune(
                 continue
             program = done.result()
             with benchmark.sole_use():
-                actual = program(tokens, weights)[0].astype(jnp.float32)
+                actual = program(*args)[0].astype(jnp.float32)
                 error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
                 if not error < 1e-2:
                     print(f"    {config}: off by {error:.1e}", flush=True)

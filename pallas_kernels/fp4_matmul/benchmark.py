@@ -149,6 +149,15 @@ def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Arr
     ]
 
 
+def random_shares(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, jax.Array]:
+    """Shares [S, M, R] of x A^T as a decode step makes them, and B [N, R]; R a multiple of 64."""
+    keys = jax.random.split(jax.random.key(3))
+    return (
+        jax.random.normal(keys[0], (-(-k // 128), m, rank)),
+        0.02 * jax.random.normal(keys[1], (n, rank), jnp.bfloat16),
+    )
+
+
 def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple[float, dict]:
     """Seconds of one call, and of its kernels by name: medians of three measurements."""
     runs = []

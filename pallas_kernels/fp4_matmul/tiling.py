@@ -40,6 +40,8 @@ class TileConfig:
         stream: give every block of threads the same number of stages: whole tiles, and an equal run
             of the stages of those left over, whose partial sums are added up at the end. Otherwise
             whole tiles.
+        split: blocks of threads, a cluster, that share the columns of a tile and add up through
+            one another's shared memory, if all clusters run at a time. Not with stream.
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
     """
@@ -51,6 +53,7 @@ class TileConfig:
     stages: int = 4
     stream: bool = False
     in_flight: int = 0
+    split: int = 1
 
     @property
     def warpgroups(self) -> int:
@@ -67,9 +70,16 @@ class TileConfig:
         tiles = self.rows * self.block_k // TILE_COLUMNS
         return tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
 
+    @property
+    def receivers(self) -> int:
+        """Blocks of a cluster that add up a tile, each for as many tokens."""
+        return self.split if self.tile_m % (8 * self.split) == 0 else 1
+
     def smem_bytes(self) -> int:
-        """Shared memory of the operands, the sums of slices and the output."""
+        """Shared memory of the operands, the sums of slices and blocks, and the output."""
         sums = (self.slices - 1) * self.rows * TILE_ROWS * self.tile_m * 4
+        if self.split > 1:
+            sums += self.split * self.rows * TILE_ROWS * self.tile_m // self.receivers * 4
         y = self.rows * TILE_ROWS * self.tile_m * 2
         return self.stages * self.stage_bytes() + sums + y
 
@@ -82,8 +92,10 @@ class TileConfig:
         """Why the kernel cannot be built like this, or None."""
         if self.tile_m % 8 or not 8 <= self.tile_m <= 256:
             return f"tile_m is {self.tile_m}, expected a multiple of 8 up to 256"
-        if min(self.rows, self.slices, self.stages) < 1:
-            return f"rows, slices and stages are at least 1, got {self}"
+        if min(self.rows, self.slices, self.stages, self.split) < 1:
+            return f"rows, slices, stages and split are at least 1, got {self}"
+        if self.split > 1 and (self.stream or self.split > 8):
+            return f"split is at most 8, and 1 with stream, got {self}"
         if self.block_k < 1 or self.block_k % (TILE_COLUMNS * self.slices):
             columns = TILE_COLUMNS * self.slices
             return f"block_k is {self.block_k}, expected a multiple of {columns}"
@@ -202,14 +214,24 @@ def candidates(
                 rows = warpgroups // slices
                 if rows > row_tiles:
                     continue
-                left_over = m_tiles * -(-row_tiles // rows) % multiprocessors
+                tiles = m_tiles * -(-row_tiles // rows)
+                cuts = [(False, 1)]
+                if tiles % multiprocessors and m <= 512:
+                    cuts += [
+                        (True, 1),
+                        *((False, split) for split in _splits(tiles, multiprocessors)),
+                    ]
                 for block_k in (128, 256, 512, 1024):
                     if block_k % (128 * slices) or block_k < rank or block_k > 128 * steps:
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
                     for in_flight in {4: (0, 1), 8: (1,)}.get(products, (0,)):
-                        for stream in (False, True) if left_over and m <= 512 else (False,):
-                            base = TileConfig(tile_m, rows, slices, block_k, 1, stream, in_flight)
+                        for stream, split in cuts:
+                            if split * block_k > TILE_COLUMNS * steps:
+                                continue
+                            base = TileConfig(
+                                tile_m, rows, slices, block_k, 1, stream, in_flight, split
+                            )
                             deepest = dataclasses.replace(base, stages=_stages(base))
                             if (
                                 deepest.stages >= 2
@@ -217,6 +239,13 @@ def candidates(
                                 and deepest.registers() <= compute_registers(warpgroups, helpers)
                             ):
                                 yield deepest
+
+
+def _splits(tiles: int, multiprocessors: int) -> list[int]:
+    """Sizes of clusters, all of which run at a time, on most of the multiprocessors."""
+    return [
+        split for split in range(2, 9) if 0.6 * multiprocessors <= tiles * split <= multiprocessors
+    ]
 
 
 def _token_tiles(m: int) -> list[int]:
@@ -244,10 +273,12 @@ def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> fl
     m_tiles, row_tiles = -(-m // config.tile_m), -(-n // TILE_ROWS)
     n_tiles, steps = -(-row_tiles // config.rows), -(-k // config.block_k)
     tiles = m_tiles * n_tiles
-    blocks = min(tiles * steps if config.stream else tiles, multiprocessors)
+    blocks = min(tiles * (steps if config.stream else config.split), multiprocessors)
     rounds = -(-tiles // blocks)
     shared = tiles % blocks if config.stream else 0
-    longest = tiles // blocks * steps + -(-shared * steps // blocks) if shared else rounds * steps
+    longest = rounds * -(-steps // config.split)
+    if shared:
+        longest = tiles // blocks * steps + -(-shared * steps // blocks)
     per_warpgroup = config.block_k / (TILE_COLUMNS * config.slices)  # tiles [64, 128] of a stage
     narrow = max(config.tile_m, 16)
     issue = config.warpgroups * ((260 + 2.5 * narrow) * per_warpgroup + 53)
@@ -262,4 +293,6 @@ def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> fl
         # Every block writes its parts of tiles, and reads as much of others'.
         partial = (1 + shared / blocks) * config.tile_m * config.rows * TILE_ROWS
         sums = 2500 + 2 * partial / 11.7
+    elif config.split > 1:
+        sums = 1000 + 2 * config.tile_m * config.rows * TILE_ROWS / 11.7
     return max(longest * max(issue, multiply, receive, wait), memory) + 3300 + end + sums

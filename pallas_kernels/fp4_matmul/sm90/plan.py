@@ -17,7 +17,8 @@ class Plan:
     A block computes whole tiles. When streamed, every block has the same number of them, and the
     tiles left over are shared: their steps form a line that is cut into equal runs, one a block.
     A run is no longer than a tile, so it touches two at most, and a block begins with it: its
-    partial sums are on their way while it computes whole tiles.
+    partial sums are on their way while it computes whole tiles. When split, a tile belongs to a
+    cluster of blocks, of which each computes a run of its steps.
     """
 
     config: TileConfig
@@ -26,6 +27,7 @@ class Plan:
     row_tiles: int
     steps: int  # of a tile
     blocks: int
+    split: int  # blocks of a cluster
 
     @property
     def tiles(self) -> int:
@@ -82,6 +84,8 @@ class Plan:
 
     def pieces(self, block):
         """How many tiles, or parts of tiles, a block computes."""
+        if self.split > 1:
+            return 1
         if not self.shared:
             return lax.div(self.tiles - block + self.blocks - 1, self.blocks)
         return self.shared_pieces(block) + self.tiles // self.blocks
@@ -93,6 +97,11 @@ class Plan:
 
     def piece(self, block, index):
         """The tile of a piece, its first step of K and its number of steps."""
+        if self.split > 1:
+            tile = lax.div(block, self.split)
+            member = block - tile * self.split
+            first, end = (lax.div((member + i) * self.steps, self.split) for i in (0, 1))
+            return tile, first, end - first
         if not self.shared:
             return block + index * self.blocks, 0, self.steps
         first, end = self._first_step(block), self._first_step(block + 1)
@@ -142,6 +151,10 @@ class Plan:
         """Where a block leaves its partial sum of a tile; along the line, one of both rises."""
         return block + tile
 
+    def next_slot(self, slot):
+        """The next place of the pipeline; the remainder by its depth would be a division."""
+        return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
+
     def _first_step(self, block):
         return lax.div(jnp.minimum(block, self.sharing) * self.shared * self.steps, self.sharing)
 
@@ -153,6 +166,7 @@ class Plan:
 def make_plan(config: TileConfig, m: int, row_tiles: int, k: int, multiprocessors: int) -> Plan:
     """The plan for M tokens, tiles of 64 rows and K columns."""
     m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.rows)
-    steps = -(-k // config.block_k)
-    work = m_tiles * n_tiles * (steps if config.stream else 1)
-    return Plan(config, m_tiles, n_tiles, row_tiles, steps, min(work, multiprocessors))
+    tiles, steps = m_tiles * n_tiles, -(-k // config.block_k)
+    split = config.split if config.split <= min(steps, multiprocessors // tiles) else 1
+    work = tiles * (steps if config.stream else split)
+    return Plan(config, m_tiles, n_tiles, row_tiles, steps, min(work, multiprocessors), split)

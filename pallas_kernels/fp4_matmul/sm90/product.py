@@ -11,8 +11,8 @@ memory; those that compute wait for a stage, decode their tiles of it (`layout` 
 and multiply. The only roundings are those of the float32 accumulation and of the stored bfloat16.
 At the end of a piece of a tile the accumulator is scaled by the divisors of its rows; to the piece
 with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
-threads share is added up in a fixed order. So is xa itself, where it comes in shares, by a
-warpgroup of its own.
+threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
+global memory. So is xa itself, where it comes in shares, by a warpgroup of its own.
 """
 
 import functools
@@ -53,6 +53,7 @@ _LOCKS = 4096  # more than any plan has
 # to keep the memory busy; more only queue there, and whatever else is read from global memory waits
 # behind them.
 _BYTES_IN_FLIGHT = 65536
+_ADDERS_IN_CLUSTERS = 96  # blocks that run at a time on any Hopper GPU, whatever its clusters
 TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
 
@@ -138,8 +139,12 @@ def matmul(
         results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, rank), jnp.bfloat16)
     if bias is not None:
         operands["bias"] = rows_of(bias)
-    if plan.shared:
-        shape = (plan.slots, config.rows, TILE_ROWS, config.tile_m)
+    clusters = {}
+    if plan.split > 1 and not simulated:
+        clusters = {"cluster": (plan.split,), "cluster_names": ("member",)}
+    if plan.shared or (plan.split > 1 and simulated):
+        slots = plan.slots if plan.shared else plan.blocks
+        shape = (slots, config.rows, TILE_ROWS, config.tile_m)
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if plan.shared or shares is not None:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
@@ -152,8 +157,9 @@ def matmul(
         body,
         out_type=tuple(results.values()),
         scratch_types=_scratch(plan, simulated),
-        grid=(plan.blocks,),
+        grid=(plan.tiles if clusters else plan.blocks,),
         grid_names=("block",),
+        **clusters,
         num_threads=plan.config.warpgroups + helper_warpgroups("shares" in operands),
         thread_name="warpgroup",
         kernel_name="fp4_matmul_sm90",
@@ -169,7 +175,7 @@ def matmul(
     )
     outs = dict(zip(results, kernel(*operands.values()), strict=True))
     y = outs["y"].T[:, :padded] if transposed else outs["y"]
-    if plan.shared and simulated:
+    if "partial" in outs and simulated:
         y = _add_partial(plan, y, outs["partial"], operands.get("bias"))
     return y[:tokens, :n]
 
@@ -194,17 +200,26 @@ def _scratch(plan: Plan, simulated: bool) -> dict:
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=_arrivals(plan)),
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
     }
-    if config.slices > 1:
-        swizzle = plgpu.find_swizzle(config.tile_m * 32)
-        scratch |= {
-            "sums": plgpu.SMEM(
-                (config.slices - 1, config.rows, TILE_ROWS, config.tile_m),
-                jnp.float32,
-                transforms=(
-                    plgpu.TilingTransform((8, swizzle // 4)),
-                    plgpu.SwizzleTransform(swizzle),
-                ),
+
+    def sums(count, tokens):
+        swizzle = plgpu.find_swizzle(tokens * 32)
+        return plgpu.SMEM(
+            (count, config.rows, TILE_ROWS, tokens),
+            jnp.float32,
+            transforms=(
+                plgpu.TilingTransform((8, swizzle // 4)),
+                plgpu.SwizzleTransform(swizzle),
             ),
+        )
+
+    if plan.split > 1 and not simulated:
+        scratch |= {
+            "parts": sums(plan.split, config.tile_m // config.receivers),
+            "parts_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=plan.split),
+        }
+    if config.slices > 1:
+        scratch |= {
+            "sums": sums(config.slices - 1, config.tile_m),
             "sums_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=config.slices - 1),
             "sums_empty": plgpu.Barrier(num_barriers=config.rows),
         }
@@ -232,7 +247,7 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
         def _():
             plgpu.set_max_registers(spared, action="decrease")
             with jax.named_scope("add shares"):
-                add_shares(*_shares(plan, gm))
+                add_shares(_block(plan, simulated), *_shares(plan, gm))
 
     @pl.when(warpgroup < warpgroups)
     def _():
@@ -241,9 +256,21 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
         _compute(plan, gm, sm, simulated, warpgroup, registers)
 
 
+def _block(plan: Plan, simulated: bool):
+    """The block of threads; those of a cluster follow one another."""
+    block = lax.axis_index("block")
+    if plan.split == 1 or simulated:
+        return block
+    return block * plan.split + lax.axis_index("member")
+
+
 def _shares(plan, gm):
-    """The arguments of `add_shares` and `await_shares`."""
-    return gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], plan.blocks
+    """The arguments of `add_shares` and `await_shares`.
+
+    Clusters do not fit everywhere: those that wait are there when the first ones add.
+    """
+    adders = plan.blocks if plan.split == 1 else min(plan.blocks, _ADDERS_IN_CLUSTERS)
+    return gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], adders
 
 
 def _adds_adapter(first):
@@ -258,18 +285,17 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
     """The warpgroup that fills the stages."""
     config = plan.config
     stages_in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
-    block = lax.axis_index("block")
+    block = _block(plan, simulated)
 
-    def await_arrival(i):
-        plgpu.barrier_wait(sm["full"].at[lax.rem(i, config.stages)])
-
-    def acquire(i):
-        slot = lax.rem(i, config.stages)
+    def acquire(i, slot):
+        """Waits until the slot of stage i is free."""
         if stages_in_flight < config.stages:
 
             @pl.when(i >= stages_in_flight)
             def _():
-                await_arrival(i - stages_in_flight)
+                earlier = slot - stages_in_flight
+                earlier = jnp.where(earlier < 0, earlier + config.stages, earlier)
+                plgpu.barrier_wait(sm["full"].at[earlier])
 
         @pl.when(i >= config.stages)
         def _():
@@ -277,8 +303,6 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
                 plgpu.barrier_wait(sm["empty"].at[slot])
             if not simulated:
                 fence_async_proxy(nvvm.ProxyKind.async_shared)
-
-        return slot
 
     def copy_tokens(name, slot, tile, first, count):
         """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used."""
@@ -304,13 +328,16 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
             plgpu.barrier_arrive(sm["full"].at[slot])
 
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
-    @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
-    def total(index, done):
+    @pl.loop(0, plan.pieces(block), init_carry=(jnp.int32(0), jnp.int32(0)))
+    def stop(index, carry):
+        done, slot = carry
         tile, first, count = plan.piece(block, index)
 
-        @pl.loop(0, count if simulated else opaque(jnp.int32(count)))
-        def _(i):
-            fill(acquire(done + i), tile, first + i)
+        @pl.loop(0, count if simulated else opaque(jnp.int32(count)), init_carry=slot)
+        def slot(i, slot):
+            acquire(done + i, slot)
+            fill(slot, tile, first + i)
+            return plan.next_slot(slot)
 
         done += count
         if "shares" in gm:
@@ -318,30 +345,34 @@ def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
             @pl.when(index == plan.awaited_behind(block))
             def _():
                 with jax.named_scope("await shares"):
-                    await_shares(*_shares(plan, gm))
+                    await_shares(*_shares(plan, gm), plan.blocks)
 
         if "b" not in gm:
-            return done
+            return done, slot
 
         adds_adapter = _adds_adapter(first)
 
         @pl.when(adds_adapter)
         def _():
-            fill_adapter(acquire(done), tile)
+            acquire(done, slot)
+            fill_adapter(slot, tile)
 
-        return done + jnp.where(adds_adapter, 1, 0)
+        behind = jnp.where(adds_adapter, plan.next_slot(slot), slot)
+        return done + jnp.where(adds_adapter, 1, 0), behind
+
+    def await_last(name, count):
+        """Observes the last phases of some barriers, as many as stages were filled."""
+        total, _ = stop
+
+        @pl.loop(jnp.maximum(total - count, 0), total)
+        def _(i):
+            plgpu.barrier_wait(sm[name].at[lax.rem(i, config.stages)])
 
     # A kernel must not end before all arrivals at its barriers.
-    @pl.loop(jnp.maximum(total - config.stages, 0), total)
-    def _(i):
-        plgpu.barrier_wait(sm["empty"].at[lax.rem(i, config.stages)])
-
+    await_last("empty", config.stages)
     # Who waits for one phase of a barrier observes all of them.
     if stages_in_flight < config.stages:
-
-        @pl.loop(jnp.maximum(total - stages_in_flight, 0), total)
-        def _(i):
-            await_arrival(i)
+        await_last("full", stages_in_flight)
 
 
 def _compute(
@@ -349,7 +380,7 @@ def _compute(
 ):
     """A warpgroup that decodes and multiplies."""
     config = plan.config
-    block = lax.axis_index("block")
+    block = _block(plan, simulated)
     row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
     per_slice = plan.per_stage // config.slices
     spare = registers - config.registers()
@@ -369,9 +400,8 @@ def _compute(
         )
 
     def multiply(acc, done, count):
-        @pl.loop(0, count)
-        def _(i):
-            slot = lax.rem(done + i, config.stages)
+        @pl.loop(0, count, init_carry=lax.rem(done, config.stages))
+        def _(_, slot):
             with jax.named_scope("await stage"):
                 plgpu.barrier_wait(sm["full"].at[slot])
             for j in range(per_slice):
@@ -385,10 +415,8 @@ def _compute(
                         plgpu.wgmma_wait(config.in_flight)
             # Where a loop turns back, ptxas gives away registers that a product in flight reads.
             plgpu.wgmma_wait(0)
-            release(done + i)
-
-    def release(stage):
-        plgpu.barrier_arrive(sm["empty"].at[lax.rem(stage, config.stages)])
+            plgpu.barrier_arrive(sm["empty"].at[slot])
+            return plan.next_slot(slot)
 
     def add_slices(value, index):
         """The sum of the slices' accumulators, in the warpgroup of the first."""
@@ -482,6 +510,28 @@ def _compute(
         start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
         return read("bias", pl.ds(start, TILE_ROWS)) if "bias" in gm else None
 
+    def add_parts(value, bias, token, row_tile):
+        """Adds up a tile over the blocks of the cluster, each of them some of its tokens."""
+        member = lax.axis_index("member")
+        width = config.tile_m // config.receivers
+        full = sm["parts_full"].at[row]
+        for receiver in range(config.receivers):
+            plgpu.async_store_smem(
+                lax.slice(value, (0, receiver * width), (TILE_ROWS, (receiver + 1) * width)),
+                sm["parts"].at[member, row],
+                full,
+                cluster_idx=jnp.int32(receiver),
+                cluster_dim="member",
+            )
+
+        @pl.when(member < config.receivers)
+        def _():
+            plgpu.barrier_wait(full)
+            total = jnp.zeros((TILE_ROWS, width), jnp.float32)
+            for other in range(plan.split):
+                total += plgpu.load(sm["parts"].at[other, row], layout=plgpu.Layout.WGMMA)
+            store(total, bias, token + member * width, row_tile)
+
     def locks():
         """Those of the two tiles that this block may share."""
         tiles = [plan.share(block, index)[0] for index in (0, 1)]
@@ -556,16 +606,26 @@ def _compute(
 
         value = pl.run_scoped(compute, accumulator)
 
-        @pl.when((part == 0) & (count == plan.steps))
-        def _():
-            with jax.named_scope("store"):
-                store(value, bias, m_tile * config.tile_m, row_tile)
+        if plan.split > 1 and not simulated:
 
-        if plan.shared:
+            @pl.when(part == 0)
+            def _():
+                with jax.named_scope("add parts"):
+                    add_parts(value, bias, m_tile * config.tile_m, row_tile)
+
+        else:
+
+            @pl.when((part == 0) & (count == plan.steps))
+            def _():
+                with jax.named_scope("store"):
+                    store(value, bias, m_tile * config.tile_m, row_tile)
+
+        if "partial" in gm:
 
             @pl.when((part == 0) & (count < plan.steps))
             def _():
-                gm["partial"].at[plan.slot(block, tile), row][...] = value
+                slot = plan.slot(block, tile) if plan.shared else block
+                gm["partial"].at[slot, row][...] = value
 
         if plan.shared and not simulated:
             # Once for both tiles, for to publish takes longer than to compute a stage.
@@ -598,12 +658,17 @@ def _add_partial(plan: Plan, y, partial, bias):
     config = plan.config
     with jax.ensure_compile_time_eval():
         shares = [plan.share(block, i) for block in range(plan.sharing) for i in (0, 1)]
-        # By tile: the first block that shares it, and how many do.
-        shared = {int(tile): (int(first), int(n)) for tile, first, n, *_ in shares if n}
-    for tile, (first, sharers) in shared.items():
+        # By tile: the first place of its partial sums, and how many they are.
+        shared = {
+            int(tile): (plan.slot(int(first), int(tile)), int(n))
+            for tile, first, n, *_ in shares
+            if n
+        }
+    if plan.split > 1:
+        shared = {tile: (tile * plan.split, plan.split) for tile in range(plan.tiles)}
+    for tile, (slot, sharers) in shared.items():
         with jax.ensure_compile_time_eval():
             m_tile, n_tile = (int(i) for i in plan.coordinates(tile))
-        slot = plan.slot(first, tile)
         total = partial[slot : slot + sharers].sum(axis=0)
         total = total.reshape(-1, config.tile_m)
         rows = slice(n_tile * config.rows * TILE_ROWS, (n_tile + 1) * config.rows * TILE_ROWS)

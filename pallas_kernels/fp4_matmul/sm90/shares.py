@@ -46,19 +46,20 @@ _SHARES_IN_FLIGHT = 32
 SUM_BYTES = 4 * MIN_SHARES * SHARE_COLUMNS  # of shared memory, to add up what the warps have
 
 
-def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
+def add_shares(block: Any, shares: Any, xa: Any, lock: Any, adders: int) -> None:
     """Writes this block's parts of x A^T and counts at the lock, if there are any.
 
     A part is SHARE_COLUMNS columns of a row. A warpgroup calls it.
 
     Args:
+        block: which one of them.
         shares: float32 [S, M, R'] in global memory, S >= MIN_SHARES.
         xa: bfloat16 [M', R] likewise, M' >= M and R >= R'; its columns have the order that `load_b`
             wants, those from R' on become 0.
         lock: int32 [1] likewise.
-        blocks: that call it.
+        adders: how many blocks add, the first ones.
     """
-    block = opaque(lax.axis_index("block"))
+    block = opaque(block)
     count, _, width = shares.shape
     columns = xa.shape[1] // SHARE_COLUMNS
     parts = _parts(shares, xa)
@@ -66,9 +67,9 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
     batch = min(-(-batch // MIN_SHARES), count // MIN_SHARES) * MIN_SHARES
     batches = -(-count // batch)
 
-    @pl.loop(0, lax.div(parts - block + blocks - 1, blocks))
+    @pl.loop(0, jnp.where(block < adders, lax.div(parts - block + adders - 1, adders), 0))
     def _(turn):
-        part = block + turn * blocks
+        part = block + turn * adders
         row = lax.div(part, columns)
         column = (part - row * columns) * SHARE_COLUMNS
         place = pl.ds(column, SHARE_COLUMNS)
@@ -89,15 +90,15 @@ def add_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
 
         xa.at[row, place][...] = _rounded(total.sum(axis=0))
 
-    @pl.when(block < parts)
+    @pl.when(block < min(adders, parts))
     def _():
         fence_async_proxy(nvvm.ProxyKind.async_global)
         arrive([lock], [jnp.int32(1)])
 
 
-def await_shares(shares: Any, xa: Any, lock: Any, blocks: int) -> None:
+def await_shares(shares: Any, xa: Any, lock: Any, adders: int, blocks: int) -> None:
     """Waits until all of x A^T is there for the copy engine. Every block calls it once."""
-    adders = min(blocks, _parts(shares, xa))
+    adders = min(adders, _parts(shares, xa))
     wait([lock], [jnp.int32(adders)], [jnp.int32(blocks)])
     fence_async_proxy(nvvm.ProxyKind.async_global)
 
