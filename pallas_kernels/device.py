@@ -1,5 +1,7 @@
 """What the default device is."""
 
+import functools
+import importlib.util
 import sys
 
 import jax
@@ -19,6 +21,12 @@ def exit_unless_hopper() -> None:
     """Ends a command that measures the Hopper kernel on another device."""
     if cuda_capability() != 9.0:
         sys.exit(f"error: the kernel runs on Hopper GPUs, this is {jax.devices()[0].device_kind}")
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether this version of jax has Pallas's Triton backend, which is to be removed."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 def multiprocessors() -> int:

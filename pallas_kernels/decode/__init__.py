@@ -1,12 +1,9 @@
 """The small operations of a decode step on an NVIDIA GPU, fused; see `kernels`."""
 
-import functools
-import importlib.util
-
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import cuda_capability
+from pallas_kernels.device import cuda_capability, has_triton
 
 
 def kernels_run(cache_dtype: jnp.dtype) -> bool:
@@ -15,7 +12,7 @@ def kernels_run(cache_dtype: jnp.dtype) -> bool:
     That is the Ampere generation or later, and for float8_e4m3fn Ada or later.
     """
     oldest = 8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0
-    return cuda_capability() >= oldest and _has_backend()
+    return cuda_capability() >= oldest and has_triton()
 
 
 def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -27,9 +24,3 @@ def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         limit = float(jnp.finfo(dtype).max)
         x = jnp.clip(x.astype(jnp.float32), -limit, limit)
     return x.astype(dtype)
-
-
-@functools.cache
-def _has_backend() -> bool:
-    """Whether this version of jax has the backend of the kernels, which is to be removed."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None

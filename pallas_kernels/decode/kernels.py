@@ -15,11 +15,9 @@ whole row, and every block of threads has a few columns. What they contribute to
 and to the mean square of a row are shares, which their reader adds up, in an order that never
 changes.
 
-All of this is Pallas's Triton backend. A block of threads executes its code once, so what counts is
-how little code there is: small tiles, and as few of them unrolled as possible.
+All of this is Pallas's Triton backend; `projection` has what three of them share.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,11 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from pallas_kernels import projection
 from pallas_kernels.decode import to_cache
-from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES, SHARE_COLUMNS
+from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
 
-_COLUMNS = 128  # of a block
-_RANK = SHARE_COLUMNS  # rows of A of a block
 _SLOTS = 64  # of the cache that attention reads at a time
 _PARTS = 8  # of a row's slots, at most
 _BLOCKS = 2  # of threads that attend, for each multiprocessor
@@ -107,9 +104,9 @@ def norm_project(
     results = {
         "residual": jax.ShapeDtypeStruct(x.shape, x.dtype),
         "scaled": jax.ShapeDtypeStruct(x.shape, x.dtype),
-        "squares": jax.ShapeDtypeStruct((pl.cdiv(width, _COLUMNS), m), jnp.float32),
+        "squares": jax.ShapeDtypeStruct((pl.cdiv(width, projection.COLUMNS), m), jnp.float32),
     }
-    outs = _project(
+    outs = projection.project_tiles(
         "norm_project",
         value,
         {"x": x, "y": y, "scale": scale},
@@ -158,7 +155,7 @@ def silu_project(
 
         return z
 
-    outs = _project(
+    outs = projection.project_tiles(
         "silu_project",
         value,
         {"gate_up": gate_up, "squares": squares},
@@ -167,7 +164,7 @@ def silu_project(
         (m, outputs),
         # Of 18944 columns, blocks of 128 take 4.9 us at 32 rows where 256 take 6.2, and as long as
         # those at 8; larger ones leave fewer shares, and who reads them reads all of them.
-        block=_COLUMNS if 16 < m <= MAX_ROWS_OF_SHARES else 2 * _COLUMNS,
+        block=projection.COLUMNS if 16 < m <= MAX_ROWS_OF_SHARES else 2 * projection.COLUMNS,
         interpret=interpret,
     )
     return outs["z"], outs["shares"]
@@ -217,7 +214,7 @@ def merge_project(
 
         return attended
 
-    outs = _project(
+    outs = projection.project_tiles(
         "merge_project",
         value,
         parts._asdict(),
@@ -237,117 +234,6 @@ def _factor(squares: Any, rows: jax.Array, eps: float) -> jax.Array:
     mask = (index < count) & (rows < m)[None, :]
     shares = plt.load(squares.at[index, rows[None, :]], mask=mask, other=0.0)
     return lax.rsqrt(jnp.sum(shares, axis=0) + eps)
-
-
-class _Tile(NamedTuple):
-    """The rows and columns of a block of threads.
-
-    Attributes:
-        rows: int32 [16] or [32].
-        dims: int32 [block], columns counted from the first of the tile,
-        cols: int32 [block], and from the first of all.
-        index: which block of columns it is.
-        first: whether it is the first of the blocks with these rows and columns, one for every
-            `_RANK` rows of A; that one stores.
-        shape: [M, K] of what is cut into tiles.
-    """
-
-    rows: Any
-    dims: Any
-    cols: Any
-    index: Any
-    first: Any
-    shape: tuple[int, int]
-
-    @property
-    def _mask(self):
-        return (self.rows < self.shape[0])[:, None] & (self.cols < self.shape[1])[None, :]
-
-    def load(self, ref, offset: int = 0) -> jax.Array:
-        """The tile of an array, float32 and zero beyond its edges."""
-        place = ref.at[self.rows[:, None], offset + self.cols[None, :]]
-        return plt.load(place, mask=self._mask, other=0.0).astype(jnp.float32)
-
-    def store(self, ref, value) -> None:
-        """Writes the tile of an array."""
-        plt.store(ref.at[self.rows[:, None], self.cols[None, :]], value, mask=self._mask)
-
-
-def _project(
-    name: str,
-    value: Callable[[dict, _Tile], jax.Array],
-    operands: dict[str, jax.Array],
-    results: dict[str, jax.ShapeDtypeStruct],
-    a: jax.Array | None,
-    shape: tuple[int, int],
-    *,
-    block: int = _COLUMNS,
-    interpret: bool,
-) -> dict[str, Any]:
-    """Makes an array [M, K] tile by tile, and its product with A.
-
-    Args:
-        name: of the kernel.
-        value: makes and stores a tile.
-        operands: by name, whole.
-        results: of `value`, likewise.
-        a: [R, K], or None.
-        shape: [M, K].
-        block: columns of a tile.
-        interpret: run on a CPU.
-
-    Returns:
-        The results, and the "shares" of the product, None without A; see `Normed`.
-    """
-    m, width = shape
-    rows = 16 if m <= 128 else 32
-    rank, parts = 0, 1
-    operands, results = dict(operands), dict(results)
-    blocks = pl.cdiv(width, block)
-    if a is not None:
-        rank = a.shape[0]
-        parts = pl.cdiv(rank, _RANK)
-        operands["a"] = a
-        results["shares"] = jax.ShapeDtypeStruct((blocks, m, parts * _RANK), jnp.float32)
-
-    def body(*refs):
-        refs = dict(zip((*operands, *results), refs, strict=True))
-        i, index, part = (pl.program_id(axis) for axis in range(3))
-        dims = jnp.arange(block)
-        tile = _Tile(
-            rows=i * rows + jnp.arange(rows),
-            dims=dims,
-            cols=index * block + dims,
-            index=index,
-            first=part == 0,
-            shape=shape,
-        )
-        if a is None:
-            value(refs, tile)
-            return
-        ranks = part * _RANK + jnp.arange(_RANK)
-        mask = (ranks < rank)[:, None] & (tile.cols < width)[None, :]
-        factors = plt.load(refs["a"].at[ranks[:, None], tile.cols[None, :]], mask=mask, other=0.0)
-        # A branch that is always taken: otherwise the compiler makes the tile a second time, as the
-        # operand of the product, each warp all of it.
-        tokens = lax.cond(
-            index >= 0,
-            lambda: value(refs, tile),
-            lambda: jnp.zeros((rows, block), a.dtype),
-        )
-        share = plt.dot(tokens, factors, trans_b=True)
-        place = refs["shares"].at[index, tile.rows[:, None], ranks[None, :]]
-        plt.store(place, share, mask=(tile.rows < m)[:, None])
-
-    outs = pl.pallas_call(
-        body,
-        grid=(pl.cdiv(m, rows), blocks, parts),
-        out_shape=tuple(results.values()),
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
-        name=name,
-        interpret=interpret,
-    )(*operands.values())
-    return {"shares": None} | dict(zip(results, outs, strict=True))
 
 
 def attend(

@@ -161,19 +161,36 @@ _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _kernel_matmul(x, weight, lora, bias, config):
     """The product for x [M, K] with the adapter and the bias, by the kernel."""
-    return _kernel_matmul_fwd(x, weight, lora, bias, config)[0]
+    if lora is None or not _projects_in_shares(x, config):
+        return _kernel_matmul_fwd(x, weight, lora, bias, config)[0]
+    a, b = (matrix.astype(x.dtype) for matrix in lora)
+    shares = _projection().project(x, a)
+    return _run_kernel(x, weight, config, bias=bias, shares=shares, b=_padded(b, len(a)))
 
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config):
     adapter, xa = {}, None
     if lora is not None:
         a, b = (matrix.astype(x.dtype) for matrix in lora)
-        rank = tiling.padded_rank(len(a))
-        a = jnp.pad(a, ((0, rank - len(a)), (0, 0)))
-        adapter["b"] = jnp.pad(b, ((0, 0), (0, rank - b.shape[1])))
-        adapter["xa"] = xa = reference.dot(x, a)
+        adapter["b"] = _padded(b, len(a))
+        adapter["xa"] = xa = reference.dot(x, _padded(a.T, len(a)).T)
     y = _run_kernel(x, weight, config, bias=bias, **adapter)
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
+
+
+def _padded(b, rank):
+    """B, or A^T, of an adapter of this rank with the columns that the kernel reads."""
+    return jnp.pad(b, ((0, 0), (0, tiling.padded_rank(rank) - b.shape[1])))
+
+
+def _projects_in_shares(x, config):
+    """Whether a kernel makes x A^T, of few rows, and leaves its sum over K to the other one."""
+    rows, columns = x.shape
+    if rows > tiling.MAX_ROWS_OF_SHARES or not device.has_triton():
+        return False
+    if config is not None and config.warpgroups + tiling.helper_warpgroups(True) > 8:
+        return False
+    return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
 
 
 def _run_kernel(x, weight, config=None, *, b=None, **options):
@@ -289,6 +306,13 @@ def _kernel() -> ModuleType:
     from pallas_kernels.fp4_matmul import sm90
 
     return sm90
+
+
+def _projection() -> ModuleType:
+    """Likewise."""
+    from pallas_kernels import projection
+
+    return projection
 
 
 @functools.cache

@@ -41,7 +41,7 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
     for config in ranked:
         kind = config.stream, config.split, config.slices, config.block_k, config.warpgroups > 3
         kinds.setdefault(kind, config)
-    chosen += [config for config in kinds.values() if cost(config) < 1.6 * cost(ranked[0])]
+    chosen += [config for config in kinds.values() if cost(config) < 1.25 * cost(ranked[0])]
     return list(dict.fromkeys(chosen))
 
 

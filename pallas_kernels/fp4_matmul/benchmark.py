@@ -138,12 +138,15 @@ def random_tokens(count: int, m: int, k: int) -> list[jax.Array]:
 
 
 def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Array, jax.Array]]:
-    """A [R, K] and B [N, R] for each weight: XLA would make one product of those that share A."""
+    """A [R, K] and B [N, R'], with all columns that the kernel reads, for each weight.
+
+    XLA would make one product of those that share A.
+    """
     keys = jax.random.split(jax.random.key(2), (count, 2))
     return [
         (
             0.02 * jax.random.normal(a, (rank, k), jnp.bfloat16),
-            0.02 * jax.random.normal(b, (n, rank), jnp.bfloat16),
+            0.02 * jax.random.normal(b, (n, tiling.padded_rank(rank)), jnp.bfloat16),
         )
         for a, b in keys
     ]
@@ -189,9 +192,7 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
         weights = random_weights(make, n, k, bits=BITS.get(impl, 4.5))
         args = [random_tokens(len(weights), m, n if impl.startswith("dx") else k), weights]
         if impl == "nvfp4_lora32":
-            # The block-diagonal B of fused projections, with all columns that the kernel reads.
-            rank = tiling.padded_rank(cases.rank_of(layer, 32))
-            args.append(random_adapters(len(weights), rank, n, k))
+            args.append(random_adapters(len(weights), cases.rank_of(layer, 32), n, k))
         jax.block_until_ready(args)
     lowered = repeated(operations[impl]).lower(*args)
     with sole_use():  # XLA compiles by measuring, too.

@@ -139,9 +139,7 @@ def matmul(
         results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, rank), jnp.bfloat16)
     if bias is not None:
         operands["bias"] = rows_of(bias)
-    clusters = {}
-    if plan.split > 1 and not simulated:
-        clusters = {"cluster": (plan.split,), "cluster_names": ("member",)}
+    clusters = plan.split > 1 and not simulated
     if plan.shared or (plan.split > 1 and simulated):
         slots = plan.slots if plan.shared else plan.blocks
         shape = (slots, config.rows, TILE_ROWS, config.tile_m)
@@ -159,7 +157,8 @@ def matmul(
         scratch_types=_scratch(plan, simulated),
         grid=(plan.tiles if clusters else plan.blocks,),
         grid_names=("block",),
-        **clusters,
+        cluster=(plan.split,) if clusters else (),
+        cluster_names=("member",) if clusters else (),
         num_threads=plan.config.warpgroups + helper_warpgroups("shares" in operands),
         thread_name="warpgroup",
         kernel_name="fp4_matmul_sm90",
