@@ -188,7 +188,7 @@ def _projects_in_shares(x, config):
     rows, columns = x.shape
     if rows > tiling.MAX_ROWS_OF_SHARES or not device.has_triton():
         return False
-    if config is not None and config.warpgroups + tiling.helper_warpgroups(True) > 8:
+    if config is not None and not tiling.takes_shares(config):
         return False
     return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
 

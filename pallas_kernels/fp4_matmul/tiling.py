@@ -131,6 +131,16 @@ def helper_registers(warpgroups: int, helpers: int = 1) -> int:
     return min(_MOST_HELPER_REGISTERS, left // helpers // 8 * 8)
 
 
+def takes_shares(config: TileConfig) -> bool:
+    """Whether there is room for the warpgroup that adds up shares of x A^T."""
+    helpers = helper_warpgroups(True)
+    return (
+        config.tile_m <= MAX_ROWS_OF_SHARES
+        and config.warpgroups + helpers <= 8
+        and config.registers() <= compute_registers(config.warpgroups, helpers)
+    )
+
+
 def _started_registers(warpgroups: int) -> int:
     """Registers at one place of all warpgroups.
 
