@@ -6,10 +6,20 @@ uv run python -m benchmarks.tables
 import json
 import pathlib
 
+from pallas_kernels.fp4_matmul import benchmark, cases
 from qerl_jax.run.rollout_rows import by_policy
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
+# Implementations of the kernel's benchmark, as the table names them.
+_KERNELS = {
+    "nvfp4": "NVFP4",
+    "nvfp4_lora32": "NVFP4 + LoRA",
+    "bf16": "bf16",
+    "nf4": "NF4",
+    "dx": "NVFP4, gradient",
+    "dx_bf16": "bf16, gradient",
+}
 _BEGIN, _END = "<!-- tables: python -m benchmarks.tables -->", "<!-- end of tables -->"
 
 
@@ -49,35 +59,31 @@ def run_table(result: dict) -> str:
 
 
 def kernel_table(result: dict) -> str:
-    """The FP4 kernel beside cuBLAS, a line for each layer and number of tokens."""
+    """The FP4 kernel beside others, a line for each layer and implementation, by tokens."""
     rows = {(row["layer"], row["m"], row["impl"]): row for row in result["rows"]}
-    lines = [
-        "| layer | tokens | NVFP4 us | share of the floor | with the adapter us | bf16 us | "
-        "speed-up | commit |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for layer, m, impl in sorted(rows):
-        if impl != "nvfp4":
-            continue
-        row = rows[layer, m, impl]
-        dense, adapted = (
-            other if other and other["commit"] == row["commit"] else None
-            for other in (rows.get((layer, m, name)) for name in ("bf16", "nvfp4_lora32"))
-        )
+    counts = sorted({m for _, m, impl in rows if impl == "nvfp4"})
+    lines = [["layer", "", *map(str, counts)], ["---"] * (2 + len(counts))]
+
+    def us(row: dict) -> float:
         # cuBLAS can round its result itself: what a kernel of its own took for it does not count.
-        dense_us = dense and dense["device_us"] - dense["kernels_us"].get("wrapped_convert", 0)
-        cells = [
-            layer,
-            str(m),
-            f"{row['device_us']:.1f}",
-            f"{100 * row['floor_us'] / row['device_us']:.0f} %",
-            f"{adapted['device_us']:.1f}" if adapted else "",
-            f"{dense_us:.1f}" if dense else "",
-            f"{dense_us / row['device_us']:.2f}x" if dense else "",
-            row["commit"][:8],
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        return row["device_us"] - row["kernels_us"].get("wrapped_convert", 0)
+
+    def cell(layer: str, m: int, impl: str) -> str:
+        row, own = (rows.get((layer, m, name)) for name in (impl, "nvfp4"))
+        if row is None:
+            return ""
+        if impl == "nvfp4":
+            return f"{us(row):.1f} ({100 * row['floor_us'] / us(row):.0f} %)"
+        compared = own and own["commit"] == row["commit"] and impl in ("bf16", "nf4")
+        return f"{us(row):.1f}" + (f" ({us(row) / us(own):.2f}x)" if compared else "")
+
+    measured = {layer for layer, *_ in rows}
+    for layer in (layer for layer in benchmark.shapes(",".join(cases.MODELS)) if layer in measured):
+        for impl, name in _KERNELS.items():
+            cells = [cell(layer, m, impl) for m in counts]
+            if any(cells):
+                lines.append(["" if impl != "nvfp4" else layer, name, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def rollout_table(result: dict) -> str:
@@ -129,6 +135,7 @@ def main() -> None:
     gpu = _read("grpo_qwen2.5-coder-1.5b_h200.json")
     accuracies = [_read(f"gsm8k_qwen2.5-coder-1.5b_{form}_h200.json") for form in ("bf16", "nvfp4")]
     kernel, rollout = _read("kernel.json"), _read("rollout.json")
+    commits = ", ".join(sorted({row["commit"][:8] for row in kernel["rows"]}))
     (solved,) = (row for row in rollout["rows"] if row["kind"] == "gsm8k")
     text = "\n\n".join(
         [
@@ -166,12 +173,14 @@ def main() -> None:
             f"{100 * solved['live_share']:.0f} % of what was decoded belonged to a completion, and "
             f"compiling took {solved['compile_seconds']:.0f} s before (commit "
             f"{solved['commit'][:8]}).",
-            "The FP4 kernel beside cuBLAS on the fused projections of a 7B model, device time "
-            f"({kernel['device']}, jax {kernel['rows'][0]['versions']['jax']}, "
-            "`pallas_kernels/fp4_matmul/benchmark.py`). The "
-            "floor is what the bytes or the operations take, at 4.29 TB/s as measured and at 790 "
-            "TFLOP/s; with the adapter, of rank 32 for each projection, x A^T is a product of its "
-            "own and is counted, which in a decode step other kernels make:",
+            "The FP4 kernel on the fused projections of Qwen2.5, device time in microseconds by "
+            f"the number of tokens (commit {commits}, {kernel['device']}, jax "
+            f"{kernel['rows'][0]['versions']['jax']}, `pallas_kernels/fp4_matmul/benchmark.py`). "
+            "Behind NVFP4 stands its share of the floor, which is what the bytes or the operations "
+            "take at 4.29 TB/s as measured and at 790 TFLOP/s; behind the others how many times as "
+            "long they take. The adapter has rank 32 for each projection, and x A^T, which in a "
+            "decode step other kernels make, is counted. bf16 is cuBLAS, NF4 bitsandbytes; a "
+            "gradient is that by x:",
             kernel_table(kernel),
         ]
     )

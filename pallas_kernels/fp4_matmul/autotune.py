@@ -39,9 +39,9 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
     chosen = ranked[:size]
     kinds = {}
     for config in ranked:
-        kind = config.stream, config.split, config.slices, config.block_k, config.warpgroups > 3
+        kind = config.stream, config.split, config.slices, config.warpgroups > 3
         kinds.setdefault(kind, config)
-    chosen += [config for config in kinds.values() if cost(config) < 1.25 * cost(ranked[0])]
+    chosen += [config for config in kinds.values() if cost(config) < 1.4 * cost(ranked[0])]
     return list(dict.fromkeys(chosen))
 
 
