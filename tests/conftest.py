@@ -1,5 +1,8 @@
 """Fixtures of several test files."""
 
+import contextlib
+import os
+
 import jax
 import pytest
 import tiny_run
@@ -7,16 +10,26 @@ import tiny_run
 from qerl_jax.run.programs import cached_in
 
 
+@pytest.fixture(scope="session")
+def compile_cache(tmp_path_factory):
+    """A folder for compiled programs, which all modules and workers of a session share."""
+    folder = tmp_path_factory.getbasetemp()
+    return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "compile_cache"
+
+
 @pytest.fixture(autouse=True, scope="module")
-def programs():
-    """Frees the programs of a module: each holds memory maps, of which a process has so many."""
-    yield
+def programs(request, compile_cache):
+    """On a CPU, compiles a program once a session.
+
+    Frees the programs of a module: each holds memory maps, of which a process has so many.
+    """
+    cached = jax.default_backend() == "cpu" and not request.node.get_closest_marker("aot")
+    with cached_in(compile_cache) if cached else contextlib.nullcontext():
+        yield
     jax.clear_caches()
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """A tiny model and problems; the runs of all tests share one cache of compiled programs."""
-    tiny = tiny_run.write_tiny(tmp_path_factory.mktemp("tiny"))
-    with cached_in(tiny.compile_cache):
-        yield tiny
+def tiny(tmp_path_factory, compile_cache):
+    """A tiny model and problems; processes of its runs share the cache of compiled programs."""
+    return tiny_run.write_tiny(tmp_path_factory.mktemp("tiny"), compile_cache)

@@ -32,7 +32,7 @@ CHANGES = {
 
 
 def test_steps_after_the_checkpoint_repeat_bit_for_bit(tmp_path):
-    tiny = tiny_run.write_tiny(tmp_path)
+    tiny = tiny_run.write_tiny(tmp_path, tmp_path / "compile_cache")
     architecture = tiny_checkpoints.model_config(
         embed_dim=512, mlp_dim=1024, num_heads=8, num_kv_heads=2, head_dim=64, max_position=2048
     )

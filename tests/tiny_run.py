@@ -120,12 +120,12 @@ class Tiny:
         }
 
 
-def write_tiny(folder):
+def write_tiny(folder, compile_cache):
     """Writes what runs start from."""
     return Tiny(
         model=write_model(folder / "model"),
         problems=write_problems(folder / "problems.jsonl"),
-        compile_cache=folder / "compile_cache",
+        compile_cache=compile_cache,
     )
 
 
