@@ -19,12 +19,13 @@ def compile_cache(tmp_path_factory):
 
 @pytest.fixture(autouse=True, scope="module")
 def programs(request, compile_cache):
-    """On a CPU, compiles a program once a session.
+    """On a CPU, compiles a program once a session, and quickly, as most run once or twice.
 
     Frees the programs of a module: each holds memory maps, of which a process has so many.
     """
-    cached = jax.default_backend() == "cpu" and not request.node.get_closest_marker("aot")
-    with cached_in(compile_cache) if cached else contextlib.nullcontext():
+    quick = jax.default_backend() == "cpu" and not request.node.get_closest_marker("aot")
+    jax.config.update("jax_disable_most_optimizations", quick)
+    with cached_in(compile_cache) if quick else contextlib.nullcontext():
         yield
     jax.clear_caches()
 

@@ -23,14 +23,6 @@ EOS = (3, 4, 5, 6)  # Rows of 24 tokens end early, and at different times.
 LONG = {"max_new_tokens": 24, "group_size": 4, "eos_ids": EOS, "chunk_steps": 4}
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Many programs run once each."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 @functools.cache
 def together():
     """All twelve rows from the start, and never fewer seats."""

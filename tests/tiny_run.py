@@ -7,6 +7,7 @@ import os
 import pathlib
 import time
 
+import jax
 import ml_dtypes
 import numpy as np
 import tiny_checkpoints
@@ -117,6 +118,9 @@ class Tiny:
             "PYTHONPATH": os.pathsep.join(path),
             "JAX_COMPILATION_CACHE_DIR": str(self.compile_cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": str(
+                jax.config.read("jax_disable_most_optimizations")
+            ),
         }
 
 
