@@ -101,8 +101,8 @@ VARIANTS = {
     [
         *((name, "bfloat16") for name in VARIANTS),
         ("tokens and rows that do not fill a tile", "float32"),
-        ("slices of shared tiles", "float32"),
-        ("shared tiles that the rows do not fill", "float32"),
+        pytest.param("slices of shared tiles", "float32", marks=pytest.mark.slow),
+        pytest.param("shared tiles that the rows do not fill", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_kernel(variant, dtype, simulated):

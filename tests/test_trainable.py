@@ -118,8 +118,15 @@ def test_a_run(whole):
         assert jnp.any(policy.model.params["embed_tokens"] != base.model.params["embed_tokens"])
 
 
-@pytest.mark.parametrize("changes", [NORMS, FULL], ids=["lora+norms", "full"])
-@pytest.mark.parametrize("correction", ["none", "noisy_forward"])
+@pytest.mark.parametrize(
+    ("correction", "changes"),
+    [
+        pytest.param("none", NORMS, id="none-lora+norms"),
+        pytest.param("none", FULL, id="none-full", marks=pytest.mark.slow),
+        pytest.param("noisy_forward", NORMS, id="noisy_forward-lora+norms"),
+        pytest.param("noisy_forward", FULL, id="noisy_forward-full"),
+    ],
+)
 def test_the_trainer_meets_the_policy_that_sampled(changes, correction, tiny, tmp_path):
     noise = {"aqn.stages": 1, "aqn.schedule": "tiny_run:loud", "aqn.correction": correction}
     brief = {"steps": 1, "eval.every": 0}

@@ -86,7 +86,12 @@ def test_a_token_changes_what_follows_it_only():
 
 
 @pytest.mark.parametrize(
-    ("model_type", "quantized"), [("qwen2", False), ("qwen3", True), ("llama", False)]
+    ("model_type", "quantized"),
+    [
+        ("qwen3", True),
+        pytest.param("qwen2", False, marks=pytest.mark.slow),
+        pytest.param("llama", False, marks=pytest.mark.slow),
+    ],
 )
 def test_remat_gives_the_same_gradients(model_type, quantized):
     config, params = tiny_policy(model_type, quantized=quantized)
