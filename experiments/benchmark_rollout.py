@@ -3,11 +3,14 @@ r"""How fast rollouts are: milliseconds of a decode step, and tokens per second.
     python -m experiments.benchmark_rollout --model=qwen2.5-7b,qwen2.5-14b --format=nvfp4,bf16
     python -m experiments.benchmark_rollout --model=qwen2.5-7b --batch=64 --parts
     python -m experiments.benchmark_rollout --source=MODEL --data=gsm8k_test.jsonl --prompts=64
+    python -m experiments.benchmark_rollout --model=qwen2.5-7b --format=nvfp4 --startup
 
 Without --source the weights are random, made on the device in the shapes of the model. The adapter
 has the rank --lora-rank on all seven projections; 0 is none, which is what weights with the adapter
 merged into them cost. With --data problems are completed end to end by a real model, with the
-system message of `experiments.evaluate`.
+system message of `experiments.evaluate`. --startup tells the time from the command to the first
+tokens, with every program compiled that a rollout of these prompts can need; JAX keeps them in
+JAX_COMPILATION_CACHE_DIR, so that a second run says what a cache saves.
 
 Every measurement prints a line, and writes its row to --out, {device, rows: [...]}, at once; a run
 replaces the rows of its own model, format, rank, batch and lengths and keeps the others. What the
@@ -15,8 +18,11 @@ fields are is in `qerl_jax/run/benchmark_rollout.py`.
 """
 
 import argparse
+import time
 
 from experiments import cli
+
+_BEGAN = time.time()  # What takes long to import comes later.
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -47,10 +53,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--new-tokens", type=int, default=144, help="of each row (default: 144)")
     add("--parts", action="store_true", help="also split the step by part, on a GPU")
 
-    group = parser.add_argument_group("rollouts of problems")
+    group = parser.add_argument_group("whole rollouts")
     add = group.add_argument
     add("--data", default="", help="FILE.jsonl with question and answer; needs --source")
-    add("--prompts", type=int, default=64, help="problems of it (default: 64)")
+    add("--startup", action="store_true", help="how long rollouts take to begin, compiled")
+    add("--prompts", type=int, default=64, help="of them (default: 64)")
     add("--group", type=int, default=16, help="completions of each (default: 16)")
     add("--max-new-tokens", type=int, default=1024)
     add("--max-rows", type=int, default=0, help="that decode together (default: what fits)")
@@ -76,6 +83,7 @@ def run(arguments: argparse.Namespace) -> None:
             models=tuple(given.pop("model").split(",")),
             formats=tuple(given.pop("format").split(",")),
             batches=batches,
+            began=_BEGAN,
             **given,
         )
     )

@@ -7,6 +7,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -26,6 +27,7 @@ from qerl_jax.rollout.engine import Statistics
 from qerl_jax.run import benchmark_rollout as job
 from qerl_jax.run import parts, rollout_rows
 from qerl_jax.run.architectures import ARCHITECTURES
+from qerl_jax.run.programs import cached_in
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KEY = jax.random.key(0, impl="rbg")
@@ -42,6 +44,8 @@ CONFIG = job.BenchmarkConfig(
     kv_cache_dtype="",
     head_format="",
     parts=False,
+    startup=False,
+    began=0.0,
     data="",
     prompts=4,
     group=2,
@@ -134,6 +138,25 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "tiny nf4 lora 4, batch 3: " in printed
     assert "model  format  lora  3" in printed
+
+
+def test_a_startup(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(job.ARCHITECTURES, "tiny", architecture())
+    out = tmp_path / "rollout.json"
+    config = dataclasses.replace(CONFIG, startup=True, began=time.time() - 50, out=str(out))
+    with cached_in(tmp_path / "cache"):
+        for _ in range(2):
+            job.benchmark(config)
+            jax.clear_caches()
+    cold, warm = json.loads(out.read_text())["rows"]
+    assert not cold["cached"]
+    assert warm["cached"]
+    for row in (cold, warm):
+        assert 50 < row["weights_s"] <= row["compiled_s"] <= row["first_tokens_s"] < 250
+        assert row["cache_hits"] + row["cache_misses"] >= row["programs"] > 3
+    printed = capsys.readouterr().out
+    assert "tiny nf4 lora 4, 4 x 2: first tokens after " in printed
+    assert "all of them cached" in printed
 
 
 def test_bytes_of_a_step():
@@ -254,6 +277,7 @@ def test_kernels_of_a_profile():
         ({"batches": (4, 0)}, "--batch=0: it must be at least 1"),
         ({"data": "x.jsonl"}, "pass real ones with --source"),
         ({"parts": True}, "on an NVIDIA GPU only"),
+        ({"startup": True, "formats": ("bf16", "nf4")}, "a process begins once"),
     ],
 )
 def test_what_cannot_be_measured(changes, message):

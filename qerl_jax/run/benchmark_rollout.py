@@ -18,7 +18,8 @@ Rows of a decode benchmark:
     parts                   a step's milliseconds by part, see `parts.per_step`
 
 and of rollouts of a file of problems, kind "gsm8k": tokens up to and including the end over the
-seconds of a whole `generate`, and the share of the row-steps that drew one of them.
+seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
+"startup" see `startup.measure_startup`; `cached` is whether JAX's cache had every program.
 """
 
 import contextlib
@@ -64,6 +65,7 @@ from qerl_jax.run.folder import provenance, without_folders
 from qerl_jax.run.parts import device_kernels, parts_of, per_step
 from qerl_jax.run.random_policy import normal, random_lora, random_params
 from qerl_jax.run.rollout_rows import describe, merge, table
+from qerl_jax.run.startup import measure_startup
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
@@ -91,6 +93,8 @@ class BenchmarkConfig:
         kv_cache_dtype: likewise.
         head_format: see `head.rollout_head`.
         parts: also split the step by part.
+        startup: measure how long rollouts of `prompts` and `group` take to begin instead.
+        began: `time.time()` when the command began.
         data: a JSONL file of problems to complete with the weights of `source`, instead of the
             decode benchmark; '' is none.
         prompts: problems of it.
@@ -116,6 +120,8 @@ class BenchmarkConfig:
     kv_cache_dtype: str
     head_format: str
     parts: bool
+    startup: bool
+    began: float
     data: str
     prompts: int
     group: int
@@ -171,7 +177,9 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
         for format in config.formats:
             subject = _subject(config, model, format)
             with _memory_errors(subject):
-                if config.data:
+                if config.startup:
+                    keep(_startup(subject, config))
+                elif config.data:
                     keep(measure_rollouts(subject, config))
                 else:
                     _check_fits(subject, config)
@@ -221,6 +229,8 @@ def check(config: BenchmarkConfig) -> None:
     check_head_format(config.head_format)
     if config.data and not config.source:
         raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
+    if config.startup and len(config.models) * len(config.formats) > 1:
+        raise UserError("--startup: a process begins once; pass one --model, --format")
     if config.parts and jax.default_backend() != "gpu":
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
     if config.parts and len(config.models) * len(config.formats) > 1:
@@ -378,6 +388,30 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         "peak_gb": peak(),
         "padding_waste": padding_waste(lengths, plan, cost),
     }
+
+
+def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
+    """The row of a process that has just begun."""
+    measured = measure_startup(
+        config.began,
+        subject.params,
+        subject.lora,
+        _random_prompts(subject.config, config.prompts, config),
+        config=subject.config,
+        sampling=_sampling(config, config.max_new_tokens, config.max_rows),
+        eos_ids=_NOTHING_ENDS,
+        group_size=config.group,
+    )
+    return (
+        _described(subject, "startup", config)
+        | measured
+        | {
+            "prompts": config.prompts,
+            "group": config.group,
+            "max_new_tokens": config.max_new_tokens,
+            "cached": measured["cache_misses"] == 0 < measured["cache_hits"],
+        }
+    )
 
 
 def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -> float:

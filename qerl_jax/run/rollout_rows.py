@@ -11,6 +11,7 @@ _POLICY = ("kind", "model", "format", "lora_rank", "kv_cache_dtype", "head_forma
 KEYS = {
     "decode": (*_POLICY, "batch", "prompt", "new_tokens"),
     "gsm8k": (*_POLICY, "prompts", "group", "max_new_tokens"),
+    "startup": (*_POLICY, "prompts", "group", "max_new_tokens", "cached"),
 }
 
 
@@ -59,6 +60,13 @@ def numbers_of(row: dict) -> str:
 def describe(row: dict) -> str:
     """A row on a line."""
     name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
+    if row["kind"] == "startup":
+        cache = "all of them cached" if row["cached"] else f"{row['cache_hits']} of them cached"
+        return (
+            f"{name}, {row['prompts']} x {row['group']}: first tokens after "
+            f"{row['first_tokens_s']:.1f} s, weights {row['weights_s']:.1f}, {row['programs']} "
+            f"programs {row['compiled_s']:.1f}, {cache}"
+        )
     memory = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
     if row["kind"] == "gsm8k":
         return (
