@@ -172,14 +172,14 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
     adapter, xa = {}, None
     if lora is not None:
         a, b = (matrix.astype(x.dtype) for matrix in lora)
-        adapter["b"] = _padded(b, len(a))
-        adapter["xa"] = xa = reference.dot(x, _padded(a.T, len(a)).T)
+        xa = reference.dot(x, a)
+        adapter = {"b": _padded(b, len(a)), "xa": _padded(xa, len(a))}
     y = _run_kernel(x, weight, config, bias=bias, **adapter)
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
 
 
 def _padded(b, rank):
-    """B, or A^T, of an adapter of this rank with the columns that the kernel reads."""
+    """B, or x A^T, of an adapter of this rank with the columns that the kernel reads."""
     return jnp.pad(b, ((0, 0), (0, tiling.padded_rank(rank) - b.shape[1])))
 
 
@@ -215,26 +215,27 @@ def _kernel_matmul_bwd(_, residuals, dy):
         a, b = lora
         rank = a.shape[0]
         through = jnp.dot(dy, b[:, :rank].astype(dy.dtype))
-        dx += jnp.dot(through, a.astype(dy.dtype), preferred_element_type=jnp.float32)
-        db = jnp.dot(dy.T, xa[:, :rank], preferred_element_type=jnp.float32).astype(b.dtype)
+        dx += reference.dot(through, a.astype(dy.dtype).T)
+        db = jnp.dot(dy.T, xa, preferred_element_type=jnp.float32).astype(b.dtype)
         dlora = (
             jnp.dot(through.T, x, preferred_element_type=jnp.float32).astype(a.dtype),
             jnp.pad(db, ((0, 0), (0, b.shape[1] - rank))),
         )
     dbias = None if bias is None else dy.sum(axis=0, dtype=jnp.float32).astype(bias.dtype)
-    return dx.astype(dy.dtype), None, dlora, dbias
+    return dx, None, dlora, dbias
 
 
 def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Array:
-    """The gradient by x without the adapter, float32 [M, K]: dy [M, N] times the weight.
+    """The gradient by x without the adapter: dy [M, N] times the weight, [M, K] in dy's dtype.
 
     The kernel dequantises, XLA multiplies; as in `reference.matmul` no loop may carry what is
-    dequantised.
+    dequantised. Both parts of a gradient are rounded before they are added, for in float32 each
+    would be written and read at twice the size, which takes longer than to dequantise.
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
     dense = _kernel().dequantize(weight, inputs=inputs, multiprocessors=device.multiprocessors())
-    return jnp.dot(dy, dense, preferred_element_type=jnp.float32)
+    return reference.dot(dy, dense.T)
 
 
 _kernel_matmul.defvjp(_kernel_matmul_fwd, _kernel_matmul_bwd)
