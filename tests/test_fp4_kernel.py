@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling
-from pallas_kernels.fp4_matmul.sm90 import product, shares
+from pallas_kernels.fp4_matmul.sm90 import pipeline, shares
 from pallas_kernels.fp4_matmul.sm90.plan import make_plan
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -130,7 +130,7 @@ def test_kernel(variant, dtype, simulated):
 
 def test_a_copier_that_awaits_arrivals(simulated, monkeypatch):
     """It observes every phase of the barriers, in order."""
-    monkeypatch.setattr(product, "_BYTES_IN_FLIGHT", 1)
+    monkeypatch.setattr(pipeline, "_BYTES_IN_FLIGHT", 1)
     m, n, k, rank = 8, 192, 1408, 64
     config = TileConfig(m, rows=1, stages=4, stream=True)
     weight, x = random_weight(n, k), normal(m, k)

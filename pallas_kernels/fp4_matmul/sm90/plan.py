@@ -82,6 +82,13 @@ class Plan:
             return jnp.int32(0), tile
         return plgpu.planar_snake(tile, (self.m_tiles, self.n_tiles), 0, 8)
 
+    def this_block(self, simulated: bool):
+        """The block of threads that asks; those of a cluster follow one another."""
+        block = lax.axis_index("block")
+        if self.split == 1 or simulated:
+            return block
+        return block * self.split + lax.axis_index("member")
+
     def pieces(self, block):
         """How many tiles, or parts of tiles, a block computes."""
         if self.split > 1:

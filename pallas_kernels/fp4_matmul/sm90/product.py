@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
@@ -34,9 +33,11 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_reference,
     decode_tile,
 )
+from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter, arrivals, fill_stages
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
-from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, add_shares, await_shares, load_b
-from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
+from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, Shares, add_shares, load_b
+from pallas_kernels.fp4_matmul.sm90.simulation import add_partial
+from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, wait
 from pallas_kernels.fp4_matmul.tiling import (
     MIN_SHARES,
     SHARE_COLUMNS,
@@ -49,10 +50,6 @@ from pallas_kernels.fp4_matmul.tiling import (
 )
 
 _LOCKS = 4096  # more than any plan has
-# Of copies under way to a block of threads, rounded up to whole stages, two at least. It is enough
-# to keep the memory busy; more only queue there, and whatever else is read from global memory waits
-# behind them.
-_BYTES_IN_FLIGHT = 65536
 _ADDERS_IN_CLUSTERS = 96  # blocks that run at a time on any Hopper GPU, whatever its clusters
 TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
@@ -175,13 +172,8 @@ def matmul(
     outs = dict(zip(results, kernel(*operands.values()), strict=True))
     y = outs["y"].T[:, :padded] if transposed else outs["y"]
     if "partial" in outs and simulated:
-        y = _add_partial(plan, y, outs["partial"], operands.get("bias"))
+        y = add_partial(plan, y, outs["partial"], operands.get("bias"))
     return y[:tokens, :n]
-
-
-def _arrivals(plan: Plan) -> int:
-    """Copies of a stage: codes, scales, and tokens by 128 columns."""
-    return 2 + plan.per_stage
 
 
 def _scratch(plan: Plan, simulated: bool) -> dict:
@@ -196,7 +188,7 @@ def _scratch(plan: Plan, simulated: bool) -> dict:
         "codes": plgpu.SMEM((*stage, 4, 256), jnp.uint32),
         "scales": plgpu.SMEM((*stage, 128), jnp.uint32),
         "y": plgpu.SMEM((config.rows, config.tile_m, TILE_ROWS), jnp.bfloat16, transforms=OPERAND),
-        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=_arrivals(plan)),
+        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals(plan)),
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
     }
 
@@ -234,19 +226,24 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
     warpgroup = lax.axis_index("warpgroup")
     warpgroups, helpers = plan.config.warpgroups, helper_warpgroups("shares" in gm)
     spared = helper_registers(warpgroups, helpers)
+    shares = None
+    if "shares" in gm:
+        # Clusters do not fit everywhere: those that wait are there when the first blocks add.
+        adders = plan.blocks if plan.split == 1 else min(plan.blocks, _ADDERS_IN_CLUSTERS)
+        shares = Shares(gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], adders)
 
     @pl.when(warpgroup == warpgroups)
     def _():
         plgpu.set_max_registers(spared, action="decrease")
-        _copy(plan, gm, sm, simulated)
+        fill_stages(plan, gm, sm, shares, simulated)
 
-    if "shares" in gm:
+    if shares is not None:
 
         @pl.when(warpgroup > warpgroups)
         def _():
             plgpu.set_max_registers(spared, action="decrease")
             with jax.named_scope("add shares"):
-                add_shares(_block(plan, simulated), *_shares(plan, gm))
+                add_shares(plan.this_block(simulated), shares)
 
     @pl.when(warpgroup < warpgroups)
     def _():
@@ -255,131 +252,12 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
         _compute(plan, gm, sm, simulated, warpgroup, registers)
 
 
-def _block(plan: Plan, simulated: bool):
-    """The block of threads; those of a cluster follow one another."""
-    block = lax.axis_index("block")
-    if plan.split == 1 or simulated:
-        return block
-    return block * plan.split + lax.axis_index("member")
-
-
-def _shares(plan, gm):
-    """The arguments of `add_shares` and `await_shares`.
-
-    Clusters do not fit everywhere: those that wait are there when the first ones add.
-    """
-    adders = plan.blocks if plan.split == 1 else min(plan.blocks, _ADDERS_IN_CLUSTERS)
-    return gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], adders
-
-
-def _adds_adapter(first):
-    """Whether a piece adds xa B^T to its tile: the one with the first step.
-
-    Of the shared pieces of a block only the last can be one: x A^T has time to be added up.
-    """
-    return first == 0
-
-
-def _copy(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool):
-    """The warpgroup that fills the stages."""
-    config = plan.config
-    stages_in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
-    block = _block(plan, simulated)
-
-    def acquire(i, slot):
-        """Waits until the slot of stage i is free."""
-        if stages_in_flight < config.stages:
-
-            @pl.when(i >= stages_in_flight)
-            def _():
-                earlier = slot - stages_in_flight
-                earlier = jnp.where(earlier < 0, earlier + config.stages, earlier)
-                plgpu.barrier_wait(sm["full"].at[earlier])
-
-        @pl.when(i >= config.stages)
-        def _():
-            with jax.named_scope("await free stage"):
-                plgpu.barrier_wait(sm["empty"].at[slot])
-            if not simulated:
-                fence_async_proxy(nvvm.ProxyKind.async_shared)
-
-    def copy_tokens(name, slot, tile, first, count):
-        """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used."""
-        m_tile, _ = plan.coordinates(tile)
-        rows = pl.ds(m_tile * config.tile_m, config.tile_m)
-        for j in range(count):
-            place = rows, pl.ds((first + j) * TILE_COLUMNS, TILE_COLUMNS)
-            plgpu.copy_gmem_to_smem(gm[name].at[place], sm["x"].at[slot, j], sm["full"].at[slot])
-
-    def fill(slot, tile, step):
-        _, n_tile = plan.coordinates(tile)
-        columns = step * plan.per_stage
-        tiles = pl.ds(n_tile * config.rows, config.rows), pl.ds(columns, plan.per_stage)
-        full = sm["full"].at[slot]
-        plgpu.copy_gmem_to_smem(gm["codes"].at[tiles], sm["codes"].at[slot], full)
-        plgpu.copy_gmem_to_smem(gm["scales"].at[tiles], sm["scales"].at[slot], full)
-        copy_tokens("x", slot, tile, columns, plan.per_stage)
-
-    def fill_adapter(slot, tile):
-        copies = -(-gm["xa"].shape[1] // TILE_COLUMNS)
-        copy_tokens("xa", slot, tile, 0, copies)
-        for _ in range(_arrivals(plan) - copies):
-            plgpu.barrier_arrive(sm["full"].at[slot])
-
-    # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
-    @pl.loop(0, plan.pieces(block), init_carry=(jnp.int32(0), jnp.int32(0)))
-    def stop(index, carry):
-        done, slot = carry
-        tile, first, count = plan.piece(block, index)
-
-        @pl.loop(0, count if simulated else opaque(jnp.int32(count)), init_carry=slot)
-        def slot(i, slot):
-            acquire(done + i, slot)
-            fill(slot, tile, first + i)
-            return plan.next_slot(slot)
-
-        done += count
-        if "shares" in gm:
-
-            @pl.when(index == plan.awaited_behind(block))
-            def _():
-                with jax.named_scope("await shares"):
-                    await_shares(*_shares(plan, gm), plan.blocks)
-
-        if "b" not in gm:
-            return done, slot
-
-        adds_adapter = _adds_adapter(first)
-
-        @pl.when(adds_adapter)
-        def _():
-            acquire(done, slot)
-            fill_adapter(slot, tile)
-
-        behind = jnp.where(adds_adapter, plan.next_slot(slot), slot)
-        return done + jnp.where(adds_adapter, 1, 0), behind
-
-    def await_last(name, count):
-        """Observes the last phases of some barriers, as many as stages were filled."""
-        total, _ = stop
-
-        @pl.loop(jnp.maximum(total - count, 0), total)
-        def _(i):
-            plgpu.barrier_wait(sm[name].at[lax.rem(i, config.stages)])
-
-    # A kernel must not end before all arrivals at its barriers.
-    await_last("empty", config.stages)
-    # Who waits for one phase of a barrier observes all of them.
-    if stages_in_flight < config.stages:
-        await_last("full", stages_in_flight)
-
-
 def _compute(
     plan: Plan, gm: dict[str, Any], sm: dict[str, Any], simulated: bool, warpgroup, registers: int
 ):
     """A warpgroup that decodes and multiplies."""
     config = plan.config
-    block = _block(plan, simulated)
+    block = plan.this_block(simulated)
     row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
     per_slice = plan.per_stage // config.slices
     spare = registers - config.registers()
@@ -536,7 +414,7 @@ def _compute(
         tiles = [plan.share(block, index)[0] for index in (0, 1)]
         return [gm["locks"].at[pl.ds(1 + tile * config.rows + row, 1)] for tile in tiles]
 
-    def add_partial():
+    def add_shared_tiles():
         """Adds up this block's units of the tiles that it shares, in the order of the sharers."""
         shares = [plan.share(block, index) for index in (0, 1)]
         awaited = [jnp.where(begin < end, sharers, 0) for _, _, sharers, begin, end in shares]
@@ -582,7 +460,7 @@ def _compute(
         bias = bias_of(row_tile)
         # Early if there are registers, as what comes late is waited for.
         b = adapter(row_start) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
-        adapters = jnp.where(_adds_adapter(first), 1, 0)
+        adapters = jnp.where(adds_adapter(first), 1, 0)
 
         def compute(acc):
             with jax.named_scope("multiply"):
@@ -640,7 +518,7 @@ def _compute(
         @pl.when(part == 0)
         def _():
             with jax.named_scope("add shared tiles"):
-                add_partial()
+                add_shared_tiles()
 
     if config.slices > 1:
         # The last sums have been read.
@@ -650,31 +528,3 @@ def _compute(
 
     # A block may end once its shared memory has been read.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _add_partial(plan: Plan, y, partial, bias):
-    """What the blocks that share tiles do at their end, in jnp."""
-    config = plan.config
-    with jax.ensure_compile_time_eval():
-        shares = [plan.share(block, i) for block in range(plan.sharing) for i in (0, 1)]
-        # By tile: the first place of its partial sums, and how many they are.
-        shared = {
-            int(tile): (plan.slot(int(first), int(tile)), int(n))
-            for tile, first, n, *_ in shares
-            if n
-        }
-    if plan.split > 1:
-        shared = {tile: (tile * plan.split, plan.split) for tile in range(plan.tiles)}
-    for tile, (slot, sharers) in shared.items():
-        with jax.ensure_compile_time_eval():
-            m_tile, n_tile = (int(i) for i in plan.coordinates(tile))
-        total = partial[slot : slot + sharers].sum(axis=0)
-        total = total.reshape(-1, config.tile_m)
-        rows = slice(n_tile * config.rows * TILE_ROWS, (n_tile + 1) * config.rows * TILE_ROWS)
-        tokens = slice(m_tile * config.tile_m, (m_tile + 1) * config.tile_m)
-        part = y[tokens, rows]
-        total = total[: part.shape[1], : part.shape[0]].T
-        if bias is not None:
-            total += bias[rows][: part.shape[1]].astype(jnp.float32)
-        y = y.at[tokens, rows].set(total.astype(y.dtype))
-    return y

@@ -6,7 +6,7 @@ reads 16 bytes of each of its two rows: the columns that a step of wgmma wants o
 would ask for every line of its 16 rows eight times.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,23 +46,38 @@ _SHARES_IN_FLIGHT = 32
 SUM_BYTES = 4 * MIN_SHARES * SHARE_COLUMNS  # of shared memory, to add up what the warps have
 
 
-def add_shares(block: Any, shares: Any, xa: Any, lock: Any, adders: int) -> None:
-    """Writes this block's parts of x A^T and counts at the lock, if there are any.
+class Shares(NamedTuple):
+    """Shares of x A^T in global memory, and where their sum goes.
 
-    A part is SHARE_COLUMNS columns of a row. A warpgroup calls it.
-
-    Args:
-        block: which one of them.
-        shares: float32 [S, M, R'] in global memory, S >= MIN_SHARES.
-        xa: bfloat16 [M', R] likewise, M' >= M and R >= R'; its columns have the order that `load_b`
-            wants, those from R' on become 0.
-        lock: int32 [1] likewise.
+    Attributes:
+        shares: float32 [S, M, R'], S >= MIN_SHARES.
+        xa: bfloat16 [M', R], M' >= M and R >= R'; its columns have the order that `load_b` wants,
+            those from R' on become 0.
+        lock: int32 [1].
         adders: how many blocks add, the first ones.
     """
+
+    shares: Any
+    xa: Any
+    lock: Any
+    adders: int
+
+    @property
+    def parts(self) -> int:
+        """What one block at a time adds up: SHARE_COLUMNS columns of a row."""
+        return self.shares.shape[1] * (self.xa.shape[1] // SHARE_COLUMNS)
+
+
+def add_shares(block: Any, given: Shares) -> None:
+    """Writes this block's parts of x A^T and counts at the lock, if there are any.
+
+    A warpgroup calls it.
+    """
+    shares, xa, lock, adders = given
     block = opaque(block)
     count, _, width = shares.shape
     columns = xa.shape[1] // SHARE_COLUMNS
-    parts = _parts(shares, xa)
+    parts = given.parts
     batch = -(-count // -(-count // _SHARES_IN_FLIGHT))
     batch = min(-(-batch // MIN_SHARES), count // MIN_SHARES) * MIN_SHARES
     batches = -(-count // batch)
@@ -96,10 +111,10 @@ def add_shares(block: Any, shares: Any, xa: Any, lock: Any, adders: int) -> None
         arrive([lock], [jnp.int32(1)])
 
 
-def await_shares(shares: Any, xa: Any, lock: Any, adders: int, blocks: int) -> None:
-    """Waits until all of x A^T is there for the copy engine. Every block calls it once."""
-    adders = min(adders, _parts(shares, xa))
-    wait([lock], [jnp.int32(adders)], [jnp.int32(blocks)])
+def await_shares(given: Shares, blocks: int) -> None:
+    """Waits until all of x A^T is there for the copy engine. Every one of the blocks calls it."""
+    adders = min(given.adders, given.parts)
+    wait([given.lock], [jnp.int32(adders)], [jnp.int32(blocks)])
     fence_async_proxy(nvvm.ProxyKind.async_global)
 
 
@@ -140,7 +155,3 @@ def _rounded(sums: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return rounded(sums)
-
-
-def _parts(shares: Any, xa: Any) -> int:
-    return shares.shape[1] * (xa.shape[1] // SHARE_COLUMNS)

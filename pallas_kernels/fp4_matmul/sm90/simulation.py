@@ -1,0 +1,42 @@
+"""What the blocks that share a tile do at their end, in jnp: the interpreter lacks it."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fp4_matmul.sm90.plan import Plan
+from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
+
+
+def add_partial(plan: Plan, y: jax.Array, partial: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Adds up the partial sums of shared tiles.
+
+    Args:
+        plan: who shares what.
+        y: [M, N], without the shared tiles.
+        partial: float32 [places, rows, 64, tile_m].
+        bias: [N], or None.
+    """
+    config = plan.config
+    with jax.ensure_compile_time_eval():
+        shares = [plan.share(block, i) for block in range(plan.sharing) for i in (0, 1)]
+        # By tile: the first place of its partial sums, and how many they are.
+        shared = {
+            int(tile): (plan.slot(int(first), int(tile)), int(n))
+            for tile, first, n, *_ in shares
+            if n
+        }
+    if plan.split > 1:
+        shared = {tile: (tile * plan.split, plan.split) for tile in range(plan.tiles)}
+    for tile, (slot, sharers) in shared.items():
+        with jax.ensure_compile_time_eval():
+            m_tile, n_tile = (int(i) for i in plan.coordinates(tile))
+        total = partial[slot : slot + sharers].sum(axis=0)
+        total = total.reshape(-1, config.tile_m)
+        rows = slice(n_tile * config.rows * TILE_ROWS, (n_tile + 1) * config.rows * TILE_ROWS)
+        tokens = slice(m_tile * config.tile_m, (m_tile + 1) * config.tile_m)
+        part = y[tokens, rows]
+        total = total[: part.shape[1], : part.shape[0]].T
+        if bias is not None:
+            total += bias[rows][: part.shape[1]].astype(jnp.float32)
+        y = y.at[tokens, rows].set(total.astype(y.dtype))
+    return y
