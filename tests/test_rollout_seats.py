@@ -74,7 +74,15 @@ def test_the_rows_of_these_tests_end_at_different_times():
     assert not together().finished.all()
 
 
-@pytest.mark.parametrize(("max_rows", "chunk_steps"), [(1, 8), (3, 2), (8, 4), (0, 4), (0, 23)])
+@pytest.mark.parametrize(
+    ("max_rows", "chunk_steps"),
+    [
+        (1, 8),
+        (3, 2),
+        (0, 4),
+        *(pytest.param(*x, marks=pytest.mark.slow) for x in ((8, 4), (0, 23))),
+    ],
+)
 def test_rows_draw_the_same_whoever_decodes_beside_them(chunks, max_rows, chunk_steps):
     costs, progress = [], []
     result = rollout(

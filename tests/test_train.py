@@ -353,7 +353,7 @@ def test_start_from_an_adapter(finished, tiny, tmp_path):
     assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
 
 
-@pytest.mark.parametrize("updates", [1, 4])
+@pytest.mark.parametrize("updates", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_non_finite_gradients_are_skipped_and_then_stop_the_run(finished, tiny, tmp_path, updates):
     broken = shutil.copytree(finished / "adapter", tmp_path / "broken")
     tensors = load_file(broken / "adapter_model.safetensors")
