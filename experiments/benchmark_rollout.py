@@ -68,7 +68,8 @@ def make_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> None:
     """Measures."""
     from qerl_jax.errors import UserError
-    from qerl_jax.run.benchmark_rollout import BenchmarkConfig, benchmark
+    from qerl_jax.run.benchmark_rollout import benchmark
+    from qerl_jax.run.benchmark_subject import BenchmarkConfig
     from qerl_jax.run.tasks import SYSTEM_PROMPT
 
     given = dict(vars(arguments))

@@ -24,14 +24,16 @@ from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.engine import Statistics
+from qerl_jax.rollout.head import rollout_head
 from qerl_jax.run import benchmark_rollout as job
-from qerl_jax.run import parts, rollout_rows
+from qerl_jax.run import benchmark_subject, parts, rollout_rows, step_parts
 from qerl_jax.run.architectures import ARCHITECTURES
 from qerl_jax.run.programs import cached_in
+from qerl_jax.run.random_policy import random_lora, random_params
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KEY = jax.random.key(0, impl="rbg")
-CONFIG = job.BenchmarkConfig(
+CONFIG = benchmark_subject.BenchmarkConfig(
     models=("tiny",),
     source="",
     formats=("nf4",),
@@ -67,9 +69,11 @@ def architecture():
 @functools.cache
 def subject(format, head_format=""):
     config = architecture()
-    params = job.random_params(KEY, config, format=format)
-    params |= job.rollout_head(params, head_format)
-    return job.Subject("tiny", format, config, params, job.random_lora(KEY, config, rank=4))
+    params = random_params(KEY, config, format=format)
+    params |= rollout_head(params, head_format)
+    return benchmark_subject.Subject(
+        "tiny", format, config, params, random_lora(KEY, config, rank=4)
+    )
 
 
 def test_every_preset_has_an_architecture():
@@ -108,11 +112,11 @@ def test_random_weights_are_like_loaded_ones(format):
 def test_packed_weights_need_whole_blocks():
     config = model_config("llama")
     with pytest.raises(UserError, match="nf4 needs a multiple of 64 inputs"):
-        job.random_params(KEY, config, format="nf4")
+        random_params(KEY, config, format="nf4")
 
 
 def test_a_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(job.ARCHITECTURES, "tiny", architecture())
+    monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
     # 12 ms from a look at the clock to the next one, whatever this machine needs.
     ticks = itertools.count()
     clock = types.SimpleNamespace(perf_counter=lambda: 12e-3 * next(ticks))
@@ -141,7 +145,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
 
 
 def test_a_startup(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(job.ARCHITECTURES, "tiny", architecture())
+    monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
     out = tmp_path / "rollout.json"
     config = dataclasses.replace(CONFIG, startup=True, began=time.time() - 50, out=str(out))
     with cached_in(tmp_path / "cache"):
@@ -220,7 +224,7 @@ def test_a_step_by_part():
 
 
 def test_the_parts_of_a_chunk(monkeypatch):
-    chunk = job._Chunk(subject("bf16"), 2, 18, CONFIG)
+    chunk = step_parts.Chunk(subject("bf16"), 2, 18, CONFIG)
     program = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile()
     found = parts.parts_of(program.as_text())
     assert set(found.values()) == set(parts.PARTS)
@@ -231,8 +235,8 @@ def test_the_parts_of_a_chunk(monkeypatch):
         assert np.isfinite(drawn.logprobs).all()
         return [(name, 12.0) for name, part in found.items() if part == "head"][:1]
 
-    monkeypatch.setattr(job, "device_kernels", kernels)
-    row = job._step_parts(subject("bf16"), 2, CONFIG)
+    monkeypatch.setattr(step_parts, "device_kernels", kernels)
+    row = step_parts.step_parts(subject("bf16"), 2, CONFIG)
     assert row["head"] == 2.0
     assert row["linears"] == row["other"] == 0.0
     assert row["gaps"] > -2.0
@@ -283,15 +287,15 @@ def test_kernels_of_a_profile():
 def test_what_cannot_be_measured(changes, message):
     given = {"models": ("qwen2.5-7b",)} | changes
     with pytest.raises(UserError, match=message):
-        job.check(dataclasses.replace(CONFIG, **given))
+        benchmark_subject.check(dataclasses.replace(CONFIG, **given))
 
 
 def test_a_batch_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr(job.budget, "rows_left", lambda *_, **__: 2)
+    monkeypatch.setattr(benchmark_subject.budget, "rows_left", lambda *_, **__: 2)
     with pytest.raises(UserError, match="--batch=3: beside tiny in bf16 the memory holds 2 rows"):
-        job._check_fits(subject("bf16"), CONFIG)
-    monkeypatch.setattr(job.budget, "rows_left", lambda *_, **__: 3)
-    job._check_fits(subject("bf16"), CONFIG)
+        benchmark_subject.check_fits(subject("bf16"), CONFIG)
+    monkeypatch.setattr(benchmark_subject.budget, "rows_left", lambda *_, **__: 3)
+    benchmark_subject.check_fits(subject("bf16"), CONFIG)
 
 
 def test_flags():

@@ -40,10 +40,10 @@ class TileConfig:
         stream: give every block of threads the same number of stages: whole tiles, and an equal run
             of the stages of those left over, whose partial sums are added up at the end. Otherwise
             whole tiles.
-        split: blocks of threads, a cluster, that share the columns of a tile and add up through
-            one another's shared memory, if all clusters run at a time. Not with stream.
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
+        split: blocks of threads, a cluster, that share the columns of a tile and add up through
+            one another's shared memory, if all clusters run at a time. Not with stream.
     """
 
     tile_m: int

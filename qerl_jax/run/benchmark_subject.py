@@ -1,0 +1,249 @@
+"""What the rollout benchmark measures: its options, a policy, and the engine's arguments for it."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import Lora
+from qerl_jax.rollout import budget
+from qerl_jax.rollout.engine import SamplingConfig
+from qerl_jax.rollout.head import check_head_format, rollout_head
+from qerl_jax.run.architectures import ARCHITECTURES
+from qerl_jax.run.random_policy import random_lora, random_params
+from qerl_jax.weights.load import FORMATS, LoadedModel, load
+
+NOTHING_ENDS = (-1,)  # no token has this id
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchmarkConfig:
+    """What to measure.
+
+    Attributes:
+        models: names of `architectures.ARCHITECTURES`; unused with `source`.
+        source: real weights, see `load.load`; '' makes random ones.
+        formats: see `load.load`.
+        batches: rows that decode together.
+        prompt: tokens of each prompt.
+        new_tokens: of each row.
+        lora_rank: of the adapter on all seven projections; 0 is none.
+        chunk_steps: see `SamplingConfig`.
+        dequantize: likewise.
+        kv_cache_dtype: likewise.
+        head_format: see `head.rollout_head`.
+        parts: also split the step by part.
+        startup: measure how long rollouts of `prompts` and `group` take to begin instead.
+        began: `time.time()` when the command began.
+        data: a JSONL file of problems to complete with the weights of `source`, instead of the
+            decode benchmark; '' is none.
+        prompts: problems of it.
+        group: completions of each.
+        max_new_tokens: of a completion.
+        max_rows: see `SamplingConfig`.
+        system_prompt: of the problems.
+        seed: of weights, tokens and draws.
+        bandwidth: bytes per second; 0 is the device's, where it is known.
+        out: the JSON file of the rows.
+        commit: instead of git's.
+    """
+
+    models: tuple[str, ...]
+    source: str
+    formats: tuple[str, ...]
+    batches: tuple[int, ...]
+    prompt: int
+    new_tokens: int
+    lora_rank: int
+    chunk_steps: int
+    dequantize: str
+    kv_cache_dtype: str
+    head_format: str
+    parts: bool
+    startup: bool
+    began: float
+    data: str
+    prompts: int
+    group: int
+    max_new_tokens: int
+    max_rows: int
+    system_prompt: str
+    seed: int
+    bandwidth: float
+    out: str
+    commit: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A policy to measure.
+
+    Attributes:
+        model: what rows call it.
+        format: of its projections.
+        config: the architecture.
+        params: the parameter tree.
+        lora: its adapter, or None.
+        loaded: the model that was loaded, or None for random weights.
+    """
+
+    model: str
+    format: str
+    config: ModelConfig
+    params: dict
+    lora: Lora | None
+    loaded: LoadedModel | None = None
+
+
+def check(config: BenchmarkConfig) -> None:
+    """Refuses what cannot be measured, before any weight is made.
+
+    Raises:
+        UserError: a name that does not exist, or a number out of range.
+    """
+    for model in () if config.source else config.models:
+        if model not in ARCHITECTURES:
+            raise UserError(f"unknown model {model!r}: choose from {', '.join(ARCHITECTURES)}")
+    for format in config.formats:
+        if format not in FORMATS:
+            raise UserError(f"unknown format {format!r}: choose from {', '.join(FORMATS)}")
+    limits = {
+        "batch": (min(config.batches, default=0), 1),
+        "prompt": (config.prompt, 1),
+        "new-tokens": (config.new_tokens, config.chunk_steps + 2),  # a second chunk
+        "lora-rank": (config.lora_rank, 0),
+        "chunk-steps": (config.chunk_steps, 1),
+        "prompts": (config.prompts, 1),
+        "group": (config.group, 1),
+        "max-new-tokens": (config.max_new_tokens, 1),
+        "max-rows": (config.max_rows, 0),
+        "bandwidth": (config.bandwidth, 0),
+    }
+    for name, (value, least) in limits.items():
+        if value < least:
+            raise UserError(f"--{name}={value}: it must be at least {least}")
+    check_head_format(config.head_format)
+    if config.data and not config.source:
+        raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
+    if config.startup and len(config.models) * len(config.formats) > 1:
+        raise UserError("--startup: a process begins once; pass one --model, --format")
+    if config.parts and jax.default_backend() != "gpu":
+        raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
+    if config.parts and len(config.models) * len(config.formats) > 1:
+        raise UserError(
+            "--parts: CUDA graphs are slower behind a profiler; pass one --model, --format"
+        )
+
+
+def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
+    """Loads or draws a policy and its adapter."""
+    began = time.perf_counter()
+    key = jax.random.key(config.seed, impl="rbg")  # the fastest to draw
+    if config.source:
+        loaded = load(config.source, format=format)
+        name = config.source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+        architecture, params = loaded.config, loaded.params
+    else:
+        loaded, name, architecture = None, model, ARCHITECTURES[model]
+        params = random_params(key, architecture, format=format)
+    params = params | rollout_head(params, config.head_format)
+    lora = random_lora(key, architecture, rank=config.lora_rank) if config.lora_rank else None
+    jax.block_until_ready((params, lora))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    seconds = time.perf_counter() - began
+    print(f"{name} in {format}: {size / 1e9:.2f} GB of weights in {seconds:.0f} s", flush=True)
+    return Subject(
+        model=name, format=format, config=architecture, params=params, lora=lora, loaded=loaded
+    )
+
+
+def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
+    """What every row of a kind says of what was measured."""
+    return {
+        "kind": kind,
+        "model": subject.model,
+        "format": subject.format,
+        "lora_rank": config.lora_rank,
+        "weights": "real" if config.source else "random",
+        "chunk_steps": config.chunk_steps,
+        "dequantize": config.dequantize,
+        "kv_cache_dtype": str(budget.cache_dtype(config.kv_cache_dtype, jnp.dtype("bfloat16"))),
+        "head_format": config.head_format,
+        "device": jax.devices()[0].device_kind,
+    }
+
+
+def sampling_of(config: BenchmarkConfig, new_tokens: int, max_rows: int) -> SamplingConfig:
+    """Temperature 1, and the options that the engine has."""
+    return SamplingConfig(
+        max_new_tokens=new_tokens,
+        chunk_steps=config.chunk_steps,
+        max_rows=max_rows,
+        kv_cache_dtype=config.kv_cache_dtype,
+        dequantize=config.dequantize,
+    )
+
+
+def plan_of(
+    subject: Subject,
+    lengths: Sequence[int],
+    new_tokens: int,
+    group: int,
+    config: BenchmarkConfig,
+    *,
+    max_rows: int,
+) -> budget.Plan:
+    """The engine's shapes for prompts of these lengths."""
+    return budget.make_plan(
+        subject.params,
+        prompts=len(lengths),
+        longest=max(lengths),
+        group_size=group,
+        config=subject.config,
+        sampling=sampling_of(config, new_tokens, max_rows),
+    )
+
+
+def random_prompts(config: ModelConfig, batch: int, how: BenchmarkConfig) -> list[list[int]]:
+    """Prompts of equal length."""
+    rng = np.random.default_rng(how.seed)
+    return rng.integers(0, config.vocab_size, (batch, how.prompt)).tolist()
+
+
+def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
+    """Refuses a batch that the memory does not hold, before the smaller ones are measured."""
+    batch = max(config.batches)
+    plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
+    position = budget.position_bytes(subject.config, plan.dtype)
+    fitting = budget.rows_left(
+        subject.params,
+        slots=plan.slots,
+        config=subject.config,
+        sampling=sampling_of(config, config.new_tokens, batch),
+        reserve=plan.prompts * plan.widths[-1] * position,
+    )
+    if fitting is not None and fitting < batch:
+        raise UserError(
+            f"--batch={batch}: beside {subject.model} in {subject.format} the memory holds "
+            f"{fitting} rows of {plan.slots} tokens; take it out, or lower --new-tokens"
+        )
+
+
+@contextlib.contextmanager
+def memory_errors(subject: Subject) -> Iterator[None]:
+    """Says in a line that the memory was not enough after all."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"{subject.model} in {subject.format}: out of memory; pass smaller numbers to --batch "
+            "or --max-rows, or lower --new-tokens; what was measured is kept"
+        ) from error

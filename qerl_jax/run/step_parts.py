@@ -1,0 +1,122 @@
+"""The parts of a decode step: chunks of a generation, run outside of the engine and observed."""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.engine import bound
+from qerl_jax.run.benchmark_subject import (
+    NOTHING_ENDS,
+    BenchmarkConfig,
+    Subject,
+    plan_of,
+    sampling_of,
+)
+from qerl_jax.run.parts import device_kernels, parts_of, per_step
+from qerl_jax.run.random_policy import normal
+
+_REPEATS = 3
+_CHUNKS = 4  # that are timed together for the parts
+
+
+class Chunk:
+    """The chunks of a generation, with the arguments that the engine gives them."""
+
+    def __init__(self, subject: Subject, batch: int, new_tokens: int, config: BenchmarkConfig):
+        lengths = [config.prompt] * batch
+        self.plan = plan_of(subject, lengths, new_tokens, 1, config, max_rows=batch)
+        self._config, self._rows = subject.config, batch
+        self._sharding = subject.params["embed_tokens"].sharding
+        key = jax.random.key(config.seed)
+        key, params, lora = bound((key, subject.params, subject.lora))
+        dtype = params["embed_tokens"].dtype
+        self._policy = key, params, decode.fuse_adapter(lora, config=subject.config, dtype=dtype)
+        self._how: dict[str, Any] = {
+            "rules": decode.rules(
+                subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS
+            ),
+            "steps": self.plan.steps,
+        }
+
+    def empty_batch(self) -> decode.Batch:
+        """Free seats for all rows."""
+        return decode.empty_batch(
+            self._rows,
+            self.plan.slots,
+            config=self._config,
+            dtype=self.plan.dtype,
+            sharding=self._sharding,
+        )
+
+    def lower(self, batch: decode.Batch) -> jax.stages.Lowered:
+        """The program for a batch, or for the shapes of one."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), batch
+        )
+        needed = np.ones(self._rows, bool)
+        return decode.decode_chunk.lower(*self._policy, shapes, needed, **self._how)
+
+    def run(
+        self, batch: decode.Batch, tokens: int, program: jax.stages.Compiled | None = None
+    ) -> tuple[decode.Batch, decode.Drawn]:
+        """A chunk behind so many tokens of each row; `program` in place of the engine's."""
+        full = functools.partial(jnp.full, self._rows, device=self._sharding)
+        batch = dataclasses.replace(
+            batch,
+            cache=dataclasses.replace(batch.cache, lengths=full(tokens, jnp.int32)),
+            counts=full(0, jnp.int32),
+            done=full(False, bool),
+        )
+        arguments = *self._policy, batch, np.ones(self._rows, bool)
+        return program(*arguments) if program else decode.decode_chunk(*arguments, **self._how)
+
+
+def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[str, float]:
+    """The parts of a decode step, out of chunks in the middle of the new tokens; {} if unknown."""
+    chunk = Chunk(subject, batch, config.new_tokens, config)
+    steps = chunk.plan.steps
+    middle = config.prompt + (config.new_tokens - steps) // 2
+    held = [chunk.empty_batch()]  # A chunk is given its batch away, and returns the next one.
+    key = jax.random.key(config.seed)
+    cache = held[0].cache
+    for index in range(subject.config.num_layers):
+        for arrays in (cache.keys, cache.values):
+            key, one = jax.random.split(key)
+            drawn = normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
+            arrays[index] = drawn.astype(arrays[index].dtype)
+    # Within a CUDA graph no kernel has the name of its instruction.
+    observed = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile(
+        compiler_options={"xla_gpu_enable_command_buffer": ""}
+    )
+
+    def run(program: jax.stages.Compiled | None = None) -> decode.Drawn:
+        after, drawn = chunk.run(held.pop(), middle, program)
+        held.append(after)
+        return drawn
+
+    jax.block_until_ready(run())
+    walls = []
+    for _ in range(_REPEATS):
+        first, *others = [run() for _ in range(1 + _CHUNKS)]
+        jax.block_until_ready(first)
+        began = time.perf_counter()
+        jax.block_until_ready(others)
+        walls.append(1e3 * (time.perf_counter() - began) / _CHUNKS)
+    try:
+        kernels = device_kernels(lambda: run(observed))
+    except Exception as error:  # What profilers raise must not cost the row.
+        print(f"no parts: {type(error).__name__}: {error}"[:200], flush=True)
+        return {}
+    return per_step(
+        kernels,
+        parts_of(observed.as_text() or ""),
+        wall_ms=min(walls),
+        steps=steps,
+        layers=subject.config.num_layers,
+    )
