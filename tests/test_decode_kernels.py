@@ -201,8 +201,8 @@ def test_merge_project(rows, count, rank, interpret):
 @pytest.mark.parametrize(
     ("kind", "targets"),
     [
-        *((kind, PROJECTIONS) for kind in ("qwen2", "qwen3")),
-        pytest.param("llama", PROJECTIONS, marks=pytest.mark.slow),
+        ("qwen3", PROJECTIONS),
+        *(pytest.param(k, PROJECTIONS, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
         ("qwen2", ("k_proj", "down_proj")),
         ("qwen3", ()),
     ],

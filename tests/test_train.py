@@ -202,7 +202,7 @@ def variant(tiny, tmp_path_factory):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "truncated" else ())
+        pytest.param(name, marks=pytest.mark.slow if name in ("truncated", "noisy_forward") else ())
         for name in VARIANTS
     ],
 )

@@ -124,7 +124,7 @@ def test_a_run(whole):
         pytest.param("none", NORMS, id="none-lora+norms"),
         pytest.param("none", FULL, id="none-full", marks=pytest.mark.slow),
         pytest.param("noisy_forward", NORMS, id="noisy_forward-lora+norms"),
-        pytest.param("noisy_forward", FULL, id="noisy_forward-full"),
+        pytest.param("noisy_forward", FULL, id="noisy_forward-full", marks=pytest.mark.slow),
     ],
 )
 def test_the_trainer_meets_the_policy_that_sampled(changes, correction, tiny, tmp_path):
