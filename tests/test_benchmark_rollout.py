@@ -282,6 +282,7 @@ def test_kernels_of_a_profile():
         ({"data": "x.jsonl"}, "pass real ones with --source"),
         ({"parts": True}, "on an NVIDIA GPU only"),
         ({"startup": True, "formats": ("bf16", "nf4")}, "a process begins once"),
+        ({"startup": True, "parts": True}, "--startup measures nothing else"),
     ],
 )
 def test_what_cannot_be_measured(changes, message):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device
+from pallas_kernels import device, projection
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling
 from pallas_kernels.fp4_matmul.sm90 import pipeline, shares
@@ -210,6 +211,28 @@ def test_product_and_derivatives():
 
 
 @pytest.mark.usefixtures("simulated_api")
+def test_an_adapter_whose_product_comes_in_shares(monkeypatch):
+    project = functools.partial(projection.project, interpret=True)
+    fake = types.SimpleNamespace(project=project, COLUMNS=projection.COLUMNS)
+    monkeypatch.setattr(api, "_projection", lambda: fake)
+    n, k, rank = 64, 512, 40
+    weight, x, a, b = random_weight(n, k), normal(3, k), normal(rank, k, seed=1), normal(n, 64)
+    config = TileConfig(8, rows=1, stages=2)
+    y = fp4.fp4_matmul(x, fp4.to_tiles(weight), lora=(a, b), implementation="mosaic", config=config)
+    xa = float64(x) @ float64(a).T
+    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    assert relative_error(y, expected + xa @ float64(b)[:, :rank].T) < 4e-3  # x A^T is rounded
+
+
+def test_clusters_are_for_devices_that_are_known():
+    splits = [
+        {c.split for c in tiling.candidates(8, 3584, 3584, multiprocessors=n)} for n in (78, 132)
+    ]
+    assert splits[0] == {1}
+    assert splits[1] > {1, 2}
+
+
+@pytest.mark.usefixtures("simulated_api")
 def test_float32(monkeypatch):
     monkeypatch.setattr(api, "kernel_runs", lambda: True)
     weight, x = random_weight(136, 128), normal(2, 3, 128)
@@ -252,11 +275,13 @@ def test_self_check_while_tracing():
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5, 16, 23, 132])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stream", "split"), [(False, 1), (True, 1), (False, 2), (False, 3), (False, 8)]
+)
 @pytest.mark.parametrize("tile_m", [40, 64])
-def test_every_step_has_one_block(tile_m, stream, blocks):
+def test_every_step_has_one_block(tile_m, stream, split, blocks):
     """Who computes what, and who adds up what, for 3 or 5 tiles of tokens and 7 of rows."""
-    config = TileConfig(tile_m, rows=2, stream=stream)
+    config = TileConfig(tile_m, rows=2, stream=stream, split=split)
     plan = make_plan(config, 180, 13, 5 * 128, blocks)
     owners = np.full((plan.tiles, plan.steps), -1)
     for block in range(plan.blocks):
@@ -275,6 +300,9 @@ def test_every_step_has_one_block(tile_m, stream, blocks):
         awaited_behind = int(plan.awaited_behind(block))
         assert awaited_behind == (begins.index(True) if any(begins) else pieces - 1)
     assert (owners >= 0).all()
+    fits = split * plan.tiles <= blocks and split <= plan.steps
+    assert plan.split == (split if fits else 1)
+    assert len(set(owners[0])) == plan.split or stream
     assert plan.shared == (plan.tiles % plan.blocks if stream else 0)
     if not stream:
         return
@@ -306,7 +334,7 @@ def test_every_step_has_one_block(tile_m, stream, blocks):
             assert adding == {-1}
         else:
             assert adding <= sharers
-            # As many wait, and count themselves out, as `add_partial` says.
+            # As many wait, and count themselves out, as `add_shared_tiles` says.
             assert len(adding) == min(len(sharers), plan.units)
 
 

@@ -54,11 +54,11 @@ class Normed(NamedTuple):
 
 
 class AttentionParts(NamedTuple):
-    """Attention over slices of the cache, see `attend`.
+    """Attention over equal parts of what each row has filled of the cache, see `attend`.
 
     Attributes:
         sums: float32 [P, M, N, H], values by weights whose largest is 1.
-        weights: float32 [P, M, N], the sums of these weights; 0 where a slice holds no key.
+        weights: float32 [P, M, N], the sums of these weights; 0 where a part holds no key.
         largest: float32 [P, M, N], the largest score in base 2.
     """
 
@@ -262,7 +262,7 @@ def attend(
         bias: [(N + 2 K) H], or None.
         qk_norm: float32 [H], the scales of queries' and keys' RMSNorm, or None.
         eps: of the norms.
-        multiprocessors: of the device; fewer blocks of threads split rows into slices.
+        multiprocessors: of the device; fewer blocks of threads split rows into parts.
         interpret: run on a CPU.
 
     Returns:
@@ -364,7 +364,7 @@ def attend(
             )
             return total, keep * weight + jnp.sum(weights, axis=1), top
 
-        # The new token first: its part of the cache is never empty, the others may be.
+        # The new token belongs to the first part, which so is never empty; the others may be.
         own_score = jnp.sum(
             q_first.astype(jnp.float32) * k_first.astype(jnp.float32)
             + q_second.astype(jnp.float32) * k_second.astype(jnp.float32),

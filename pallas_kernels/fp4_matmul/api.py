@@ -97,9 +97,11 @@ def fp4_matmul_with_shares(
         [M, N] in x's dtype.
 
     Raises:
-        ValueError: shares of another shape.
+        ValueError: shares of another shape, or a tiling that cannot be.
     """
     rank = b.shape[1]
+    if config is not None and (problem := config.problem()):
+        raise ValueError(f"fp4_matmul_with_shares: {problem}")
     if shares.ndim != 3 or shares.shape[1] != len(x) or shares.shape[2] % tiling.SHARE_COLUMNS:
         raise ValueError(
             f"fp4_matmul_with_shares: shares are {shares.shape} for {len(x)} rows, expected "
@@ -108,8 +110,6 @@ def fp4_matmul_with_shares(
     suits = _suits_kernel(x, weight) and rank == tiling.padded_rank(rank) <= _MAX_RANK
     if not suits or shares.shape[2] > rank:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
-    if len(x) > tiling.MAX_ROWS_OF_SHARES or len(shares) < tiling.MIN_SHARES:
-        return _run_kernel(x, weight, config, xa=sum_of_shares(shares, x, b), b=b)
     return _run_kernel(x, weight, config, shares=shares, b=b)
 
 
@@ -193,14 +193,23 @@ def _projects_in_shares(x, config):
     return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
 
 
-def _run_kernel(x, weight, config=None, *, b=None, **options):
-    """The kernel's product for x [..., K], with the tiling that suits it."""
+def _run_kernel(x, weight, config=None, *, b=None, shares=None, **options):
+    """The kernel's product for x [..., K], with the tiling that suits it.
+
+    It adds up shares of x A^T itself if there are few rows and room for that.
+    """
     multiprocessors = device.multiprocessors()
     rows = x.reshape(-1, x.shape[-1])
     if config is None:
         rank = 0 if b is None else b.shape[1]
         n, (m, k) = weight.divisor.shape[0], rows.shape
         config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    if shares is not None and b is not None:
+        few = len(rows) <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
+        if few and tiling.takes_shares(config):
+            options["shares"] = shares
+        else:
+            options["xa"] = sum_of_shares(shares, rows, b)
     y = _kernel().matmul(
         rows, weight, config=config, multiprocessors=multiprocessors, b=b, **options
     )

@@ -43,7 +43,7 @@ class TileConfig:
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
         split: blocks of threads, a cluster, that share the columns of a tile and add up through
-            one another's shared memory, if all clusters run at a time. Not with stream.
+            one another's shared memory. Not with stream.
     """
 
     tile_m: int
@@ -132,13 +132,9 @@ def helper_registers(warpgroups: int, helpers: int = 1) -> int:
 
 
 def takes_shares(config: TileConfig) -> bool:
-    """Whether there is room for the warpgroup that adds up shares of x A^T."""
-    helpers = helper_warpgroups(True)
-    return (
-        config.tile_m <= MAX_ROWS_OF_SHARES
-        and config.warpgroups + helpers <= 8
-        and config.registers() <= compute_registers(config.warpgroups, helpers)
-    )
+    """Whether the warpgroup that adds up shares of x A^T has room beside the others."""
+    threads = 128 * (config.warpgroups + helper_warpgroups(True))
+    return config.tile_m <= MAX_ROWS_OF_SHARES and threads <= 1024
 
 
 def _started_registers(warpgroups: int) -> int:
@@ -252,7 +248,13 @@ def candidates(
 
 
 def _splits(tiles: int, multiprocessors: int) -> list[int]:
-    """Sizes of clusters, all of which run at a time, on most of the multiprocessors."""
+    """Sizes of clusters that leave few multiprocessors idle.
+
+    A cluster runs in one group of them. How many there are, and so how many clusters run at a time,
+    is known of the large devices only.
+    """
+    if multiprocessors < MULTIPROCESSORS:
+        return []
     return [
         split for split in range(2, 9) if 0.6 * multiprocessors <= tiles * split <= multiprocessors
     ]

@@ -43,7 +43,7 @@ class BenchmarkConfig:
         began: `time.time()` when the command began.
         data: a JSONL file of problems to complete with the weights of `source`, instead of the
             decode benchmark; '' is none.
-        prompts: problems of it.
+        prompts: problems of it, or random prompts of a startup.
         group: completions of each.
         max_new_tokens: of a completion.
         max_rows: see `SamplingConfig`.
@@ -131,11 +131,14 @@ def check(config: BenchmarkConfig) -> None:
     check_head_format(config.head_format)
     if config.data and not config.source:
         raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
-    if config.startup and len(config.models) * len(config.formats) > 1:
+    policies = len(config.formats) * (1 if config.source else len(config.models))
+    if config.startup and policies > 1:
         raise UserError("--startup: a process begins once; pass one --model, --format")
+    if config.startup and (config.data or config.parts):
+        raise UserError("--startup measures nothing else; drop --data and --parts")
     if config.parts and jax.default_backend() != "gpu":
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
-    if config.parts and len(config.models) * len(config.formats) > 1:
+    if config.parts and policies > 1:
         raise UserError(
             "--parts: CUDA graphs are slower behind a profiler; pass one --model, --format"
         )

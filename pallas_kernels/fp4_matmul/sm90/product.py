@@ -50,7 +50,7 @@ from pallas_kernels.fp4_matmul.tiling import (
 )
 
 _LOCKS = 4096  # more than any plan has
-_ADDERS_IN_CLUSTERS = 96  # blocks that run at a time on any Hopper GPU, whatever its clusters
+_ADDERS_IN_CLUSTERS = 96  # blocks in clusters that run at a time on an H100 SXM or H200, at least
 TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
 
@@ -228,7 +228,7 @@ def _body(plan: Plan, names: tuple[str, ...], simulated: bool, *refs, **sm):
     spared = helper_registers(warpgroups, helpers)
     shares = None
     if "shares" in gm:
-        # Clusters do not fit everywhere: those that wait are there when the first blocks add.
+        # All who add must run at a time, for every block waits for them; the others may run later.
         adders = plan.blocks if plan.split == 1 else min(plan.blocks, _ADDERS_IN_CLUSTERS)
         shares = Shares(gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], adders)
 
