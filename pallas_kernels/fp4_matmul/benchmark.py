@@ -155,11 +155,12 @@ def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Arr
 
 
 def random_shares(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, jax.Array]:
-    """Shares [S, M, R] of x A^T as a decode step makes them, and B [N, R]; R a multiple of 64."""
+    """Shares [S, M, R'] of x A^T as a decode step makes them, and B [N, R''] for the kernel."""
     keys = jax.random.split(jax.random.key(3))
+    columns = -(-rank // tiling.SHARE_COLUMNS) * tiling.SHARE_COLUMNS
     return (
-        jax.random.normal(keys[0], (-(-k // 128), m, rank)),
-        0.02 * jax.random.normal(keys[1], (n, rank), jnp.bfloat16),
+        jax.random.normal(keys[0], (-(-k // 128), m, columns)),
+        0.02 * jax.random.normal(keys[1], (n, tiling.padded_rank(rank)), jnp.bfloat16),
     )
 
 

@@ -113,7 +113,7 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
     Returns:
         The trace, see `summary`, and the warpgroups of a block of threads.
     """
-    keys = jax.random.split(jax.random.key(0), 4)
+    keys = jax.random.split(jax.random.key(0))
     weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
     x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
     config = room_for_notes(
@@ -121,9 +121,7 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
     )
     adapter = {}
     if rank:
-        adapter["b"] = jax.random.normal(keys[2], (n, tiling.padded_rank(rank)), jnp.bfloat16)
-        columns = -(-rank // tiling.SHARE_COLUMNS) * tiling.SHARE_COLUMNS
-        adapter["shares"] = jax.random.normal(keys[3], (-(-k // 128), m, columns))
+        adapter["shares"], adapter["b"] = benchmark.random_shares(m, n, k, rank)
     flush = jax.jit(lambda z: z + 1)
     with tempfile.TemporaryDirectory() as folder:
 

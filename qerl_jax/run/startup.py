@@ -43,6 +43,7 @@ def measure_startup(
             row.setdefault("first_tokens_s", _since(began))
 
     key = jax.random.key(0)
+    how["prompt_width"] = max(map(len, prompts))
     jax.monitoring.register_event_listener(count)
     try:
         compile_ahead(
@@ -50,7 +51,6 @@ def measure_startup(
             params,
             lora,
             prompts=len(prompts),
-            prompt_width=max(map(len, prompts)),
             on_progress=note_programs,
             **how,
         )
@@ -63,7 +63,6 @@ def measure_startup(
         lora,
         prompts,
         pad_id=0,
-        prompt_width=max(map(len, prompts)),
         compiled=True,
         on_progress=look,
         **how,
