@@ -82,6 +82,18 @@ VARIANTS = {
         64,
         4,
     ),
+    "a tile for each block of a cluster and an odd one": (
+        (16, 192, 640),
+        TileConfig(16, rows=1, stages=3, split=2),
+        64,
+        2,
+    ),
+    "the next stage decoded ahead": (
+        (8, 64, 1024),
+        TileConfig(8, rows=1, block_k=256, stages=3, in_flight=2, ahead=True),
+        64,
+        1,
+    ),
     "slices": (
         (8, 64, 640),
         TileConfig(8, rows=1, slices=2, block_k=512, stages=2, in_flight=1),
@@ -300,9 +312,14 @@ def test_every_step_has_one_block(tile_m, stream, split, blocks):
         awaited_behind = int(plan.awaited_behind(block))
         assert awaited_behind == (begins.index(True) if any(begins) else pieces - 1)
     assert (owners >= 0).all()
-    fits = split * plan.tiles <= blocks and split <= plan.steps
-    assert plan.split == (split if fits else 1)
-    assert len(set(owners[0])) == plan.split or stream
+    turns = -(-plan.tiles // max(1, blocks // split))
+    assert plan.split in (1, split)
+    assert plan.split == split or split > min(plan.steps, blocks) or turns % split != 1
+    odd = [len(set(owner)) for owner in owners if len(set(owner)) > 1]
+    assert stream or set(odd) <= {plan.split}
+    assert stream or len(odd) <= plan.clusters
+    if split * plan.tiles <= blocks and split <= plan.steps:
+        assert odd == plan.tiles * [split] or split == 1
     assert plan.shared == (plan.tiles % plan.blocks if stream else 0)
     if not stream:
         return

@@ -39,7 +39,7 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
     chosen = ranked[:size]
     kinds = {}
     for config in ranked:
-        kind = config.stream, config.split, config.slices, config.warpgroups > 3
+        kind = config.stream, config.split, config.slices, config.warpgroups > 3, config.ahead
         kinds.setdefault(kind, config)
     chosen += [config for config in kinds.values() if cost(config) < 1.4 * cost(ranked[0])]
     return list(dict.fromkeys(chosen))
@@ -70,7 +70,8 @@ def tune(
             shares, b = benchmark.random_shares(m, n, k, rank)
             args += [[shares] * len(weights), [b] * len(weights)]
             xa = shares.sum(axis=0).astype(jnp.bfloat16)
-            expected += jnp.dot(xa, b.T, preferred_element_type=jnp.float32)
+            b_t = b[:, : xa.shape[1]].T
+            expected += jnp.dot(xa, b_t, preferred_element_type=jnp.float32)
         jax.block_until_ready((args, expected))
 
     def compiled(config):
@@ -82,7 +83,8 @@ def tune(
         return sum(time for _, time in times) / len(weights)
 
     results = []
-    configs = shortlist(m, n, k, rank=rank, multiprocessors=multiprocessors, size=size)
+    padded = tiling.padded_rank(rank)
+    configs = shortlist(m, n, k, rank=padded, multiprocessors=multiprocessors, size=size)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         programs = {pool.submit(compiled, config): config for config in configs}
         for done in concurrent.futures.as_completed(programs):
@@ -146,7 +148,7 @@ def main() -> None:
     path = args.out or tiling.TUNED / f"{name}.json"
     tuned = set()
     for layer, (n, k) in benchmark.shapes(args.layers).items():
-        rank = tiling.padded_rank(cases.rank_of(layer, args.rank))
+        rank = cases.rank_of(layer, args.rank)
         for m in map(int, args.m.split(",")):
             if (m, n, k) in tuned:
                 continue

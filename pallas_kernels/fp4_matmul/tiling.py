@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ MIN_SHARES = 4  # of x A^T: one for each warp that adds them up
 MAX_ROWS_OF_SHARES = 128
 SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers and sums take some
 
+# By the products of a stage, how many are in flight, and whether the next ones are decoded ahead.
+_DEPTHS = {4: ((0, False), (1, False), (1, True), (2, True)), 8: ((1, False), (1, True))}
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")
 # The threads at one place of all warpgroups share this many registers.
@@ -42,8 +45,9 @@ class TileConfig:
             whole tiles.
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
-        split: blocks of threads, a cluster, that share the columns of a tile and add up through
-            one another's shared memory. Not with stream.
+        split: blocks of threads, a cluster, that share tiles, the columns of an odd one too, which
+            they add up through one another's shared memory. Not with stream.
+        ahead: decode the first columns of the next stage while the products of this one run.
     """
 
     tile_m: int
@@ -54,6 +58,7 @@ class TileConfig:
     stream: bool = False
     in_flight: int = 0
     split: int = 1
+    ahead: bool = False
 
     @property
     def warpgroups(self) -> int:
@@ -79,13 +84,13 @@ class TileConfig:
         """Shared memory of the operands, the sums of slices and blocks, and the output."""
         sums = (self.slices - 1) * self.rows * TILE_ROWS * self.tile_m * 4
         if self.split > 1:
-            sums += self.split * self.rows * TILE_ROWS * self.tile_m // self.receivers * 4
+            sums += (self.split - 1) * self.rows * TILE_ROWS * self.tile_m // self.receivers * 4
         y = self.rows * TILE_ROWS * self.tile_m * 2
         return self.stages * self.stage_bytes() + sums + y
 
     def registers(self) -> int:
         """An estimate for a thread that computes: accumulator, operands and the rest."""
-        operands = self.in_flight + 1 if self.in_flight else self.products
+        operands = self.in_flight + 1 + self.ahead if self.in_flight else self.products
         return self.tile_m // 2 + 16 * operands + 39 + self.slices
 
     def problem(self) -> str | None:
@@ -101,6 +106,8 @@ class TileConfig:
             return f"block_k is {self.block_k}, expected a multiple of {columns}"
         if not 0 <= self.in_flight < self.products:
             return f"in_flight is {self.in_flight}, expected 0 to {self.products - 1}"
+        if self.ahead and not (self.products >= 4 and 1 <= self.in_flight <= 2):
+            return f"ahead is for 4 products of a stage, 1 or 2 of them in flight, got {self}"
         if self.warpgroups > 7:
             return f"{self.warpgroups} warpgroups compute, expected at most 7, with shares 6"
         if self.smem_bytes() > SMEM_LIMIT:
@@ -231,12 +238,12 @@ def candidates(
                     if block_k % (128 * slices) or block_k < rank or block_k > 128 * steps:
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
-                    for in_flight in {4: (0, 1), 8: (1,)}.get(products, (0,)):
+                    for in_flight, ahead in _DEPTHS.get(products, ((0, False),)):
                         for stream, split in cuts:
                             if split * block_k > TILE_COLUMNS * steps:
                                 continue
                             base = TileConfig(
-                                tile_m, rows, slices, block_k, 1, stream, in_flight, split
+                                tile_m, rows, slices, block_k, 1, stream, in_flight, split, ahead
                             )
                             deepest = dataclasses.replace(base, stages=_stages(base))
                             if (
@@ -255,9 +262,31 @@ def _splits(tiles: int, multiprocessors: int) -> list[int]:
     """
     if multiprocessors < MULTIPROCESSORS:
         return []
-    return [
-        split for split in range(2, 9) if 0.6 * multiprocessors <= tiles * split <= multiprocessors
-    ]
+    found = []
+    for split in range(2, 9):
+        clusters = clusters_of(tiles, split, multiprocessors)
+        longest = -(-tiles // clusters) / split if clusters else math.inf  # in tiles
+        if longest < -(-tiles // multiprocessors) and clusters * split >= 0.6 * multiprocessors:
+            found.append(split)
+    return found
+
+
+def clusters_of(tiles: int, split: int, multiprocessors: int) -> int:
+    """How many clusters of so many blocks share the tiles of a product; 0: they cannot.
+
+    A pair of multiprocessors can be a cluster of two; a larger one lies within a group of 16 or 18.
+    A cluster shares one tile at most.
+    """
+    if split == 1:
+        return 0
+    if split == 2 or multiprocessors < 16:
+        at_a_time = multiprocessors // split
+    else:
+        at_a_time = multiprocessors // 16 * (16 // split)
+    clusters = tiles if tiles * split <= multiprocessors else min(tiles, at_a_time)
+    if not clusters or (split > 2 and -(-tiles // clusters) % split != 1):
+        return 0
+    return clusters
 
 
 def _token_tiles(m: int) -> list[int]:
@@ -288,7 +317,9 @@ def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> fl
     blocks = min(tiles * (steps if config.stream else config.split), multiprocessors)
     rounds = -(-tiles // blocks)
     shared = tiles % blocks if config.stream else 0
-    longest = rounds * -(-steps // config.split)
+    longest = rounds * steps
+    if clusters := clusters_of(tiles, config.split, multiprocessors):
+        longest = -(-tiles // clusters) * steps / config.split
     if shared:
         longest = tiles // blocks * steps + -(-shared * steps // blocks)
     per_warpgroup = config.block_k / (TILE_COLUMNS * config.slices)  # tiles [64, 128] of a stage

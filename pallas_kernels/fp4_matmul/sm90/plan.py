@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TileConfig
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TileConfig, clusters_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Plan:
     A block computes whole tiles. When streamed, every block has the same number of them, and the
     tiles left over are shared: their steps form a line that is cut into equal runs, one a block.
     A run is no longer than a tile, so it touches two at most, and a block begins with it: its
-    partial sums are on their way while it computes whole tiles. When split, a tile belongs to a
-    cluster of blocks, of which each computes a run of its steps.
+    partial sums are on their way while it computes whole tiles. When split, tiles belong to
+    clusters of blocks, and an odd one is shared: each block ends with a run of its steps.
     """
 
     config: TileConfig
@@ -43,6 +43,11 @@ class Plan:
     def sharing(self) -> int:
         """The first blocks, as many as have a run of shared steps."""
         return min(self.blocks, self.shared * self.steps)
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of blocks; a block that is not split is one."""
+        return self.blocks // self.split
 
     @property
     def slots(self) -> int:
@@ -76,6 +81,15 @@ class Plan:
         """Tiles of 128 columns in a stage."""
         return self.config.block_k // TILE_COLUMNS
 
+    @property
+    def multicast(self) -> bool:
+        """Whether the blocks of a cluster receive the tokens of their whole tiles together.
+
+        All of them make the same stages then.
+        """
+        several = self.split > 1 and self.clusters < self.tiles
+        return several and self.m_tiles == 1 and self.steps % self.split == 0
+
     def coordinates(self, tile) -> tuple[Any, Any]:
         """Tile of tokens and tile of outputs; tiles that run together share what is in the L2."""
         if self.m_tiles == 1:
@@ -92,7 +106,8 @@ class Plan:
     def pieces(self, block):
         """How many tiles, or parts of tiles, a block computes."""
         if self.split > 1:
-            return 1
+            _, _, whole, shared = self._of_cluster(block)
+            return whole + shared
         if not self.shared:
             return lax.div(self.tiles - block + self.blocks - 1, self.blocks)
         return self.shared_pieces(block) + self.tiles // self.blocks
@@ -105,10 +120,15 @@ class Plan:
     def piece(self, block, index):
         """The tile of a piece, its first step of K and its number of steps."""
         if self.split > 1:
-            tile = lax.div(block, self.split)
-            member = block - tile * self.split
+            cluster, member, whole, _ = self._of_cluster(block)
+            shared = index == whole
+            turn = jnp.where(shared, self._tiles_of(cluster) - 1, index * self.split + member)
             first, end = (lax.div((member + i) * self.steps, self.split) for i in (0, 1))
-            return tile, first, end - first
+            return (
+                cluster + turn * self.clusters,
+                jnp.where(shared, first, 0),
+                jnp.where(shared, end - first, self.steps),
+            )
         if not self.shared:
             return block + index * self.blocks, 0, self.steps
         first, end = self._first_step(block), self._first_step(block + 1)
@@ -162,6 +182,22 @@ class Plan:
         """The next place of the pipeline; the remainder by its depth would be a division."""
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
 
+    def _tiles_of(self, cluster):
+        return lax.div(self.tiles - cluster + self.clusters - 1, self.clusters)
+
+    def _of_cluster(self, block):
+        """The cluster of a block, its place there, its whole tiles, and 1 if it shares one more."""
+        cluster = lax.div(block, self.split)
+        member = block - cluster * self.split
+        count = self._tiles_of(cluster)
+        shared = jnp.where(lax.rem(count, self.split) == 1, 1, 0)
+        return (
+            cluster,
+            member,
+            lax.div(count - shared - member + self.split - 1, self.split),
+            shared,
+        )
+
     def _first_step(self, block):
         return lax.div(jnp.minimum(block, self.sharing) * self.shared * self.steps, self.sharing)
 
@@ -174,6 +210,8 @@ def make_plan(config: TileConfig, m: int, row_tiles: int, k: int, multiprocessor
     """The plan for M tokens, tiles of 64 rows and K columns."""
     m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.rows)
     tiles, steps = m_tiles * n_tiles, -(-k // config.block_k)
-    split = config.split if config.split <= min(steps, multiprocessors // tiles) else 1
-    work = tiles * (steps if config.stream else split)
-    return Plan(config, m_tiles, n_tiles, row_tiles, steps, min(work, multiprocessors), split)
+    split = config.split if config.split <= steps else 1
+    clusters = clusters_of(tiles, split, multiprocessors)
+    if not clusters:
+        split, clusters = 1, min(tiles * (steps if config.stream else 1), multiprocessors)
+    return Plan(config, m_tiles, n_tiles, row_tiles, steps, clusters * split, split)

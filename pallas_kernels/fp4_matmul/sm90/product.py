@@ -33,11 +33,16 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_reference,
     decode_tile,
 )
-from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter, arrivals, fill_stages
+from pallas_kernels.fp4_matmul.sm90.pipeline import (
+    adds_adapter,
+    arrivals,
+    fill_stages,
+    has_adapter,
+)
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
 from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, Shares, add_shares, load_b
 from pallas_kernels.fp4_matmul.sm90.simulation import add_partial
-from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, wait
+from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, synchronize_warpgroup, wait
 from pallas_kernels.fp4_matmul.tiling import (
     MIN_SHARES,
     SHARE_COLUMNS,
@@ -152,7 +157,7 @@ def matmul(
         body,
         out_type=tuple(results.values()),
         scratch_types=_scratch(plan, simulated),
-        grid=(plan.tiles if clusters else plan.blocks,),
+        grid=(plan.clusters if clusters else plan.blocks,),
         grid_names=("block",),
         cluster=(plan.split,) if clusters else (),
         cluster_names=("member",) if clusters else (),
@@ -192,6 +197,13 @@ def _scratch(plan: Plan, simulated: bool) -> dict:
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
     }
 
+    if plan.multicast and not simulated:
+        scratch["empty"] = plgpu.ClusterBarrier(
+            collective_axes=("member",),
+            num_barriers=config.stages,
+            num_arrivals=plan.config.warpgroups,
+        )
+
     def sums(count, tokens):
         swizzle = plgpu.find_swizzle(tokens * 32)
         return plgpu.SMEM(
@@ -204,9 +216,10 @@ def _scratch(plan: Plan, simulated: bool) -> dict:
         )
 
     if plan.split > 1 and not simulated:
+        others = plan.split - 1
         scratch |= {
-            "parts": sums(plan.split, config.tile_m // config.receivers),
-            "parts_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=plan.split),
+            "parts": sums(others, config.tile_m // config.receivers),
+            "parts_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=others),
         }
     if config.slices > 1:
         scratch |= {
@@ -259,41 +272,80 @@ def _compute(
     config = plan.config
     block = plan.this_block(simulated)
     row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
-    per_slice = plan.per_stage // config.slices
     spare = registers - config.registers()
     accumulator = plgpu.ACC((TILE_ROWS, config.tile_m), jnp.float32)
 
-    def operands(slot, j):
-        """The decoded weights of tile j of a stage, columns 0..63 and 64..127, [64, 64] each."""
+    def decode(slot, j):
+        """The weights of tile j of a stage, columns 0..63 and 64..127, [64, 64] each."""
         if simulated:
             sm["a"][warpgroup] = decode_reference(
                 sm["codes"][slot, row, j], sm["scales"][slot, row, j]
             )
             plgpu.commit_smem()
-            return [sm["a"].at[warpgroup, :, pl.ds(start, 64)] for start in (0, 64)]
+            return ()
         return decode_tile(
             plgpu.load(sm["codes"].at[slot, row, j], layout=CODES),
             plgpu.load(sm["scales"].at[slot, row, j], layout=SCALES),
         )
 
+    def release(slot):
+        """Gives a stage back, to all blocks that fill it."""
+        if plan.multicast and not simulated:
+            synchronize_warpgroup()  # One thread arrives for all of them.
+        plgpu.barrier_arrive(sm["empty"].at[slot])
+
+    def multiply_tile(acc, slot, j, decoded):
+        if simulated:
+            decoded = [sm["a"].at[warpgroup, :, pl.ds(start, 64)] for start in (0, 64)]
+        for half, operand in enumerate(decoded):
+            tokens = sm["x"].at[slot, j, :, pl.ds(64 * half, 64)]
+            plgpu.wgmma(acc, operand, tokens.T)
+            if simulated:
+                plgpu.wgmma_wait(0)
+            elif config.in_flight:
+                plgpu.wgmma_wait(config.in_flight)
+
+    def await_stage(slot):
+        with jax.named_scope("await stage"):
+            plgpu.barrier_wait(sm["full"].at[slot])
+
+    def decode_next(i, count, slot):
+        """The first tile behind stage i, or nothing behind the last one.
+
+        A branch of its own, or ptxas would decode when the products of stage i have ended.
+        """
+
+        def first_tile():
+            await_stage(plan.next_slot(slot))
+            return tuple(decode(plan.next_slot(slot), part))
+
+        def nothing():
+            zeros = jnp.zeros((TILE_ROWS, 64), jnp.bfloat16)
+            return () if simulated else (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * 2
+
+        return lax.cond(i < count - 1, first_tile, nothing)
+
     def multiply(acc, done, count):
-        @pl.loop(0, count, init_carry=lax.rem(done, config.stages))
-        def _(_, slot):
-            with jax.named_scope("await stage"):
-                plgpu.barrier_wait(sm["full"].at[slot])
-            for j in range(per_slice):
-                tile = j * config.slices + part
-                for half, operand in enumerate(operands(slot, tile)):
-                    tokens = sm["x"].at[slot, tile, :, pl.ds(64 * half, 64)]
-                    plgpu.wgmma(acc, operand, tokens.T)
-                    if simulated:
-                        plgpu.wgmma_wait(0)
-                    elif config.in_flight:
-                        plgpu.wgmma_wait(config.in_flight)
+        first = lax.rem(done, config.stages)
+        decoded = ()
+        if config.ahead:
+            await_stage(first)
+            decoded = decode(first, part)
+
+        @pl.loop(0, count, init_carry=(first, *decoded))
+        def _(i, carry):
+            slot, *decoded = carry
+            if not config.ahead:
+                await_stage(slot)
+                decoded = decode(slot, part)
+            multiply_tile(acc, slot, part, decoded)
+            for j in range(config.slices, plan.per_stage, config.slices):
+                multiply_tile(acc, slot, j + part, decode(slot, j + part))
+            decoded = decode_next(i, count, slot) if config.ahead else ()
             # Where a loop turns back, ptxas gives away registers that a product in flight reads.
             plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(sm["empty"].at[slot])
-            return plan.next_slot(slot)
+            release(slot)
+            return plan.next_slot(slot), *decoded
 
     def add_slices(value, index):
         """The sum of the slices' accumulators, in the warpgroup of the first."""
@@ -333,17 +385,19 @@ def _compute(
             return [load_b(gm["b"].at[rows, part]) for part in columns]
         return [read("b", rows, part) for part in columns]
 
-    def add_adapter(acc, b, done, adapters, row_start):
-        """Adds B xa^T, once or not at all; xa is in the next stage of the pipeline."""
+    def add_adapter(acc, b, done, first, row_start):
+        """Adds B xa^T, once or not at all; xa is in the next stage of the pipeline, if any is."""
         slot = lax.rem(done, config.stages)
+        stages = jnp.where(has_adapter(plan, first), 1, 0)
+        products = jnp.where(adds_adapter(first) & (part == 0), 1, 0)
 
-        @pl.loop(0, adapters)
+        @pl.loop(0, stages)
         def _(_):
             # Those that do not multiply wait too, as for every stage: who skips one takes its
             # arrivals for those of the next round of the pipeline.
             plgpu.barrier_wait(sm["full"].at[slot])
 
-        @pl.loop(0, adapters if config.slices == 1 else jnp.where(part == 0, adapters, 0))
+        @pl.loop(0, products)
         def _(_):
             for j, columns in enumerate(adapter(row_start) if b is None else b):
                 if simulated:
@@ -355,9 +409,9 @@ def _compute(
                     plgpu.wgmma_wait(0)
             plgpu.wgmma_wait(0)
 
-        @pl.loop(0, adapters)
+        @pl.loop(0, stages)
         def _(_):
-            plgpu.barrier_arrive(sm["empty"].at[slot])
+            release(slot)
 
         return acc[...]
 
@@ -392,20 +446,29 @@ def _compute(
         member = lax.axis_index("member")
         width = config.tile_m // config.receivers
         full = sm["parts_full"].at[row]
+        own = None
         for receiver in range(config.receivers):
-            plgpu.async_store_smem(
-                lax.slice(value, (0, receiver * width), (TILE_ROWS, (receiver + 1) * width)),
-                sm["parts"].at[member, row],
-                full,
-                cluster_idx=jnp.int32(receiver),
-                cluster_dim="member",
-            )
+            start = receiver * width
+            theirs = lax.slice(value, (0, start), (TILE_ROWS, start + width))
+
+            @pl.when(member != receiver)
+            def _(theirs=theirs, receiver=receiver):
+                plgpu.async_store_smem(
+                    theirs,
+                    sm["parts"].at[member - jnp.where(member > receiver, 1, 0), row],
+                    full,
+                    cluster_idx=jnp.int32(receiver),
+                    cluster_dim="member",
+                )
+
+            mine = jnp.broadcast_to(member == receiver, theirs.shape)
+            own = theirs if own is None else jnp.where(mine, theirs, own)
 
         @pl.when(member < config.receivers)
         def _():
             plgpu.barrier_wait(full)
-            total = jnp.zeros((TILE_ROWS, width), jnp.float32)
-            for other in range(plan.split):
+            total = own
+            for other in range(plan.split - 1):
                 total += plgpu.load(sm["parts"].at[other, row], layout=plgpu.Layout.WGMMA)
             store(total, bias, token + member * width, row_tile)
 
@@ -460,7 +523,6 @@ def _compute(
         bias = bias_of(row_tile)
         # Early if there are registers, as what comes late is waited for.
         b = adapter(row_start) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
-        adapters = jnp.where(adds_adapter(first), 1, 0)
 
         def compute(acc):
             with jax.named_scope("multiply"):
@@ -474,28 +536,26 @@ def _compute(
                 return value
             if simulated:  # which cannot store to an accumulator
                 product = pl.run_scoped(
-                    lambda acc: add_adapter(acc, b, done + count, adapters, row_start), accumulator
+                    lambda acc: add_adapter(acc, b, done + count, first, row_start), accumulator
                 )
                 return value + product
             acc[...] = value
             with jax.named_scope("add adapter"):
-                return add_adapter(acc, b, done + count, adapters, row_start)
+                return add_adapter(acc, b, done + count, first, row_start)
 
         value = pl.run_scoped(compute, accumulator)
 
+        @pl.when((part == 0) & (count == plan.steps))
+        def _():
+            with jax.named_scope("store"):
+                store(value, bias, m_tile * config.tile_m, row_tile)
+
         if plan.split > 1 and not simulated:
 
-            @pl.when(part == 0)
+            @pl.when((part == 0) & (count < plan.steps))
             def _():
                 with jax.named_scope("add parts"):
                     add_parts(value, bias, m_tile * config.tile_m, row_tile)
-
-        else:
-
-            @pl.when((part == 0) & (count == plan.steps))
-            def _():
-                with jax.named_scope("store"):
-                    store(value, bias, m_tile * config.tile_m, row_tile)
 
         if "partial" in gm:
 
@@ -511,7 +571,7 @@ def _compute(
                 with jax.named_scope("publish"):
                     arrive(locks(), [plan.share(block, i)[2] for i in (0, 1)])
 
-        return done + count + (adapters if "b" in gm else 0)
+        return done + count + (jnp.where(has_adapter(plan, first), 1, 0) if "b" in gm else 0)
 
     if plan.shared and not simulated:
 

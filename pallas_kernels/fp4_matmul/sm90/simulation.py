@@ -26,7 +26,11 @@ def add_partial(plan: Plan, y: jax.Array, partial: jax.Array, bias: jax.Array | 
             if n
         }
     if plan.split > 1:
-        shared = {tile: (tile * plan.split, plan.split) for tile in range(plan.tiles)}
+        with jax.ensure_compile_time_eval():
+            ends = [
+                (b, plan.piece(b, plan.pieces(b) - 1)) for b in range(0, plan.blocks, plan.split)
+            ]
+            shared = {int(t): (b, plan.split) for b, (t, _, n) in ends if n < plan.steps}
     for tile, (slot, sharers) in shared.items():
         with jax.ensure_compile_time_eval():
             m_tile, n_tile = (int(i) for i in plan.coordinates(tile))
