@@ -33,11 +33,6 @@ def adds_adapter(first: Any) -> Any:
     return first == 0
 
 
-def has_adapter(plan: Plan, first: Any) -> Any:
-    """Whether a piece ends with a stage of xa: in a cluster that receives together, each does."""
-    return adds_adapter(first) | plan.multicast
-
-
 def fill_stages(
     plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shares | None, simulated: bool
 ) -> None:
@@ -71,37 +66,22 @@ def fill_stages(
             if not simulated:
                 fence_async_proxy(nvvm.ProxyKind.async_shared)
 
-    def copy_tokens(name, slot, tile, first, count, axes=None):
-        """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used.
-
-        Along axes, each block of a cluster copies a part to all of them.
-        """
+    def copy_tokens(name, slot, tile, first, count):
+        """Copies of 128 columns; what is read beyond the columns of xa is zero, and not used."""
         m_tile, _ = plan.coordinates(tile)
         rows = pl.ds(m_tile * config.tile_m, config.tile_m)
         for j in range(count):
             place = rows, pl.ds((first + j) * TILE_COLUMNS, TILE_COLUMNS)
-            plgpu.copy_gmem_to_smem(
-                gm[name].at[place],
-                sm["x"].at[slot, j],
-                sm["full"].at[slot],
-                collective_axes=axes,
-            )
+            plgpu.copy_gmem_to_smem(gm[name].at[place], sm["x"].at[slot, j], sm["full"].at[slot])
 
-    def fill(slot, tile, step, whole):
+    def fill(slot, tile, step):
         _, n_tile = plan.coordinates(tile)
         columns = step * plan.per_stage
         tiles = pl.ds(n_tile * config.rows, config.rows), pl.ds(columns, plan.per_stage)
         full = sm["full"].at[slot]
         plgpu.copy_gmem_to_smem(gm["codes"].at[tiles], sm["codes"].at[slot], full)
         plgpu.copy_gmem_to_smem(gm["scales"].at[tiles], sm["scales"].at[slot], full)
-        if not plan.multicast or simulated:
-            copy_tokens("x", slot, tile, columns, plan.per_stage)
-            return
-        for axes, chosen in (("member", whole), (None, ~whole)):
-
-            @pl.when(chosen)
-            def _(axes=axes):
-                copy_tokens("x", slot, tile, columns, plan.per_stage, axes)
+        copy_tokens("x", slot, tile, columns, plan.per_stage)
 
     def fill_adapter(slot, tile):
         copies = -(-gm["xa"].shape[1] // TILE_COLUMNS)
@@ -118,7 +98,7 @@ def fill_stages(
         @pl.loop(0, count if simulated else opaque(jnp.int32(count)), init_carry=slot)
         def slot(i, slot):
             acquire(done + i, slot)
-            fill(slot, tile, first + i, count == plan.steps)
+            fill(slot, tile, first + i)
             return plan.next_slot(slot)
 
         done += count
@@ -132,7 +112,7 @@ def fill_stages(
         if "b" not in gm:
             return done, slot
 
-        adapted = has_adapter(plan, first)
+        adapted = adds_adapter(first)
 
         @pl.when(adapted)
         def _():

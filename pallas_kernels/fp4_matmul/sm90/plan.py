@@ -81,15 +81,6 @@ class Plan:
         """Tiles of 128 columns in a stage."""
         return self.config.block_k // TILE_COLUMNS
 
-    @property
-    def multicast(self) -> bool:
-        """Whether the blocks of a cluster receive the tokens of their whole tiles together.
-
-        All of them make the same stages then.
-        """
-        several = self.split > 1 and self.clusters < self.tiles
-        return several and self.m_tiles == 1 and self.steps % self.split == 0
-
     def coordinates(self, tile) -> tuple[Any, Any]:
         """Tile of tokens and tile of outputs; tiles that run together share what is in the L2."""
         if self.m_tiles == 1:

@@ -33,16 +33,11 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_reference,
     decode_tile,
 )
-from pallas_kernels.fp4_matmul.sm90.pipeline import (
-    adds_adapter,
-    arrivals,
-    fill_stages,
-    has_adapter,
-)
+from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter, arrivals, fill_stages
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
 from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, Shares, add_shares, load_b
 from pallas_kernels.fp4_matmul.sm90.simulation import add_partial
-from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, synchronize_warpgroup, wait
+from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, wait
 from pallas_kernels.fp4_matmul.tiling import (
     MIN_SHARES,
     SHARE_COLUMNS,
@@ -197,13 +192,6 @@ def _scratch(plan: Plan, simulated: bool) -> dict:
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
     }
 
-    if plan.multicast and not simulated:
-        scratch["empty"] = plgpu.ClusterBarrier(
-            collective_axes=("member",),
-            num_barriers=config.stages,
-            num_arrivals=plan.config.warpgroups,
-        )
-
     def sums(count, tokens):
         swizzle = plgpu.find_swizzle(tokens * 32)
         return plgpu.SMEM(
@@ -288,12 +276,6 @@ def _compute(
             plgpu.load(sm["scales"].at[slot, row, j], layout=SCALES),
         )
 
-    def release(slot):
-        """Gives a stage back, to all blocks that fill it."""
-        if plan.multicast and not simulated:
-            synchronize_warpgroup()  # One thread arrives for all of them.
-        plgpu.barrier_arrive(sm["empty"].at[slot])
-
     def multiply_tile(acc, slot, j, decoded):
         if simulated:
             decoded = [sm["a"].at[warpgroup, :, pl.ds(start, 64)] for start in (0, 64)]
@@ -344,7 +326,7 @@ def _compute(
             decoded = decode_next(i, count, slot) if config.ahead else ()
             # Where a loop turns back, ptxas gives away registers that a product in flight reads.
             plgpu.wgmma_wait(0)
-            release(slot)
+            plgpu.barrier_arrive(sm["empty"].at[slot])
             return plan.next_slot(slot), *decoded
 
     def add_slices(value, index):
@@ -388,30 +370,28 @@ def _compute(
     def add_adapter(acc, b, done, first, row_start):
         """Adds B xa^T, once or not at all; xa is in the next stage of the pipeline, if any is."""
         slot = lax.rem(done, config.stages)
-        stages = jnp.where(has_adapter(plan, first), 1, 0)
-        products = jnp.where(adds_adapter(first) & (part == 0), 1, 0)
 
-        @pl.loop(0, stages)
+        @pl.loop(0, jnp.where(adds_adapter(first), 1, 0))
         def _(_):
+            columns = adapter(row_start) if b is None else b
             # Those that do not multiply wait too, as for every stage: who skips one takes its
             # arrivals for those of the next round of the pipeline.
             plgpu.barrier_wait(sm["full"].at[slot])
 
-        @pl.loop(0, products)
-        def _(_):
-            for j, columns in enumerate(adapter(row_start) if b is None else b):
-                if simulated:
-                    sm["a"][warpgroup, :, :64] = columns
-                    plgpu.commit_smem()
-                    columns = sm["a"].at[warpgroup, :, pl.ds(0, 64)]
-                plgpu.wgmma(acc, columns, sm["x"].at[slot, j // 2, :, pl.ds(j % 2 * 64, 64)].T)
-                if simulated:
-                    plgpu.wgmma_wait(0)
-            plgpu.wgmma_wait(0)
+            @pl.loop(0, 1 if config.slices == 1 else jnp.where(part == 0, 1, 0))
+            def _(_):
+                for j, operand in enumerate(columns):
+                    if simulated:
+                        sm["a"][warpgroup, :, :64] = operand
+                        plgpu.commit_smem()
+                        operand = sm["a"].at[warpgroup, :, pl.ds(0, 64)]
+                    tokens = sm["x"].at[slot, j // 2, :, pl.ds(j % 2 * 64, 64)]
+                    plgpu.wgmma(acc, operand, tokens.T)
+                    if simulated:
+                        plgpu.wgmma_wait(0)
+                plgpu.wgmma_wait(0)
 
-        @pl.loop(0, stages)
-        def _(_):
-            release(slot)
+            plgpu.barrier_arrive(sm["empty"].at[slot])
 
         return acc[...]
 
@@ -571,7 +551,7 @@ def _compute(
                 with jax.named_scope("publish"):
                     arrive(locks(), [plan.share(block, i)[2] for i in (0, 1)])
 
-        return done + count + (jnp.where(has_adapter(plan, first), 1, 0) if "b" in gm else 0)
+        return done + count + (jnp.where(adds_adapter(first), 1, 0) if "b" in gm else 0)
 
     if plan.shared and not simulated:
 

@@ -21,12 +21,6 @@ def fence_async_proxy(kind: nvvm.ProxyKind) -> None:
     fence()
 
 
-@plgpu.inline_mgpu()
-def synchronize_warpgroup(_) -> None:
-    """Lets the warps of a warpgroup wait for one another."""
-    mgpu.utils.warpgroup_barrier()
-
-
 def arrive(locks: Sequence, sharers: Sequence[jax.Array]) -> None:
     """Publishes what the warpgroup wrote to global memory and counts at one or two locks.
 
