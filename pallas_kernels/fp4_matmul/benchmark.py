@@ -27,6 +27,7 @@ import dataclasses
 import datetime
 import fcntl
 import functools
+import importlib
 import json
 import math
 import multiprocessing
@@ -179,13 +180,9 @@ def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple
 def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, dict]:
     """Seconds of one call of an implementation, and of its kernels."""
     if impl == "nf4":
-        # In a process of its own: torch's profiler and ours keep each other out.
-        with (
-            sole_use(),
-            concurrent.futures.ProcessPoolExecutor(
-                1, multiprocessing.get_context("spawn")
-            ) as process,
-        ):
+        process = _process_of_nf4()
+        process.submit(_load_bitsandbytes).result()
+        with sole_use():
             return process.submit(_time_nf4, m, n, k).result()
     make = {"bf16": _dense, "dx_bf16": _dense, "xla": random_weight}.get(impl, _tiles)
     kernel = functools.partial(fp4.fp4_matmul, implementation="mosaic")
@@ -207,6 +204,16 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
     program = lowered.compile() if impl in ("nvfp4", "nvfp4_lora32") else None
     with sole_use():  # XLA compiles its products by measuring, too.
         return measure(program or lowered.compile(), *args)
+
+
+@functools.cache
+def _process_of_nf4() -> concurrent.futures.Executor:
+    """A process for bitsandbytes: torch's profiler and ours keep each other out of one."""
+    return concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
+def _load_bitsandbytes() -> None:
+    importlib.import_module("bitsandbytes")
 
 
 def _time_nf4(m: int, n: int, k: int) -> tuple[float, dict]:
@@ -308,15 +315,19 @@ def main() -> None:
         bandwidth = args.bandwidth or copy_bandwidth()
     print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
     origin = provenance(args.commit)
+    measured: dict[tuple, tuple[float, dict]] = {}  # Two models can have a layer in common.
     for layer, (n, k) in shapes(args.layers).items():
         for m in map(int, args.m.split(",")):
             rows = []
             for impl in args.impls.split(","):
+                case = impl, m, n, k, cases.rank_of(layer, 32)
                 try:
-                    seconds, kernels = time_product(impl, layer, m, n, k)
+                    if case not in measured:
+                        measured[case] = time_product(impl, layer, m, n, k)
                 except Exception as error:  # One that fails must not cost the others.
                     print(f"{layer:12} {m:5} {impl:12} {type(error).__name__}: {error}"[:200])
                     continue
+                seconds, kernels = measured[case]
                 floor = floor_seconds(m, n, k, bits=BITS.get(impl, 4.5), bandwidth=bandwidth)
                 row = {
                     "layer": layer,
