@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.errors import UserError
     from qerl_jax.run.benchmark_rollout import benchmark
     from qerl_jax.run.benchmark_subject import BenchmarkConfig
+    from qerl_jax.run.programs import small_ones_cached
     from qerl_jax.run.tasks import SYSTEM_PROMPT
 
     given = dict(vars(arguments))
@@ -79,15 +80,15 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--batch={arguments.batch}: numbers with commas, like 1,8,32") from error
     if given["system_prompt"] is None:
         given["system_prompt"] = SYSTEM_PROMPT
-    benchmark(
-        BenchmarkConfig(
-            models=tuple(given.pop("model").split(",")),
-            formats=tuple(given.pop("format").split(",")),
-            batches=batches,
-            began=_BEGAN,
-            **given,
-        )
+    config = BenchmarkConfig(
+        models=tuple(given.pop("model").split(",")),
+        formats=tuple(given.pop("format").split(",")),
+        batches=batches,
+        began=_BEGAN,
+        **given,
     )
+    with small_ones_cached():
+        benchmark(config)
 
 
 if __name__ == "__main__":
