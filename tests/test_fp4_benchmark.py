@@ -77,6 +77,7 @@ def test_the_shortlist_has_every_kind(m):
     n, k = cases.MODELS["7b"]["qkv"]
     found = autotune.shortlist(m, n, k, rank=64, multiprocessors=132, size=10)
     assert 10 <= len(found) <= 40
+    assert tiling.choose(m, n, k, rank=64) in found
     assert len(set(found)) == len(found)
     assert all(config.problem() is None for config in found)
     assert any(config.stream or config.split > 1 for config in found) == (m <= 256)

@@ -29,7 +29,10 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: int) -> list:
-    """The best candidates by the model, and the best of every kind that it may underrate."""
+    """The best candidates by the model, and the best of every kind that it may underrate.
+
+    And what serves the shape now: a tiling takes its place if it is faster in the same run.
+    """
 
     def cost(config):
         return tiling.cost(config, m, n, k, multiprocessors)
@@ -42,6 +45,7 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
         kind = config.stream, config.split, config.slices, config.warpgroups > 3, config.ahead
         kinds.setdefault(kind, config)
     chosen += [config for config in kinds.values() if cost(config) < 1.4 * cost(ranked[0])]
+    chosen.append(tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors))
     return list(dict.fromkeys(chosen))
 
 
