@@ -12,6 +12,9 @@ system message of `experiments.evaluate`. --startup tells the time from the comm
 tokens, with every program compiled that a rollout of these prompts can need; JAX keeps them in
 JAX_COMPILATION_CACHE_DIR, so that a second run says what a cache saves.
 
+Several commands may run at a time, as one measures after the other, if the memory holds them
+(XLA_PYTHON_CLIENT_PREALLOCATE=false).
+
 Every measurement prints a line, and writes its row to --out, {device, rows: [...]}, at once; a run
 replaces the rows of its own model, format, rank, batch and lengths and keeps the others. What the
 fields are is in `qerl_jax/run/benchmark_rollout.py`.

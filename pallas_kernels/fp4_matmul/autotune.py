@@ -26,6 +26,7 @@ from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.device import exit_unless_hopper
 from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
+from pallas_kernels.gpu_lock import sole_use
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: int) -> list:
@@ -60,7 +61,7 @@ def tune(
     threads: int = 8,
 ) -> tuple[TileConfig, float]:
     """The fastest tiling of a shape, and its seconds."""
-    with benchmark.sole_use():
+    with sole_use():
         weights = benchmark.random_weights(
             lambda key, n, k: fp4.to_tiles(benchmark.random_weight(key, n, k)), n, k, bits=4.5
         )
@@ -97,7 +98,7 @@ def tune(
                 print(f"    {config}: {problem}"[:200], flush=True)
                 continue
             program = done.result()
-            with benchmark.sole_use():
+            with sole_use():
                 actual = program(*args)[0].astype(jnp.float32)
                 error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
                 if not error < 1e-2:
@@ -108,7 +109,7 @@ def tune(
     if not results:
         raise ValueError(f"no tiling works for M {m}, N {n}, K {k}")
     finalists = sorted(results, key=lambda result: result[0])[:3]
-    with benchmark.sole_use():
+    with sole_use():
         measured = [
             (statistics.median(seconds(program) for _ in range(3)), config)
             for _, config, program in finalists
@@ -163,7 +164,7 @@ def main() -> None:
             )
             print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
             entry = {"n": n, "k": k, "m": m, "config": dataclasses.asdict(config)}
-            with benchmark.sole_use():
+            with sole_use():
                 merge(path, [entry | {"us": round(1e6 * seconds, 2)}])
 
 

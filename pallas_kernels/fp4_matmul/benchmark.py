@@ -22,10 +22,8 @@ time goes into compiling: several commands may run at a time, for one measures a
 import argparse
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import datetime
-import fcntl
 import functools
 import importlib
 import json
@@ -38,8 +36,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -48,23 +45,13 @@ import jaxlib
 
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, tiling
+from pallas_kernels.gpu_lock import sole_use
 
 FLOPS = 790e12  # bfloat16 products of an H100 SXM or H200 on random data
 ROTATED_BYTES = 512e6
 BITS = {"bf16": 16, "dx_bf16": 16, "nf4": 4.125}  # of a weight; NVFP4 has 4.5
 
 Times = list[tuple[str, float]]  # kernel name and seconds, in order
-
-
-@contextlib.contextmanager
-def sole_use() -> Iterator[None]:
-    """Keeps other commands of this machine from the GPU, those that ask for it like this."""
-    path = pathlib.Path(tempfile.gettempdir()) / "fp4_matmul.lock"
-    if not path.exists():
-        path.touch()
-    with path.open(encoding="utf-8") as file:  # which may be another user's
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def device_times(function: Callable, *args: Any) -> Times:

@@ -28,6 +28,7 @@ from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.device import exit_unless_hopper, multiprocessors
 from pallas_kernels.fp4_matmul import benchmark, cases, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
+from pallas_kernels.gpu_lock import sole_use
 
 
 def room_for_notes(config: TileConfig) -> TileConfig:
@@ -139,7 +140,7 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
         for _ in range(2):  # The first one loads the program, and both write the same file.
             for trace in pathlib.Path(folder).glob("*-trace.json"):
                 trace.unlink()
-            with benchmark.sole_use():
+            with sole_use():
                 flush(jnp.zeros(2**27)).block_until_ready()
                 product(x, weight, adapter).block_until_ready()
                 jax.effects_barrier()

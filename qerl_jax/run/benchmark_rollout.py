@@ -41,6 +41,7 @@ import jax
 import jaxlib
 import numpy as np
 
+from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import FUSED
@@ -108,11 +109,12 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
                     check_fits(subject, config)
                     _compile(subject, config)
                     measured = []
-                    for batch in config.batches:
-                        measured.append(measure_decoding(subject, batch, config))
-                        keep(measured[-1])
-                    for row in measured if config.parts else ():
-                        keep(row | {"parts": step_parts(subject, row["batch"], config)})
+                    with sole_use():
+                        for batch in config.batches:
+                            measured.append(measure_decoding(subject, batch, config))
+                            keep(measured[-1])
+                        for row in measured if config.parts else ():
+                            keep(row | {"parts": step_parts(subject, row["batch"], config)})
             for leaf in jax.tree.leaves((subject.params, subject.lora)):
                 leaf.delete()
             del subject
@@ -220,12 +222,13 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         began = time.perf_counter()
         compile_ahead(key, subject.params, subject.lora, prompts=len(prompts), **how)
         compile_seconds = time.perf_counter() - began
-        run(0)
         times, rollouts = [], []
-        for number in range(1, _REPEATS + 1):
-            began = time.perf_counter()
-            rollouts.append(run(number))
-            times.append(time.perf_counter() - began)
+        with sole_use():
+            run(0)
+            for number in range(1, _REPEATS + 1):
+                began = time.perf_counter()
+                rollouts.append(run(number))
+                times.append(time.perf_counter() - began)
     rates = [r.lengths.sum() / t for r, t in zip(rollouts, times, strict=True)]
     best = int(np.argmax(rates))
     rollout, cost = rollouts[best], costs[1 + best]

@@ -1,0 +1,18 @@
+"""One measurement at a time on a GPU that several commands share."""
+
+import contextlib
+import fcntl
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def sole_use() -> Iterator[None]:
+    """Keeps other commands of this machine from the GPU, those that ask for it like this."""
+    path = pathlib.Path(tempfile.gettempdir()) / "fp4_matmul.lock"
+    if not path.exists():
+        path.touch()
+    with path.open(encoding="utf-8") as file:  # which may be another user's
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
