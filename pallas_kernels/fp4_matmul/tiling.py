@@ -91,7 +91,8 @@ class TileConfig:
     def registers(self) -> int:
         """An estimate for a thread that computes: accumulator, operands and the rest."""
         operands = self.in_flight + 1 + self.ahead if self.in_flight else self.products
-        return self.tile_m // 2 + 16 * operands + 39 + self.slices
+        kept = max(0, self.tile_m - 64) * 3 // 4 if self.split > 1 else 0  # of parts to exchange
+        return self.tile_m // 2 + 16 * operands + kept + 39 + self.slices
 
     def problem(self) -> str | None:
         """Why the kernel cannot be built like this, or None."""
