@@ -104,7 +104,6 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=32, help="of a random adapter; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--commit", help="instead of git's")
     args = parser.parse_args()
     model = load(args.model, format=args.format)
     encoded = encode_prompts(
@@ -120,8 +119,6 @@ def main() -> None:
     )
     print(json.dumps(result), flush=True)
     result |= {"format": args.format, "lora_rank": args.lora_rank} | provenance()
-    if args.commit:
-        result["git"] = {"commit": args.commit}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(args.out, without_folders(json.dumps(result, indent=1)) + "\n")
 

@@ -13,7 +13,7 @@ tokens, with every program compiled that a rollout of these prompts can need; JA
 JAX_COMPILATION_CACHE_DIR, so that a second run says what a cache saves.
 
 Several commands may run at a time, as one measures after the other, if the memory holds them
-(XLA_PYTHON_CLIENT_PREALLOCATE=false).
+(XLA_PYTHON_CLIENT_PREALLOCATE=false); --startup waits for no other.
 
 Every measurement prints a line, and writes its row to --out, {device, rows: [...]}, at once; a run
 replaces the rows of its own model, format, rank, batch and lengths and keeps the others. What the
@@ -21,6 +21,7 @@ fields are is in `qerl_jax/run/benchmark_rollout.py`.
 """
 
 import argparse
+import os
 import time
 
 from experiments import cli
@@ -73,7 +74,6 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.errors import UserError
     from qerl_jax.run.benchmark_rollout import benchmark
     from qerl_jax.run.benchmark_subject import BenchmarkConfig
-    from qerl_jax.run.programs import small_ones_cached
     from qerl_jax.run.tasks import SYSTEM_PROMPT
 
     given = dict(vars(arguments))
@@ -83,16 +83,18 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"--batch={arguments.batch}: numbers with commas, like 1,8,32") from error
     if given["system_prompt"] is None:
         given["system_prompt"] = SYSTEM_PROMPT
-    config = BenchmarkConfig(
-        models=tuple(given.pop("model").split(",")),
-        formats=tuple(given.pop("format").split(",")),
-        batches=batches,
-        began=_BEGAN,
-        **given,
+    benchmark(
+        BenchmarkConfig(
+            models=tuple(given.pop("model").split(",")),
+            formats=tuple(given.pop("format").split(",")),
+            batches=batches,
+            began=_BEGAN,
+            **given,
+        )
     )
-    with small_ones_cached():
-        benchmark(config)
 
 
 if __name__ == "__main__":
+    # Most programs of a rollout compile in less than the second from which on JAX keeps them.
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     cli.run_command(make_parser(), run)

@@ -9,8 +9,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def sole_use() -> Iterator[None]:
-    """Keeps other commands of this machine from the GPU, those that ask for it like this."""
-    path = pathlib.Path(tempfile.gettempdir()) / "fp4_matmul.lock"
+    """Keeps other commands of this machine from the GPU, those that ask for it like this.
+
+    A command that has it must not ask again.
+    """
+    path = pathlib.Path(tempfile.gettempdir()) / "sole_use_of_gpu.lock"
     if not path.exists():
         path.touch()
     with path.open(encoding="utf-8") as file:  # which may be another user's

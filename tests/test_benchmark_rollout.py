@@ -28,7 +28,7 @@ from qerl_jax.rollout.head import rollout_head
 from qerl_jax.run import benchmark_rollout as job
 from qerl_jax.run import benchmark_subject, parts, rollout_rows, step_parts
 from qerl_jax.run.architectures import ARCHITECTURES
-from qerl_jax.run.programs import cached_in, small_ones_cached
+from qerl_jax.run.programs import cached_in
 from qerl_jax.run.random_policy import random_lora, random_params
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -161,19 +161,6 @@ def test_a_startup(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "tiny nf4 lora 4, 4 x 2: first tokens after " in printed
     assert "all of them cached" in printed
-
-
-def test_the_cache_keeps_small_programs(tmp_path):
-    with small_ones_cached():
-        jax.jit(lambda x: x + 1)(1.0)  # into no folder
-    with cached_in(tmp_path):
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1000.0)
-        jax.jit(lambda x: x + 2)(1.0)
-        assert not list(tmp_path.iterdir())
-        with small_ones_cached():
-            jax.jit(lambda x: x + 3)(1.0)
-        assert list(tmp_path.iterdir())
-        assert jax.config.jax_persistent_cache_min_compile_time_secs == 1000.0
 
 
 def test_bytes_of_a_step():

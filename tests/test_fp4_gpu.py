@@ -134,6 +134,8 @@ def cases():
     for config in CONFIGS[1:]:
         for m, n, k in ((33, 576, 576), (40, 1024, 8960), (200, 2056, 1520)):
             yield config, (m, n, k), True, "nvfp4"
+    # Clusters of four blocks, each with a whole tile and a run of one more.
+    yield TileConfig(16, rows=1, stages=6, split=4), (16, 10240, 1024), True, "nvfp4"
 
 
 @pytest.mark.parametrize(("config", "shape", "adapter", "form"), cases(), ids=str)

@@ -83,10 +83,10 @@ VARIANTS = {
         4,
     ),
     "a tile for each block of a cluster and an odd one": (
-        (16, 192, 640),
-        TileConfig(16, rows=1, stages=3, split=2),
+        (8, 256, 640),
+        TileConfig(8, rows=1, stages=3, split=3),
         64,
-        2,
+        3,
     ),
     "the next stage decoded ahead": (
         (8, 64, 1024),
@@ -236,6 +236,24 @@ def test_an_adapter_whose_product_comes_in_shares(monkeypatch):
     assert relative_error(y, expected + xa @ float64(b)[:, :rank].T) < 4e-3  # x A^T is rounded
 
 
+@pytest.mark.parametrize(
+    ("tiles", "split", "multiprocessors", "clusters"),
+    [
+        (66, 2, 132, 66),  # one tile for each cluster
+        (198, 2, 132, 66),  # a whole one for each block, and one to split
+        (132, 2, 132, 0),
+        (40, 3, 132, 40),
+        (41, 3, 132, 0),  # the last would wait for a second wave
+        (160, 4, 132, 32),
+        (5, 4, 4, 1),
+        (5, 1, 132, 0),
+        (1, 8, 4, 0),
+    ],
+)
+def test_clusters(tiles, split, multiprocessors, clusters):
+    assert tiling.clusters_of(tiles, split, multiprocessors) == clusters
+
+
 def test_clusters_are_for_devices_that_are_known():
     splits = [
         {c.split for c in tiling.candidates(8, 3584, 3584, multiprocessors=n)} for n in (78, 132)
@@ -286,7 +304,7 @@ def test_self_check_while_tracing():
     assert errors[0] < ROUNDING
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 5, 16, 23, 132])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5, 16, 23, 48, 132])
 @pytest.mark.parametrize(
     ("stream", "split"), [(False, 1), (True, 1), (False, 2), (False, 3), (False, 8)]
 )
@@ -312,14 +330,16 @@ def test_every_step_has_one_block(tile_m, stream, split, blocks):
         awaited_behind = int(plan.awaited_behind(block))
         assert awaited_behind == (begins.index(True) if any(begins) else pieces - 1)
     assert (owners >= 0).all()
-    turns = -(-plan.tiles // max(1, blocks // split))
-    assert plan.split in (1, split)
-    assert plan.split == split or split > min(plan.steps, blocks) or turns % split != 1
-    odd = [len(set(owner)) for owner in owners if len(set(owner)) > 1]
-    assert stream or set(odd) <= {plan.split}
-    assert stream or len(odd) <= plan.clusters
-    if split * plan.tiles <= blocks and split <= plan.steps:
-        assert odd == plan.tiles * [split] or split == 1
+    clusters = tiling.clusters_of(plan.tiles, split, blocks) if split <= plan.steps else 0
+    assert plan.split == (split if clusters else 1)
+    if clusters:
+        assert plan.clusters == clusters
+        members = np.arange(plan.blocks).reshape(clusters, split)
+        pieces = np.array([int(plan.pieces(block)) for block in range(plan.blocks)])[members]
+        assert (pieces == pieces[:, :1]).all()
+        sharers = [tuple(sorted(set(owner))) for owner in owners if len(set(owner)) > 1]
+        assert len(set(sharers)) == len(sharers)
+        assert set(sharers) <= {tuple(cluster) for cluster in members.tolist()}
     assert plan.shared == (plan.tiles % plan.blocks if stream else 0)
     if not stream:
         return
@@ -469,6 +489,10 @@ def test_shards_of_tiles():
         ({"config": TileConfig(256, stages=9)}, "bytes of shared memory, limit"),
         ({"config": TileConfig(8, rows=8)}, "8 warpgroups compute, expected at most 7"),
         ({"config": TileConfig(8, in_flight=2)}, "in_flight is 2, expected 0 to 1"),
+        (
+            {"config": TileConfig(8, block_k=256, stages=1, in_flight=1, ahead=True)},
+            "ahead needs 2 stages of 4 products",
+        ),
     ],
 )
 def test_errors_name_the_values(changes, message):

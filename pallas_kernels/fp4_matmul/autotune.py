@@ -30,7 +30,7 @@ from pallas_kernels.gpu_lock import sole_use
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: int) -> list:
-    """The best candidates by the model, and the best of every kind that it may underrate.
+    """The best candidates by the model, in flight and ahead as they may be, and of every kind.
 
     And what serves the shape now: a tiling takes its place if it is faster in the same run.
     """
@@ -38,12 +38,17 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
     def cost(config):
         return tiling.cost(config, m, n, k, multiprocessors)
 
+    def cut(config):
+        """All that the model knows of a tiling."""
+        return dataclasses.replace(config, in_flight=0, ahead=False)
+
     found = tiling.candidates(m, n, k, rank=rank, multiprocessors=multiprocessors)
     ranked = sorted(found, key=cost)
-    chosen = ranked[:size]
+    best = list(dict.fromkeys(map(cut, ranked)))[:size]
+    chosen = [config for config in ranked if cut(config) in best]
     kinds = {}
     for config in ranked:
-        kind = config.stream, config.split, config.slices, config.warpgroups > 3, config.ahead
+        kind = config.stream, config.split, config.slices, config.warpgroups > 3
         kinds.setdefault(kind, config)
     chosen += [config for config in kinds.values() if cost(config) < 1.4 * cost(ranked[0])]
     chosen.append(tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors))
@@ -143,7 +148,9 @@ def main() -> None:
     )
     parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
     parser.add_argument("--m", default="1,8,16,32,64,128,256,512,2048")
-    parser.add_argument("--size", type=int, default=10, help="candidates by the model's rank")
+    parser.add_argument(
+        "--size", type=int, default=10, help="candidates by the model's rank, without depths"
+    )
     parser.add_argument("--rank", type=int, default=32, help="of the adapters that must fit")
     parser.add_argument("--out", type=pathlib.Path, help="default: in tuned/, by the device")
     args = parser.parse_args()

@@ -22,6 +22,7 @@ time goes into compiling: several commands may run at a time, for one measures a
 import argparse
 import collections
 import concurrent.futures
+import concurrent.futures.process
 import dataclasses
 import datetime
 import functools
@@ -168,9 +169,13 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
     """Seconds of one call of an implementation, and of its kernels."""
     if impl == "nf4":
         process = _process_of_nf4()
-        process.submit(_load_bitsandbytes).result()
-        with sole_use():
-            return process.submit(_time_nf4, m, n, k).result()
+        try:
+            process.submit(_load_bitsandbytes).result()  # which takes long, while others measure
+            with sole_use():
+                return process.submit(_time_nf4, m, n, k).result()
+        except concurrent.futures.process.BrokenProcessPool:
+            _process_of_nf4.cache_clear()
+            raise
     make = {"bf16": _dense, "dx_bf16": _dense, "xla": random_weight}.get(impl, _tiles)
     kernel = functools.partial(fp4.fp4_matmul, implementation="mosaic")
     operations = {
@@ -231,6 +236,8 @@ def _time_nf4(m: int, n: int, k: int) -> tuple[float, dict]:
             {e.key: 1e-6 * e.self_device_time_total / count for e in profile.key_averages()}
         )
     kernels = {name: statistics.median(r.get(name, 0.0) for r in runs) for name in runs[0]}
+    weights.clear()
+    torch.cuda.empty_cache()
     return statistics.median(sum(r.values()) for r in runs), kernels
 
 

@@ -45,8 +45,8 @@ class TileConfig:
             whole tiles.
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
-        split: blocks of threads, a cluster, that share tiles, the columns of an odd one too, which
-            they add up through one another's shared memory. Not with stream.
+        split: size of a cluster: blocks of threads that divide its tiles among them. A tile left
+            over is split along K, and added up through shared memory. Not with stream.
         ahead: decode the first columns of the next stage while the products of this one run.
     """
 
@@ -91,7 +91,8 @@ class TileConfig:
     def registers(self) -> int:
         """An estimate for a thread that computes: accumulator, operands and the rest."""
         operands = self.in_flight + 1 + self.ahead if self.in_flight else self.products
-        kept = max(0, self.tile_m - 64) * 3 // 4 if self.split > 1 else 0  # of parts to exchange
+        # Parts to exchange take some, as ptxas was seen to need.
+        kept = max(0, self.tile_m - 64) * 3 // 4 if self.split > 1 else 0
         return self.tile_m // 2 + 16 * operands + kept + 39 + self.slices
 
     def problem(self) -> str | None:
@@ -107,8 +108,8 @@ class TileConfig:
             return f"block_k is {self.block_k}, expected a multiple of {columns}"
         if not 0 <= self.in_flight < self.products:
             return f"in_flight is {self.in_flight}, expected 0 to {self.products - 1}"
-        if self.ahead and not (self.products >= 4 and 1 <= self.in_flight <= 2):
-            return f"ahead is for 4 products of a stage, 1 or 2 of them in flight, got {self}"
+        if self.ahead and (self.products < 4 or self.in_flight < 1 or self.stages < 2):
+            return f"ahead needs 2 stages of 4 products, of which not all are in flight, got {self}"
         if self.warpgroups > 7:
             return f"{self.warpgroups} warpgroups compute, expected at most 7, with shares 6"
         if self.smem_bytes() > SMEM_LIMIT:
@@ -273,10 +274,10 @@ def _splits(tiles: int, multiprocessors: int) -> list[int]:
 
 
 def clusters_of(tiles: int, split: int, multiprocessors: int) -> int:
-    """How many clusters of so many blocks share the tiles of a product; 0: they cannot.
+    """How many clusters of so many blocks divide the tiles of a product; 0: they would not help.
 
-    A pair of multiprocessors can be a cluster of two; a larger one lies within a group of 16 or 18.
-    A cluster shares one tile at most.
+    All run at a time: a pair of multiprocessors can be a cluster of two, a larger one lies within a
+    group of 16 or 18. One tile of a cluster is split at most.
     """
     if split == 1:
         return 0
@@ -284,10 +285,8 @@ def clusters_of(tiles: int, split: int, multiprocessors: int) -> int:
         at_a_time = multiprocessors // split
     else:
         at_a_time = multiprocessors // 16 * (16 // split)
-    clusters = tiles if tiles * split <= multiprocessors else min(tiles, at_a_time)
-    if not clusters or (split > 2 and -(-tiles // clusters) % split != 1):
-        return 0
-    return clusters
+    clusters = min(tiles, at_a_time)
+    return clusters if clusters and -(-tiles // clusters) % split == 1 else 0
 
 
 def _token_tiles(m: int) -> list[int]:

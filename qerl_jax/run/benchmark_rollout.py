@@ -90,21 +90,24 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
     print(device.device_kind, flush=True)
     origin = _origin(config.commit)
     path, rows = pathlib.Path(config.out), []
-    merge(path, device.device_kind, [])  # A file of another device is told before the work.
+    with sole_use():
+        merge(path, device.device_kind, [])  # A file of another device is told before the work.
 
     def keep(row: dict) -> None:
+        """The caller has sole use, of the file too."""
         rows.append(row | origin)
         print(describe(row), flush=True)
         merge(path, device.device_kind, rows[-1:])
 
     for model in config.models if not config.source else (config.source,):
         for format in config.formats:
-            subject = make_subject(config, model, format)
+            with sole_use() if not config.startup else contextlib.nullcontext():
+                subject = make_subject(config, model, format)
             with memory_errors(subject):
-                if config.startup:
-                    keep(_startup(subject, config))
-                elif config.data:
-                    keep(measure_rollouts(subject, config))
+                if config.startup or config.data:
+                    row = (_startup if config.startup else measure_rollouts)(subject, config)
+                    with sole_use():
+                        keep(row)
                 else:
                     check_fits(subject, config)
                     _compile(subject, config)

@@ -40,11 +40,3 @@ def cached_in(path: Path) -> Generator[None]:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
-
-
-@contextlib.contextmanager
-def small_ones_cached() -> Generator[None]:
-    """Lets JAX's cache of compiled programs, where it has a folder, keep the small ones too."""
-    folder = jax.config.jax_compilation_cache_dir
-    with cached_in(Path(folder)) if folder else contextlib.nullcontext():
-        yield

@@ -18,7 +18,8 @@ class Plan:
     tiles left over are shared: their steps form a line that is cut into equal runs, one a block.
     A run is no longer than a tile, so it touches two at most, and a block begins with it: its
     partial sums are on their way while it computes whole tiles. When split, tiles belong to
-    clusters of blocks, and an odd one is shared: each block ends with a run of its steps.
+    clusters of blocks. Each block computes as many whole ones; the steps of the one left over, if
+    any, are cut into runs, with which the blocks end.
     """
 
     config: TileConfig
@@ -46,7 +47,7 @@ class Plan:
 
     @property
     def clusters(self) -> int:
-        """Clusters of blocks; a block that is not split is one."""
+        """Clusters of blocks; with split 1 every block is one."""
         return self.blocks // self.split
 
     @property

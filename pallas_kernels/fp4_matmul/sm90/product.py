@@ -373,7 +373,7 @@ def _compute(
 
         @pl.loop(0, jnp.where(adds_adapter(first), 1, 0))
         def _(_):
-            columns = adapter(row_start) if b is None else b
+            columns = adapter(row_start) if b is None else b  # asked for before anything is awaited
             # Those that do not multiply wait too, as for every stage: who skips one takes its
             # arrivals for those of the next round of the pipeline.
             plgpu.barrier_wait(sm["full"].at[slot])
@@ -422,14 +422,16 @@ def _compute(
         return read("bias", pl.ds(start, TILE_ROWS)) if "bias" in gm else None
 
     def add_parts(value, bias, token, row_tile):
-        """Adds up a tile over the blocks of the cluster, each of them some of its tokens."""
+        """Adds up a tile over the blocks of the cluster: each receiver some of its tokens."""
         member = lax.axis_index("member")
         width = config.tile_m // config.receivers
         full = sm["parts_full"].at[row]
-        own = None
-        for receiver in range(config.receivers):
-            start = receiver * width
-            theirs = lax.slice(value, (0, start), (TILE_ROWS, start + width))
+        parts = [
+            lax.slice(value, (0, start), (TILE_ROWS, start + width))
+            for start in range(0, config.receivers * width, width)
+        ]
+        own = parts[0]
+        for receiver, theirs in enumerate(parts):
 
             @pl.when(member != receiver)
             def _(theirs=theirs, receiver=receiver):
@@ -441,8 +443,7 @@ def _compute(
                     cluster_dim="member",
                 )
 
-            mine = jnp.broadcast_to(member == receiver, theirs.shape)
-            own = theirs if own is None else jnp.where(mine, theirs, own)
+            own = jnp.where(jnp.broadcast_to(member == receiver, own.shape), theirs, own)
 
         @pl.when(member < config.receivers)
         def _():
