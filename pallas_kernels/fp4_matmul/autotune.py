@@ -30,9 +30,9 @@ from pallas_kernels.gpu_lock import sole_use
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: int) -> list:
-    """The best candidates by the model, in flight and ahead as they may be, and of every kind.
+    """The best tilings by the model, each in all its depths, and the best of every kind.
 
-    And what serves the shape now: a tiling takes its place if it is faster in the same run.
+    Also what serves the shape now: another one takes its place if it is faster in the same run.
     """
 
     def cost(config):
