@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import math
 import pathlib
 from collections.abc import Iterator
 
@@ -267,9 +266,10 @@ def _splits(tiles: int, multiprocessors: int) -> list[int]:
     found = []
     for split in range(2, 9):
         clusters = clusters_of(tiles, split, multiprocessors)
-        longest = -(-tiles // clusters) / split if clusters else math.inf  # in tiles
-        if longest < -(-tiles // multiprocessors) and clusters * split >= 0.6 * multiprocessors:
-            found.append(split)
+        if clusters and clusters * split >= 0.6 * multiprocessors:
+            longest = -(-tiles // clusters) / split  # in tiles
+            if longest < -(-tiles // multiprocessors):
+                found.append(split)
     return found
 
 
