@@ -86,6 +86,7 @@ def project_tiles(
     shape: tuple[int, int],
     *,
     block: int = COLUMNS,
+    warps: int = 4,
     interpret: bool,
 ) -> dict[str, Any]:
     """Makes an array [M, K] tile by tile, and its product with A.
@@ -98,6 +99,7 @@ def project_tiles(
         a: [R, K], or None.
         shape: [M, K].
         block: columns of a tile.
+        warps: of a block of threads.
         interpret: run on a CPU.
 
     Returns:
@@ -147,7 +149,7 @@ def project_tiles(
         body,
         grid=(pl.cdiv(m, rows), blocks, parts),
         out_shape=tuple(results.values()),
-        compiler_params=plt.CompilerParams(num_warps=8, num_stages=1),
+        compiler_params=plt.CompilerParams(num_warps=warps, num_stages=1),
         name=name,
         interpret=interpret,
     )(*operands.values())

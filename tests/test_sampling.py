@@ -61,6 +61,30 @@ def test_distribution(options, kept):
     assert chi_square < 23.5
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 200}, {"top_p": 0.8}], ids=["all", "top-k", "top-p"]
+)
+def test_distribution_over_many_blocks(options):
+    """More tokens than one block has, some blocks far less likely, the last one not full."""
+    rng = np.random.default_rng(2)
+    logits = rng.standard_normal(300) + np.repeat([0.0, -4.0, 1.0], 100)
+    logits[100:110] += 4
+    tokens, logprobs, entropies = draw(np.tile(logits, (5 * ROWS, 1)), temperature=1.0, **options)
+    probs = np.exp(logits) / np.exp(logits).sum()
+    np.testing.assert_allclose(logprobs, np.log(probs)[tokens], atol=1e-5)
+    np.testing.assert_allclose(entropies, -(probs * np.log(probs)).sum(), atol=1e-5)
+    order = np.argsort(-probs)
+    kept = order[: options.get("top_k", 300)]
+    kept = kept[probs[kept].cumsum() - probs[kept] < options.get("top_p", 1.0)]
+    counts = np.bincount(tokens, minlength=300)
+    assert set(np.flatnonzero(counts)) <= set(kept)
+    expected = len(tokens) * probs[kept] / probs[kept].sum()
+    # Exceeded with probability 1e-4: the normal approximation of as many degrees of freedom.
+    chi_square = np.sum((counts[kept] - expected) ** 2 / expected)
+    freedom = len(kept) - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
+
+
 def test_temperature_zero_takes_the_largest():
     logits = random_logits()
     tokens, logprobs, _ = draw(logits, temperature=0.0, top_k=3, top_p=0.5)

@@ -165,6 +165,8 @@ def silu_project(
         # Of 18944 columns, blocks of 128 take 4.9 us at 32 rows where 256 take 6.2, and as long as
         # those at 8; larger ones leave fewer shares, and who reads them reads all of them.
         block=projection.COLUMNS if 16 < m <= MAX_ROWS_OF_SHARES else 2 * projection.COLUMNS,
+        # With more rows all blocks run at a time only if they are small.
+        warps=8 if m <= 32 else 4,
         interpret=interpret,
     )
     return outs["z"], outs["shares"]

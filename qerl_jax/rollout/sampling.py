@@ -5,6 +5,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+_BLOCK = 128  # tokens of which one is drawn
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig:
@@ -73,14 +75,61 @@ def sample(
         Both are of softmax(logits / temperature) before top-k and top-p (temperature 1 if 0):
         the distribution whose log-probabilities the trainer computes.
     """
-    logprobs = jax.nn.log_softmax(logits / (temperature or 1.0))
+    scaled = logits / (temperature or 1.0)
+    blocks = _in_blocks(scaled)
+    log_masses, log_total, entropies = _summary(blocks)
     if temperature == 0:
         tokens = jnp.argmax(logits, axis=-1)
     else:
-        kept = _truncate(logprobs, top_k=top_k, top_p=top_p)
-        tokens = jax.vmap(jax.random.categorical)(keys, kept)
-    chosen = jnp.take_along_axis(logprobs, tokens[:, None], axis=-1)[:, 0]
-    return tokens.astype(jnp.int32), chosen, entropy(logprobs)
+        if 0 < top_k < logits.shape[-1] or top_p < 1.0:
+            blocks = _in_blocks(_truncate(scaled - log_total[:, None], top_k=top_k, top_p=top_p))
+            log_masses, _, _ = _summary(blocks)
+        tokens = _draw(keys, blocks, log_masses)
+    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - log_total
+    return tokens.astype(jnp.int32), chosen, entropies
+
+
+def _in_blocks(logits: jax.Array) -> jax.Array:
+    """[B, V] as [B, N, _BLOCK], what is behind V as good as impossible."""
+    padding = -logits.shape[-1] % _BLOCK
+    padded = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
+    return padded.reshape(len(logits), -1, _BLOCK)
+
+
+def _summary(blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logarithms of the sums of exponentials, [B, N] of blocks and [B], and [B] entropies in nats.
+
+    The logits [B, N, _BLOCK] are read twice, where those of a softmax are read at least three
+    times, its maximum being that of a row.
+    """
+
+    def finite(x):
+        return jnp.where(x == -jnp.inf, 0.0, x)
+
+    # Behind a barrier, or XLA takes the maximum of the row from all logits again.
+    tops = jax.lax.optimization_barrier(jnp.max(blocks, axis=-1))
+    below = blocks - finite(tops)[..., None]
+    weights = jnp.exp(below)
+    masses = jnp.sum(weights, axis=-1)
+    moments = jnp.sum(weights * finite(below), axis=-1)
+    top = jnp.max(tops, axis=-1, keepdims=True)
+    scales = jnp.exp(tops - top)
+    total = jnp.sum(scales * masses, axis=-1)
+    mean = jnp.sum(scales * (moments + finite(tops - top) * masses), axis=-1) / total
+    return tops + jnp.log(masses), top[:, 0] + jnp.log(total), jnp.log(total) - mean
+
+
+def _draw(keys: jax.Array, blocks: jax.Array, log_masses: jax.Array) -> jax.Array:
+    """int32 [B] tokens by their probabilities: a block by its mass, and a token of the block.
+
+    Each by the largest of log-probability and Gumbel noise. Noise for every token would take longer
+    than all else that is done with its logit.
+    """
+    count = log_masses.shape[-1]
+    noise = jax.vmap(lambda key: jax.random.gumbel(key, (count + _BLOCK,)))(keys)
+    block = jnp.argmax(log_masses + noise[:, :count], axis=-1)
+    chosen = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * _BLOCK + jnp.argmax(chosen + noise[:, count:], axis=-1)
 
 
 def entropy(logprobs: jax.Array) -> jax.Array:
