@@ -15,7 +15,8 @@ from pallas_kernels.decode import to_cache
 from qerl_jax import buckets
 from qerl_jax.errors import UserError
 from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.engine import SamplingConfig, compile_ahead, generate, live_share
+from qerl_jax.rollout.engine import SamplingConfig, generate, live_share
+from qerl_jax.rollout.programs import compile_ahead
 
 policy = functools.partial(test_engine.policy, layers=1)
 rollout = functools.partial(test_engine.rollout, layers=1)
@@ -404,7 +405,7 @@ def test_all_programs_are_compiled_ahead():
     config, params, lora = policy()
     options = {"max_new_tokens": 22, "group_size": 4, "eos_ids": EOS, "max_rows": 6}
     seen = []
-    compile_ahead(
+    programs = compile_ahead(
         jax.random.key(9),
         params,
         lora,
@@ -419,9 +420,13 @@ def test_all_programs_are_compiled_ahead():
     total = seen[0][1]
     assert seen == [(n, total) for n in range(1, total + 1)]
     noisy = jax.jit(lambda params: jax.tree.map(lambda x: x * 1.01, params))(params)
-    rollout(**options, compiled=True, params=noisy, key=jax.random.key(1))
+    again = {"params": noisy, "key": jax.random.key(1), "compiled": True}
+    ahead = rollout(**options, **again, compiled_ahead=programs)
     with pytest.raises(RuntimeError, match=r"jit\(decode_chunk\).*slots=38"):
-        rollout(**options, compiled=True, chunk_steps=5)
+        rollout(**options, compiled=True, compiled_ahead=programs, chunk_steps=5)
+    # What jit compiles draws the same, and is what was compiled ahead.
+    for x, y in zip(jax.tree.leaves(ahead), jax.tree.leaves(rollout(**options, **again))):
+        np.testing.assert_array_equal(x, y)
 
 
 def test_bound_and_unbound_arrays_have_the_same_programs():

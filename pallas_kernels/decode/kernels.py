@@ -32,7 +32,6 @@ from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
 
 _SLOTS = 64  # of the cache that attention reads at a time
 _PARTS = 8  # of a row's slots, at most
-_BLOCKS = 2  # of threads that attend, for each multiprocessor
 _LOG2_E = 1.4426950408889634
 
 
@@ -274,11 +273,11 @@ def attend(
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     group = heads // kv_heads
     half = head_dim // 2
-    wanted = max(1, _BLOCKS * multiprocessors // (m * kv_heads))
+    wanted = max(1, multiprocessors // (m * kv_heads))
     count = min(_PARTS, wanted, pl.cdiv(slots, 2 * _SLOTS))
     # With fewer stages more blocks share a multiprocessor, if there are more; and three stages of
     # heads of 256 exceed the shared memory of a desktop's GPU.
-    few = m * kv_heads * count <= _BLOCKS * multiprocessors
+    few = m * kv_heads * count <= 2 * multiprocessors
     padded = max(16, pl.next_power_of_2(group))
     dtype = qkv.dtype
     operands = {"qkv": qkv, "squares": squares, "cos": angles[0], "sin": angles[1]}

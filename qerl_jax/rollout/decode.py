@@ -93,6 +93,11 @@ class Prompts:
     logits: jax.Array
     cache: KVCache
 
+    @property
+    def width(self) -> int:
+        """T."""
+        return self.cache.keys[0].shape[2]
+
 
 @struct.dataclass
 class Drawn:
@@ -264,20 +269,6 @@ def decode_chunk(
 
     batch, drawn = jax.lax.scan(step, batch, length=steps)
     return batch, jax.tree.map(lambda x: x.T, drawn)
-
-
-def keep_seats(batch: Batch, seats: jax.Array | np.ndarray) -> Batch:
-    """A smaller batch of some of the seats, int32 [N]; `batch` is given away.
-
-    It is done array by array, so that never more than one of them exists twice.
-    """
-
-    def take(x):
-        kept = take_rows(x, seats)
-        x.delete()
-        return kept
-
-    return jax.tree.map(take, batch)
 
 
 @jax.jit

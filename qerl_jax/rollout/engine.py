@@ -6,13 +6,10 @@ that have ended to rows that wait; when none waits, the batch shrinks with the r
 has drawn is looked at while the next one runs, so that the device never waits for the host.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import itertools
-import os
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -22,19 +19,14 @@ from flax import struct
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout import budget, decode
+from qerl_jax.rollout import budget, decode, programs
 from qerl_jax.rollout.budget import Plan
+from qerl_jax.rollout.programs import Programs
 from qerl_jax.rollout.sampling import SamplingConfig
 
 Array = Any  # NumPy on the host, jax.Array inside of jit
 
 _NOBODY = -1  # in place of a row
-_COMPILERS = max(4, (os.cpu_count() or 1) // 2)  # programs that compile at the same time
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
-_PROGRAMS = {
-    f"jit({name})"
-    for name in ("read_prompts", "seat_rows", "fuse_adapter", "decode_chunk", "take_rows")
-}
 
 
 @struct.dataclass
@@ -85,6 +77,7 @@ def generate(
     prompt_ids: Sequence[int] | None = None,
     prompt_width: int = 0,
     decode_text: Callable[[Sequence[int]], str] | None = None,
+    compiled_ahead: Programs | None = None,
     compiled: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
     on_tokens: Callable[[np.ndarray, np.ndarray], None] | None = None,
@@ -110,6 +103,7 @@ def generate(
         prompt_width: the longest prompt there is, if known: then one width is compiled.
         decode_text: token ids to text, for stop strings. A completion is cut after the token that
             completes one of them.
+        compiled_ahead: of `programs.compile_ahead`.
         compiled: whether all programs are compiled already; then compiling is an error.
         on_progress: called with the rows that have ended and the tokens drawn, after every chunk
             but the last.
@@ -135,7 +129,7 @@ def generate(
         config=config,
         sampling=sampling,
     )
-    key, params, lora = bound((key, params, lora))
+    key, params, lora = programs.bound((key, params, lora))
     ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
     host = _Host(
         key,
@@ -145,6 +139,7 @@ def generate(
         (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
         plan=plan,
         rules=decode.rules(config, sampling, eos_ids),
+        compiled_ahead=compiled_ahead or {},
         stop=sampling.stop,
         pad_id=pad_id,
         decode_text=decode_text,
@@ -207,13 +202,6 @@ def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:
     return max(prompt_width, *map(len, prompts))
 
 
-def bound(tree: Any) -> Any:
-    """The arrays bound to where they are: unbound ones would compile to programs of their own."""
-    leaves, treedef = jax.tree.flatten(tree)
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
-
-
 # --- The host's side of a rollout -----------------------------------------------------------------
 
 
@@ -238,6 +226,7 @@ class _Host:
         *,
         plan: Plan,
         rules: decode.Rules,
+        compiled_ahead: Programs,
         stop: tuple[str, ...],
         pad_id: int,
         decode_text: Callable[[Sequence[int]], str] | None,
@@ -246,6 +235,7 @@ class _Host:
         self._key, self._params, self._lora = key, params, lora
         self._prompts, self._identities = prompts, identities
         self._plan, self._rules, self._pad_id = plan, rules, pad_id
+        self._compiled_ahead = compiled_ahead
         self._stop, self._decode_text, self._on_tokens = stop, decode_text, on_tokens
         rows, width = len(identities), rules.max_new_tokens
         self.rollout = Rollout(
@@ -280,8 +270,10 @@ class _Host:
 
     @functools.cached_property
     def _fused_lora(self) -> list[dict]:
-        dtype = self._params["embed_tokens"].dtype
-        return decode.fuse_adapter(self._lora, config=self._rules.config, dtype=dtype)
+        return self._run(programs.fuse_adapter(self._rules, self._params), self._lora)
+
+    def _run(self, program: programs.Program, *arguments: Any) -> Any:
+        return program.run(self._compiled_ahead, *arguments)
 
     def seat_waiting(self) -> None:
         """Gives the seats that nobody needs to rows that wait, and reads their prompts."""
@@ -290,7 +282,8 @@ class _Host:
         free = np.flatnonzero(~self.needed)
         while len(free) and self._waiting < rows:
             if self._read is None:
-                self._read_prompts()
+                self._read = self._read_prompts()
+            read = self._read
             end = min(rows, (self._first_read + plan.prompts) * group_size)
             count = min(len(free), plan.seatings[-1], end - self._waiting)
             size = next(size for size in plan.seatings if size >= count)
@@ -298,14 +291,14 @@ class _Host:
             chosen[:count] = self._waiting + np.arange(count)
             seats = np.full(size, len(self._seated), np.int32)
             seats[:count] = free[:count]
-            self._batch, drawn = decode.seat_rows(
+            self._batch, drawn = self._run(
+                programs.seat_rows(plan, self._rules, read.width, size),
                 self._key,
                 self._batch,
-                self._read,
+                read,
                 seats,
                 np.maximum(chosen // group_size - self._first_read, 0).astype(np.int32),
                 self._identities[chosen],
-                rules=self._rules,
             )
             self._seated[free[:count]] = chosen[:count]
             self._expect(chosen, drawn)
@@ -314,19 +307,17 @@ class _Host:
             if self._waiting == end:
                 self._read, self._first_read = None, self._first_read + plan.prompts
 
-    def _read_prompts(self) -> None:
+    def _read_prompts(self) -> decode.Prompts:
         plan = self._plan
         prompts = self._prompts[self._first_read : self._first_read + plan.prompts]
         longest = max(map(len, prompts))
         # The last ones are filled up, so that all have a compiled shape.
         filled = [*prompts, *[prompts[0]] * (plan.prompts - len(prompts))]
-        tokens, lengths = pad_prompts(
-            filled, width=next(w for w in plan.widths if w >= longest), pad_id=self._pad_id
-        )
-        self._read = decode.read_prompts(
-            self._params, self._lora, tokens, lengths, config=self._rules.config, dtype=plan.dtype
-        )
+        width = next(w for w in plan.widths if w >= longest)
+        tokens, lengths = pad_prompts(filled, width=width, pad_id=self._pad_id)
         self.prompts_read += plan.prompts
+        program = programs.read_prompts(plan, self._rules, width)
+        return self._run(program, self._params, self._lora, tokens, lengths)
 
     def shrink(self) -> None:
         """Closes up when nobody waits and the rows that are left fit a smaller batch."""
@@ -337,19 +328,24 @@ class _Host:
         for size in [size for size in self._plan.batches if rows <= size < len(self._seated)]:
             kept = np.argsort(~self.needed, stable=True)[:size].astype(np.int32)
             self._seated = np.where(self.needed, self._seated, _NOBODY)[kept]
-            self._batch = decode.keep_seats(self._batch, kept)
+            self._batch = jax.tree.map(functools.partial(self._take, seats=kept), self._batch)
+
+    def _take(self, x: jax.Array, seats: np.ndarray) -> jax.Array:
+        """Some rows of an array that is given away, so that one at a time exists twice."""
+        kept = self._run(programs.take_rows(x, len(seats)), x, seats)
+        x.delete()
+        return kept
 
     def decode_chunk(self) -> None:
         """Lets the device decode a chunk."""
         needed = self.needed
-        self._batch, drawn = decode.decode_chunk(
+        self._batch, drawn = self._run(
+            programs.decode_chunk(self._plan, self._rules, len(needed)),
             self._key,
             self._params,
             self._fused_lora,
             self._batch,
             needed,
-            rules=self._rules,
-            steps=self._plan.steps,
         )
         self.decoded += len(needed) * self._plan.steps
         self._expect(np.where(needed, self._seated, _NOBODY), drawn)
@@ -410,143 +406,13 @@ class _Host:
         return next(count for count in range(1, len(new) + 1) if complete(count))
 
 
-# --- Compiling ahead ------------------------------------------------------------------------------
-
-
-def compile_ahead(
-    key: jax.Array,
-    params: dict,
-    lora: Lora | None,
-    *,
-    prompts: int,
-    prompt_width: int,
-    config: ModelConfig,
-    sampling: SamplingConfig,
-    eos_ids: Sequence[int],
-    group_size: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Compiles every program that `generate` can need for so many prompts.
-
-    Args:
-        key: one like those that `generate` gets.
-        params: the policy.
-        lora: its adapter, or None.
-        prompts: P.
-        prompt_width: the longest prompt there is.
-        config: see `generate`.
-        sampling: likewise.
-        eos_ids: likewise.
-        group_size: G.
-        on_progress: called with the programs that are compiled, and all of them.
-
-    Raises:
-        UserError: see `generate`.
-    """
-    plan = budget.make_plan(
-        params,
-        prompts=prompts,
-        longest=prompt_width,
-        group_size=group_size,
-        config=config,
-        sampling=sampling,
-    )
-    rules = decode.rules(config, sampling, eos_ids)
-    compile_programs(programs(key, params, lora, plan, rules=rules), on_progress)
-
-
-def programs(
-    key: jax.Array, params: dict, lora: Lora | None, plan: Plan, *, rules: decode.Rules
-) -> dict[Hashable, Callable[[], jax.stages.Lowered]]:
-    """What a rollout runs: for each program what makes it another one, and its lowering.
-
-    Args:
-        key: one like those that `generate` gets.
-        params: the policy.
-        lora: its adapter, or None.
-        plan: the shapes.
-        rules: the rest.
-    """
-    key, params, lora = bound((key, params, lora))
-    sharding = params["embed_tokens"].sharding
-    config = rules.config
-    found: dict[Hashable, Callable[[], jax.stages.Lowered]] = {}
-
-    def bound_shapes(tree):
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
-
-    def batch(rows):
-        empty = functools.partial(
-            decode.empty_batch, rows, plan.slots, config=config, dtype=plan.dtype
-        )
-        return bound_shapes(jax.eval_shape(empty))
-
-    def add(function, *arguments, **static):
-        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(arguments))
-        name = function.__name__, shapes, tuple(static.items())
-        found[name] = functools.partial(function.lower, *arguments, **static)
-
-    for width in plan.widths:
-        arguments = params, lora, *_integers((plan.prompts, width), plan.prompts)
-        static = {"config": config, "dtype": plan.dtype}
-        add(decode.read_prompts, *arguments, **static)
-        read = bound_shapes(decode.read_prompts.eval_shape(*arguments, **static))
-        for size in plan.seatings:
-            seated = key, batch(plan.batches[0]), read, *_integers(size, size, size)
-            add(decode.seat_rows, *seated, rules=rules)
-    if plan.steps:
-        static = {"config": config, "dtype": params["embed_tokens"].dtype}
-        add(decode.fuse_adapter, lora, **static)
-        fused_lora = bound_shapes(decode.fuse_adapter.eval_shape(lora, **static))
-        for rows in plan.batches:
-            arguments = key, params, fused_lora, batch(rows), np.zeros(rows, bool)
-            add(decode.decode_chunk, *arguments, rules=rules, steps=plan.steps)
-    for rows, smaller in itertools.pairwise(plan.batches):
-        for x in jax.tree.leaves(batch(rows)):
-            add(decode.take_rows, x, *_integers(smaller))
-    return found
-
-
-def compile_programs(
-    lowerings: Mapping[Hashable, Callable[[], jax.stages.Lowered]],
-    on_progress: Callable[[int, int], None] | None = None,
-) -> None:
-    """Compiles programs a few at a time; `on_progress` as in `compile_ahead`."""
-    pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
-    try:
-        # While one is lowered, which is Python's work, others are compiled.
-        compiling = [pool.submit(lower().compile) for lower in lowerings.values()]
-        for done, program in enumerate(concurrent.futures.as_completed(compiling), start=1):
-            program.result()
-            if on_progress is not None:
-                on_progress(done, len(lowerings))
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
 @contextlib.contextmanager
 def _no_compilation(plan: Plan) -> Generator[None]:
     """Raises at the end if one of the programs was compiled meanwhile."""
-    compiled = []
-
-    def note(event: str, duration_secs: float, **where: str | int) -> None:
-        del duration_secs
-        if event == _COMPILATION and where.get("fun_name") in _PROGRAMS:
-            compiled.append(where["fun_name"])
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with programs.compilations() as compiled:
         yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
     if compiled:
         raise RuntimeError(
             f"{', '.join(compiled)} compiled in the middle of a run, for a rollout of {plan}: the "
             "shapes of its arguments, or where they lie, must not change from step to step"
         )
-
-
-def _integers(*shapes: int | tuple[int, ...]) -> list[np.ndarray]:
-    return [np.zeros(shape, np.int32) for shape in shapes]

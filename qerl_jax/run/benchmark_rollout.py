@@ -19,7 +19,7 @@ Rows of a decode benchmark:
 
 and of rollouts of a file of problems, kind "gsm8k": tokens up to and including the end over the
 seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
-"startup" see `startup.measure_startup`; `cached` is whether JAX's cache had every program.
+"startup" see `startup.measure_startup`; `cached` is whether every program was kept.
 """
 
 import contextlib
@@ -47,14 +47,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.engine import (
-    Rollout,
-    Statistics,
-    compile_ahead,
-    compile_programs,
-    generate,
-    programs,
-)
+from qerl_jax.rollout.engine import Rollout, Statistics, generate
+from qerl_jax.rollout.programs import Programs, compile_ahead, compile_programs, lowerings
 from qerl_jax.run.benchmark_subject import (
     NOTHING_ENDS,
     BenchmarkConfig,
@@ -110,24 +104,27 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
                         keep(row)
                 else:
                     check_fits(subject, config)
-                    _compile(subject, config)
+                    programs = _compile(subject, config)
                     measured = []
                     with sole_use():
                         for batch in config.batches:
-                            measured.append(measure_decoding(subject, batch, config))
+                            measured.append(measure_decoding(subject, batch, config, programs))
                             keep(measured[-1])
                         for row in measured if config.parts else ():
                             keep(row | {"parts": step_parts(subject, row["batch"], config)})
             for leaf in jax.tree.leaves((subject.params, subject.lora)):
                 leaf.delete()
             del subject
+            programs = {}
             jax.clear_caches()
             gc.collect()
     print(table(rows), flush=True)
     return rows
 
 
-def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> dict:
+def measure_decoding(
+    subject: Subject, batch: int, config: BenchmarkConfig, programs: Programs
+) -> dict:
     """One row of the decode benchmark, see the module."""
     prompts = random_prompts(subject.config, batch, config)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
@@ -145,6 +142,7 @@ def measure_decoding(subject: Subject, batch: int, config: BenchmarkConfig) -> d
             sampling=sampling_of(config, new_tokens, batch),
             eos_ids=NOTHING_ENDS,
             pad_id=0,
+            compiled_ahead=programs,
             compiled=True,
             on_progress=lambda _, tokens: looks.append((time.perf_counter(), tokens // batch)),
             on_statistics=costs.append,
@@ -216,6 +214,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
             subject.lora,
             prompts,
             pad_id=model.tokenizer.pad_id,
+            compiled_ahead=programs,
             compiled=True,
             on_statistics=costs.append,
             **how,
@@ -223,7 +222,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
 
     with _peak_memory() as peak:
         began = time.perf_counter()
-        compile_ahead(key, subject.params, subject.lora, prompts=len(prompts), **how)
+        programs = compile_ahead(key, subject.params, subject.lora, prompts=len(prompts), **how)
         compile_seconds = time.perf_counter() - began
         times, rollouts = [], []
         with sole_use():
@@ -271,7 +270,7 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
             "prompts": config.prompts,
             "group": config.group,
             "max_new_tokens": config.max_new_tokens,
-            "cached": measured["cache_misses"] == 0 < measured["cache_hits"],
+            "cached": measured["kept"] == measured["programs"],
         }
     )
 
@@ -366,24 +365,24 @@ def _peak_memory() -> Iterator[Callable[[], float | None]]:
             watcher.join()
 
 
-def _compile(subject: Subject, config: BenchmarkConfig) -> None:
+def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
     needed = {}
+    policy = jax.random.key(config.seed), subject.params, subject.lora
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
-        needed |= programs(
-            jax.random.key(config.seed),
-            subject.params,
-            subject.lora,
+        needed |= lowerings(
+            *policy,
             dataclasses.replace(plan, batches=plan.batches[:1]),  # No row ends early.
             rules=decode.rules(
                 subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS
             ),
         )
-    compile_programs(needed)
+    programs = compile_programs(needed, policy)
     seconds = time.perf_counter() - began
-    print(f"compiled {len(needed)} programs in {seconds:.0f} s", flush=True)
+    print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
+    return programs
 
 
 def _origin(commit: str) -> dict:

@@ -19,6 +19,7 @@ from qerl_jax.rollout.engine import (
     live_share,
     progress_after,
 )
+from qerl_jax.rollout.programs import Programs
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -86,6 +87,7 @@ def collect(
     cursor: Cursor,
     *,
     config: CollectConfig,
+    compiled_ahead: Programs | None = None,
     compiled: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Experience, Cursor]:
@@ -103,8 +105,9 @@ def collect(
         problems: the training prompts.
         cursor: the place of the next one.
         config: how.
-        compiled: see `engine.generate`.
-        on_progress: see `engine.generate`.
+        compiled_ahead: see `engine.generate`.
+        compiled: likewise.
+        on_progress: likewise.
 
     Returns:
         The experience, and the cursor after it.
@@ -130,6 +133,7 @@ def collect(
             group_size=group_size,
             prompt_width=config.prompt_width,
             decode_text=model.tokenizer.decode,
+            compiled_ahead=compiled_ahead,
             compiled=compiled,
             on_progress=progress_after(on_progress, rows=0, tokens=drawn_tokens),
             on_statistics=costs.append,

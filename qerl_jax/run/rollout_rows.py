@@ -61,11 +61,11 @@ def describe(row: dict) -> str:
     """A row on a line."""
     name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
     if row["kind"] == "startup":
-        cache = "all of them cached" if row["cached"] else f"{row['cache_hits']} of them cached"
+        kept = "all" if row["cached"] else row["kept"]
         return (
             f"{name}, {row['prompts']} x {row['group']}: first tokens after "
             f"{row['first_tokens_s']:.1f} s, weights {row['weights_s']:.1f}, {row['programs']} "
-            f"programs {row['compiled_s']:.1f}, {cache}"
+            f"programs {row['compiled_s']:.1f}, {kept} of them kept from before"
         )
     memory = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
     if row["kind"] == "gsm8k":

@@ -1,15 +1,13 @@
 """How long rollouts take to begin: from the command to the first tokens, every program compiled."""
 
-import collections
 import time
 from typing import Any
 
 import jax
 
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.engine import compile_ahead, generate
-
-_CACHE_EVENTS = "/jax/compilation_cache/"
+from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.programs import compilations, compile_ahead
 
 
 def measure_startup(
@@ -26,17 +24,10 @@ def measure_startup(
 
     Returns:
         Seconds since the command began until the weights were there, until all was compiled and
-        until the host saw the first chunk of tokens; the programs, and how often JAX's cache of
-        compiled ones had one or had it not.
+        until the host saw the first chunk of tokens; the programs, and how many of them were kept
+        by an earlier process.
     """
     row = {"weights_s": _since(began)}
-    counts: collections.Counter[str] = collections.Counter()
-
-    def count(event: str, **_: Any) -> None:
-        counts[event] += 1
-
-    def note_programs(_: int, total: int) -> None:
-        row["programs"] = total
 
     def look(_: Any, tokens: int) -> None:
         if tokens:
@@ -44,18 +35,8 @@ def measure_startup(
 
     key = jax.random.key(0)
     how["prompt_width"] = max(map(len, prompts))
-    jax.monitoring.register_event_listener(count)
-    try:
-        compile_ahead(
-            key,
-            params,
-            lora,
-            prompts=len(prompts),
-            on_progress=note_programs,
-            **how,
-        )
-    finally:
-        jax.monitoring.unregister_event_listener(count)
+    with compilations() as compiled:
+        programs = compile_ahead(key, params, lora, prompts=len(prompts), **how)
     row["compiled_s"] = _since(began)
     generate(
         key,
@@ -63,14 +44,12 @@ def measure_startup(
         lora,
         prompts,
         pad_id=0,
+        compiled_ahead=programs,
         compiled=True,
         on_progress=look,
         **how,
     )
-    return row | {
-        "cache_hits": counts[_CACHE_EVENTS + "cache_hits"],
-        "cache_misses": counts[_CACHE_EVENTS + "cache_misses"],
-    }
+    return row | {"programs": len(programs), "kept": len(programs) - len(compiled)}
 
 
 def _since(began: float) -> float:

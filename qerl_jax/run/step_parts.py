@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.engine import bound
+from qerl_jax.rollout.programs import bound
 from qerl_jax.run.benchmark_subject import (
     NOTHING_ENDS,
     BenchmarkConfig,

@@ -34,7 +34,7 @@ from qerl_jax.rl.train_step import (
     mean_kl,
     train_step,
 )
-from qerl_jax.rollout.engine import compile_ahead
+from qerl_jax.rollout.programs import Programs, compile_ahead
 from qerl_jax.run.checkpoint import Checkpoints
 from qerl_jax.run.collect import Experience, collect
 from qerl_jax.run.evaluate import greedy_accuracy
@@ -179,8 +179,9 @@ def _run_steps(
         before["eval_accuracy_before"] = evaluate(0)
         live.clear()
         print(f"greedy accuracy before training: {before['eval_accuracy_before']:.3f}", flush=True)
+    programs: Programs = {}
     if progress.step < config.steps:
-        _compile_rollouts(setup, progress, live, received)
+        programs = _compile_rollouts(setup, progress, live, received)
     while progress.unlogged or progress.step < config.steps:
         began = time.perf_counter()
         if not progress.unlogged:
@@ -193,6 +194,7 @@ def _run_steps(
                 progress,
                 watch(rows, f"step {number}/{config.steps} rollout"),
                 live,
+                programs,
                 compiled=len(durations) >= _STEPS_THAT_COMPILE,
             )
             if number == config.profile.stop:
@@ -230,19 +232,16 @@ def _run_steps(
 
 def _compile_rollouts(
     setup: Setup, progress: _Progress, live: LiveLine, received: list[int]
-) -> None:
+) -> Programs:
     """Compiles what the rollouts need, so that no step waits for it."""
     began, trainable = time.perf_counter(), progress.state.trainable
-    programs = 0
 
     def on_progress(done: int, total: int) -> None:
-        nonlocal programs
-        programs = total
         if received:
             raise StoppedError(received[0])
         live.update(f"compiling {total} rollout programs {done}/{total}")
 
-    compile_ahead(
+    programs = compile_ahead(
         setup.key,
         current_policy(setup.model.params, trainable) | setup.rollout_head,
         trainable.lora,
@@ -256,10 +255,19 @@ def _compile_rollouts(
     )
     live.clear()
     seconds = time.perf_counter() - began
-    print(f"compiled {programs} rollout programs in {seconds:.0f} s", flush=True)
+    print(f"compiled {len(programs)} rollout programs in {seconds:.0f} s", flush=True)
+    return programs
 
 
-def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine, *, compiled: bool):
+def _step(
+    setup: Setup,
+    progress: _Progress,
+    on_progress,
+    live: LiveLine,
+    programs: Programs,
+    *,
+    compiled: bool,
+):
     """One step; returns the row of metrics and the experience, and moves `progress` on."""
     config, trainable = setup.config, progress.state.trainable
     key = jax.random.fold_in(setup.key, progress.step)
@@ -283,6 +291,7 @@ def _step(setup: Setup, progress: _Progress, on_progress, live: LiveLine, *, com
         setup.train_prompts,
         progress.cursor,
         config=setup.collect,
+        compiled_ahead=programs,
         compiled=compiled,
         on_progress=on_progress,
     )

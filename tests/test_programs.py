@@ -1,0 +1,112 @@
+"""Programs of rollouts that are kept from one process to the next."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from test_engine import KEY, PAD, PROMPTS, policy
+
+from qerl_jax.rollout import programs
+from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.run.programs import cached_in
+
+HOW = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4), "eos_ids": (3,)}
+
+
+def compiled_ahead(folder, *, adapted=True, **changes):
+    """Everything for three prompts, and what jit compiled for it."""
+    config, params, lora = policy(layers=1)
+    how = {"prompt_width": 9, "config": config} | HOW | changes
+    jax.clear_caches()
+    with cached_in(folder), programs.compilations() as compiled:
+        ahead = programs.compile_ahead(KEY, params, lora if adapted else None, prompts=3, **how)
+        return ahead, compiled
+
+
+def complete(ahead):
+    config, params, lora = policy(layers=1)
+    return generate(
+        KEY, params, lora, PROMPTS, config=config, pad_id=PAD, compiled_ahead=ahead, **HOW
+    )
+
+
+def test_what_one_process_compiled_the_next_one_loads(tmp_path):
+    first, compiled = compiled_ahead(tmp_path)
+    assert sorted(compiled) == [
+        f"jit({name})" for name in ("decode_chunk", "fuse_adapter", "read_prompts", "seat_rows")
+    ]
+    expected = complete(first)
+    again, compiled = compiled_ahead(tmp_path)
+    assert not compiled
+    assert again.keys() == first.keys()
+    with programs.compilations() as compiled:
+        result = complete(again)
+    assert not compiled
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_broken_file_is_compiled_again(tmp_path):
+    compiled_ahead(tmp_path)
+    files = sorted(tmp_path.glob("rollout-*"))
+    files[0].write_bytes(files[0].read_bytes()[:100])
+    with pytest.warns(UserWarning, match=f"{files[0].name}: compiling again"):
+        _, compiled = compiled_ahead(tmp_path)
+    assert len(compiled) == 1
+    assert not compiled_ahead(tmp_path)[1]
+
+
+@pytest.mark.parametrize("change", ["sources", "flags", "setting", "rules", "policy"])
+def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
+    before, _ = compiled_ahead(tmp_path)
+    changes, precision = {}, None
+    if change == "sources":
+        monkeypatch.setattr(programs, "_sources", lambda: "edited")
+    elif change == "flags":
+        monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
+    elif change == "setting":
+        precision = "highest"
+    elif change == "rules":
+        changes["sampling"] = SamplingConfig(max_new_tokens=9, chunk_steps=4, temperature=0.5)
+    else:
+        changes["adapted"] = False
+    with jax.default_matmul_precision(precision):
+        _, compiled = compiled_ahead(tmp_path, **changes)
+    # To read prompts and to fuse the adapter is the same, however tokens are drawn.
+    assert len(compiled) == len(before) - (2 if change == "rules" else 0)
+
+
+@pytest.mark.parametrize("folder", [None, "gs://bucket/cache"])
+def test_nothing_is_kept_where_no_folder_is(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", folder)
+    try:
+        assert programs._paths({"name": None}, policy(layers=1)[1]) == {}
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_names_of_files_are_those_of_another_process():
+    """Nothing in the digest depends on the process, such as an address or the order of a set."""
+    code = (
+        "import jax; jax.config.update('jax_compilation_cache_dir', '/folder');"
+        "from test_engine import policy; from qerl_jax.rollout import programs;"
+        "print(programs._paths({('name', policy(layers=1)[0]): None}, policy(layers=1)[1:]))"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
+    runs = [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=environment | {"PYTHONHASHSEED": seed},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for seed in ("1", "2")
+    ]
+    first, second = (run.communicate()[0] for run in runs)
+    assert "rollout-" in first
+    assert first == second
