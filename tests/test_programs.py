@@ -16,6 +16,11 @@ from qerl_jax.run.programs import cached_in
 HOW = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4), "eos_ids": (3,)}
 
 
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(programs, "_keeps", lambda: True)
+
+
 def compiled_ahead(folder, *, adapted=True, **changes):
     """Everything for three prompts, and what jit compiled for it."""
     config, params, lora = policy(layers=1)
@@ -79,6 +84,12 @@ def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
     assert len(compiled) == len(before) - (2 if change == "rules" else 0)
 
 
+def test_nothing_is_kept_on_a_cpu(tmp_path, monkeypatch):
+    monkeypatch.undo()
+    compiled_ahead(tmp_path)
+    assert not list(tmp_path.glob("rollout-*"))
+
+
 @pytest.mark.parametrize("folder", [None, "gs://bucket/cache"])
 def test_nothing_is_kept_where_no_folder_is(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -95,6 +106,7 @@ def test_the_names_of_files_are_those_of_another_process():
     code = (
         "import jax; jax.config.update('jax_compilation_cache_dir', '/folder');"
         "from test_engine import policy; from qerl_jax.rollout import programs;"
+        "programs._keeps = lambda: True;"
         "print(programs._paths({('name', policy(layers=1)[0]): None}, policy(layers=1)[1:]))"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}

@@ -5,6 +5,7 @@ from pallas_kernels.fp4_matmul.api import (
     fp4_matmul_float32,
     fp4_matmul_with_shares,
     kernel_runs,
+    load_kernel,
     sum_of_shares,
 )
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
@@ -34,6 +35,7 @@ __all__ = [
     "fp4_matmul_with_shares",
     "from_tiles",
     "kernel_runs",
+    "load_kernel",
     "padded_rank",
     "sum_of_shares",
     "to_tiles",

@@ -282,6 +282,15 @@ def kernel_runs() -> bool:
     return True
 
 
+def load_kernel() -> None:
+    """Loads what a compiled program with the kernel in it needs, if the kernel serves this process.
+
+    To lower such a program does so, too; one that another process compiled is not lowered.
+    """
+    if kernel_runs():
+        _kernel()
+
+
 def self_check() -> float:
     """The relative error of a small product with an adapter and a deep pipeline.
 

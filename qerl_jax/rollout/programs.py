@@ -1,8 +1,8 @@
 """The programs of rollouts: what they are, compiled ahead, and kept for the next process.
 
 With JAX's cache of compiled programs a process need not compile, but it traces and lowers, which is
-Python's work and the longest part of a start. So where that cache is a folder, the programs lie in
-it as they are loaded, named after a digest of all that makes them.
+Python's work and, with kernels of Pallas in them, the longest part of a start. So on a GPU the
+programs lie in that cache's folder as they are loaded, named after a digest of all that makes them.
 """
 
 import concurrent.futures
@@ -22,7 +22,9 @@ import jax
 import jaxlib
 import numpy as np
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
+from pallas_kernels.fp4_matmul import load_kernel
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import budget, decode
@@ -208,6 +210,9 @@ def compile_programs(
         on_progress: as in `compile_ahead`.
     """
     paths = _paths(needed, policy)
+    kept = {name: path for name, path in paths.items() if path.exists()}
+    if kept:
+        load_kernel()
     programs: dict[Hashable, jax.stages.Compiled] = {}
     pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
 
@@ -221,15 +226,16 @@ def compile_programs(
                 on_progress(len(programs), len(needed))
 
     try:
-        take({name: pool.submit(_load, path) for name, path in paths.items() if path.exists()})
+        take({name: pool.submit(_load, path) for name, path in kept.items()})
         missing = {name: lower for name, lower in needed.items() if name not in programs}
-        # While one is lowered, which is Python's work, others are compiled.
-        take(
-            {
-                name: pool.submit(_compile, lower(), paths.get(name))
-                for name, lower in missing.items()
-            }
-        )
+        with _not_cached() if paths else contextlib.nullcontext():
+            # While one is lowered, which is Python's work, others are compiled.
+            take(
+                {
+                    name: pool.submit(_compile, lower(), paths.get(name))
+                    for name, lower in missing.items()
+                }
+            )
     finally:
         pool.shutdown(cancel_futures=True)
     return programs
@@ -269,12 +275,29 @@ def _integers(*shapes: int | tuple[int, ...]) -> list[np.ndarray]:
 
 def _paths(names: Mapping[Hashable, Any], policy: Any) -> dict[Hashable, pathlib.Path]:
     """Where programs are kept; nothing where JAX's cache is none or is no folder."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = jax.config.jax_compilation_cache_dir if _keeps() else None
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return {}
     origin = _origin(policy)
     digests = {name: hashlib.sha256(f"{origin} {name}".encode()).hexdigest() for name in names}
     return {name: pathlib.Path(folder, f"rollout-{digests[name]}") for name in names}
+
+
+def _keeps() -> bool:
+    """On a CPU to lower takes less than a second, and to load hardly less."""
+    return jax.default_backend() == "gpu"
+
+
+@contextlib.contextmanager
+def _not_cached() -> Generator[None]:
+    """JAX's cache off: it would hold the same again, and what it gives may not be written anew."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 def _origin(policy: Any) -> str:
