@@ -17,6 +17,7 @@ _READ_SHARE = 8  # the part of the memory that prompts which were read take at m
 # Below, a smaller batch saves nothing: the weights are what is read. On a GPU the launches come to
 # that, and each batch is a program to compile.
 _FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
+_FINE_FROM = 64  # rows; from here on a seat that nobody needs costs what one in use does
 _FREE_SHARE = 0.9  # of a device's memory; the rest is for what the programs need between
 _LOGITS = 4  # copies of the logits that sampling holds
 _CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
@@ -29,7 +30,8 @@ class Plan:
     Attributes:
         slots: S of the cache: the widest prompt and the longest completion.
         batches: numbers of seats, the first that of the full batch, each at most 1.5 times the
-            next. One alone where rows end too late for a smaller batch to be of use.
+            next, and 1.25 times where that has 64 or more. One alone where rows end too late for a
+            smaller batch to be of use.
         steps: of a chunk.
         prompts: P, prompts that are read together.
         widths: T of prompts that are read together, ascending.
@@ -165,9 +167,10 @@ def dense_bytes(params: dict) -> int:
 
 
 def _rounded_down(rows: int) -> int:
-    """The largest of 1, 2, 3, 4, 6, 8, 12, 16, 24, ... that is at most `rows`."""
+    """The largest of 1, 2, 3, 4, 6, 8, ..., 48, 64, 80, 96, 112, 128, 160, ... up to `rows`."""
     power = 1 << (rows.bit_length() - 1)
-    return max(power, power * 3 // 2 if rows >= power * 3 // 2 else 0)
+    step = max(1, power // (4 if power >= _FINE_FROM else 2))
+    return rows // step * step
 
 
 def _smaller_batches(rows: int) -> list[int]:
