@@ -134,6 +134,8 @@ def main() -> None:
     kernel, rollout = _read("kernel.json"), _read("rollout.json")
     commits = ", ".join(sorted({row["commit"][:8] for row in kernel["rows"]}))
     (solved,) = (row for row in rollout["rows"] if row["kind"] == "gsm8k")
+    agreement = _read("agreement_qwen2.5-coder-1.5b_h200.json")
+    starts = {row["cached"]: row for row in rollout["rows"] if row["kind"] == "startup"}
     text = "\n\n".join(
         [
             "The default command, SmolLM2-135M in NVFP4 on one-digit sums "
@@ -170,6 +172,17 @@ def main() -> None:
             f"{100 * solved['live_share']:.0f} % of what was decoded belonged to a completion, and "
             f"compiling took {solved['compile_seconds']:.0f} s before (commit "
             f"{solved['commit'][:8]}).",
+            f"Its log-probabilities of {agreement['sampled_tokens']:,} tokens that it drew are "
+            f"{agreement['logprob_diff_mean']:.4f} from the trainer's in the mean; of "
+            f"{agreement['greedy_tokens']:,} greedy tokens {agreement['greedy_differ']} are not "
+            "the likeliest in the trainer's forward pass, whose logit for them is at most "
+            f"{agreement['greedy_largest_gap']:.2f} lower ({provenance(agreement)}, "
+            "`benchmarks/agreement.py`).",
+            f"From the command to the first tokens of {starts[True]['prompts']} prompts x "
+            f"{starts[True]['group']}, {starts[True]['model']} with random weights, every program "
+            f"compiled: {starts[False]['first_tokens_s']:.0f} s, and "
+            f"{starts[True]['first_tokens_s']:.0f} s with the programs of an earlier process "
+            f"(commit {starts[True]['commit'][:8]}, `--startup`).",
             "The FP4 kernel on the fused projections of Qwen2.5, device time in microseconds by "
             f"the number of tokens (commit {commits}, {kernel['device']}, jax "
             f"{kernel['rows'][0]['versions']['jax']}, `pallas_kernels/fp4_matmul/benchmark.py`). "
