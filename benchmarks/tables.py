@@ -135,7 +135,7 @@ def main() -> None:
     commits = ", ".join(sorted({row["commit"][:8] for row in kernel["rows"]}))
     (solved,) = (row for row in rollout["rows"] if row["kind"] == "gsm8k")
     agreement = _read("agreement_qwen2.5-coder-1.5b_h200.json")
-    starts = {row["cached"]: row for row in rollout["rows"] if row["kind"] == "startup"}
+    starts = {row["warm"]: row for row in rollout["rows"] if row["kind"] == "startup"}
     text = "\n\n".join(
         [
             "The default command, SmolLM2-135M in NVFP4 on one-digit sums "
@@ -178,11 +178,13 @@ def main() -> None:
             "the likeliest in the trainer's forward pass, whose logit for them is at most "
             f"{agreement['greedy_largest_gap']:.2f} lower ({provenance(agreement)}, "
             "`benchmarks/agreement.py`).",
-            f"From the command to the first tokens of {starts[True]['prompts']} prompts x "
-            f"{starts[True]['group']}, {starts[True]['model']} with random weights, every program "
-            f"compiled: {starts[False]['first_tokens_s']:.0f} s, and "
-            f"{starts[True]['first_tokens_s']:.0f} s with the programs of an earlier process "
-            f"(commit {starts[True]['commit'][:8]}, `--startup`).",
+            "From `experiments.benchmark_rollout` to the first tokens of "
+            f"{starts[True]['prompts']} prompts x {starts[True]['group']}, "
+            f"{starts[True]['model']} with random weights, every program compiled: "
+            f"{starts[False]['first_tokens_s']:.0f} s, and {starts[True]['first_tokens_s']:.0f} s "
+            "with those of an earlier process in JAX_COMPILATION_CACHE_DIR; a run has a folder of "
+            "its own for them, which a resumed one begins with (commit"
+            f" {starts[True]['commit'][:8]}, `--startup`).",
             "The FP4 kernel on the fused projections of Qwen2.5, device time in microseconds by "
             f"the number of tokens (commit {commits}, {kernel['device']}, jax "
             f"{kernel['rows'][0]['versions']['jax']}, `pallas_kernels/fp4_matmul/benchmark.py`). "

@@ -7,7 +7,7 @@ import jax
 import pytest
 import tiny_run
 
-from qerl_jax.run.programs import cached_in
+from qerl_jax.run.compilation_cache import cached_in
 
 
 @pytest.fixture(scope="session")

@@ -29,7 +29,7 @@ from qerl_jax.rollout.head import rollout_head
 from qerl_jax.run import benchmark_rollout as job
 from qerl_jax.run import benchmark_subject, parts, rollout_rows, step_parts
 from qerl_jax.run.architectures import ARCHITECTURES
-from qerl_jax.run.programs import cached_in
+from qerl_jax.run.compilation_cache import cached_in
 from qerl_jax.run.random_policy import random_lora, random_params
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -155,8 +155,8 @@ def test_a_startup(tmp_path, monkeypatch, capsys):
             job.benchmark(config)
             jax.clear_caches()
     cold, warm = json.loads(out.read_text())["rows"]
-    assert not cold["cached"]
-    assert warm["cached"]
+    assert not cold["warm"]
+    assert warm["warm"]
     for row in (cold, warm):
         assert 50 < row["weights_s"] <= row["compiled_s"] <= row["first_tokens_s"] < 250
         assert row["programs"] > 3

@@ -1,6 +1,7 @@
 """Programs of rollouts that are kept from one process to the next."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from test_engine import KEY, PAD, PROMPTS, policy
 
 from qerl_jax.rollout import programs
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.programs import cached_in
+from qerl_jax.run.compilation_cache import cached_in
 
 HOW = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4), "eos_ids": (3,)}
 
@@ -29,6 +30,15 @@ def compiled_ahead(folder, *, adapted=True, **changes):
     with cached_in(folder), programs.compilations() as compiled:
         ahead = programs.compile_ahead(KEY, params, lora if adapted else None, prompts=3, **how)
         return ahead, compiled
+
+
+def run(code, **environment):
+    """What another process prints."""
+    environment = {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"} | environment
+    command = [sys.executable, "-c", code]
+    return subprocess.run(
+        command, env=os.environ | environment, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
 
 
 def complete(ahead):
@@ -64,12 +74,61 @@ def test_a_broken_file_is_compiled_again(tmp_path):
     assert not compiled_ahead(tmp_path)[1]
 
 
+def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(pathlib.Path, "replace", full)
+    with pytest.warns(UserWarning, match="not kept: no space left"):
+        ahead, _ = compiled_ahead(tmp_path)
+    assert not list(tmp_path.glob("rollout-*"))
+    assert complete(ahead).lengths.tolist() == complete({}).lengths.tolist()
+
+
+def test_stopped_while_compiling(tmp_path):
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compiled_ahead(tmp_path, on_progress=stop)
+    assert jax.config.jax_enable_compilation_cache
+    ahead, compiled = compiled_ahead(tmp_path)
+    assert len(compiled) < len(ahead)  # What was compiled until then is kept.
+
+
+def test_what_jit_had_from_the_cache_of_jax_is_not_written_again(tmp_path):
+    with cached_in(tmp_path):
+        for _ in range(2):
+            expected = complete({})
+            jax.clear_caches()
+        complete({})
+        config, params, lora = policy(layers=1)
+        how = {"prompts": 3, "prompt_width": 9, "config": config} | HOW
+        programs.compile_ahead(KEY, params, lora, **how)
+    again, _ = compiled_ahead(tmp_path)
+    for x, y in zip(jax.tree.leaves(complete(again)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_policy_on_one_of_two_devices(tmp_path):
+    code = (
+        "import jax; jax.config.update('jax_default_device', jax.devices()[1]);"
+        "import pathlib, test_programs as t; from qerl_jax.rollout import programs;"
+        "programs._keeps = lambda: True;"
+        f"folder = pathlib.Path({str(tmp_path)!r});"
+        "ahead = [t.compiled_ahead(folder) for _ in range(2)];"
+        "print(*(len(compiled) for _, compiled in ahead), t.complete(ahead[1][0]).lengths)"
+    )
+    flags = "--xla_force_host_platform_device_count=2"
+    assert run(code, XLA_FLAGS=flags) == "4 0 [9 9 9]\n"
+
+
 @pytest.mark.parametrize("change", ["sources", "flags", "setting", "rules", "policy"])
 def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
     before, _ = compiled_ahead(tmp_path)
     changes, precision = {}, None
     if change == "sources":
-        monkeypatch.setattr(programs, "_sources", lambda: "edited")
+        monkeypatch.setattr(programs, "_SOURCES", "edited")
     elif change == "flags":
         monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
     elif change == "setting":
@@ -109,16 +168,6 @@ def test_the_names_of_files_are_those_of_another_process():
         "programs._keeps = lambda: True;"
         "print(programs._paths({('name', policy(layers=1)[0]): None}, policy(layers=1)[1:]))"
     )
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"}
-    runs = [
-        subprocess.Popen(
-            [sys.executable, "-c", code],
-            env=environment | {"PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    first, second = (run.communicate()[0] for run in runs)
+    first, second = (run(code, PYTHONHASHSEED=seed) for seed in ("1", "2"))
     assert "rollout-" in first
     assert first == second

@@ -85,6 +85,43 @@ def test_distribution_over_many_blocks(options):
     assert chi_square < freedom + 4 * np.sqrt(2 * freedom)
 
 
+def masked(logits):
+    """Without a whole block, and without the other tokens of a second one."""
+    logits[:, :128] = -np.inf
+    logits[:, 129:256] = -np.inf
+    return logits
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    ("vocabulary", "change"),
+    [
+        (384, lambda logits: logits),
+        (385, lambda logits: logits),
+        (384, masked),
+        (300, lambda logits: logits + 1000),
+        (300, lambda logits: 30 * logits),
+        (300, np.zeros_like),
+    ],
+    ids=["whole blocks", "one more", "masked", "offset", "far apart", "equal"],
+)
+def test_logprobs_and_entropies_over_many_blocks(vocabulary, change, temperature):
+    rng = np.random.default_rng(3)
+    logits = change(rng.standard_normal((64, vocabulary)).astype(np.float32))
+    tokens, logprobs, entropies = draw(logits, temperature=temperature)
+    scaled = logits.astype(np.float64) / (temperature or 1.0)
+    scaled -= scaled.max(axis=1, keepdims=True)
+    expected = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(logprobs, expected[np.arange(64), tokens], atol=2e-6, rtol=1e-6)
+    terms = np.exp(expected) * np.where(np.isfinite(expected), expected, 0)
+    np.testing.assert_allclose(entropies, -terms.sum(axis=1), atol=5e-6)
+    if temperature == 0:
+        np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
+    # Which rows are drawn together does not matter.
+    some, *_ = draw(logits[[7, 3]], rows=[7, 3], temperature=temperature)
+    np.testing.assert_array_equal(some, tokens[np.array([7, 3])])
+
+
 def test_temperature_zero_takes_the_largest():
     logits = random_logits()
     tokens, logprobs, _ = draw(logits, temperature=0.0, top_k=3, top_p=0.5)

@@ -277,7 +277,7 @@ def attend(
     count = min(_PARTS, wanted, pl.cdiv(slots, 2 * _SLOTS))
     # With fewer stages more blocks share a multiprocessor, if there are more; and three stages of
     # heads of 256 exceed the shared memory of a desktop's GPU.
-    few = m * kv_heads * count <= 2 * multiprocessors
+    few = m * kv_heads <= 2 * multiprocessors
     padded = max(16, pl.next_power_of_2(group))
     dtype = qkv.dtype
     operands = {"qkv": qkv, "squares": squares, "cos": angles[0], "sin": angles[1]}

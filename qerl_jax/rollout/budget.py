@@ -19,7 +19,7 @@ _READ_SHARE = 8  # the part of the memory that prompts which were read take at m
 _FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
 _FINE_FROM = 64  # rows; from here on a seat that nobody needs costs what one in use does
 _FREE_SHARE = 0.9  # of a device's memory; the rest is for what the programs need between
-_LOGITS = 4  # copies of the logits that sampling holds
+_LOGITS = 4  # copies of the logits that sampling holds, with top-k and top-p
 _CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
 
 

@@ -103,7 +103,8 @@ def generate(
         prompt_width: the longest prompt there is, if known: then one width is compiled.
         decode_text: token ids to text, for stop strings. A completion is cut after the token that
             completes one of them.
-        compiled_ahead: of `programs.compile_ahead`.
+        compiled_ahead: of `programs.compile_ahead`, for a policy of these shapes on this device;
+            jit compiles what is not among them.
         compiled: whether all programs are compiled already; then compiling is an error.
         on_progress: called with the rows that have ended and the tokens drawn, after every chunk
             but the last.

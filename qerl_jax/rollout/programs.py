@@ -1,19 +1,22 @@
-"""The programs of rollouts: what they are, compiled ahead, and kept for the next process.
+"""The programs of rollouts: compiled ahead of time, and kept for the next process.
 
 With JAX's cache of compiled programs a process need not compile, but it traces and lowers, which is
 Python's work and, with kernels of Pallas in them, the longest part of a start. So on a GPU the
-programs lie in that cache's folder as they are loaded, named after a digest of all that makes them.
+executables of a policy on one device are serialised, too, and lie in the folder of that cache under
+a digest of all that makes them. To load one is to run what is in it, so whoever can write to the
+folder must be trusted. Nothing there is ever deleted.
 """
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
-import importlib
+import importlib.util
 import itertools
 import os
 import pathlib
 import pickle
-import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,22 +27,29 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from pallas_kernels.fp4_matmul import load_kernel
+from pallas_kernels import device, fp4_matmul
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.sampling import SamplingConfig
 
-# Compiled programs, by the `Program.name` of each.
+# Compiled programs of one policy, by the `Program.name` of each.
 Programs = Mapping[Hashable, jax.stages.Compiled]
-# What lowers a program.
+# Traces and lowers a program.
 Lowering = Callable[[], jax.stages.Lowered]
 
 _COMPILERS = max(4, (os.cpu_count() or 1) // 2)  # programs that compile at the same time
-_PACKAGES = ("qerl_jax", "pallas_kernels")
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
-_FUNCTIONS = ("read_prompts", "seat_rows", "fuse_adapter", "decode_chunk", "take_rows")
+_FUNCTIONS: tuple[Any, ...] = (
+    decode.read_prompts,
+    decode.seat_rows,
+    decode.fuse_adapter,
+    decode.decode_chunk,
+    decode.take_rows,
+)
+# Settings of JAX that say what is reported or stored, not what is compiled.
+_REPORTS = ("cache", "jax_log", "jax_debug_log", "jax_dump", "jax_explain", "jax_traceback")
 
 
 class Program(NamedTuple):
@@ -48,7 +58,7 @@ class Program(NamedTuple):
     Attributes:
         function: what is jitted.
         static: its static arguments.
-        name: what makes it another program, for a policy.
+        name: identifies it among the programs of a policy.
     """
 
     function: Any
@@ -56,7 +66,7 @@ class Program(NamedTuple):
     name: Hashable
 
     def run(self, programs: Programs, *arguments: Any) -> Any:
-        """Calls it compiled ahead if it is one of the programs, or lets jit compile it."""
+        """Calls it as it was compiled ahead of time, or lets jit compile it."""
         if self.name in programs:
             return programs[self.name](*arguments)
         return self.function(*arguments, **self.static)
@@ -137,8 +147,9 @@ def compile_ahead(
         sampling=sampling,
     )
     rules = decode.rules(config, sampling, eos_ids)
+    policy = key, params, lora = bound((key, params, lora))
     needed = lowerings(key, params, lora, plan, rules=rules)
-    return compile_programs(needed, (key, params, lora), on_progress)
+    return compile_programs(needed, policy, on_progress)
 
 
 def lowerings(
@@ -147,54 +158,73 @@ def lowerings(
     """What lowers each program of a rollout, by its name.
 
     Args:
-        key: one like those that `generate` gets.
-        params: the policy.
+        key: one like those that `generate` gets, bound.
+        params: the policy, likewise.
         lora: its adapter, or None.
         plan: the shapes.
         rules: the rest.
     """
-    key, params, lora = bound((key, params, lora))
-    sharding = params["embed_tokens"].sharding
-    found: dict[Hashable, Lowering] = {}
+    arguments = _Arguments(key, params, lora, plan, rules)
+    needed: list[tuple[Any, ...]] = []
+    for width in plan.widths:
+        needed.append((read_prompts(plan, rules, width), arguments.read_prompts, width))
+        for count in plan.seatings:
+            seat = seat_rows(plan, rules, width, count)
+            needed.append((seat, arguments.seat_rows, width, count))
+    if plan.steps:
+        needed.append((fuse_adapter(rules, params), arguments.fuse_adapter))
+        for rows in plan.batches:
+            needed.append((decode_chunk(plan, rules, rows), arguments.decode_chunk, rows))
+    for rows, smaller in itertools.pairwise(plan.batches):
+        for x in jax.tree.leaves(arguments.batch(rows)):
+            needed.append((take_rows(x, smaller), arguments.take_rows, x, smaller))
+    return {program.name: functools.partial(_lower, program, *how) for program, *how in needed}
 
-    def bound_shapes(tree):
+
+def _lower(program: Program, arguments: Callable, *shapes: Any) -> jax.stages.Lowered:
+    return program.function.lower(*arguments(*shapes), **program.static)
+
+
+class _Arguments:
+    """What the programs are lowered for, bound like what they are called with."""
+
+    def __init__(self, key, params, lora, plan, rules):
+        self._key, self._params, self._lora = key, params, lora
+        self._plan, self._rules = plan, rules
+
+    def _bound(self, tree):
+        sharding = self._params["embed_tokens"].sharding
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    def batch(rows):
-        how = {"config": rules.config, "dtype": plan.dtype}
-        return bound_shapes(jax.eval_shape(lambda: decode.empty_batch(rows, plan.slots, **how)))
+    def _result(self, program, arguments):
+        return self._bound(program.function.eval_shape(*arguments, **program.static))
 
-    def add(program, arguments):
-        """With a function that gives the arguments: what they are may take a trace."""
-        found[program.name] = lambda: program.function.lower(*arguments(), **program.static)
+    def batch(self, rows):
+        how = {"config": self._rules.config, "dtype": self._plan.dtype}
+        return self._bound(
+            jax.eval_shape(lambda: decode.empty_batch(rows, self._plan.slots, **how))
+        )
 
-    for width in plan.widths:
-        read = read_prompts(plan, rules, width)
-        prompts = params, lora, *_integers((plan.prompts, width), plan.prompts)
-        add(read, lambda prompts=prompts: prompts)
+    def read_prompts(self, width):
+        prompts = self._plan.prompts
+        return self._params, self._lora, *_integers((prompts, width), prompts)
 
-        def to_seat(count, read=read, prompts=prompts):
-            shapes = bound_shapes(read.function.eval_shape(*prompts, **read.static))
-            return key, batch(plan.batches[0]), shapes, *_integers(count, count, count)
+    def seat_rows(self, width, count):
+        read = self._result(read_prompts(self._plan, self._rules, width), self.read_prompts(width))
+        batch = self.batch(self._plan.batches[0])
+        return self._key, batch, read, *_integers(count, count, count)
 
-        for count in plan.seatings:
-            add(seat_rows(plan, rules, width, count), lambda count=count, f=to_seat: f(count))
-    if plan.steps:
-        fuse = fuse_adapter(rules, params)
-        add(fuse, lambda: (lora,))
+    def fuse_adapter(self):
+        return (self._lora,)
 
-        def to_decode(rows):
-            fused = bound_shapes(fuse.function.eval_shape(lora, **fuse.static))
-            return key, params, fused, batch(rows), np.zeros(rows, bool)
+    def decode_chunk(self, rows):
+        fused = self._result(fuse_adapter(self._rules, self._params), self.fuse_adapter())
+        return self._key, self._params, fused, self.batch(rows), np.zeros(rows, bool)
 
-        for rows in plan.batches:
-            add(decode_chunk(plan, rules, rows), lambda rows=rows: to_decode(rows))
-    for rows, smaller in itertools.pairwise(plan.batches):
-        for x in jax.tree.leaves(batch(rows)):
-            add(take_rows(x, smaller), lambda x=x, count=smaller: (x, *_integers(count)))
-    return found
+    def take_rows(self, x, count):
+        return x, *_integers(count)
 
 
 def compile_programs(
@@ -206,15 +236,12 @@ def compile_programs(
 
     Args:
         needed: of `lowerings`.
-        policy: the key, the policy and its adapter.
+        policy: the key, the policy and its adapter, bound.
         on_progress: as in `compile_ahead`.
     """
     paths = _paths(needed, policy)
     kept = {name: path for name, path in paths.items() if path.exists()}
-    if kept:
-        load_kernel()
     programs: dict[Hashable, jax.stages.Compiled] = {}
-    pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
 
     def take(futures):
         names = {future: name for name, future in futures.items()}
@@ -225,26 +252,30 @@ def compile_programs(
             if on_progress is not None:
                 on_progress(len(programs), len(needed))
 
-    try:
-        take({name: pool.submit(_load, path) for name, path in kept.items()})
-        missing = {name: lower for name, lower in needed.items() if name not in programs}
-        with _not_cached() if paths else contextlib.nullcontext():
+    with _not_cached() if paths else contextlib.nullcontext(), _compiling_threads() as threads:
+        pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
+        try:
+            if kept:
+                fp4_matmul.load_kernel()
+                devices = list(_devices(policy))
+                take({name: pool.submit(_load, path, devices) for name, path in kept.items()})
             # While one is lowered, which is Python's work, others are compiled.
             take(
                 {
-                    name: pool.submit(_compile, lower(), paths.get(name))
-                    for name, lower in missing.items()
+                    name: pool.submit(_compile, lower(), paths.get(name), threads)
+                    for name, lower in needed.items()
+                    if name not in programs
                 }
             )
-    finally:
-        pool.shutdown(cancel_futures=True)
+        finally:
+            pool.shutdown(cancel_futures=True)
     return programs
 
 
 @contextlib.contextmanager
 def compilations() -> Generator[list[str]]:
-    """The programs of rollouts that jit compiles while the block runs, by name."""
-    names = {f"jit({name})" for name in _FUNCTIONS}
+    """The programs of rollouts that are compiled while the block runs, not loaded, by name."""
+    names = {f"jit({function.__name__})" for function in _FUNCTIONS}
     compiled: list[str] = []
 
     def note(event: str, duration_secs: float, **where: str | int) -> None:
@@ -273,24 +304,62 @@ def _integers(*shapes: int | tuple[int, ...]) -> list[np.ndarray]:
 # --- The folder -----------------------------------------------------------------------------------
 
 
+def _keeps() -> bool:
+    """On a CPU to lower takes less than a second, and to load hardly less."""
+    return jax.default_backend() == "gpu"
+
+
 def _paths(names: Mapping[Hashable, Any], policy: Any) -> dict[Hashable, pathlib.Path]:
-    """Where programs are kept; nothing where JAX's cache is none or is no folder."""
+    """Where programs are kept; nowhere without a folder, or with a policy on several devices."""
     folder = jax.config.jax_compilation_cache_dir if _keeps() else None
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+        return {}
+    if len(_devices(policy)) > 1:
         return {}
     origin = _origin(policy)
     digests = {name: hashlib.sha256(f"{origin} {name}".encode()).hexdigest() for name in names}
     return {name: pathlib.Path(folder, f"rollout-{digests[name]}") for name in names}
 
 
-def _keeps() -> bool:
-    """On a CPU to lower takes less than a second, and to load hardly less."""
-    return jax.default_backend() == "gpu"
+def _devices(policy: Any) -> set[jax.Device]:
+    return {device for leaf in jax.tree.leaves(policy) for device in leaf.sharding.device_set}
+
+
+def _origin(policy: Any) -> str:
+    """All that programs depend on beside their names."""
+    leaves, treedef = jax.tree.flatten(policy)
+    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    settings = {
+        name: value
+        for name, value in sorted(jax.config.values.items())
+        if not any(word in name for word in _REPORTS)
+    }
+    kinds = [one.device_kind for one in jax.devices()]
+    kernels = fp4_matmul.kernel_runs(), device.has_triton(), device.multiprocessors()
+    versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
+    flags = os.environ.get("XLA_FLAGS", "")
+    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {treedef} {shapes}"
+
+
+def _sources() -> str:
+    """A digest of what programs are traced from."""
+    digest = hashlib.sha256()
+    for package in ("pallas_kernels", "qerl_jax.policy", "qerl_jax.rollout"):
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.submodule_search_locations is not None
+        folder = pathlib.Path(spec.submodule_search_locations[0])
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
+            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+_SOURCES = _sources()  # as they are imported, not as somebody edits them while the process runs
 
 
 @contextlib.contextmanager
 def _not_cached() -> Generator[None]:
-    """JAX's cache off: it would hold the same again, and what it gives may not be written anew."""
+    """JAX's cache off, which would hold the same again, and give what cannot be written anew."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
@@ -300,34 +369,33 @@ def _not_cached() -> Generator[None]:
         compilation_cache.reset_cache()
 
 
-def _origin(policy: Any) -> str:
-    """All that programs depend on beside their names."""
-    leaves, treedef = jax.tree.flatten(policy)
-    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
-    settings = {
-        name: value for name, value in sorted(jax.config.values.items()) if "cache" not in name
-    }
-    devices = [device.device_kind for device in jax.devices()]
-    versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
-    flags = os.environ.get("XLA_FLAGS", "")
-    return f"{_sources()} {versions} {devices} {flags} {settings} {treedef} {shapes}"
+@contextlib.contextmanager
+def _compiling_threads() -> Generator[set[int]]:
+    """The threads in which XLA compiled while the block runs."""
+    threads: set[int] = set()
+
+    def note(event: str, *_: Any, **__: Any) -> None:
+        if event == _COMPILATION:
+            threads.add(threading.get_ident())
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield threads
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
 
 
-def _sources() -> str:
-    digest = hashlib.sha256()
-    for package in _PACKAGES:
-        folder = pathlib.Path(importlib.import_module(package).__path__[0])
-        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
-            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
-def _compile(lowered: jax.stages.Lowered, path: pathlib.Path | None) -> jax.stages.Compiled:
+def _compile(
+    lowered: jax.stages.Lowered, path: pathlib.Path | None, threads: set[int]
+) -> jax.stages.Compiled:
+    """Compiles a program, and keeps it unless jit had it already, maybe from JAX's cache."""
+    here = threading.get_ident()
+    threads.discard(here)
     compiled = lowered.compile()
-    if path is not None:
+    if path is not None and here in threads:
         try:
             _keep(compiled, path)
-        except Exception as error:  # What a backend that cannot write programs raises.
+        except Exception as error:  # A full disk, or what a backend cannot write.
             warnings.warn(f"a compiled program is not kept: {error}", stacklevel=2)
     return compiled
 
@@ -337,16 +405,22 @@ def _keep(compiled: jax.stages.Compiled, path: pathlib.Path) -> None:
     program, *treedefs = serialize_executable.serialize(compiled)
     trees = [jax.tree.unflatten(treedef, range(treedef.num_leaves)) for treedef in treedefs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(pickle.dumps((program, trees)))
-    os.replace(file.name, path)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_bytes(pickle.dumps((program, trees)))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
-def _load(path: pathlib.Path) -> jax.stages.Compiled | None:
+def _load(path: pathlib.Path, devices: list[jax.Device]) -> jax.stages.Compiled | None:
     """A program that was kept; None where it cannot be loaded."""
     try:
         program, trees = pickle.loads(path.read_bytes())
-        return serialize_executable.deserialize_and_load(program, *map(jax.tree.structure, trees))
+        treedefs = map(jax.tree.structure, trees)
+        return serialize_executable.deserialize_and_load(
+            program, *treedefs, execution_devices=devices
+        )
     except Exception as error:  # A file that is broken, or what a driver refuses.
         warnings.warn(f"{path.name}: compiling again ({error})", stacklevel=2)
         return None

@@ -77,30 +77,35 @@ def sample(
     """
     scaled = logits / (temperature or 1.0)
     blocks = _in_blocks(scaled)
-    log_masses, log_total, entropies = _summary(blocks)
+    log_masses, top, log_total, entropies = _summary(blocks)
     if temperature == 0:
         tokens = jnp.argmax(logits, axis=-1)
     else:
         if 0 < top_k < logits.shape[-1] or top_p < 1.0:
-            blocks = _in_blocks(_truncate(scaled - log_total[:, None], top_k=top_k, top_p=top_p))
-            log_masses, _, _ = _summary(blocks)
+            logprobs = (scaled - top) - log_total
+            blocks = _in_blocks(_truncate(logprobs, top_k=top_k, top_p=top_p))
+            log_masses, *_ = _summary(blocks)
         tokens = _draw(keys, blocks, log_masses)
-    chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0] - log_total
-    return tokens.astype(jnp.int32), chosen, entropies
+    chosen = (jnp.take_along_axis(scaled, tokens[:, None], axis=-1) - top) - log_total
+    return tokens.astype(jnp.int32), chosen[:, 0], entropies
 
 
 def _in_blocks(logits: jax.Array) -> jax.Array:
-    """[B, V] as [B, N, _BLOCK], what is behind V as good as impossible."""
+    """[B, V] as [B, N, _BLOCK], padded with -inf."""
     padding = -logits.shape[-1] % _BLOCK
     padded = jnp.pad(logits, ((0, 0), (0, padding)), constant_values=-jnp.inf)
     return padded.reshape(len(logits), -1, _BLOCK)
 
 
-def _summary(blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logarithms of the sums of exponentials, [B, N] of blocks and [B], and [B] entropies in nats.
+def _summary(blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What a softmax needs to know of logits [B, N, _BLOCK], of which some are finite.
 
-    The logits [B, N, _BLOCK] are read twice, where those of a softmax are read at least three
-    times, its maximum being that of a row.
+    They are read twice, for the maxima of blocks and for sums of exponentials below them, where a
+    softmax of rows reads them three times.
+
+    Returns:
+        Logarithms of the sums of exponentials [B, N]; the largest logit [B, 1]; by how much the
+        logarithm of the sum over the row exceeds it, [B, 1]; and entropies [B] in nats.
     """
 
     def finite(x):
@@ -114,16 +119,17 @@ def _summary(blocks: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     moments = jnp.sum(weights * finite(below), axis=-1)
     top = jnp.max(tops, axis=-1, keepdims=True)
     scales = jnp.exp(tops - top)
-    total = jnp.sum(scales * masses, axis=-1)
-    mean = jnp.sum(scales * (moments + finite(tops - top) * masses), axis=-1) / total
-    return tops + jnp.log(masses), top[:, 0] + jnp.log(total), jnp.log(total) - mean
+    total = jnp.sum(scales * masses, axis=-1, keepdims=True)
+    mean = jnp.sum(scales * (moments + finite(tops - top) * masses), axis=-1, keepdims=True) / total
+    log_total = jnp.log(total)
+    return tops + jnp.log(masses), top, log_total, (log_total - mean)[:, 0]
 
 
 def _draw(keys: jax.Array, blocks: jax.Array, log_masses: jax.Array) -> jax.Array:
     """int32 [B] tokens by their probabilities: a block by its mass, and a token of the block.
 
-    Each by the largest of log-probability and Gumbel noise. Noise for every token would take longer
-    than all else that is done with its logit.
+    Both by the Gumbel-max trick. Noise for every token would take longer than all else that is done
+    with its logit.
     """
     count = log_masses.shape[-1]
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (count + _BLOCK,)))(keys)

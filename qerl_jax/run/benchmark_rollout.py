@@ -19,7 +19,8 @@ Rows of a decode benchmark:
 
 and of rollouts of a file of problems, kind "gsm8k": tokens up to and including the end over the
 seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
-"startup" see `startup.measure_startup`; `cached` is whether every program was kept.
+"startup" see `startup.measure_startup`; `warm` is whether every program was
+kept by an earlier process, as they are on a GPU.
 """
 
 import contextlib
@@ -48,7 +49,13 @@ from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.engine import Rollout, Statistics, generate
-from qerl_jax.rollout.programs import Programs, compile_ahead, compile_programs, lowerings
+from qerl_jax.rollout.programs import (
+    Programs,
+    bound,
+    compile_ahead,
+    compile_programs,
+    lowerings,
+)
 from qerl_jax.run.benchmark_subject import (
     NOTHING_ENDS,
     BenchmarkConfig,
@@ -270,7 +277,7 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
             "prompts": config.prompts,
             "group": config.group,
             "max_new_tokens": config.max_new_tokens,
-            "cached": measured["kept"] == measured["programs"],
+            "warm": measured["kept"] == measured["programs"],
         }
     )
 
@@ -369,11 +376,13 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
     needed = {}
-    policy = jax.random.key(config.seed), subject.params, subject.lora
+    policy = key, params, lora = bound((jax.random.key(config.seed), subject.params, subject.lora))
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
         needed |= lowerings(
-            *policy,
+            key,
+            params,
+            lora,
             dataclasses.replace(plan, batches=plan.batches[:1]),  # No row ends early.
             rules=decode.rules(
                 subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS

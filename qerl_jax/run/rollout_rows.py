@@ -11,7 +11,7 @@ _POLICY = ("kind", "model", "format", "lora_rank", "kv_cache_dtype", "head_forma
 KEYS = {
     "decode": (*_POLICY, "batch", "prompt", "new_tokens"),
     "gsm8k": (*_POLICY, "prompts", "group", "max_new_tokens"),
-    "startup": (*_POLICY, "prompts", "group", "max_new_tokens", "cached"),
+    "startup": (*_POLICY, "prompts", "group", "max_new_tokens", "warm"),
 }
 
 
@@ -61,7 +61,7 @@ def describe(row: dict) -> str:
     """A row on a line."""
     name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
     if row["kind"] == "startup":
-        kept = "all" if row["cached"] else row["kept"]
+        kept = "all" if row["warm"] else row["kept"]
         return (
             f"{name}, {row['prompts']} x {row['group']}: first tokens after "
             f"{row['first_tokens_s']:.1f} s, weights {row['weights_s']:.1f}, {row['programs']} "

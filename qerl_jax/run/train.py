@@ -34,14 +34,14 @@ from qerl_jax.rl.train_step import (
     mean_kl,
     train_step,
 )
-from qerl_jax.rollout.programs import Programs, compile_ahead
+from qerl_jax.rollout.programs import Programs, compilations, compile_ahead
 from qerl_jax.run.checkpoint import Checkpoints
 from qerl_jax.run.collect import Experience, collect
+from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.evaluate import greedy_accuracy
 from qerl_jax.run.folder import RunFolder, fingerprint, open_run, write_atomic
 from qerl_jax.run.metrics import LiveLine, MetricsLog, format_row
 from qerl_jax.run.plots import plot_run
-from qerl_jax.run.programs import programs_in
 from qerl_jax.run.setup import Setup, check, prepare
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.weights.export import checkpoint_tensors, companion_files, write_checkpoint
@@ -239,23 +239,25 @@ def _compile_rollouts(
     def on_progress(done: int, total: int) -> None:
         if received:
             raise StoppedError(received[0])
-        live.update(f"compiling {total} rollout programs {done}/{total}")
+        live.update(f"rollout programs {done}/{total}")
 
-    programs = compile_ahead(
-        setup.key,
-        current_policy(setup.model.params, trainable) | setup.rollout_head,
-        trainable.lora,
-        prompts=setup.collect.prompts_per_step,
-        prompt_width=setup.collect.prompt_width,
-        config=setup.model.config,
-        sampling=setup.collect.sampling,
-        eos_ids=setup.model.tokenizer.eos_ids,
-        group_size=setup.collect.group_size,
-        on_progress=on_progress,
-    )
+    with compilations() as compiled:
+        programs = compile_ahead(
+            setup.key,
+            current_policy(setup.model.params, trainable) | setup.rollout_head,
+            trainable.lora,
+            prompts=setup.collect.prompts_per_step,
+            prompt_width=setup.collect.prompt_width,
+            config=setup.model.config,
+            sampling=setup.collect.sampling,
+            eos_ids=setup.model.tokenizer.eos_ids,
+            group_size=setup.collect.group_size,
+            on_progress=on_progress,
+        )
     live.clear()
     seconds = time.perf_counter() - began
-    print(f"compiled {len(programs)} rollout programs in {seconds:.0f} s", flush=True)
+    counts = f"compiled {len(compiled)} of {len(programs)} rollout programs"
+    print(f"{counts} in {seconds:.0f} s", flush=True)
     return programs
 
 
