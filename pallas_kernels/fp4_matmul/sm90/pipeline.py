@@ -33,9 +33,7 @@ def adds_adapter(first: Any) -> Any:
     return first == 0
 
 
-def fill_stages(
-    plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shares | None, simulated: bool
-) -> None:
+def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shares | None) -> None:
     """Copies codes, scales and tokens of all pieces of this block to shared memory.
 
     Args:
@@ -43,11 +41,10 @@ def fill_stages(
         gm: operands and results in global memory.
         sm: stages and barriers.
         shares: of x A^T, or None.
-        simulated: by the interpreter.
     """
     config = plan.config
     stages_in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
-    block = plan.this_block(simulated)
+    block = plan.this_block()
 
     def acquire(i, slot):
         """Waits until the slot of stage i is free."""
@@ -63,7 +60,7 @@ def fill_stages(
         def _():
             with jax.named_scope("await free stage"):
                 plgpu.barrier_wait(sm["empty"].at[slot])
-            if not simulated:
+            if not plan.simulated:
                 fence_async_proxy(nvvm.ProxyKind.async_shared)
 
     def copy_tokens(name, slot, tile, first, count):
@@ -95,7 +92,7 @@ def fill_stages(
         done, slot = carry
         tile, first, count = plan.piece(block, index)
 
-        @pl.loop(0, count if simulated else opaque(jnp.int32(count)), init_carry=slot)
+        @pl.loop(0, count if plan.simulated else opaque(jnp.int32(count)), init_carry=slot)
         def slot(i, slot):
             acquire(done + i, slot)
             fill(slot, tile, first + i)

@@ -1,13 +1,29 @@
 """Which block of threads computes what."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TileConfig, clusters_of
+
+
+class _Place(NamedTuple):
+    """A block in its cluster.
+
+    Attributes:
+        cluster: which one.
+        member: which of its blocks.
+        whole: tiles that the block computes alone.
+        shared: 1 if it has a part of one more, or 0.
+    """
+
+    cluster: Any
+    member: Any
+    whole: Any
+    shared: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +45,7 @@ class Plan:
     steps: int  # of a tile
     blocks: int
     split: int  # blocks of a cluster
+    simulated: bool  # by the interpreter, which has no clusters
 
     @property
     def tiles(self) -> int:
@@ -49,6 +66,11 @@ class Plan:
     def clusters(self) -> int:
         """Clusters of blocks; with split 1 every block is one."""
         return self.blocks // self.split
+
+    @property
+    def in_clusters(self) -> bool:
+        """Whether the blocks of a cluster see each other's shared memory."""
+        return self.split > 1 and not self.simulated
 
     @property
     def slots(self) -> int:
@@ -88,18 +110,16 @@ class Plan:
             return jnp.int32(0), tile
         return plgpu.planar_snake(tile, (self.m_tiles, self.n_tiles), 0, 8)
 
-    def this_block(self, simulated: bool):
+    def this_block(self):
         """The block of threads that asks; those of a cluster follow one another."""
         block = lax.axis_index("block")
-        if self.split == 1 or simulated:
-            return block
-        return block * self.split + lax.axis_index("member")
+        return block * self.split + lax.axis_index("member") if self.in_clusters else block
 
     def pieces(self, block):
         """How many tiles, or parts of tiles, a block computes."""
         if self.split > 1:
-            _, _, whole, shared = self._of_cluster(block)
-            return whole + shared
+            place = self._in_cluster(block)
+            return place.whole + place.shared
         if not self.shared:
             return lax.div(self.tiles - block + self.blocks - 1, self.blocks)
         return self.shared_pieces(block) + self.tiles // self.blocks
@@ -112,7 +132,7 @@ class Plan:
     def piece(self, block, index):
         """The tile of a piece, its first step of K and its number of steps."""
         if self.split > 1:
-            cluster, member, whole, _ = self._of_cluster(block)
+            cluster, member, whole, _ = self._in_cluster(block)
             shared = index == whole
             turn = jnp.where(shared, self._tiles_of(cluster) - 1, index * self.split + member)
             first, end = (lax.div((member + i) * self.steps, self.split) for i in (0, 1))
@@ -177,18 +197,13 @@ class Plan:
     def _tiles_of(self, cluster):
         return lax.div(self.tiles - cluster + self.clusters - 1, self.clusters)
 
-    def _of_cluster(self, block):
-        """The cluster of a block, its place there, its whole tiles, and 1 if it shares one more."""
+    def _in_cluster(self, block):
         cluster = lax.div(block, self.split)
         member = block - cluster * self.split
         count = self._tiles_of(cluster)
         shared = jnp.where(lax.rem(count, self.split) == 1, 1, 0)
-        return (
-            cluster,
-            member,
-            lax.div(count - shared - member + self.split - 1, self.split),
-            shared,
-        )
+        whole = lax.div(count - shared - member + self.split - 1, self.split)
+        return _Place(cluster, member, whole, shared)
 
     def _first_step(self, block):
         return lax.div(jnp.minimum(block, self.sharing) * self.shared * self.steps, self.sharing)
@@ -198,7 +213,15 @@ class Plan:
         return lax.div((step + 1) * self.sharing - 1, self.shared * self.steps)
 
 
-def make_plan(config: TileConfig, m: int, row_tiles: int, k: int, multiprocessors: int) -> Plan:
+def make_plan(
+    config: TileConfig,
+    m: int,
+    row_tiles: int,
+    k: int,
+    multiprocessors: int,
+    *,
+    simulated: bool = False,
+) -> Plan:
     """The plan for M tokens, tiles of 64 rows and K columns."""
     m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.rows)
     tiles, steps = m_tiles * n_tiles, -(-k // config.block_k)
@@ -206,4 +229,4 @@ def make_plan(config: TileConfig, m: int, row_tiles: int, k: int, multiprocessor
     clusters = clusters_of(tiles, split, multiprocessors)
     if not clusters:
         split, clusters = 1, min(tiles * (steps if config.stream else 1), multiprocessors)
-    return Plan(config, m_tiles, n_tiles, row_tiles, steps, clusters * split, split)
+    return Plan(config, m_tiles, n_tiles, row_tiles, steps, clusters * split, split, simulated)

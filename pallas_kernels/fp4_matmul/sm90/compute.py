@@ -1,0 +1,343 @@
+"""The warpgroups that compute: they decode, multiply, and add up what is shared."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fp4_matmul import layout
+from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, decode_reference, decode_tile
+from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter
+from pallas_kernels.fp4_matmul.sm90.plan import Plan
+from pallas_kernels.fp4_matmul.sm90.shares import load_b
+from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, wait
+from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
+
+
+def compute(
+    plan: Plan, gm: dict[str, Any], sm: dict[str, Any], warpgroup: Any, registers: int
+) -> None:
+    """Decodes its tiles of all stages of this block, multiplies, and stores the result.
+
+    Args:
+        plan: which pieces.
+        gm: operands and results in global memory.
+        sm: stages and barriers.
+        warpgroup: which one of those that compute.
+        registers: of each of its threads.
+    """
+    config, simulated = plan.config, plan.simulated
+    block = plan.this_block()
+    row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
+    spare = registers - config.registers()
+    accumulator = plgpu.ACC((TILE_ROWS, config.tile_m), jnp.float32)
+
+    def decode(slot, j):
+        """The weights of tile j of a stage, columns 0..63 and 64..127, [64, 64] each."""
+        if simulated:
+            sm["a"][warpgroup] = decode_reference(
+                sm["codes"][slot, row, j], sm["scales"][slot, row, j]
+            )
+            plgpu.commit_smem()
+            return ()
+        return decode_tile(
+            plgpu.load(sm["codes"].at[slot, row, j], layout=CODES),
+            plgpu.load(sm["scales"].at[slot, row, j], layout=SCALES),
+        )
+
+    def multiply_tile(acc, slot, j, decoded):
+        if simulated:
+            decoded = [sm["a"].at[warpgroup, :, pl.ds(start, 64)] for start in (0, 64)]
+        for half, operand in enumerate(decoded):
+            tokens = sm["x"].at[slot, j, :, pl.ds(64 * half, 64)]
+            plgpu.wgmma(acc, operand, tokens.T)
+            if simulated:
+                plgpu.wgmma_wait(0)
+            elif config.in_flight:
+                plgpu.wgmma_wait(config.in_flight)
+
+    def await_stage(slot):
+        with jax.named_scope("await stage"):
+            plgpu.barrier_wait(sm["full"].at[slot])
+
+    def decode_next(i, count, slot):
+        """The first tile behind stage i, or nothing behind the last one.
+
+        A branch of its own, or ptxas would decode when the products of stage i have ended.
+        """
+
+        def first_tile():
+            await_stage(plan.next_slot(slot))
+            return tuple(decode(plan.next_slot(slot), part))
+
+        def nothing():
+            zeros = jnp.zeros((TILE_ROWS, 64), jnp.bfloat16)
+            return () if simulated else (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * 2
+
+        return lax.cond(i < count - 1, first_tile, nothing)
+
+    def multiply(acc, done, count):
+        first = lax.rem(done, config.stages)
+        decoded = ()
+        if config.ahead:
+            await_stage(first)
+            decoded = decode(first, part)
+
+        @pl.loop(0, count, init_carry=(first, *decoded))
+        def _(i, carry):
+            slot, *decoded = carry
+            if not config.ahead:
+                await_stage(slot)
+                decoded = decode(slot, part)
+            multiply_tile(acc, slot, part, decoded)
+            for j in range(config.slices, plan.per_stage, config.slices):
+                multiply_tile(acc, slot, j + part, decode(slot, j + part))
+            decoded = decode_next(i, count, slot) if config.ahead else ()
+            # Where a loop turns back, ptxas gives away registers that a product in flight reads.
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(sm["empty"].at[slot])
+            return plan.next_slot(slot), *decoded
+
+    def add_slices(value, index):
+        """The sum of the slices' accumulators, in the warpgroup of the first."""
+
+        def collect(value):
+            plgpu.barrier_wait(sm["sums_full"].at[row])
+            for other in range(config.slices - 1):
+                value += plgpu.load(sm["sums"].at[other, row], layout=plgpu.Layout.WGMMA)
+            plgpu.barrier_arrive(sm["sums_empty"].at[row])
+            return value
+
+        def publish(value):
+            @pl.when(index > 0)
+            def _():
+                plgpu.barrier_wait(sm["sums_empty"].at[row])
+
+            sm["sums"][part - 1, row] = value
+            plgpu.barrier_arrive(sm["sums_full"].at[row])
+            return value
+
+        return lax.cond(part == 0, collect, publish, value)
+
+    def read(name, *place):
+        """A matrix [64, .], or a number for each of its rows, from global memory."""
+        source = gm[name].at[place]
+        axis = plgpu.Layout.WGMMA if len(source.shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+        return plgpu.load(source, layout=axis, optimized=False)
+
+    def over_tokens(numbers, tokens=config.tile_m):
+        return lax.broadcast_in_dim(numbers, (TILE_ROWS, tokens), (0,))
+
+    def adapter(row_start):
+        """B [64, R] in parts of 64 columns."""
+        rows = pl.ds(row_start, TILE_ROWS)
+        columns = [pl.ds(column, 64) for column in range(0, gm["b"].shape[1], 64)]
+        if "shares" in gm:
+            return [load_b(gm["b"].at[rows, part]) for part in columns]
+        return [read("b", rows, part) for part in columns]
+
+    def add_adapter(acc, b, done, first, row_start):
+        """Adds B xa^T, once or not at all; xa is in the next stage of the pipeline, if any is."""
+        slot = lax.rem(done, config.stages)
+
+        @pl.loop(0, jnp.where(adds_adapter(first), 1, 0))
+        def _(_):
+            columns = adapter(row_start) if b is None else b  # asked for before anything is awaited
+            # Those that do not multiply wait too, as for every stage: who skips one takes its
+            # arrivals for those of the next round of the pipeline.
+            plgpu.barrier_wait(sm["full"].at[slot])
+
+            @pl.loop(0, 1 if config.slices == 1 else jnp.where(part == 0, 1, 0))
+            def _(_):
+                for j, operand in enumerate(columns):
+                    if simulated:
+                        sm["a"][warpgroup, :, :64] = operand
+                        plgpu.commit_smem()
+                        operand = sm["a"].at[warpgroup, :, pl.ds(0, 64)]
+                    tokens = sm["x"].at[slot, j // 2, :, pl.ds(j % 2 * 64, 64)]
+                    plgpu.wgmma(acc, operand, tokens.T)
+                    if simulated:
+                        plgpu.wgmma_wait(0)
+                plgpu.wgmma_wait(0)
+
+            plgpu.barrier_arrive(sm["empty"].at[slot])
+
+        return acc[...]
+
+    def store(value, bias, token, row_tile):
+        """Stores the outputs [64, .] of a row tile, of the tokens from one on."""
+        width = value.shape[1]
+        if bias is not None:
+            value += over_tokens(bias.astype(jnp.float32), width)
+        tokens, rows = pl.ds(token, width), pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
+        if gm["y"].dtype == jnp.float32:
+            gm["y"].at[rows, tokens][...] = value
+        else:
+            copy_out(value, gm["y"].at[tokens, rows])
+
+    def copy_out(value, place):
+        """Starts to store a value, transposed and rounded."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last one
+        rounded = sm["y"].at[row, pl.ds(0, value.shape[1])]
+        rounded.T[...] = plgpu.layout_cast(
+            value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+        )
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(rounded, place)
+
+    def bias_of(row_tile):
+        """A row tile beyond the weight has the last one's bias; what it stores is dropped."""
+        start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
+        return read("bias", pl.ds(start, TILE_ROWS)) if "bias" in gm else None
+
+    def add_parts(value, bias, token, row_tile):
+        """Adds up a tile over the blocks of the cluster: each receiver some of its tokens."""
+        member = lax.axis_index("member")
+        width = config.tile_m // config.receivers
+        full = sm["parts_full"].at[row]
+        parts = [
+            lax.slice(value, (0, start), (TILE_ROWS, start + width))
+            for start in range(0, config.receivers * width, width)
+        ]
+        own = parts[0]
+        for receiver, theirs in enumerate(parts):
+
+            @pl.when(member != receiver)
+            def _(theirs=theirs, receiver=receiver):
+                plgpu.async_store_smem(
+                    theirs,
+                    sm["parts"].at[member - jnp.where(member > receiver, 1, 0), row],
+                    full,
+                    cluster_idx=jnp.int32(receiver),
+                    cluster_dim="member",
+                )
+
+            own = jnp.where(jnp.broadcast_to(member == receiver, own.shape), theirs, own)
+
+        @pl.when(member < config.receivers)
+        def _():
+            plgpu.barrier_wait(full)
+            total = own
+            for other in range(plan.split - 1):
+                total += plgpu.load(sm["parts"].at[other, row], layout=plgpu.Layout.WGMMA)
+            store(total, bias, token + member * width, row_tile)
+
+    def locks():
+        """Those of the two tiles that this block may share."""
+        tiles = [plan.share(block, index)[0] for index in (0, 1)]
+        return [gm["locks"].at[pl.ds(1 + tile * config.rows + row, 1)] for tile in tiles]
+
+    def add_shared_tiles():
+        """Adds up this block's units of the tiles that it shares, in the order of the sharers."""
+        shares = [plan.share(block, index) for index in (0, 1)]
+        awaited = [jnp.where(begin < end, sharers, 0) for _, _, sharers, begin, end in shares]
+        waiters = [jnp.minimum(sharers, plan.units) for sharers in awaited]
+        wait(locks(), awaited, waiters)
+        # What a batch reads is in flight together, in registers of the accumulator and operands.
+        room = max(1, (registers - 64) // (plan.unit // 2))
+        batches = -(-plan.most_sharers // min(8, room))
+        batch = -(-plan.most_sharers // batches)
+
+        @pl.loop(0, 2)
+        def _(index):
+            tile, first, sharers, begin, end = plan.share(block, index)
+            m_tile, n_tile = plan.coordinates(tile)
+            row_tile = n_tile * config.rows + row
+
+            @pl.loop(begin, end)
+            def _(unit):
+                tokens = pl.ds(unit * plan.unit, plan.unit)
+                zero = jnp.zeros((TILE_ROWS, plan.unit), jnp.float32)
+
+                @pl.loop(0, lax.div(sharers + batch - 1, batch), init_carry=zero)
+                def total(i, total):
+                    for j in range(batch):
+                        sharer = i * batch + j
+                        slot = plan.slot(first + jnp.minimum(sharer, sharers - 1), tile)
+                        value = read("partial", slot, row, slice(None), tokens)
+                        # What fills the last batch has been added before.
+                        counts = jnp.broadcast_to(sharer < sharers, value.shape)
+                        total += jnp.where(counts, value, zero)
+                    return total
+
+                token = m_tile * config.tile_m + unit * plan.unit
+                store(total, bias_of(row_tile), token, row_tile)
+
+    @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
+    def _(index, done):
+        tile, first, count = plan.piece(block, index)
+        m_tile, n_tile = plan.coordinates(tile)
+        row_tile = n_tile * config.rows + row
+        row_start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
+        divisor = read("divisor", pl.ds(row_start, TILE_ROWS))
+        bias = bias_of(row_tile)
+        # Early if there are registers, as what comes late is waited for.
+        b = adapter(row_start) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
+
+        def piece(acc):
+            with jax.named_scope("multiply"):
+                multiply(acc, done, count)
+            value = acc[...]
+            if config.slices > 1:
+                with jax.named_scope("add slices"):
+                    value = add_slices(value, index)
+            value *= over_tokens(layout.UNIT / divisor)
+            if "b" not in gm:
+                return value
+            if simulated:  # which cannot store to an accumulator
+                product = pl.run_scoped(
+                    lambda acc: add_adapter(acc, b, done + count, first, row_start), accumulator
+                )
+                return value + product
+            acc[...] = value
+            with jax.named_scope("add adapter"):
+                return add_adapter(acc, b, done + count, first, row_start)
+
+        value = pl.run_scoped(piece, accumulator)
+
+        @pl.when((part == 0) & (count == plan.steps))
+        def _():
+            with jax.named_scope("store"):
+                store(value, bias, m_tile * config.tile_m, row_tile)
+
+        if plan.in_clusters:
+
+            @pl.when((part == 0) & (count < plan.steps))
+            def _():
+                with jax.named_scope("add parts"):
+                    add_parts(value, bias, m_tile * config.tile_m, row_tile)
+
+        if "partial" in gm:
+
+            @pl.when((part == 0) & (count < plan.steps))
+            def _():
+                slot = plan.slot(block, tile) if plan.shared else block
+                gm["partial"].at[slot, row][...] = value
+
+        if plan.shared and not simulated:
+            # Once for both tiles, for to publish takes longer than to compute a stage.
+            @pl.when((part == 0) & (index == plan.shared_pieces(block) - 1))
+            def _():
+                with jax.named_scope("publish"):
+                    arrive(locks(), [plan.share(block, i)[2] for i in (0, 1)])
+
+        return done + count + (jnp.where(adds_adapter(first), 1, 0) if "b" in gm else 0)
+
+    if plan.shared and not simulated:
+
+        @pl.when(part == 0)
+        def _():
+            with jax.named_scope("add shared tiles"):
+                add_shared_tiles()
+
+    if config.slices > 1:
+        # The last sums have been read.
+        @pl.when((part > 0) & (plan.pieces(block) > 0))
+        def _():
+            plgpu.barrier_wait(sm["sums_empty"].at[row])
+
+    # A block may end once its shared memory has been read.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
