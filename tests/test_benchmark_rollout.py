@@ -22,7 +22,7 @@ from pallas_kernels.fp4_matmul import cases
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
-from qerl_jax.rollout import programs
+from qerl_jax.rollout import executables
 from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.engine import Statistics
 from qerl_jax.rollout.head import rollout_head
@@ -147,7 +147,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
 
 def test_a_startup(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
-    monkeypatch.setattr(programs, "_keeps", lambda: True)  # as on a GPU
+    monkeypatch.setattr(executables, "_keeps", lambda: True)  # as on a GPU
     out = tmp_path / "rollout.json"
     config = dataclasses.replace(CONFIG, startup=True, began=time.time() - 50, out=str(out))
     with cached_in(tmp_path / "cache"):

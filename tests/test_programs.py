@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_engine import KEY, PAD, PROMPTS, policy
 
-from qerl_jax.rollout import programs
+from qerl_jax.rollout import executables, programs
 from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.compilation_cache import cached_in
 
@@ -19,7 +19,7 @@ HOW = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4), "eos_ids": (
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(programs, "_keeps", lambda: True)
+    monkeypatch.setattr(executables, "_keeps", lambda: True)
 
 
 def compiled_ahead(folder, *, adapted=True, **changes):
@@ -113,8 +113,8 @@ def test_what_jit_had_from_the_cache_of_jax_is_not_written_again(tmp_path):
 def test_a_policy_on_one_of_two_devices(tmp_path):
     code = (
         "import jax; jax.config.update('jax_default_device', jax.devices()[1]);"
-        "import pathlib, test_programs as t; from qerl_jax.rollout import programs;"
-        "programs._keeps = lambda: True;"
+        "import pathlib, test_programs as t; from qerl_jax.rollout import executables;"
+        "executables._keeps = lambda: True;"
         f"folder = pathlib.Path({str(tmp_path)!r});"
         "ahead = [t.compiled_ahead(folder) for _ in range(2)];"
         "print(*(len(compiled) for _, compiled in ahead), t.complete(ahead[1][0]).lengths)"
@@ -128,7 +128,7 @@ def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
     before, _ = compiled_ahead(tmp_path)
     changes, precision = {}, None
     if change == "sources":
-        monkeypatch.setattr(programs, "_SOURCES", "edited")
+        monkeypatch.setattr(executables, "_SOURCES", "edited")
     elif change == "flags":
         monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
     elif change == "setting":
@@ -155,7 +155,7 @@ def test_nothing_is_kept_where_no_folder_is(folder, tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", folder)
     try:
-        assert programs._paths({"name": None}, policy(layers=1)[1]) == {}
+        assert executables.paths({"name": None}, policy(layers=1)[1]) == {}
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
@@ -164,9 +164,9 @@ def test_the_names_of_files_are_those_of_another_process():
     """Nothing in the digest depends on the process, such as an address or the order of a set."""
     code = (
         "import jax; jax.config.update('jax_compilation_cache_dir', '/folder');"
-        "from test_engine import policy; from qerl_jax.rollout import programs;"
-        "programs._keeps = lambda: True;"
-        "print(programs._paths({('name', policy(layers=1)[0]): None}, policy(layers=1)[1:]))"
+        "from test_engine import policy; from qerl_jax.rollout import executables;"
+        "executables._keeps = lambda: True;"
+        "print(executables.paths({('name', policy(layers=1)[0]): None}, policy(layers=1)[1:]))"
     )
     first, second = (run(code, PYTHONHASHSEED=seed) for seed in ("1", "2"))
     assert "rollout-" in first
