@@ -182,9 +182,8 @@ def main() -> None:
             f"{starts[True]['prompts']} prompts x {starts[True]['group']}, "
             f"{starts[True]['model']} with random weights, every program compiled: "
             f"{starts[False]['first_tokens_s']:.0f} s, and {starts[True]['first_tokens_s']:.0f} s "
-            "with those of an earlier process in JAX_COMPILATION_CACHE_DIR; a run has a folder of "
-            "its own for them, which a resumed one begins with (commit"
-            f" {starts[True]['commit'][:8]}, `--startup`).",
+            "with those of an earlier process in JAX_COMPILATION_CACHE_DIR, with which the folder "
+            f"of a run begins, too (commit {starts[True]['commit'][:8]}, `--startup`).",
             "The FP4 kernel on the fused projections of Qwen2.5, device time in microseconds by "
             f"the number of tokens (commit {commits}, {kernel['device']}, jax "
             f"{kernel['rows'][0]['versions']['jax']}, `pallas_kernels/fp4_matmul/benchmark.py`). "

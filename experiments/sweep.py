@@ -198,8 +198,7 @@ def _train_all(runs: list[Run], folder: Path) -> dict[str, str]:
     """
     failures = {}
     (folder / "logs").mkdir(exist_ok=True)
-    # What one run compiled, the next ones need not, but on a GPU, where each keeps its own for a
-    # resume. A program fits the CPU that it is made for.
+    # What one run compiled, the next ones need not. A program fits the CPU that it is made for.
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str((folder / f"programs-{platform.node()}").resolve()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -12,7 +12,7 @@ from test_engine import KEY, PAD, PROMPTS, policy
 
 from qerl_jax.rollout import executables, programs
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.compilation_cache import cached_in
+from qerl_jax.run.compilation_cache import cached_in, programs_in
 
 HOW = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4), "eos_ids": (3,)}
 
@@ -171,3 +171,36 @@ def test_the_names_of_files_are_those_of_another_process():
     first, second = (run(code, PYTHONHASHSEED=seed) for seed in ("1", "2"))
     assert "rollout-" in first
     assert first == second
+
+
+def test_the_folder_of_a_run_shares_with_the_cache_of_jax(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    common, run = tmp_path / "common", tmp_path / "run" / "programs"
+    common.mkdir()
+    run.mkdir(parents=True)
+    for folder in (common, run):
+        (folder / "of-both-cache").write_text(folder.name)
+    (common / "older-cache").touch()
+    (common / "rollout-0.123").touch()  # which another process is writing
+    with cached_in(common):
+        with programs_in(run):
+            assert jax.config.jax_compilation_cache_dir == str(run)
+            (run / "newer-cache").touch()
+        assert jax.config.jax_compilation_cache_dir == str(common)
+    names = {"of-both-cache", "older-cache", "newer-cache"}
+    assert {file.name for file in run.iterdir()} == names
+    assert {file.name for file in common.iterdir()} == names | {"rollout-0.123"}
+    for folder in (common, run):
+        assert (folder / "of-both-cache").read_text() == folder.name
+
+
+def test_a_run_without_the_cache_of_jax_has_its_own_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        with programs_in(tmp_path):
+            assert jax.config.jax_compilation_cache_dir == str(tmp_path)
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

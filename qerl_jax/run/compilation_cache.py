@@ -13,13 +13,32 @@ def programs_in(path: Path) -> Generator[None]:
     """On a GPU, keeps the compiled programs in a folder while the block runs.
 
     A resumed run must execute the very programs it was begun with: compiling again can choose
-    other matmul kernels, which round otherwise.
+    other matmul kernels, which round otherwise. The folder begins with what JAX's cache has, and
+    JAX's cache gets what is new, by links: where they cannot be, each keeps its own.
     """
     if jax.default_backend() != "gpu":
         yield
         return
-    with cached_in(path):
-        yield
+    common = jax.config.jax_compilation_cache_dir
+    if not common or "://" in common:
+        with cached_in(path):
+            yield
+        return
+    _link_files(Path(common), path)
+    try:
+        with cached_in(path):
+            yield
+    finally:
+        _link_files(path, Path(common))
+
+
+def _link_files(source: Path, target: Path) -> None:
+    """Links the files of a folder into another one, but those that it has; unfinished ones not."""
+    target.mkdir(parents=True, exist_ok=True)
+    for file in source.glob("*") if source.is_dir() else ():
+        if file.is_file() and not file.suffix:
+            with contextlib.suppress(OSError):  # It is there, or on another file system.
+                (target / file.name).hardlink_to(file)
 
 
 @contextlib.contextmanager
