@@ -4,7 +4,10 @@ import contextlib
 import fcntl
 import pathlib
 import tempfile
+import time
 from collections.abc import Iterator
+
+_PAUSE = 0.05  # seconds in which somebody who waits gets it, before who had it asks again
 
 
 @contextlib.contextmanager
@@ -19,3 +22,4 @@ def sole_use() -> Iterator[None]:
     with path.open(encoding="utf-8") as file:  # which may be another user's
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+    time.sleep(_PAUSE)

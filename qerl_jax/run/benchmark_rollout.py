@@ -113,11 +113,12 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
                     check_fits(subject, config)
                     programs = _compile(subject, config)
                     measured = []
-                    with sole_use():
-                        for batch in config.batches:
+                    for batch in config.batches:
+                        with sole_use():
                             measured.append(measure_decoding(subject, batch, config, programs))
                             keep(measured[-1])
-                        for row in measured if config.parts else ():
+                    for row in measured if config.parts else ():
+                        with sole_use():
                             keep(row | {"parts": step_parts(subject, row["batch"], config)})
             for leaf in jax.tree.leaves((subject.params, subject.lora)):
                 leaf.delete()
