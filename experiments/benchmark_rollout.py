@@ -9,8 +9,8 @@ Without --source the weights are random, made on the device in the shapes of the
 has the rank --lora-rank on all seven projections; 0 is none, which is what weights with the adapter
 merged into them cost. With --data problems are completed end to end by a real model, with the
 system message of `experiments.evaluate`. --startup tells the time from the command to the first
-tokens, with every program compiled that a rollout of these prompts can need; on a GPU
-they are kept in JAX_COMPILATION_CACHE_DIR, so that a second run says what that saves.
+tokens, with every program compiled that a rollout of these prompts can need; on a GPU they are kept
+in JAX_COMPILATION_CACHE_DIR, so that a second run says what that saves.
 
 Several commands may run at a time, as one measures after the other, if the memory holds them
 (XLA_PYTHON_CLIENT_PREALLOCATE=false); --startup waits for no other.

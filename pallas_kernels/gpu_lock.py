@@ -7,7 +7,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-_PAUSE = 0.05  # seconds in which somebody who waits gets it, before who had it asks again
+_PAUSE = 0.01  # seconds in which somebody who waits gets it, before who had it asks again
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Programs of rollouts that are kept from one process to the next."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -20,6 +21,17 @@ HOW = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4), "eos_ids": (
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(executables, "_keeps", lambda: True)
+
+
+@contextlib.contextmanager
+def cache_set_to(folder):
+    """What `cached_in` cannot set: no folder, or one that is none of this machine."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", folder)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def compiled_ahead(folder, *, adapted=True, **changes):
@@ -152,12 +164,8 @@ def test_nothing_is_kept_on_a_cpu(tmp_path, monkeypatch):
 @pytest.mark.parametrize("folder", [None, "gs://bucket/cache"])
 def test_nothing_is_kept_where_no_folder_is(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", folder)
-    try:
-        assert executables.paths({"name": None}, policy(layers=1)[1]) == {}
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+    with cache_set_to(folder):
+        assert executables.paths(["name"], policy(layers=1)[1]) == {}
 
 
 def test_the_names_of_files_are_those_of_another_process():
@@ -196,11 +204,7 @@ def test_the_folder_of_a_run_shares_with_the_cache_of_jax(tmp_path, monkeypatch)
 
 def test_a_run_without_the_cache_of_jax_has_its_own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    try:
+    with cache_set_to(None):
         with programs_in(tmp_path):
             assert jax.config.jax_compilation_cache_dir == str(tmp_path)
         assert jax.config.jax_compilation_cache_dir is None
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)

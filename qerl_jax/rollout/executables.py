@@ -9,7 +9,6 @@ folder must be trusted. Nothing there is ever deleted.
 
 import contextlib
 import hashlib
-import importlib.util
 import os
 import pathlib
 import pickle
@@ -74,11 +73,8 @@ def _origin(policy: Any) -> str:
 def _sources() -> str:
     """A digest of what programs are traced from."""
     digest = hashlib.sha256()
-    for package in ("pallas_kernels", "qerl_jax.policy", "qerl_jax.rollout"):
-        spec = importlib.util.find_spec(package)
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        folder = pathlib.Path(spec.submodule_search_locations[0])
+    rollout = pathlib.Path(__file__).parent
+    for folder in (pathlib.Path(device.__file__).parent, rollout.with_name("policy"), rollout):
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
             digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

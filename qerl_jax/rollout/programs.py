@@ -228,8 +228,9 @@ def compile_programs(
     kept = {name: path for name, path in paths.items() if path.exists()}
     programs: dict[Hashable, jax.stages.Compiled] = {}
 
-    def take(futures):
-        names = {future: name for name, future in futures.items()}
+    threads: set[int] = set()  # in which XLA compiled
+
+    def take(names):
         for future in concurrent.futures.as_completed(names):
             if (program := future.result()) is None:
                 continue
@@ -238,18 +239,18 @@ def compile_programs(
                 on_progress(len(programs), len(needed))
 
     uncached = executables.not_cached() if paths else contextlib.nullcontext()
-    with uncached, _compiling_threads() as threads:
+    with uncached, _on_compilation(lambda _: threads.add(threading.get_ident())):
         pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
         try:
             if kept:
                 fp4_matmul.load_kernel()
                 devices = list(executables.devices_of(policy))
                 load = functools.partial(executables.load, devices=devices)
-                take({name: pool.submit(load, path) for name, path in kept.items()})
+                take({pool.submit(load, path): name for name, path in kept.items()})
             # While one is lowered, which is Python's work, others are compiled.
             take(
                 {
-                    name: pool.submit(_compile, lower(), paths.get(name), threads)
+                    pool.submit(_compile, lower(), paths.get(name), threads): name
                     for name, lower in needed.items()
                     if name not in programs
                 }
@@ -265,16 +266,28 @@ def compilations() -> Generator[list[str]]:
     names = {f"jit({function.__name__})" for function in _FUNCTIONS}
     compiled: list[str] = []
 
-    def note(event: str, duration_secs: float, **where: str | int) -> None:
-        del duration_secs
-        if event == _COMPILATION and where.get("fun_name") in names:
-            compiled.append(str(where["fun_name"]))
+    def note(name):
+        if name in names:
+            compiled.append(name)
 
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
+    with _on_compilation(note):
         yield compiled
+
+
+@contextlib.contextmanager
+def _on_compilation(note: Callable[[Any], None]) -> Generator[None]:
+    """Calls `note` with the name of what is compiled, in its thread, while the block runs."""
+
+    def listen(event: str, duration_secs: float, **where: str | int) -> None:
+        del duration_secs
+        if event == _COMPILATION:
+            note(where.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
     finally:
-        jax.monitoring.unregister_event_duration_listener(note)
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def bound(tree: Any) -> Any:
@@ -286,22 +299,6 @@ def bound(tree: Any) -> Any:
 
 def _integers(*shapes: int | tuple[int, ...]) -> list[np.ndarray]:
     return [np.zeros(shape, np.int32) for shape in shapes]
-
-
-@contextlib.contextmanager
-def _compiling_threads() -> Generator[set[int]]:
-    """The threads in which XLA compiled while the block runs."""
-    threads: set[int] = set()
-
-    def note(event: str, *_: Any, **__: Any) -> None:
-        if event == _COMPILATION:
-            threads.add(threading.get_ident())
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield threads
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
 
 
 def _compile(

@@ -19,8 +19,8 @@ Rows of a decode benchmark:
 
 and of rollouts of a file of problems, kind "gsm8k": tokens up to and including the end over the
 seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
-"startup" see `startup.measure_startup`; `warm` is whether every program was
-kept by an earlier process, as they are on a GPU.
+"startup" see `startup.measure_startup`; `warm` is whether every program was kept by an earlier
+process, as they are on a GPU.
 """
 
 import contextlib
