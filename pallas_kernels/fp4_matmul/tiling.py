@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Iterator
 
@@ -77,7 +78,7 @@ class TileConfig:
     @property
     def receivers(self) -> int:
         """Blocks of a cluster that add up a tile, each for as many tokens."""
-        return self.split if self.tile_m % (8 * self.split) == 0 else 1
+        return math.gcd(self.split, self.tile_m // 8)
 
     def smem_bytes(self) -> int:
         """Shared memory of the operands, the sums of slices and blocks, and the output."""
