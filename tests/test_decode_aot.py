@@ -104,8 +104,8 @@ def test_kernel(kernel, model, rows, check):
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 @pytest.mark.parametrize("model", ["1.5b", "7b", "32b", "llama8b"])
 def test_attention(model, rows, check):
-    behind = ["merge_project"] if rows <= 8 else ["project"] if rows > 128 else []
-    check(["attend", *behind], *attend(cases.MODELS[model], rows))
+    parts = ["merge_project"] if rows <= 8 else []
+    check(["attend", *parts], *attend(cases.MODELS[model], rows))
 
 
 @pytest.mark.parametrize(("dtype", "lines"), [(jnp.bfloat16, 2500), (jnp.float8_e4m3fn, 3500)])

@@ -153,8 +153,6 @@ def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiproces
         (2, 1, 7, 40, 1),
         (17, 1, 5, 32, 17),
         (3, 2, 2, 0, 1),
-        # With a kernel for the product with A.
-        (130, 1, 3, 8, 1),
         # In two parts.
         (130, 1, 3, 40, 260),
         (17, 1, 2, 0, 34),

@@ -214,9 +214,6 @@ def attend(
     # With fewer stages more blocks share a multiprocessor, if there are more; and three stages of
     # heads of 256 exceed the shared memory of a desktop's GPU.
     few = m * kv_heads <= 2 * multiprocessors
-    # Every block of threads reads its heads' columns of A: with many rows a kernel that reads them
-    # once for 32 rows takes less time.
-    projects = a is not None and count == 1 and m <= MAX_ROWS_OF_SHARES
     padded = max(16, pl.next_power_of_2(group))
     dtype = qkv.dtype
     operands = {"qkv": qkv, "squares": squares, "cos": angles[0], "sin": angles[1]}
@@ -237,7 +234,7 @@ def attend(
         results["largest"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     else:
         results["attended"] = jax.ShapeDtypeStruct((m, heads * head_dim), dtype)
-        if projects:
+        if a is not None:
             operands["a"] = a
             width = pl.cdiv(len(a), SHARE_COLUMNS) * SHARE_COLUMNS
             results["shares"] = jax.ShapeDtypeStruct((heads, m, width), jnp.float32)
@@ -338,7 +335,7 @@ def attend(
             attended = ((1.0 / weight)[:, None] * total).astype(dtype)
             columns = q_heads[:, None] * head_dim + dims[None, :]
             plt.store(refs["attended"].at[row, columns], attended, mask=in_group[:, None])
-            if projects:
+            if a is not None:
                 _project_heads(refs, attended, row, head * group, group)
 
         @pl.when(owns)
@@ -367,8 +364,6 @@ def attend(
     if count > 1:
         parts = {name: made[name] for name in ("sums", "weights", "largest")}
         made |= _merge_project(parts, a, dtype=dtype, interpret=interpret)
-    elif a is not None and not projects:
-        made["shares"] = projection.project(made["attended"], a, interpret=interpret)
     return made["attended"], made.get("shares"), made["new_keys"], made["new_values"]
 
 
