@@ -21,6 +21,7 @@ BACKENDS = [
     pytest.param(True, id="interpreter"),
     pytest.param(False, marks=[pytest.mark.gpu, on_gpu], id="gpu"),
 ]
+EMPTY = float(np.finfo(np.float32).min)  # the largest score of no key
 
 
 def draw(index, *shape, dtype=jnp.bfloat16):
@@ -129,58 +130,10 @@ def test_silu_project(rows, width, rank, interpret):
         (1, 17, 64, 32, 132),
         (1, 2, 600, 32, 132),
         pytest.param(1, 2, 129, 256, 132, marks=pytest.mark.slow),
-        pytest.param(1, 2, 129, 256, 1, marks=pytest.mark.slow),
     ],
 )
 def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiprocessors, interpret):
     lengths = jnp.asarray([0, slots - 1, slots // 2, 63, min(128, slots - 1)], jnp.int32)
-    check_attention(
-        lengths,
-        *(kv_heads, group, slots, head_dim),
-        rank=32,
-        dtype=dtype,
-        qk_norm=qk_norm,
-        multiprocessors=multiprocessors,
-        interpret=interpret,
-    )
-
-
-@pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize(
-    ("rows", "kv_heads", "group", "rank", "multiprocessors"),
-    [
-        (3, 2, 3, 8, 1),
-        (2, 1, 7, 40, 1),
-        (17, 1, 5, 32, 17),
-        (3, 2, 2, 0, 1),
-        # In two parts.
-        (130, 1, 3, 40, 260),
-        (17, 1, 2, 0, 34),
-    ],
-)
-def test_attention_projects(rows, kv_heads, group, rank, multiprocessors, interpret):
-    check_attention(
-        7 * jnp.arange(rows, dtype=jnp.int32) % 150,
-        *(kv_heads, group, 150, 32),
-        rank=rank,
-        multiprocessors=multiprocessors,
-        interpret=interpret,
-    )
-
-
-def check_attention(
-    lengths,
-    kv_heads,
-    group,
-    slots,
-    head_dim,
-    *,
-    rank,
-    dtype=jnp.bfloat16,
-    qk_norm=False,
-    multiprocessors,
-    interpret,
-):
     rows, heads = len(lengths), kv_heads * group
     qkv = draw(1, rows, (heads + 2 * kv_heads) * head_dim)
     factor, bias = jnp.abs(draw(2, rows, dtype=jnp.float32)), draw(3, qkv.shape[1])
@@ -188,23 +141,24 @@ def check_attention(
     angles = jnp.cos(angle), jnp.sin(angle)
     keys, values = (draw(i, rows, kv_heads, slots, head_dim).astype(dtype) for i in (5, 6))
     norms = [draw(i, head_dim, dtype=jnp.float32) for i in (7, 8)] if qk_norm else None
-    a = draw(9, rank, heads * head_dim) if rank else None
 
     def run(keys, values):
-        return kernels.attend(
+        parts, keys, values = kernels.attend(
             qkv,
             shares_of(factor) - 1e-6 / 3,
             angles,
             keys,
             values,
             lengths,
-            a,
             bias=bias,
             qk_norm=norms,
             eps=1e-6,
             multiprocessors=multiprocessors,
             interpret=interpret,
         )
+        a = draw(9, 32, heads * head_dim)
+        merged = kernels.merge_project(parts, a, dtype=qkv.dtype, interpret=interpret)
+        return *merged, keys, values
 
     attended, shares, new_keys, new_values = jax.jit(run)(keys, values)
     # As `transformer` does it.
@@ -219,12 +173,29 @@ def check_attention(
     values = values.at[slot].set(to_cache(v[:, 0], dtype))
     expected = attend_to_cache(*(x.astype(jnp.float32) for x in (q, keys, values)), lengths + 1)
     assert_close(attended, wide(expected).reshape(rows, -1))
-    assert_shares(shares, attended, a)
+    assert_shares(shares, attended, draw(9, 32, heads * head_dim))
     for new, old in ((new_keys, keys), (new_values, values)):
         # A product that rounds otherwise may move a key by its last bit.
         off = wide(new) != wide(old)
         assert off.mean() < 1e-3
         assert_close(new, wide(old))
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(("rows", "count", "rank"), [(130, 3, 40), (17, 1, 0)])
+def test_merge_project(rows, count, rank, interpret):
+    heads, head_dim = 3, 64
+    largest = draw(1, count, rows, heads, dtype=jnp.float32).at[1:, ::2].set(EMPTY)
+    weights = jnp.where(largest == EMPTY, 0, 1 + jnp.abs(draw(2, *largest.shape)))
+    sums = draw(3, *largest.shape, head_dim, dtype=jnp.float32) * (weights > 0)[..., None]
+    a = draw(4, rank, heads * head_dim) if rank else None
+    parts = kernels.AttentionParts(sums, weights.astype(jnp.float32), largest)
+    attended, shares = kernels.merge_project(parts, a, dtype=jnp.bfloat16, interpret=interpret)
+    of_part = np.exp2(wide(largest))
+    expected = np.sum(of_part[..., None] * wide(sums), axis=0)
+    expected /= np.sum(of_part * wide(weights), axis=0)[..., None]
+    assert_close(attended, expected.reshape(rows, -1))
+    assert_shares(shares, attended, a)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
@@ -257,7 +228,7 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
     monkeypatch.setattr(decode, "kernels_run", lambda _: False)
     expected, expected_cache = step()
     monkeypatch.setattr(decode, "kernels_run", lambda _: True)
-    for name in ("norm_project", "attend", "silu_project"):
+    for name in ("norm_project", "attend", "merge_project", "silu_project"):
         kernel = functools.partial(getattr(kernels, name), interpret=interpret)
         monkeypatch.setattr(kernels, name, kernel)
     assert fused_decode.serves(config, jnp.dtype("bfloat16"), cache.keys[0])

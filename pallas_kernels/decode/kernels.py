@@ -1,16 +1,13 @@
-"""What a decode step does between the four projections of a layer, in three kernels.
+"""What a decode step does between the four projections of a layer, in four kernels.
 
 A step is short of time for its many small operations, not of bandwidth, so each kernel does all
 there is to do between two projections, down to the product of the next projection's input with A of
 its LoRA adapter:
 
     norm_project      x + y, its RMSNorm, the product with A
-    attend            norm's factor, bias, QK norm, rotation, the new key and value, attention, the
-                      product with A
+    attend            norm's factor, bias, QK norm, rotation, the new key and value, attention
+    merge_project     the sum of attention's parts, the product with A
     silu_project      norm's factor, SwiGLU, the product with A
-
-Few rows leave most of a device idle in attention: then several blocks of threads share a row, and a
-fourth kernel, merge_project, adds up their parts and makes the product with A.
 
 The factor of an RMSNorm, one number for each row, passes through the linear maps: the projection
 reads x * scale, and who reads the projection multiplies by the factor. So no kernel waits for a
@@ -31,11 +28,10 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels import projection
 from pallas_kernels.decode import to_cache
-from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES, SHARE_COLUMNS
+from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
 
 _SLOTS = 64  # of the cache that attention reads at a time
 _PARTS = 8  # of a row's slots, at most
-_FACTORS = 64  # rows of A that attention multiplies by at a time
 _LOG2_E = 1.4426950408889634
 
 
@@ -54,6 +50,20 @@ class Normed(NamedTuple):
     scaled: jax.Array
     shares: jax.Array | None
     squares: jax.Array
+
+
+class AttentionParts(NamedTuple):
+    """Attention over equal parts of what each row has filled of the cache, see `attend`.
+
+    Attributes:
+        sums: float32 [P, M, N, H], values by weights whose largest is 1.
+        weights: float32 [P, M, N], the sums of these weights; 0 where a part holds no key.
+        largest: float32 [P, M, N], the largest score in base 2.
+    """
+
+    sums: jax.Array
+    weights: jax.Array
+    largest: jax.Array
 
 
 def norm_project(
@@ -161,6 +171,63 @@ def silu_project(
     return outs["z"], outs["shares"]
 
 
+def merge_project(
+    parts: AttentionParts,
+    a: jax.Array | None,
+    *,
+    dtype: jnp.dtype,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Adds up the parts of `attend`, and multiplies by A.
+
+    Args:
+        parts: of M rows.
+        a: bfloat16 [R, N H], or None.
+        dtype: of the result.
+        interpret: run on a CPU.
+
+    Returns:
+        [M, N H], and the shares of the product or None, see `Normed`.
+    """
+    count, m, heads, head_dim = parts.sums.shape
+
+    def value(refs, tile):
+        live = tile.rows < m
+        index = jnp.arange(pl.next_power_of_2(count))[None, :]
+        mask = live[:, None] & (index < count)
+        place = index, tile.rows[:, None], tile.index
+        largest = plt.load(refs["largest"].at[place], mask=mask, other=-jnp.inf)
+        weights = plt.load(refs["weights"].at[place], mask=mask, other=0.0)
+        top = jnp.max(jnp.where(live[:, None], largest, 0.0), axis=1)
+        weight = jnp.sum(jnp.exp2(largest - top[:, None]) * weights, axis=1)
+        weight = jnp.where(live, weight, 1.0)
+        total = jnp.zeros((len(tile.rows), head_dim), jnp.float32)
+        for p in range(count):
+            place = refs["largest"].at[p, tile.rows, tile.index]
+            share = jnp.exp2(plt.load(place, mask=live, other=-jnp.inf) - top) / weight
+            place = refs["sums"].at[p, tile.rows[:, None], tile.index, tile.dims[None, :]]
+            total += share[:, None] * plt.load(place, mask=live[:, None], other=0.0)
+        attended = total.astype(dtype)
+
+        @pl.when(tile.first)
+        def _():
+            tile.store(refs["attended"], attended)
+
+        return attended
+
+    outs = projection.project_tiles(
+        "merge_project",
+        value,
+        parts._asdict(),
+        {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
+        a,
+        (m, heads * head_dim),
+        block=head_dim,
+        interpret=interpret,
+    )
+    return outs["attended"], outs["shares"]
+
+
 def _factor(squares: Any, rows: jax.Array, eps: float) -> jax.Array:
     """What a norm multiplies some rows by, out of the shares [S, M] of their mean squares."""
     count, m = squares.shape
@@ -177,14 +244,13 @@ def attend(
     keys: jax.Array,
     values: jax.Array,
     lengths: jax.Array,
-    a: jax.Array | None,
     *,
     bias: jax.Array | None = None,
     qk_norm: tuple[jax.Array, jax.Array] | None = None,
     eps: float,
     multiprocessors: int,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array]:
+) -> tuple[AttentionParts, jax.Array, jax.Array]:
     """Puts the new key and value of every row into the cache, and attends to all of them.
 
     Args:
@@ -194,7 +260,6 @@ def attend(
         keys: [M, K, S, H], bfloat16 or float8_e4m3fn; given away.
         values: likewise.
         lengths: int32 [M], the filled slots of each row, less than S.
-        a: bfloat16 [R, N H], or None.
         bias: [(N + 2 K) H], or None.
         qk_norm: float32 [H], the scales of queries' and keys' RMSNorm, or None.
         eps: of the norms.
@@ -202,8 +267,7 @@ def attend(
         interpret: run on a CPU.
 
     Returns:
-        bfloat16 [M, N H], the shares of its product with A, one for each of the N heads, or None,
-        see `Normed`; keys and values.
+        The parts for `merge_project`, keys and values.
     """
     m, kv_heads, slots, head_dim = keys.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -224,20 +288,12 @@ def attend(
         operands["q_norm"], operands["k_norm"] = qk_norm
     operands |= {"keys": keys, "values": values}
     results = {
+        "sums": jax.ShapeDtypeStruct((count, m, heads, head_dim), jnp.float32),
+        "weights": jax.ShapeDtypeStruct((count, m, heads), jnp.float32),
+        "largest": jax.ShapeDtypeStruct((count, m, heads), jnp.float32),
         "new_keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype),
         "new_values": jax.ShapeDtypeStruct(values.shape, values.dtype),
     }
-    if count > 1:
-        shape = count, m, heads
-        results["sums"] = jax.ShapeDtypeStruct((*shape, head_dim), jnp.float32)
-        results["weights"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        results["largest"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    else:
-        results["attended"] = jax.ShapeDtypeStruct((m, heads * head_dim), dtype)
-        if a is not None:
-            operands["a"] = a
-            width = pl.cdiv(len(a), SHARE_COLUMNS) * SHARE_COLUMNS
-            results["shares"] = jax.ShapeDtypeStruct((heads, m, width), jnp.float32)
 
     def body(*refs):
         refs = dict(zip((*operands, *results), refs, strict=True))
@@ -326,17 +382,10 @@ def attend(
         end = jnp.minimum(begin + part_blocks, filled_blocks)
         total, weight, largest = lax.fori_loop(begin, end, add, (total, weight, largest))
         q_heads = head * group + query
-        if count > 1:
-            place = refs["sums"].at[part, row, q_heads[:, None], dims[None, :]]
-            plt.store(place, total, mask=in_group[:, None])
-            plt.store(refs["weights"].at[part, row, q_heads], weight, mask=in_group)
-            plt.store(refs["largest"].at[part, row, q_heads], largest, mask=in_group)
-        else:
-            attended = ((1.0 / weight)[:, None] * total).astype(dtype)
-            columns = q_heads[:, None] * head_dim + dims[None, :]
-            plt.store(refs["attended"].at[row, columns], attended, mask=in_group[:, None])
-            if a is not None:
-                _project_heads(refs, attended, row, head * group, group)
+        place = refs["sums"].at[part, row, q_heads[:, None], dims[None, :]]
+        plt.store(place, total, mask=in_group[:, None])
+        plt.store(refs["weights"].at[part, row, q_heads], weight, mask=in_group)
+        plt.store(refs["largest"].at[part, row, q_heads], largest, mask=in_group)
 
         @pl.when(owns)
         def _():
@@ -353,101 +402,11 @@ def attend(
         body,
         grid=(m, kv_heads, count),
         out_shape=tuple(results.values()),
-        input_output_aliases={names.index("keys"): 0, names.index("values"): 1},
+        input_output_aliases={names.index("keys"): 3, names.index("values"): 4},
         compiler_params=plt.CompilerParams(
             num_warps=4, num_stages=3 if few and head_dim <= 128 else 2
         ),
         name="attend",
         interpret=interpret,
     )(*operands.values())
-    made: dict[str, Any] = dict(zip(results, outs, strict=True))
-    if count > 1:
-        parts = {name: made[name] for name in ("sums", "weights", "largest")}
-        made |= _merge_project(parts, a, dtype=dtype, interpret=interpret)
-    return made["attended"], made.get("shares"), made["new_keys"], made["new_values"]
-
-
-def _project_heads(
-    refs: dict[str, Any], x: jax.Array, row: jax.Array, first: jax.Array, count: int
-) -> None:
-    """Writes what some heads of a row contribute to the product with A, a share each.
-
-    Args:
-        refs: "a", bfloat16 [R, N H], and "shares", float32 [N, M, R'], see `Normed`.
-        x: bfloat16 [N', H], the heads and what follows them.
-        row: of the M.
-        first: which of the N heads is the first of x.
-        count: of the heads in x.
-    """
-    a, shares = refs["a"], refs["shares"]
-    padded, head_dim = x.shape
-    width = shares.shape[2]
-
-    # 64 rows of A on the left make it Hopper's product of 128 threads, whose operands are in shared
-    # memory: with x on the left it takes a quarter more registers, and fewer blocks run at a time.
-    @pl.loop(0, pl.cdiv(count * width, _FACTORS))
-    def _(i):
-        index = i * _FACTORS + jnp.arange(_FACTORS)
-        head, rank = lax.div(index, width), lax.rem(index, width)
-        columns = ((first + head) * head_dim)[:, None] + jnp.arange(head_dim)[None, :]
-        live = head < count
-        mask = (live & (rank < a.shape[0]))[:, None]
-        factors = plt.load(a.at[rank[:, None], columns], mask=mask, other=0.0)
-        products = plt.dot(factors, x, trans_b=True)  # with every head, of which one is wanted
-        own = head[:, None] == jnp.arange(padded)[None, :]
-        share = jnp.sum(jnp.where(own, products, 0.0), axis=1)
-        plt.store(shares.at[first + head, row, rank], share, mask=live)
-
-
-def _merge_project(
-    parts: dict[str, jax.Array], a: jax.Array | None, *, dtype: jnp.dtype, interpret: bool
-) -> dict[str, Any]:
-    """Adds up attention over equal parts of what each row has filled, and multiplies by A.
-
-    Args:
-        parts: "sums", float32 [P, M, N, H], of values by weights whose largest is 1; "weights",
-            float32 [P, M, N], the sums of these weights, 0 where a part holds no key; "largest",
-            float32 [P, M, N], the largest score in base 2.
-        a: bfloat16 [R, N H], or None.
-        dtype: of the result.
-        interpret: run on a CPU.
-
-    Returns:
-        "attended", [M, N H], and "shares" of its product with A or None, see `attend`.
-    """
-    count, m, heads, head_dim = parts["sums"].shape
-
-    def value(refs, tile):
-        live = tile.rows < m
-        index = jnp.arange(pl.next_power_of_2(count))[None, :]
-        mask = live[:, None] & (index < count)
-        place = index, tile.rows[:, None], tile.index
-        largest = plt.load(refs["largest"].at[place], mask=mask, other=-jnp.inf)
-        weights = plt.load(refs["weights"].at[place], mask=mask, other=0.0)
-        top = jnp.max(jnp.where(live[:, None], largest, 0.0), axis=1)
-        weight = jnp.sum(jnp.exp2(largest - top[:, None]) * weights, axis=1)
-        weight = jnp.where(live, weight, 1.0)
-        total = jnp.zeros((len(tile.rows), head_dim), jnp.float32)
-        for p in range(count):
-            place = refs["largest"].at[p, tile.rows, tile.index]
-            share = jnp.exp2(plt.load(place, mask=live, other=-jnp.inf) - top) / weight
-            place = refs["sums"].at[p, tile.rows[:, None], tile.index, tile.dims[None, :]]
-            total += share[:, None] * plt.load(place, mask=live[:, None], other=0.0)
-        attended = total.astype(dtype)
-
-        @pl.when(tile.first)
-        def _():
-            tile.store(refs["attended"], attended)
-
-        return attended
-
-    return projection.project_tiles(
-        "merge_project",
-        value,
-        parts,
-        {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)},
-        a,
-        (m, heads * head_dim),
-        block=head_dim,
-        interpret=interpret,
-    )
+    return AttentionParts(*outs[:3]), outs[3], outs[4]

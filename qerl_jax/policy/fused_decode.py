@@ -2,7 +2,7 @@
 
 It is the function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
-eight kernels, and one more where so few rows attend that they are split.
+nine kernels.
 """
 
 import functools
@@ -77,19 +77,19 @@ def decode_layer(
     first = begin(*stream, "input_layernorm", "qkv_proj")
     qkv = project("qkv_proj", first.scaled, first.shares)
     with jax.named_scope("attention"):
-        attended, shares, keys, values = kernels.attend(
+        parts, keys, values = kernels.attend(
             qkv,
             first.squares,
             (cosines, sines),
             keys,
             values,
             lengths,
-            a.get("o_proj"),
             bias=layer.get("qkv_bias"),
             qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
             eps=eps,
             multiprocessors=multiprocessors(),
         )
+        attended, shares = kernels.merge_project(parts, a.get("o_proj"), dtype=qkv.dtype)
     y = project("o_proj", attended, shares)
     second = begin(first.residual, y, "post_attention_layernorm", "gate_up_proj")
     gate_up = project("gate_up_proj", second.scaled, second.shares)
