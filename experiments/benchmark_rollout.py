@@ -42,7 +42,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--format", default="nvfp4,bf16", help="comma-separated: nvfp4, mxfp4, nf4, bf16")
     add("--lora-rank", type=int, default=32, help="of all seven projections; 0: no adapter")
     add("--chunk-steps", type=int, default=16, help="decode steps of a program (default: 16)")
-    add("--dequantize", choices=("chunk", "step"), default="chunk", help="where no kernel runs")
+    add("--dequantize", choices=("once", "step"), default="once", help="where no kernel runs")
     add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="")
     add("--head-format", default="", help="nvfp4: the head in 4 bits (default: as the embedding)")
     add("--seed", type=int, default=0)

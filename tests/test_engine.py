@@ -121,7 +121,7 @@ def test_results_do_not_depend_on_the_chunks():
     options = {"quantized": True, "group_size": 2, "eos_ids": (3, 4, 5, 6), "top_p": 0.9}
     results = [
         rollout(chunk_steps=steps, dequantize=dequantize, **options)
-        for steps, dequantize in ((1, "step"), (3, "step"), (3, "chunk"))
+        for steps, dequantize in ((1, "step"), (3, "step"), (3, "once"))
     ]
     assert results[0].finished.any()
     for result in results[1:]:
@@ -171,7 +171,7 @@ def test_prompts_are_padded():
         assert (tokens[row, len(prompt) :] == 7).all()
 
 
-@pytest.mark.parametrize(("dequantize", "temperature"), [("chunk", 1.0), ("step", 0.6)])
+@pytest.mark.parametrize(("dequantize", "temperature"), [("once", 1.0), ("step", 0.6)])
 def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperature):
     config, params, lora = policy(quantized=True)
     noisy = aqn.perturb_norms(jax.random.key(1), params, 3e-2)

@@ -238,11 +238,11 @@ def test_a_continued_evaluation_keeps_its_waves(settings, waves, monkeypatch):
 @pytest.mark.parametrize(
     ("gigabytes", "in_use", "format", "rows", "dequantize"),
     [
-        (None, 0, "bf16", 32, "chunk"),
-        (80, 0, "bf16", 256, "chunk"),
-        (1e-3, 0, "bf16", 900_000 // 3840, "chunk"),
-        (1e-3, 0.5e-3, "bf16", 400_000 // 3840, "chunk"),
-        (1e-3, 0, "nvfp4", (900_000 - 4 * 15_360) // 3840, "chunk"),
+        (None, 0, "bf16", 32, "once"),
+        (80, 0, "bf16", 256, "once"),
+        (1e-3, 0, "bf16", 900_000 // 3840, "once"),
+        (1e-3, 0.5e-3, "bf16", 400_000 // 3840, "once"),
+        (1e-3, 0, "nvfp4", (900_000 - 4 * 15_360) // 3840, "once"),
         (5e-5, 0, "nvfp4", 45_000 // 3840, "step"),
         (5e-5, 5e-5, "nvfp4", 1, "step"),
     ],

@@ -86,7 +86,7 @@ def test_a_step_samples_what_a_chunk_samples(model):
             pad_id=0,
             group_size=2,
         )
-        for dequantize in ("step", "chunk")
+        for dequantize in ("step", "once")
     )
     np.testing.assert_array_equal(step.tokens, chunk.tokens)
     np.testing.assert_array_equal(step.lengths, chunk.lengths)

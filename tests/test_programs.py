@@ -34,9 +34,9 @@ def cache_set_to(folder):
         jax.config.update("jax_compilation_cache_dir", before)
 
 
-def compiled_ahead(folder, *, adapted=True, **changes):
+def compiled_ahead(folder, *, adapted=True, quantized=False, **changes):
     """Everything for three prompts, and what jit compiled for it."""
-    config, params, lora = policy(layers=1)
+    config, params, lora = policy(layers=1, quantized=quantized)
     how = {"prompt_width": 9, "config": config} | HOW | changes
     jax.clear_caches()
     with cached_in(folder), programs.compilations() as compiled:
@@ -53,24 +53,25 @@ def run(code, **environment):
     ).stdout
 
 
-def complete(ahead):
-    config, params, lora = policy(layers=1)
+def complete(ahead, *, quantized=False):
+    config, params, lora = policy(layers=1, quantized=quantized)
     return generate(
         KEY, params, lora, PROMPTS, config=config, pad_id=PAD, compiled_ahead=ahead, **HOW
     )
 
 
-def test_what_one_process_compiled_the_next_one_loads(tmp_path):
-    first, compiled = compiled_ahead(tmp_path)
-    assert sorted(compiled) == [
-        f"jit({name})" for name in ("decode_chunk", "fuse_adapter", "read_prompts", "seat_rows")
-    ]
-    expected = complete(first)
-    again, compiled = compiled_ahead(tmp_path)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_what_one_process_compiled_the_next_one_loads(quantized, tmp_path):
+    first, compiled = compiled_ahead(tmp_path, quantized=quantized)
+    names = ["decode_chunk", "fuse_adapter", "read_prompts", "seat_rows"]
+    names += ["dequantize"] if quantized else []
+    assert sorted(compiled) == sorted(f"jit({name})" for name in names)
+    expected = complete(first, quantized=quantized)
+    again, compiled = compiled_ahead(tmp_path, quantized=quantized)
     assert not compiled
     assert again.keys() == first.keys()
     with programs.compilations() as compiled:
-        result = complete(again)
+        result = complete(again, quantized=quantized)
     assert not compiled
     for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(x, y)

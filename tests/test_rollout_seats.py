@@ -53,7 +53,7 @@ def rules_of(config, *, max_new_tokens):
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        dequantize="chunk",
+        dequantize="once",
     )
 
 

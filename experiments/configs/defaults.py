@@ -44,13 +44,13 @@ _SOURCES = {
 MODELS = tuple(_SOURCES)
 
 # Where 128 rows of 4352 tokens and a dense copy of the weights would not fit a card of 141 GB: rows
-# that decode together, rows of a micro-batch, what is dequantized at a time.
+# that decode together, rows of a micro-batch, when weights are dequantized.
 _MEMORY = {
-    "qwen3-0.6b": (64, 8, "chunk"),
-    "qwen3-1.7b": (64, 8, "chunk"),
-    "qwen3-4b": (64, 8, "chunk"),
-    "qwen3-8b": (64, 8, "chunk"),
-    "llama3.1-8b": (64, 8, "chunk"),
+    "qwen3-0.6b": (64, 8, "once"),
+    "qwen3-1.7b": (64, 8, "once"),
+    "qwen3-4b": (64, 8, "once"),
+    "qwen3-8b": (64, 8, "once"),
+    "llama3.1-8b": (64, 8, "once"),
     "qwen2.5-14b": (32, 4, "step"),
     "qwen3-14b": (32, 4, "step"),
     "qwen2.5-32b": (16, 2, "step"),
@@ -236,7 +236,7 @@ def build(
 
 def _fields(model: str) -> ConfigDict:
     """Every field, and its default: the paper's, where the paper names one for GSM8K."""
-    max_rows, micro_batch_rows, dequantize = _MEMORY.get(model, (0, 8, "chunk"))
+    max_rows, micro_batch_rows, dequantize = _MEMORY.get(model, (0, 8, "once"))
     c = ConfigDict()
     c.experiment = ""
     c.preset = ""
@@ -305,8 +305,8 @@ def _fields(model: str) -> ConfigDict:
     c.rollout.head_format = ""
     c.rollout.chunk_steps = 32  # tokens decoded before the host looks which rows are done
 
-    # 'chunk' dequantizes the weights once for the steps of a chunk, which needs room for a dense
-    # copy of them while it decodes; 'step' does not, and is slower.
+    # 'once' dequantizes the weights once for a rollout, which needs room for a dense copy of them
+    # while it lasts; 'step' does not, and is slower.
     c.rollout.dequantize = dequantize
 
     # Name -> function(prompt, completion, answer, num_tokens, finished) and its weight in the sum.

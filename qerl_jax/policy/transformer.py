@@ -14,6 +14,7 @@ The projections, and a head of its own, are dense arrays or `QuantTensor`s. The 
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -197,24 +198,29 @@ def layer_with_inputs(
     return _finish_layer(layer, {}, x, attended, config, project), inputs
 
 
-def dequantize_params(params: dict) -> dict:
-    """The policy with packed weights dequantised: memory for speed where no kernel is.
+def packed_weights(params: dict) -> tuple[list[QuantTensor], Callable[[Sequence], dict]]:
+    """The packed weights that no kernel reads, and a function that puts others in their places.
 
-    Inside a jitted function that reads the weights many times, such as a chunk of decode steps,
-    this pays the dequantisation once. Weights in tile order have a kernel and stay packed.
+    Weights in tile order have a kernel.
     """
-    dtype = params["embed_tokens"].dtype
+    leaves, treedef = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, QuantTensor) and leaf.tiles is None
+    ]
 
-    def unpacked(leaf):
-        if isinstance(leaf, QuantTensor) and leaf.tiles is None:
-            return dequantize(leaf, dtype)
-        return leaf
+    def with_others(others):
+        new = dict(zip(places, others, strict=True))
+        return treedef.unflatten([new.get(place, leaf) for place, leaf in enumerate(leaves)])
 
-    return jax.tree.map(
-        unpacked,
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, QuantTensor),
-    )
+    return [leaves[place] for place in places], with_others
+
+
+def dequantize_params(params: dict) -> dict:
+    """The policy with `packed_weights` dequantised: memory for speed where no kernel is."""
+    packed, with_others = packed_weights(params)
+    return with_others([dequantize(weight, params["embed_tokens"].dtype) for weight in packed])
 
 
 def _run_layers(params, lora, tokens, lengths, *, config, remat):

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.sampling import SamplingConfig
 
 _READ_TOKENS = 8192  # prompt tokens, padding included, that are read together
@@ -152,7 +152,7 @@ def rows_left(
     if "bytes_limit" not in memory:
         return None
     free = int(_FREE_SHARE * memory["bytes_limit"]) - memory["bytes_in_use"]
-    if sampling.dequantize == "chunk":
+    if sampling.dequantize == "once":
         free -= dense_bytes(params)
     dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
     row = slots * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
@@ -161,8 +161,7 @@ def rows_left(
 
 def dense_bytes(params: dict) -> int:
     """Bytes of what `transformer.dequantize_params` makes; 0 where no weight is packed."""
-    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
-    packed = [leaf for leaf in leaves if isinstance(leaf, QuantTensor) and leaf.tiles is None]
+    packed, _ = transformer.packed_weights(params)
     return sum(math.prod(leaf.shape) for leaf in packed) * params["embed_tokens"].dtype.itemsize
 
 

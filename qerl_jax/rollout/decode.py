@@ -1,4 +1,4 @@
-"""The programs that the device runs for a rollout: read prompts, seat rows, decode, close up.
+"""The programs that the device runs for a rollout: dequantise, read prompts, seat rows, decode.
 
 Rows decode together in a batch of a fixed number of seats. A row that has ended leaves its seat to
 the next one that waits; between two programs the batch stays on the device.
@@ -15,10 +15,11 @@ from flax import struct
 
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy import transformer
+from qerl_jax.policy import quant, transformer
 from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.sampling import SamplingConfig, row_keys, sample
 
 # No search for the fastest matmul: it takes longer than the rest of the compilation, finds another
@@ -144,6 +145,12 @@ def empty_batch(
     )
 
 
+@functools.partial(jax.jit, static_argnames="dtype")
+def dequantize(packed: list[QuantTensor], *, dtype: jnp.dtype) -> list[jax.Array]:
+    """Dense [N, K] weights of packed ones."""
+    return [quant.dequantize(weight, dtype) for weight in packed]
+
+
 @functools.partial(jax.jit, static_argnames=("config", "dtype"), compiler_options=_UNTUNED)
 def read_prompts(
     params: dict,
@@ -253,8 +260,6 @@ def decode_chunk(
     Returns:
         The batch, and what was drawn, [B, steps].
     """
-    if rules.dequantize == "chunk":
-        params = transformer.dequantize_params(params)
     batch = _with_done(batch, batch.done | ~needed)
 
     def step(batch, _):

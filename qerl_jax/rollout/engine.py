@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import budget, decode, programs
@@ -131,24 +132,27 @@ def generate(
         sampling=sampling,
     )
     key, params, lora = programs.bound((key, params, lora))
+    compiled_ahead = compiled_ahead or {}
     ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
-    host = _Host(
-        key,
-        params,
-        lora,
-        prompts,
-        (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
-        plan=plan,
-        rules=decode.rules(config, sampling, eos_ids),
-        compiled_ahead=compiled_ahead or {},
-        stop=sampling.stop,
-        pad_id=pad_id,
-        decode_text=decode_text,
-        on_tokens=on_tokens,
-    )
     with contextlib.ExitStack() as stack:
         if compiled:
             stack.enter_context(_no_compilation(plan))
+        if sampling.dequantize == "once":
+            params = _dense(params, compiled_ahead)
+        host = _Host(
+            key,
+            params,
+            lora,
+            prompts,
+            (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
+            plan=plan,
+            rules=decode.rules(config, sampling, eos_ids),
+            compiled_ahead=compiled_ahead,
+            stop=sampling.stop,
+            pad_id=pad_id,
+            decode_text=decode_text,
+            on_tokens=on_tokens,
+        )
         while not host.ended.all():
             host.seat_waiting()
             older = len(host.unseen)
@@ -192,6 +196,14 @@ def pad_prompts(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return tokens, lengths
+
+
+def _dense(params: dict, compiled_ahead: Programs) -> dict:
+    """The policy with dense weights in place of those that no kernel reads packed."""
+    packed, with_others = transformer.packed_weights(params)
+    if not packed:
+        return params
+    return with_others(programs.dequantize(params).run(compiled_ahead, packed))
 
 
 def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from pallas_kernels import fp4_matmul
+from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import budget, decode, executables
@@ -29,6 +30,7 @@ Lowering = Callable[[], jax.stages.Lowered]
 _COMPILERS = max(4, (os.cpu_count() or 1) // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 _FUNCTIONS: tuple[Any, ...] = (
+    decode.dequantize,
     decode.read_prompts,
     decode.seat_rows,
     decode.fuse_adapter,
@@ -55,6 +57,11 @@ class Program(NamedTuple):
         if self.name in programs:
             return programs[self.name](*arguments)
         return self.function(*arguments, **self.static)
+
+
+def dequantize(params: dict) -> Program:
+    """`decode.dequantize` for a policy."""
+    return _program(decode.dequantize, {"dtype": params["embed_tokens"].dtype})
 
 
 def read_prompts(plan: Plan, rules: decode.Rules, width: int) -> Program:
@@ -151,6 +158,8 @@ def lowerings(
     """
     arguments = _Arguments(key, params, lora, plan, rules)
     needed: list[tuple[Any, ...]] = []
+    if arguments.packed:
+        needed.append((dequantize(params), arguments.dequantize))
     for width in plan.widths:
         needed.append((read_prompts(plan, rules, width), arguments.read_prompts, width))
         for count in plan.seatings:
@@ -176,6 +185,10 @@ class _Arguments:
     def __init__(self, key, params, lora, plan, rules):
         self._key, self._params, self._lora = key, params, lora
         self._plan, self._rules = plan, rules
+        self.packed: list = []
+        if rules.dequantize == "once":
+            self.packed, with_others = transformer.packed_weights(params)
+            self._params = with_others(self._result(dequantize(params), self.dequantize()))
 
     def _bound(self, tree):
         sharding = self._params["embed_tokens"].sharding
@@ -191,6 +204,9 @@ class _Arguments:
         return self._bound(
             jax.eval_shape(lambda: decode.empty_batch(rows, self._plan.slots, **how))
         )
+
+    def dequantize(self):
+        return (self.packed,)
 
     def read_prompts(self, width):
         prompts = self._plan.prompts

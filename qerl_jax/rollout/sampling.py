@@ -23,8 +23,8 @@ class SamplingConfig:
         kv_cache_bytes: memory for keys and values, which bounds the rows too. 0 is no bound beside
             max_rows, and without that what the device has left.
         kv_cache_dtype: what keys and values are stored in, see `budget.cache_dtype`.
-        dequantize: 'chunk' dequantises the packed weights once for all steps of a chunk, which
-            needs room for a dense copy while it runs; 'step' reads the packed weights each time.
+        dequantize: 'once' dequantises the packed weights once for a rollout, which needs room for a
+            dense copy; 'step' does so in each step. Neither concerns weights that a kernel reads.
     """
 
     max_new_tokens: int
@@ -36,7 +36,7 @@ class SamplingConfig:
     max_rows: int = 0
     kv_cache_bytes: int = 0
     kv_cache_dtype: str = ""
-    dequantize: str = "chunk"
+    dequantize: str = "once"
 
 
 def row_keys(key: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:

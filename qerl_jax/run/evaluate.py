@@ -583,10 +583,10 @@ def _fitting_rows(job: _Job) -> int:
 
 
 def _dequantize(model: LoadedModel) -> str:
-    """'chunk' where a dense copy of the layers takes at most a third of a GPU, see the engine."""
+    """'once' where a dense copy of the layers takes at most a third of a GPU, see the engine."""
     memory = jax.local_devices()[0].memory_stats() or {}
     fits = 3 * dense_bytes(model.params) <= memory.get("bytes_limit", math.inf)
-    return "chunk" if fits else "step"
+    return "once" if fits else "step"
 
 
 def _write_rows(path: Path, rows: _Rows) -> None:

@@ -12,7 +12,6 @@ import numpy as np
 
 from qerl_jax.data import Problem, encode_prompts
 from qerl_jax.errors import UserError
-from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.restore import Policy, open_policy
@@ -117,11 +116,7 @@ def _name(base: Policy) -> str:
 def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
     prompt, limit = _prompt(config, model, run)
-    dequantize = run.get("rollout", {}).get("dequantize", "chunk")
-    # The chunks are short: dequantised once for all of them.
-    params = model.params
-    if dequantize == "chunk":
-        params = jax.jit(transformer.dequantize_params)(params)
+    dequantize = run.get("rollout", {}).get("dequantize", "once")
     show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))
     looks: list[tuple[float, int]] = []
 
@@ -131,7 +126,7 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
 
     rollout = generate(
         jax.random.key(config.seed),
-        params,
+        model.params,
         lora,
         [prompt],
         config=model.config,

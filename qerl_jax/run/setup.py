@@ -100,8 +100,8 @@ def check(config: ConfigDict) -> None:
             f"1 that nothing beyond {_WIDEST_SEQUENCE_CLIP} is ever clipped; the paper has "
             "rl.clip_low=3e-4, rl.clip_high=4e-4"
         )
-    if config.rollout.dequantize not in ("chunk", "step"):
-        raise UserError(f"rollout.dequantize={config.rollout.dequantize!r}: 'chunk' or 'step'")
+    if config.rollout.dequantize not in ("once", "step"):
+        raise UserError(f"rollout.dequantize={config.rollout.dequantize!r}: 'once' or 'step'")
     cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     check_head_format(config.rollout.head_format)
     if config.rollout.head_format and config.train.parameters == "full":
