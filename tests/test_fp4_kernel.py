@@ -244,9 +244,10 @@ def test_an_adapter_whose_product_comes_in_shares(monkeypatch):
         (66, 2, 132, 66),  # one tile for each cluster
         (198, 2, 132, 66),  # a whole one for each block, and one to split
         (132, 2, 132, 0),
-        (40, 3, 132, 40),
-        (41, 3, 132, 0),  # the last would wait for a second wave
-        (160, 4, 132, 32),
+        (36, 3, 132, 36),
+        (40, 3, 132, 0),  # the last would wait for a second wave
+        (140, 4, 132, 28),
+        (16, 8, 132, 0),
         (5, 4, 4, 1),
         (5, 1, 132, 0),
         (1, 8, 4, 0),
