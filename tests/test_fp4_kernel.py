@@ -390,6 +390,23 @@ def test_there_is_a_tiling_for_every_shape(model, m):
         assert config.registers() <= tiling.compute_registers(config.warpgroups)
 
 
+@pytest.mark.parametrize("m", [49, 80, 104, 160, 384])
+def test_narrower_tiles_are_as_many(m):
+    for entry in tiling._tuned(tiling.MULTIPROCESSORS):
+        config = TileConfig(**entry["config"])
+        narrow = tiling._narrowed(config, m)
+        assert narrow.tile_m <= config.tile_m
+        assert narrow.problem() is None
+        assert narrow.registers() <= config.registers()
+        assert -(-m // narrow.tile_m) == -(-m // config.tile_m)
+
+
+def test_a_cluster_keeps_the_tiles_whose_sums_fit():
+    config = TileConfig(64, rows=2, block_k=256, stages=3, in_flight=1, split=4, ahead=True)
+    assert tiling._narrowed(config, 48).tile_m == 48
+    assert tiling._narrowed(config, 56) == config  # one receiver would have no room for all sums
+
+
 def test_tilings_leave_registers_to_who_adds_up_shares():
     for config in tiling.candidates(96, 17920, 1536, rank=64):
         assert config.registers() <= tiling.compute_registers(config.warpgroups, 2)
@@ -426,7 +443,7 @@ def test_what_is_written_of_x_a_fits_how_b_is_read():
 
 
 def test_a_measured_tiling_wins(monkeypatch):
-    config = TileConfig(40, rows=3)
+    config = TileConfig(32, rows=3)
     other, large = TileConfig(64, rows=2), TileConfig(256, rows=2, stages=2)
     entries = [
         {"m": m, "n": 512, "k": 1024, "config": dataclasses.asdict(c)}
@@ -437,9 +454,13 @@ def test_a_measured_tiling_wins(monkeypatch):
     monkeypatch.setattr(tiling, "_tables", lambda: {"d.json": table})
     for cached in (tiling.choose, tiling._tuned):
         cached.cache_clear()
-    assert tiling.choose(20, 512, 1024, multiprocessors=7) == config
-    assert tiling.choose(33, 512, 1024, multiprocessors=7) == other
+    assert tiling.choose(32, 512, 1024, multiprocessors=7) == config
+    assert tiling.choose(64, 512, 1024, multiprocessors=7) == other
     assert tiling.choose(9999, 512, 1024, multiprocessors=7) == large
+    # As wide as it must be for as many tiles of tokens.
+    for m, measured, tile_m in ((20, config, 24), (33, other, 40), (600, large, 200)):
+        narrowed = dataclasses.replace(measured, tile_m=tile_m)
+        assert tiling.choose(m, 512, 1024, multiprocessors=7) == narrowed
     # A stage must hold the adapter.
     assert tiling.choose(20, 512, 1024, rank=192, multiprocessors=7).block_k >= 192
     assert tiling.choose(20, 512, 1024, multiprocessors=8).tile_m == 24

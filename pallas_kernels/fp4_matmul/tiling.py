@@ -23,8 +23,8 @@ _DEPTHS = {4: ((0, False), (1, False), (1, True), (2, True)), 8: ((1, False), (1
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")
 # Multiprocessors of the groups of an H200 that take clusters of more than two blocks, as 270 timed
-# tilings tell: 36 of 3, 28 of 4, 20 of 5, 14 of 7 and 14 of 8 run at a time; 40, 32, 24, 16 and 16 in
-# two waves, which take 1.6 to 1.95 times as long.
+# tilings tell: 36 of 3, 28 of 4, 20 of 5, 14 of 7 and 14 of 8 run at a time; 40, 32, 24, 16 and 16
+# run in two waves, which take 1.6 to 1.95 times as long.
 _GROUPS = (18, 16, 16, 16, 16, 16, 16)
 # The threads at one place of all warpgroups share this many registers.
 _REGISTERS = 512
@@ -171,15 +171,24 @@ def choose(
     """The tiling of a product [M, K] x [N, K]^T with an adapter of this rank (0: none).
 
     A measured one if there is one for the shape, of the next M that was measured or, beyond all of
-    them, of a large one; otherwise the best of `candidates` by `cost`.
+    them, of a large one; its tiles are as narrow as their number allows. Otherwise the best of
+    `candidates` by `cost`.
     """
     for entry in _tuned(multiprocessors):
         config = TileConfig(**entry["config"])
         suits = (entry["n"], entry["k"]) == (n, k) and config.block_k >= rank
         if suits and (entry["m"] >= m or entry["m"] >= _LARGE):
-            return config
+            return _narrowed(config, m)
     found = list(candidates(m, n, k, rank=rank, multiprocessors=multiprocessors))
     return min(found, key=lambda config: cost(config, m, n, k, multiprocessors))
+
+
+def _narrowed(config: TileConfig, m: int) -> TileConfig:
+    """The same with as many tiles for M tokens, and no more tokens in them than there must be."""
+    tiles = -(-m // config.tile_m)
+    narrow = dataclasses.replace(config, tile_m=-(-m // (8 * tiles)) * 8)
+    # With fewer receivers in a cluster the sums of its blocks can exceed the shared memory.
+    return narrow if narrow.problem() is None else config
 
 
 def verified(device: str, jax_version: str) -> bool:
