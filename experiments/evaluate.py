@@ -61,7 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates."""
-    from qerl_jax.run.evaluate import EvaluateConfig, evaluate
+    from qerl_jax.run.evaluate import evaluate
+    from qerl_jax.run.evaluation import EvaluateConfig
     from qerl_jax.run.tasks import Overrides
 
     given = dict(vars(arguments))

@@ -23,7 +23,8 @@ from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.collect import decode
-from qerl_jax.run.evaluate import EvaluateConfig, evaluate, greedy_accuracy
+from qerl_jax.run.evaluate import evaluate, greedy_accuracy
+from qerl_jax.run.evaluation import EvaluateConfig
 from qerl_jax.run.folder import open_run
 from qerl_jax.run.metrics import read_metrics
 from qerl_jax.run.setup import prepare
