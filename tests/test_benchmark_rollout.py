@@ -245,6 +245,14 @@ def test_the_parts_of_a_chunk(monkeypatch):
     assert row["gaps"] > -2.0
 
 
+@pytest.mark.parametrize(("dequantize", "packed"), [("once", False), ("step", True)])
+def test_a_chunk_reads_the_weights_that_the_engine_gives_it(dequantize, packed):
+    config = dataclasses.replace(CONFIG, dequantize=dequantize)
+    chunk = step_parts.Chunk(subject("nf4"), 2, 18, config)
+    lowered = chunk.lower(jax.eval_shape(chunk.empty_batch))
+    assert ("xui8>" in lowered.as_text()) == packed
+
+
 def test_kernels_of_a_profile():
     text = """
     planes {

@@ -72,9 +72,9 @@ def test_logits_and_gradients_are_those_of_the_dequantized_policy(model):
     assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(packed[0].layers))
 
 
-def test_a_step_samples_what_a_chunk_samples(model):
+def test_dequantized_in_each_step_or_once(model):
     noisy = aqn.perturb_norms(jax.random.key(0), model.params, 3e-2)
-    step, chunk = (
+    step, once = (
         generate(
             jax.random.key(1),
             noisy,
@@ -88,9 +88,9 @@ def test_a_step_samples_what_a_chunk_samples(model):
         )
         for dequantize in ("step", "once")
     )
-    np.testing.assert_array_equal(step.tokens, chunk.tokens)
-    np.testing.assert_array_equal(step.lengths, chunk.lengths)
-    np.testing.assert_allclose(step.logprobs, chunk.logprobs, atol=1e-4)
+    np.testing.assert_array_equal(step.tokens, once.tokens)
+    np.testing.assert_array_equal(step.lengths, once.lengths)
+    np.testing.assert_allclose(step.logprobs, once.logprobs, atol=1e-4)
     assert len({tuple(row) for row in step.tokens.tolist()}) == 4
 
 

@@ -31,7 +31,7 @@ def configs():
             found.setdefault(TileConfig(**entry["config"]), (name, *shape))
     for model, layers in cases.MODELS.items():
         for layer, (n, k) in layers.items():
-            for m in (1, 16, 32, 40, 64, 80, 128, 256, 2048):
+            for m in (1, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 256, 2048):
                 rank = -(-cases.rank_of(layer, 32) // 64) * 64
                 config = tiling.choose(m, n, k, rank=rank)
                 found.setdefault(config, (f"{model}.{layer}", m, n, k, rank))

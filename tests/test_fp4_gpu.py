@@ -134,8 +134,11 @@ def cases():
     for config in CONFIGS[1:]:
         for m, n, k in ((33, 576, 576), (40, 1024, 8960), (200, 2056, 1520)):
             yield config, (m, n, k), True, "nvfp4"
-    # Clusters of four blocks, each with a whole tile and a run of one more.
-    yield TileConfig(16, rows=1, stages=6, split=4), (16, 10240, 1024), True, "nvfp4"
+    # 28 clusters of four blocks, each with a whole tile and a run of one more; two blocks add up.
+    for tokens, stages in ((16, 6), (48, 4)):
+        config = TileConfig(tokens, rows=1, stages=stages, split=4)
+        yield config, (tokens, 8960, 1024), True, "nvfp4"
+    yield TileConfig(96, rows=3, stages=3, stream=True), (90, 3584, 4096), True, "nvfp4"
 
 
 @pytest.mark.parametrize(("config", "shape", "adapter", "form"), cases(), ids=str)

@@ -53,11 +53,10 @@ def run(code, **environment):
     ).stdout
 
 
-def complete(ahead, *, quantized=False):
+def complete(ahead, *, quantized=False, **changes):
     config, params, lora = policy(layers=1, quantized=quantized)
-    return generate(
-        KEY, params, lora, PROMPTS, config=config, pad_id=PAD, compiled_ahead=ahead, **HOW
-    )
+    how = {"config": config, "pad_id": PAD, "compiled_ahead": ahead} | HOW | changes
+    return generate(KEY, params, lora, PROMPTS, **how)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -134,6 +133,14 @@ def test_a_policy_on_one_of_two_devices(tmp_path):
     )
     flags = "--xla_force_host_platform_device_count=2"
     assert run(code, XLA_FLAGS=flags) == "4 0 [9 9 9]\n"
+
+
+def test_programs_of_packed_and_of_dense_weights_are_not_taken_for_each_other(tmp_path):
+    compiled_ahead(tmp_path, quantized=True)
+    how = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4, dequantize="step")}
+    ahead, compiled = compiled_ahead(tmp_path, quantized=True, **how)
+    assert sorted(compiled) == ["jit(decode_chunk)", "jit(read_prompts)", "jit(seat_rows)"]
+    assert complete(ahead, quantized=True, **how).lengths.tolist() == [9, 9, 9]
 
 
 @pytest.mark.parametrize("change", ["sources", "flags", "setting", "rules", "policy"])

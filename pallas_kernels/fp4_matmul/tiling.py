@@ -22,10 +22,9 @@ SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers an
 _DEPTHS = {4: ((0, False), (1, False), (1, True), (2, True)), 8: ((1, False), (1, True))}
 _LARGE = 2048  # tokens from which on the tiling does not depend on how many
 TUNED = pathlib.Path(__file__).with_name("tuned")
-# Multiprocessors of the groups of an H200 that take clusters of more than two blocks, as 270 timed
-# tilings tell: 36 of 3, 28 of 4, 20 of 5, 14 of 7 and 14 of 8 run at a time; 40, 32, 24, 16 and 16
-# run in two waves, which take 1.6 to 1.95 times as long.
-_GROUPS = (18, 16, 16, 16, 16, 16, 16)
+# Clusters of so many blocks that run at a time on an H200, as 270 timed tilings tell. 40 of 3, 32
+# of 4, 24 of 5, 16 of 7 and 16 of 8 ran in two waves, and took 1.6 to 1.95 times as long.
+_CLUSTERS = {3: 36, 4: 28, 5: 20, 6: 14, 7: 14, 8: 14}
 # The threads at one place of all warpgroups share this many registers.
 _REGISTERS = 512
 _HELPER_REGISTERS, _MOST_HELPER_REGISTERS = 32, 40
@@ -184,11 +183,18 @@ def choose(
 
 
 def _narrowed(config: TileConfig, m: int) -> TileConfig:
-    """The same with as many tiles for M tokens, and no more tokens in them than there must be."""
-    tiles = -(-m // config.tile_m)
-    narrow = dataclasses.replace(config, tile_m=-(-m // (8 * tiles)) * 8)
-    # With fewer receivers in a cluster the sums of its blocks can exceed the shared memory.
-    return narrow if narrow.problem() is None else config
+    """The same with as many tiles for M tokens, and no more tokens in them than there must be.
+
+    As many blocks as before add up what they share: in a cluster its receivers, and of streamed
+    tiles each a part that divides the tile, so that these are quarters of the measured one.
+    """
+    needed = -(-m // -(-m // config.tile_m))
+    step = max(8, config.tile_m // 32 * 8) if config.stream else 8
+    for tile_m in range(-(-needed // step) * step, config.tile_m, step):
+        narrow = dataclasses.replace(config, tile_m=tile_m)
+        if narrow.problem() is None and narrow.receivers >= config.receivers:
+            return narrow
+    return config
 
 
 def verified(device: str, jax_version: str) -> bool:
@@ -272,8 +278,7 @@ def candidates(
 def _splits(tiles: int, multiprocessors: int) -> list[int]:
     """Sizes of clusters that leave few multiprocessors idle.
 
-    A cluster runs in one group of them. How many there are, and so how many clusters run at a time,
-    is known of the large devices only.
+    How many clusters run at a time is known of the large devices only.
     """
     if multiprocessors < MULTIPROCESSORS:
         return []
@@ -290,15 +295,15 @@ def _splits(tiles: int, multiprocessors: int) -> list[int]:
 def clusters_of(tiles: int, split: int, multiprocessors: int) -> int:
     """How many clusters of so many blocks divide the tiles of a product; 0: they would not help.
 
-    All run at a time: a pair of multiprocessors can be a cluster of two, a larger one lies within
-    one of the groups. One tile of a cluster is split at most.
+    All run at a time: a pair of multiprocessors can be a cluster of two, a larger one lies within a
+    group of 16 or 18. One tile of a cluster is split at most.
     """
     if split == 1:
         return 0
-    if split == 2 or multiprocessors < MULTIPROCESSORS:
+    if split == 2 or multiprocessors < 16:
         at_a_time = multiprocessors // split
     else:
-        at_a_time = sum(group // split for group in _GROUPS)
+        at_a_time = _CLUSTERS[split] if multiprocessors >= MULTIPROCESSORS else 0
     clusters = min(tiles, at_a_time)
     return clusters if clusters and -(-tiles // clusters) % split == 1 else 0
 

@@ -14,7 +14,7 @@ The projections, and a head of its own, are dense arrays or `QuantTensor`s. The 
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -198,29 +198,37 @@ def layer_with_inputs(
     return _finish_layer(layer, {}, x, attended, config, project), inputs
 
 
-def packed_weights(params: dict) -> tuple[list[QuantTensor], Callable[[Sequence], dict]]:
-    """The packed weights that no kernel reads, and a function that puts others in their places.
+def packed_weights(params: dict) -> list[QuantTensor]:
+    """The packed weights that no kernel reads; those in tile order have one."""
+    return [leaf for leaf in _leaves(params)[0] if _is_packed(leaf)]
 
-    Weights in tile order have a kernel.
+
+def dequantize_params(
+    params: dict, dequantize_all: Callable[[list[QuantTensor]], list] | None = None
+) -> dict:
+    """The policy with `packed_weights` dequantised: memory for speed where no kernel is.
+
+    Args:
+        params: the policy.
+        dequantize_all: makes dense weights of packed ones; `quant.dequantize` if it is None.
     """
-    leaves, treedef = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
-    places = [
-        place
-        for place, leaf in enumerate(leaves)
-        if isinstance(leaf, QuantTensor) and leaf.tiles is None
-    ]
+    if dequantize_all is None:
+        dtype = params["embed_tokens"].dtype
 
-    def with_others(others):
-        new = dict(zip(places, others, strict=True))
-        return treedef.unflatten([new.get(place, leaf) for place, leaf in enumerate(leaves)])
+        def dequantize_all(packed):
+            return [dequantize(weight, dtype) for weight in packed]
 
-    return [leaves[place] for place in places], with_others
+    leaves, treedef = _leaves(params)
+    dense = iter(dequantize_all(packed_weights(params)))
+    return treedef.unflatten([next(dense) if _is_packed(leaf) else leaf for leaf in leaves])
 
 
-def dequantize_params(params: dict) -> dict:
-    """The policy with `packed_weights` dequantised: memory for speed where no kernel is."""
-    packed, with_others = packed_weights(params)
-    return with_others([dequantize(weight, params["embed_tokens"].dtype) for weight in packed])
+def _leaves(params):
+    return jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+
+
+def _is_packed(leaf):
+    return isinstance(leaf, QuantTensor) and leaf.tiles is None
 
 
 def _run_layers(params, lora, tokens, lengths, *, config, remat):

@@ -152,7 +152,7 @@ def rows_left(
     if "bytes_limit" not in memory:
         return None
     free = int(_FREE_SHARE * memory["bytes_limit"]) - memory["bytes_in_use"]
-    if sampling.dequantize == "once":
+    if sampling.dequantize != "step":
         free -= dense_bytes(params)
     dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
     row = slots * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
@@ -161,7 +161,7 @@ def rows_left(
 
 def dense_bytes(params: dict) -> int:
     """Bytes of what `transformer.dequantize_params` makes; 0 where no weight is packed."""
-    packed, _ = transformer.packed_weights(params)
+    packed = transformer.packed_weights(params)
     return sum(math.prod(leaf.shape) for leaf in packed) * params["embed_tokens"].dtype.itemsize
 
 

@@ -1,4 +1,4 @@
-"""The programs that the device runs for a rollout: dequantise, read prompts, seat rows, decode.
+"""The programs that the device runs for a rollout: dequantise, read, seat rows, decode, close up.
 
 Rows decode together in a batch of a fixed number of seats. A row that has ended leaves its seat to
 the next one that waits; between two programs the batch stays on the device.

@@ -17,7 +17,6 @@ import numpy as np
 from flax import struct
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import budget, decode, programs
@@ -137,8 +136,8 @@ def generate(
     with contextlib.ExitStack() as stack:
         if compiled:
             stack.enter_context(_no_compilation(plan))
-        if sampling.dequantize == "once":
-            params = _dense(params, compiled_ahead)
+        if sampling.dequantize != "step":
+            params = programs.dense(params, compiled_ahead)
         host = _Host(
             key,
             params,
@@ -196,14 +195,6 @@ def pad_prompts(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     return tokens, lengths
-
-
-def _dense(params: dict, compiled_ahead: Programs) -> dict:
-    """The policy with dense weights in place of those that no kernel reads packed."""
-    packed, with_others = transformer.packed_weights(params)
-    if not packed:
-        return params
-    return with_others(programs.dequantize(params).run(compiled_ahead, packed))
 
 
 def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:

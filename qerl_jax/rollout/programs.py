@@ -59,6 +59,15 @@ class Program(NamedTuple):
         return self.function(*arguments, **self.static)
 
 
+def dense(params: dict, programs: Programs) -> dict:
+    """The policy with dense weights in place of the packed ones that no kernel reads."""
+    if not transformer.packed_weights(params):
+        return params
+    return transformer.dequantize_params(
+        params, functools.partial(dequantize(params).run, programs)
+    )
+
+
 def dequantize(params: dict) -> Program:
     """`decode.dequantize` for a policy."""
     return _program(decode.dequantize, {"dtype": params["embed_tokens"].dtype})
@@ -67,7 +76,7 @@ def dequantize(params: dict) -> Program:
 def read_prompts(plan: Plan, rules: decode.Rules, width: int) -> Program:
     """`decode.read_prompts` of prompts [P, T] padded to a width."""
     static = {"config": rules.config, "dtype": plan.dtype}
-    return _program(decode.read_prompts, static, plan.prompts, width)
+    return _program(decode.read_prompts, static, plan.prompts, width, rules.dequantize)
 
 
 def seat_rows(plan: Plan, rules: decode.Rules, width: int, count: int) -> Program:
@@ -186,9 +195,11 @@ class _Arguments:
         self._key, self._params, self._lora = key, params, lora
         self._plan, self._rules = plan, rules
         self.packed: list = []
-        if rules.dequantize == "once":
-            self.packed, with_others = transformer.packed_weights(params)
-            self._params = with_others(self._result(dequantize(params), self.dequantize()))
+        if rules.dequantize != "step" and (packed := transformer.packed_weights(params)):
+            self.packed = packed
+            self._params = transformer.dequantize_params(
+                params, lambda _: self._result(dequantize(params), self.dequantize())
+            )
 
     def _bound(self, tree):
         sharding = self._params["embed_tokens"].sharding

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.programs import bound
+from qerl_jax.rollout.programs import bound, dense
 from qerl_jax.run.benchmark_subject import (
     NOTHING_ENDS,
     BenchmarkConfig,
@@ -35,6 +35,8 @@ class Chunk:
         self._sharding = subject.params["embed_tokens"].sharding
         key = jax.random.key(config.seed)
         key, params, lora = bound((key, subject.params, subject.lora))
+        if config.dequantize != "step":
+            params = dense(params, {})
         dtype = params["embed_tokens"].dtype
         self._policy = key, params, decode.fuse_adapter(lora, config=subject.config, dtype=dtype)
         self._how: dict[str, Any] = {
