@@ -296,7 +296,7 @@ def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeyp
     jax.clear_caches()
     run = train(tiny.config(changes), workdir=tmp_path / "run")
     assert compiled == [False, False, True, True]
-    assert "compiled 4 of 4 rollout programs in " in capsys.readouterr().out
+    assert "compiled 5 of 5 rollout programs in " in capsys.readouterr().out
     assert all(0.2 < row["rollout_live_share"] < 1 for row in tiny_run.results(run))
     completions = [row["completion"].split() for row in read_metrics(run / "completions.jsonl")]
     stopped = [words for words in completions if any(word.startswith("t1") for word in words)]

@@ -261,7 +261,10 @@ def candidates(
                     products = 2 * block_k // (TILE_COLUMNS * slices)
                     for in_flight, ahead in _DEPTHS.get(products, ((0, False),)):
                         for stream, split in cuts:
-                            if split * block_k > TILE_COLUMNS * steps:
+                            # Of clusters whose stages are longest, who copies would spill.
+                            if split * block_k > TILE_COLUMNS * steps or (
+                                split > 1 and block_k > 512
+                            ):
                                 continue
                             base = TileConfig(
                                 tile_m, rows, slices, block_k, 1, stream, in_flight, split, ahead
