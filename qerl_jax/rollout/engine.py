@@ -132,20 +132,19 @@ def generate(
     )
     key, params, lora = programs.bound((key, params, lora))
     compiled_ahead = compiled_ahead or {}
+    rules = decode.rules(config, sampling, eos_ids)
     ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
     with contextlib.ExitStack() as stack:
         if compiled:
             stack.enter_context(_no_compilation(plan))
-        if sampling.dequantize != "step":
-            params = programs.dense(params, compiled_ahead)
         host = _Host(
             key,
-            params,
+            programs.dequantized(params, rules, compiled_ahead),
             lora,
             prompts,
             (ids[:, None] * group_size + np.arange(group_size)).reshape(-1).astype(np.int32),
             plan=plan,
-            rules=decode.rules(config, sampling, eos_ids),
+            rules=rules,
             compiled_ahead=compiled_ahead,
             stop=sampling.stop,
             pad_id=pad_id,

@@ -18,6 +18,7 @@ from pallas_kernels import fp4_matmul
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode, executables
 from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.sampling import SamplingConfig
@@ -59,13 +60,17 @@ class Program(NamedTuple):
         return self.function(*arguments, **self.static)
 
 
-def dense(params: dict, programs: Programs) -> dict:
-    """The policy with dense weights in place of the packed ones that no kernel reads."""
-    if not transformer.packed_weights(params):
+def dequantized(params: dict, rules: decode.Rules, programs: Programs) -> dict:
+    """The policy as a rollout reads it: what the rules let be dequantised once is dense."""
+    if not _packed(params, rules):
         return params
     return transformer.dequantize_params(
         params, functools.partial(dequantize(params).run, programs)
     )
+
+
+def _packed(params: dict, rules: decode.Rules) -> list[QuantTensor]:
+    return [] if rules.dequantize == "step" else transformer.packed_weights(params)
 
 
 def dequantize(params: dict) -> Program:
@@ -194,9 +199,8 @@ class _Arguments:
     def __init__(self, key, params, lora, plan, rules):
         self._key, self._params, self._lora = key, params, lora
         self._plan, self._rules = plan, rules
-        self.packed: list = []
-        if rules.dequantize != "step" and (packed := transformer.packed_weights(params)):
-            self.packed = packed
+        self.packed = _packed(params, rules)
+        if self.packed:
             self._params = transformer.dequantize_params(
                 params, lambda _: self._result(dequantize(params), self.dequantize())
             )

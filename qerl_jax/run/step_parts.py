@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.programs import bound, dense
+from qerl_jax.rollout.programs import bound, dequantized
 from qerl_jax.run.benchmark_subject import (
     NOTHING_ENDS,
     BenchmarkConfig,
@@ -35,16 +35,11 @@ class Chunk:
         self._sharding = subject.params["embed_tokens"].sharding
         key = jax.random.key(config.seed)
         key, params, lora = bound((key, subject.params, subject.lora))
-        if config.dequantize != "step":
-            params = dense(params, {})
+        rules = decode.rules(subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS)
+        params = dequantized(params, rules, {})
         dtype = params["embed_tokens"].dtype
         self._policy = key, params, decode.fuse_adapter(lora, config=subject.config, dtype=dtype)
-        self._how: dict[str, Any] = {
-            "rules": decode.rules(
-                subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS
-            ),
-            "steps": self.plan.steps,
-        }
+        self._how: dict[str, Any] = {"rules": rules, "steps": self.plan.steps}
 
     def empty_batch(self) -> decode.Batch:
         """Free seats for all rows."""
