@@ -20,6 +20,7 @@ _KERNELS = {
     "dx": "NVFP4, gradient",
     "dx_bf16": "bf16, gradient",
 }
+_BETWEEN = (40, 96, 160, 384)  # tokens that have no column
 _BEGIN, _END = "<!-- tables: python -m benchmarks.tables -->", "<!-- end of tables -->"
 
 
@@ -61,7 +62,7 @@ def run_table(result: dict) -> str:
 def kernel_table(result: dict) -> str:
     """The FP4 kernel beside others, a line for each layer and implementation, by tokens."""
     rows = {(row["layer"], row["m"], row["impl"]): row for row in result["rows"]}
-    counts = sorted({m for _, m, impl in rows if impl == "nvfp4"})
+    counts = sorted({m for _, m, impl in rows if impl == "nvfp4" and m not in _BETWEEN})
     lines = [["layer", "", *map(str, counts)], ["---"] * (2 + len(counts))]
 
     def cell(layer: str, m: int, impl: str) -> str:
@@ -81,6 +82,24 @@ def kernel_table(result: dict) -> str:
             if any(cells):
                 lines.append(["" if impl != "nvfp4" else layer, name, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def between_columns(result: dict) -> str:
+    """What the kernel takes between two columns, by the next one, at most: "40 (0.99)"."""
+    rows = [row for row in result["rows"] if row["impl"] == "nvfp4"]
+    largest: dict[int, float] = {}
+    for row in (row for row in rows if row["m"] in _BETWEEN):
+        later = [
+            other
+            for other in rows
+            if other["layer"] == row["layer"]
+            and other["m"] > row["m"]
+            and other["m"] not in _BETWEEN
+        ]
+        column = min(later, key=lambda other: other["m"])
+        share = row["device_us"] / column["device_us"]
+        largest[row["m"]] = max(share, largest.get(row["m"], 0.0))
+    return ", ".join(f"{m} ({share:.2f})" for m, share in sorted(largest.items()))
 
 
 def rollout_table(result: dict) -> str:
@@ -193,6 +212,8 @@ def main() -> None:
             "decode step other kernels make, is counted. bf16 is cuBLAS, NF4 bitsandbytes; a "
             "gradient is that by x:",
             kernel_table(kernel),
+            "Between these numbers of tokens the kernel takes at most so many times as long as at "
+            f"the next of them: {between_columns(kernel)}.",
         ]
     )
     readme = _ROOT / "README.md"

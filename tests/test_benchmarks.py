@@ -108,3 +108,13 @@ def test_the_readme_is_what_the_tables_write(tmp_path, monkeypatch):
     monkeypatch.setattr(tables, "_ROOT", tmp_path)
     tables.main()
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme
+
+
+def test_between_two_columns_the_slowest_layer_counts():
+    times = {("a", 64): 10.0, ("b", 64): 20.0, ("a", 40): 9.0, ("b", 40): 21.0, ("b", 1): 1.0}
+    rows = [
+        {"layer": layer, "m": m, "impl": "nvfp4", "device_us": time}
+        for (layer, m), time in times.items()
+    ]
+    rows.append({"layer": "a", "m": 40, "impl": "bf16", "device_us": 99.0})
+    assert tables.between_columns({"rows": rows}) == "40 (1.05)"

@@ -1,6 +1,6 @@
 """Measures tilings on a Hopper GPU and writes the best of each shape to a table.
 
-    python -m pallas_kernels.fp4_matmul.autotune --layers=7b,14b --m=1,16,32,64,128,256
+    python -m pallas_kernels.fp4_matmul.autotune --layers=7b,14b --m=8,16,32,64,128,256
 
 The candidates fit into shared memory and registers by `tiling`'s arithmetic; the model ranks them
 and keeps a few of each kind. They are compiled in threads while the first ones are measured, and a
@@ -147,7 +147,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
-    parser.add_argument("--m", default="1,8,16,32,64,128,256,512,2048")
+    parser.add_argument("--m", default="8,16,32,64,96,128,160,192,256,320,384,448,512,1024,2048")
     parser.add_argument(
         "--size", type=int, default=10, help="candidates by the model's rank, without depths"
     )
