@@ -3,6 +3,7 @@
 uv run python -m benchmarks.tables
 """
 
+import bisect
 import json
 import pathlib
 
@@ -86,20 +87,18 @@ def kernel_table(result: dict) -> str:
 
 def between_columns(result: dict) -> str:
     """What the kernel takes between two columns, by the next one, at most: "40 (0.99)"."""
-    rows = [row for row in result["rows"] if row["impl"] == "nvfp4"]
+    times = {
+        (row["layer"], row["m"]): row["device_us"]
+        for row in result["rows"]
+        if row["impl"] == "nvfp4"
+    }
+    columns = sorted({m for _, m in times if m not in _BETWEEN})
     largest: dict[int, float] = {}
-    for row in (row for row in rows if row["m"] in _BETWEEN):
-        later = [
-            other
-            for other in rows
-            if other["layer"] == row["layer"]
-            and other["m"] > row["m"]
-            and other["m"] not in _BETWEEN
-        ]
-        column = min(later, key=lambda other: other["m"])
-        share = row["device_us"] / column["device_us"]
-        largest[row["m"]] = max(share, largest.get(row["m"], 0.0))
-    return ", ".join(f"{m} ({share:.2f})" for m, share in sorted(largest.items()))
+    for (layer, m), time in sorted(times.items(), key=lambda item: item[0][1]):
+        if m in _BETWEEN:
+            share = time / times[layer, columns[bisect.bisect(columns, m)]]
+            largest[m] = max(share, largest.get(m, 0.0))
+    return ", ".join(f"{m} ({share:.2f})" for m, share in largest.items())
 
 
 def rollout_table(result: dict) -> str:

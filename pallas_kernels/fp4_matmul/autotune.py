@@ -147,7 +147,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
-    parser.add_argument("--m", default="8,16,32,64,96,128,160,192,256,320,384,448,512,1024,2048")
+    parser.add_argument(
+        "--m",
+        default="8,16,32,64,96,128,160,192,256,320,384,448,512,1024,2048",
+        help="tokens; the default has batches that rollouts shrink to",
+    )
     parser.add_argument(
         "--size", type=int, default=10, help="candidates by the model's rank, without depths"
     )
