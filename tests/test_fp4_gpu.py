@@ -55,6 +55,7 @@ SHAPES = [
     (200, 2048, 1536),
     (512, 37888, 3584),
     (1111, 512, 1024),
+    (32768, 512, 1024),
 ]
 
 
@@ -224,6 +225,56 @@ def test_shares(m, n, k, rank, count):
     for y, part in ((first, shares[0]), (second, shares[1])):
         xa = float64(part).sum(axis=0).astype(ml_dtypes.bfloat16)
         expected = dense + float64(xa) @ float64(b)[:, :rank].T
+        assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < ROUNDING
+    np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
+
+
+def adapters_inside():
+    """What a caller gets, and every kind of tiling whose blocks make shares of x A^T."""
+    for m, n, k, rank in (
+        (1, 256, 1024, 32),  # fewer blocks than shares
+        (1, 4608, 3584, 96),
+        (8, 37888, 3584, 64),
+        (8, 3584, 18944, 32),  # more shares than blocks
+        (33, 5120, 27648, 32),
+        (40, 2048, 8960, 128),
+        (64, 37888, 3584, 64),
+        (64, 1024, 512, 128),
+        (100, 3584, 18944, 32),
+        (128, 1024, 3584, 48),  # columns of shares beyond the rank
+        (19, 576, 576, 16),  # a share of 64 columns
+    ):
+        yield None, m, n, k, rank
+    for config in CONFIGS[1:]:
+        if sm90.make_plan(config, 13, 64, 8960, 132).makes_shares(96, 8960):
+            yield config, 13, 4096, 8960, 96
+
+
+@pytest.mark.parametrize(("config", "m", "n", "k", "rank"), adapters_inside(), ids=str)
+def test_an_adapter_inside(config, m, n, k, rank):
+    """Twice with other adapters, and many times: all locks are zero after every call."""
+    rng = np.random.default_rng()
+    weight = random_weight(rng, n, k)
+    x, a, b = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((m, k), (2, rank, k), (2, n, rank))
+    )
+    tiles = fp4.to_tiles(weight)
+    matmul = functools.partial(fp4.fp4_matmul, implementation="mosaic", config=config)
+
+    @jax.jit
+    def run(x, tiles, a, b):
+        both = [matmul(x, tiles, lora=lora) for lora in zip(a, b, strict=True)]
+        again = jax.lax.fori_loop(
+            0, 20, lambda _, y: matmul(x + 0 * y[0, 0], tiles, lora=(a[0], b[0])), both[0]
+        )
+        return *both, again
+
+    first, second, again = (np.asarray(y) for y in run(x, tiles, a, b))
+    dense = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    for y, i in ((first, 0), (second, 1)):
+        xa = (float64(x) @ float64(a[i]).T).astype(ml_dtypes.bfloat16)
+        expected = dense + float64(xa) @ float64(b[i]).T
         assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < ROUNDING
     np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
 

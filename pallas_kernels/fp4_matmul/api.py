@@ -161,11 +161,10 @@ _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _kernel_matmul(x, weight, lora, bias, config):
     """The product for x [M, K] with the adapter and the bias, by the kernel."""
-    if lora is None or not _projects_in_shares(x, config):
+    if lora is None or len(x) > tiling.MAX_ROWS_OF_SHARES:
         return _kernel_matmul_fwd(x, weight, lora, bias, config)[0]
     a, b = (matrix.astype(x.dtype) for matrix in lora)
-    shares = _projection().project(x, a)
-    return _run_kernel(x, weight, config, bias=bias, shares=shares, b=_padded(b, len(a)))
+    return _run_kernel(x, weight, config, bias=bias, a=a, b=_padded(b, len(a)))
 
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config):
@@ -183,29 +182,27 @@ def _padded(b, rank):
     return jnp.pad(b, ((0, 0), (0, tiling.padded_rank(rank) - b.shape[1])))
 
 
-def _projects_in_shares(x, config):
-    """Whether a kernel makes x A^T, of few rows, and leaves its sum over K to the other one."""
-    rows, columns = x.shape
-    if rows > tiling.MAX_ROWS_OF_SHARES or not device.has_triton():
-        return False
-    if config is not None and not tiling.takes_shares(config):
-        return False
-    return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
-
-
-def _run_kernel(x, weight, config=None, *, b=None, shares=None, **options):
+def _run_kernel(x, weight, config=None, *, a=None, b=None, shares=None, **options):
     """The kernel's product for x [..., K], with the tiling that suits it.
 
-    It adds up shares of x A^T itself if there are few rows and room for that.
+    It makes x A^T itself, or adds up shares of it, if there are few rows and room for that.
     """
     multiprocessors = device.multiprocessors()
     rows = x.reshape(-1, x.shape[-1])
+    n, (m, k) = weight.divisor.shape[0], rows.shape
     if config is None:
         rank = 0 if b is None else b.shape[1]
-        n, (m, k) = weight.divisor.shape[0], rows.shape
         config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    if a is not None:
+        plan = _kernel().make_plan(config, m, len(weight.codes), k, multiprocessors)
+        if plan.makes_shares(*a.shape):
+            options["a"] = a
+        elif device.has_triton() and k > (tiling.MIN_SHARES - 1) * _projection().COLUMNS:
+            shares = _projection().project(rows, a)
+        else:
+            options["xa"] = _padded(reference.dot(rows, a), len(a))
     if shares is not None and b is not None:
-        few = len(rows) <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
+        few = m <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
         if few and tiling.takes_shares(config):
             options["shares"] = shares
         else:
@@ -310,18 +307,16 @@ def self_check() -> float:
     )
     shares = rng.standard_normal((5, m, rank)).astype(np.float32)
 
-    def run():
-        tiles = layout.to_tiles(weight)
-        for config, multiprocessors in ((shared, 4), (split, 2)):
-            matmul = functools.partial(
-                _kernel().matmul, config=config, multiprocessors=multiprocessors
-            )
-            yield jax.jit(matmul)(x, tiles, shares=shares, b=b, bias=bias)
-        yield reference.dequantize(weight, jnp.float32)
+    @jax.jit
+    def run(weight, tiles):
+        matmul = functools.partial(_kernel().matmul, x, tiles, shares=shares, b=b, bias=bias)
+        ys = [matmul(config=shared, multiprocessors=4), matmul(config=split, multiprocessors=2)]
+        return *ys, reference.dequantize(weight, jnp.float32)
 
     # The caller may be tracing a program, of which another thread knows nothing.
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        *ys, dense = (np.asarray(y, np.float64) for y in thread.submit(lambda: [*run()]).result())
+        results = thread.submit(lambda: run(weight, layout.to_tiles(weight)))
+        *ys, dense = (np.asarray(y, np.float64) for y in results.result())
     xa = shares.sum(axis=0).astype(jnp.bfloat16)
     x, xa, b, bias = (array.astype(np.float64) for array in (x, xa, b, bias))
     expected = x @ dense.T + xa @ b.T + bias

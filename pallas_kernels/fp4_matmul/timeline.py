@@ -109,7 +109,8 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
         m: tokens.
         n: outputs.
         k: inputs.
-        rank: of the adapter, 0 for none; x A^T comes in a share for each 128 inputs.
+        rank: of the adapter, 0 for none; of x A^T the kernel makes a share for each 128 inputs, or
+            gets them where it has no room for that.
 
     Returns:
         The trace, see `summary`, and the warpgroups of a block of threads.
@@ -121,7 +122,10 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
         tiling.choose(m, n, k, rank=tiling.padded_rank(rank), multiprocessors=multiprocessors())
     )
     adapter = {}
-    if rank:
+    plan = sm90.make_plan(config, m, len(weight.codes), k, multiprocessors())
+    if rank and plan.makes_shares(rank, k):
+        ((adapter["a"], adapter["b"]),) = benchmark.random_adapters(1, rank, n, k)
+    elif rank:
         adapter["shares"], adapter["b"] = benchmark.random_shares(m, n, k, rank)
     flush = jax.jit(lambda z: z + 1)
     with tempfile.TemporaryDirectory() as folder:

@@ -10,15 +10,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, decode_reference, decode_tile
+from pallas_kernels.fp4_matmul.sm90.make_shares import make_shares
 from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.plan import Plan
-from pallas_kernels.fp4_matmul.sm90.shares import load_b
+from pallas_kernels.fp4_matmul.sm90.shares import Shares, load_b
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, wait
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
 def compute(
-    plan: Plan, gm: dict[str, Any], sm: dict[str, Any], warpgroup: Any, registers: int
+    plan: Plan,
+    gm: dict[str, Any],
+    sm: dict[str, Any],
+    shares: Shares | None,
+    *,
+    warpgroup: Any,
+    registers: int,
 ) -> None:
     """Decodes its tiles of all stages of this block, multiplies, and stores the result.
 
@@ -26,6 +33,7 @@ def compute(
         plan: which pieces.
         gm: operands and results in global memory.
         sm: stages and barriers.
+        shares: of x A^T, or None.
         warpgroup: which one of those that compute.
         registers: of each of its threads.
     """
@@ -135,7 +143,7 @@ def compute(
         """B [64, R] in parts of 64 columns."""
         rows = pl.ds(row_start, TILE_ROWS)
         columns = [pl.ds(column, 64) for column in range(0, gm["b"].shape[1], 64)]
-        if "shares" in gm:
+        if shares is not None:
             return [load_b(gm["b"].at[rows, part]) for part in columns]
         return [read("b", rows, part) for part in columns]
 
@@ -232,8 +240,8 @@ def compute(
 
     def add_shared_tiles():
         """Adds up this block's units of the tiles that it shares, in the order of the sharers."""
-        shares = [plan.share(block, index) for index in (0, 1)]
-        awaited = [jnp.where(begin < end, sharers, 0) for _, _, sharers, begin, end in shares]
+        parts = [plan.share(block, index) for index in (0, 1)]
+        awaited = [jnp.where(begin < end, sharers, 0) for _, _, sharers, begin, end in parts]
         waiters = [jnp.minimum(sharers, plan.units) for sharers in awaited]
         wait(locks(), awaited, waiters)
         # What a batch reads is in flight together, in registers of the accumulator and operands.
@@ -266,7 +274,12 @@ def compute(
                 token = m_tile * config.tile_m + unit * plan.unit
                 store(total, bias_of(row_tile), token, row_tile)
 
-    @pl.loop(0, plan.pieces(block), init_carry=jnp.int32(0))
+    begun = jnp.int32(0)
+    if shares is not None and shares.a is not None:
+        with jax.named_scope("make shares"):
+            begun = make_shares(plan, sm, warpgroup, shares)
+
+    @pl.loop(0, plan.pieces(block), init_carry=begun)
     def _(index, done):
         tile, first, count = plan.piece(block, index)
         m_tile, n_tile = plan.coordinates(tile)

@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
+from pallas_kernels.fp4_matmul.sm90.make_shares import fill_for_shares
 from pallas_kernels.fp4_matmul.sm90.plan import Plan
 from pallas_kernels.fp4_matmul.sm90.shares import Shares, await_shares
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy, opaque
@@ -18,11 +19,6 @@ from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
 # to keep the memory busy; more only queue there, and whatever else is read from global memory waits
 # behind them.
 _BYTES_IN_FLIGHT = 65536
-
-
-def arrivals(plan: Plan) -> int:
-    """Copies of a stage: codes, scales, and tokens by 128 columns."""
-    return 2 + plan.per_stage
 
 
 def adds_adapter(first: Any) -> Any:
@@ -83,11 +79,15 @@ def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shar
     def fill_adapter(slot, tile):
         copies = -(-gm["xa"].shape[1] // TILE_COLUMNS)
         copy_tokens("xa", slot, tile, 0, copies)
-        for _ in range(arrivals(plan) - copies):
+        for _ in range(plan.arrivals - copies):
             plgpu.barrier_arrive(sm["full"].at[slot])
 
+    begun = jnp.int32(0)
+    if shares is not None and shares.a is not None:
+        begun = fill_for_shares(plan, gm, sm, shares)
+
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
-    @pl.loop(0, plan.pieces(block), init_carry=(jnp.int32(0), jnp.int32(0)))
+    @pl.loop(0, plan.pieces(block), init_carry=(begun, begun))
     def stop(index, carry):
         done, slot = carry
         tile, first, count = plan.piece(block, index)

@@ -7,7 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TileConfig, clusters_of
+from pallas_kernels.fp4_matmul.tiling import (
+    MIN_SHARES,
+    SHARE_COLUMNS,
+    TILE_COLUMNS,
+    TileConfig,
+    clusters_of,
+    takes_shares,
+)
+
+_ADDERS_IN_CLUSTERS = 96  # blocks in clusters that run at a time on an H100 SXM or H200, at least
 
 
 class _Place(NamedTuple):
@@ -73,6 +82,11 @@ class Plan:
         return self.split > 1 and not self.simulated
 
     @property
+    def adders(self) -> int:
+        """The first blocks, as many as certainly run at a time: all wait for what they leave."""
+        return self.blocks if self.split == 1 else min(self.blocks, _ADDERS_IN_CLUSTERS)
+
+    @property
     def slots(self) -> int:
         """Places for partial sums."""
         return self.sharing + self.shared - 1
@@ -98,6 +112,27 @@ class Plan:
     def units(self) -> int:
         """Units of a tile."""
         return self.config.tile_m // self.unit
+
+    @property
+    def arrivals(self) -> int:
+        """Copies of a stage: codes, scales, and tokens by 128 columns."""
+        return 2 + self.per_stage
+
+    def turns_of_shares(self, rank: int, k: int) -> int:
+        """Units that a block makes of the shares of x A^T, A [rank, K], see `make_shares`."""
+        units = k // TILE_COLUMNS * -(-rank // SHARE_COLUMNS)
+        return -(-units // self.adders)
+
+    def makes_shares(self, rank: int, k: int) -> bool:
+        """Whether blocks can make them, of what their first stage holds."""
+        columns, rest = divmod(k, TILE_COLUMNS)
+        return (
+            takes_shares(self.config)
+            and self.m_tiles == 1
+            and not rest
+            and columns >= MIN_SHARES
+            and self.turns_of_shares(rank, k) <= self.per_stage
+        )
 
     @property
     def per_stage(self) -> int:

@@ -12,7 +12,8 @@ and multiply. The only roundings are those of the float32 accumulation and of th
 At the end of a piece of a tile the accumulator is scaled by the divisors of its rows; to the piece
 with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
 threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
-global memory. So is xa itself, where it comes in shares, by a warpgroup of its own.
+global memory. So is xa itself, where it comes in shares, by a warpgroup of its own; they are given,
+or made first.
 """
 
 import functools
@@ -26,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.compute import compute
-from pallas_kernels.fp4_matmul.sm90.pipeline import arrivals, fill_stages
+from pallas_kernels.fp4_matmul.sm90.pipeline import fill_stages
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
 from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, Shares, add_shares
 from pallas_kernels.fp4_matmul.sm90.simulation import add_partial
@@ -43,7 +44,6 @@ from pallas_kernels.fp4_matmul.tiling import (
 )
 
 _LOCKS = 4096  # more than any plan has
-_ADDERS_IN_CLUSTERS = 96  # blocks in clusters that run at a time on an H100 SXM or H200, at least
 TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
 
 
@@ -55,6 +55,7 @@ def matmul(
     multiprocessors: int,
     xa: jax.Array | None = None,
     shares: jax.Array | None = None,
+    a: jax.Array | None = None,
     b: jax.Array | None = None,
     bias: jax.Array | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
@@ -72,12 +73,13 @@ def matmul(
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
         shares: in its place float32 [S, M, R'], whose sum over S it is; S >= MIN_SHARES, R' <= R a
             multiple of SHARE_COLUMNS.
+        a: in its place bfloat16 [R'', K], R'' <= R, where the plan `makes_shares`.
         b: bfloat16 [N, R].
         bias: [N].
         dtype: of the result, bfloat16 or float32.
         trace: a folder for a file of what the warpgroups do and wait for, see `timeline`.
-        interpret: simulate on a CPU. The decode is then plain jnp; shares, and the partial sums of
-            a shared tile, are added up outside of the kernel.
+        interpret: simulate on a CPU. The decode is then plain jnp; x A^T, and the partial sums of a
+            shared tile, are made outside of the kernel.
 
     Returns:
         [M, N].
@@ -97,6 +99,7 @@ def matmul(
         padding = ((0, padded - n), *((0, 0) for _ in array.shape[1:]))
         return jnp.pad(array, padding, constant_values=1)
 
+    scratch = _scratch(plan)
     operands = {
         "x": jnp.pad(x, ((0, m - tokens), (0, -k % 64))),
         "codes": weight.codes.reshape(*weight.codes.shape[:2], 4, 256),
@@ -107,48 +110,56 @@ def matmul(
     transposed = dtype == jnp.float32
     shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
     results = {"y": jax.ShapeDtypeStruct(shape if transposed else (m, padded), dtype)}
-    assert (b is None) == (xa is None and shares is None)
+    assert (b is None) == (xa is None and shares is None and a is None)
     if b is not None:
         assert rank % 64 == 0
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
-    if shares is not None:
+    if simulated and a is not None:
+        shares = jnp.dot(x, a.T, preferred_element_type=jnp.float32)[None]
+    if simulated and shares is not None:
+        xa = jnp.pad(shares.sum(axis=0), ((0, 0), (0, rank - shares.shape[2])))
+        xa = xa.astype(x.dtype)
+    elif a is not None:
+        assert plan.makes_shares(*a.shape)
+        operands["a"] = jnp.pad(a, ((0, -len(a) % SHARE_COLUMNS), (0, 0)))
+        shape = k // TILE_COLUMNS, config.tile_m, len(operands["a"])
+        results["shares"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        scratch["made"] = plgpu.Barrier(num_arrivals=plan.turns_of_shares(*a.shape))
+    elif shares is not None:
         assert len(shares) >= MIN_SHARES
         assert takes_shares(config)
         assert shares.shape[1] == tokens
         assert shares.shape[2] % SHARE_COLUMNS == 0
         assert shares.shape[2] <= rank
-    if shares is not None and simulated:
-        xa = jnp.pad(shares.sum(axis=0), ((0, 0), (0, rank - shares.shape[2])))
-        xa = xa.astype(x.dtype)
-        shares = None
+        operands["shares"] = shares
+    in_shares = xa is None and b is not None
+    if in_shares:
+        results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, rank), jnp.bfloat16)
     if xa is not None:
         operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, 0)))
-    if shares is not None:
-        operands["shares"] = shares
-        results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, rank), jnp.bfloat16)
     if bias is not None:
         operands["bias"] = rows_of(bias)
     if plan.shared or (plan.split > 1 and simulated):
         slots = plan.slots if plan.shared else plan.blocks
         shape = (slots, config.rows, TILE_ROWS, config.tile_m)
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    if plan.shared or shares is not None:
+    if plan.shared or in_shares:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
-        # calls of a program, which follow one another, share them. The first one is that of the
-        # shares.
-        assert plan.shared * config.rows < _LOCKS
+        # calls of a program, which follow one another, share them. The first and the last are
+        # those of the shares.
+        assert plan.shared * config.rows < _LOCKS - 1
         operands["locks"] = jnp.zeros(_LOCKS, jnp.int32)
-    body = functools.partial(_body, plan, (*operands, *results))
+    body = functools.partial(_body, plan, tokens, (*operands, *results))
     kernel = plgpu.kernel(
         body,
         out_type=tuple(results.values()),
-        scratch_types=_scratch(plan),
+        scratch_types=scratch,
         grid=(plan.clusters if plan.in_clusters else plan.blocks,),
         grid_names=("block",),
         cluster=(plan.split,) if plan.in_clusters else (),
         cluster_names=("member",) if plan.in_clusters else (),
-        num_threads=plan.config.warpgroups + helper_warpgroups("shares" in operands),
+        num_threads=plan.config.warpgroups + helper_warpgroups(in_shares),
         thread_name="warpgroup",
         kernel_name="fp4_matmul_sm90",
         compiler_params=plgpu.CompilerParams(
@@ -180,7 +191,7 @@ def _scratch(plan: Plan) -> dict:
         "codes": plgpu.SMEM((*stage, 4, 256), jnp.uint32),
         "scales": plgpu.SMEM((*stage, 128), jnp.uint32),
         "y": plgpu.SMEM((config.rows, config.tile_m, TILE_ROWS), jnp.bfloat16, transforms=OPERAND),
-        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=arrivals(plan)),
+        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.arrivals),
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
     }
 
@@ -214,16 +225,15 @@ def _scratch(plan: Plan) -> dict:
     return scratch
 
 
-def _body(plan: Plan, names: tuple[str, ...], *refs, **sm):
+def _body(plan: Plan, rows: int, names: tuple[str, ...], *refs, **sm):
     gm = dict(zip(names, refs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
     warpgroups, helpers = plan.config.warpgroups, helper_warpgroups("shares" in gm)
     spared = helper_registers(warpgroups, helpers)
     shares = None
     if "shares" in gm:
-        # All who add must run at a time, for every block waits for them; the others may run later.
-        adders = plan.blocks if plan.split == 1 else min(plan.blocks, _ADDERS_IN_CLUSTERS)
-        shares = Shares(gm["shares"], gm["xa"], gm["locks"].at[pl.ds(0, 1)], adders)
+        lock, made = (gm["locks"].at[pl.ds(i, 1)] for i in (0, _LOCKS - 1))
+        shares = Shares(gm["shares"], gm["xa"], lock, rows, plan.adders, gm.get("a"), made)
 
     @pl.when(warpgroup == warpgroups)
     def _():
@@ -236,10 +246,10 @@ def _body(plan: Plan, names: tuple[str, ...], *refs, **sm):
         def _():
             plgpu.set_max_registers(spared, action="decrease")
             with jax.named_scope("add shares"):
-                add_shares(plan.this_block(), shares)
+                add_shares(plan.this_block(), shares, sm.get("made"))
 
     @pl.when(warpgroup < warpgroups)
     def _():
         registers = compute_registers(warpgroups, helpers)
         plgpu.set_max_registers(registers, action="increase")
-        compute(plan, gm, sm, warpgroup, registers)
+        compute(plan, gm, sm, shares, warpgroup=warpgroup, registers=registers)

@@ -1,9 +1,10 @@
-"""x A^T out of its shares: every block of threads adds up some of it, and waits for all of it.
+"""x A^T in shares: blocks of threads make them, add up some of it each, and wait for all of it.
 
-It is written, 32 columns at a time, in the order in which a thread has the columns of B when it
-reads 16 bytes of each of its two rows: the columns that a step of wgmma wants of a thread, 2 c,
-2 c + 1, 2 c + 8 and 2 c + 9 for c = 0..3, lie apart, and a warp that read four bytes at a time
-would ask for every line of its 16 rows eight times.
+A share is the product of 128 columns; or shares are given. Their sum is written, 32 columns at a
+time, in the order in which a thread has the columns of B when it reads 16 bytes of each of its two
+rows: the columns that a step of wgmma wants of a thread, 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 for
+c = 0..3, lie apart, and a warp that read four bytes at a time would ask for every line of its 16
+rows eight times.
 """
 
 from typing import Any, NamedTuple
@@ -50,30 +51,51 @@ class Shares(NamedTuple):
     """Shares of x A^T in global memory, and where their sum goes.
 
     Attributes:
-        shares: float32 [S, M, R'], S >= MIN_SHARES.
-        xa: bfloat16 [M', R], M' >= M and R >= R'; its columns have the order that `load_b` wants,
-            those from R' on become 0.
+        shares: float32 [S, M', R'], M' >= M and S >= MIN_SHARES.
+        xa: bfloat16 [M', R], R >= R'; its columns have the order that `load_b` wants, those from R'
+            on become 0.
         lock: int32 [1].
-        adders: how many blocks add, the first ones.
+        rows: M.
+        adders: how many blocks make shares or add them up, the first ones.
+        a: bfloat16 [R', K], of which they are made first; None if they are given.
+        made: int32 [1], a lock for that.
     """
 
     shares: Any
     xa: Any
     lock: Any
+    rows: int
     adders: int
+    a: Any = None
+    made: Any = None
 
     @property
     def parts(self) -> int:
         """What one block at a time adds up: SHARE_COLUMNS columns of a row."""
-        return self.shares.shape[1] * (self.xa.shape[1] // SHARE_COLUMNS)
+        return self.rows * (self.xa.shape[1] // SHARE_COLUMNS)
+
+    @property
+    def makers(self) -> int:
+        """Blocks that make shares, the first ones, SHARE_COLUMNS columns of a share at a time."""
+        return min(self.adders, self.shares.shape[0] * (self.shares.shape[2] // SHARE_COLUMNS))
+
+    def unit(self, block: Any, turn: Any) -> tuple[Any, Any]:
+        """Which share and which columns of it a block makes; there may be no such share."""
+        unit, parts = block + turn * self.adders, self.shares.shape[2] // SHARE_COLUMNS
+        return lax.div(unit, parts), lax.rem(unit, parts)
 
 
-def add_shares(block: Any, given: Shares) -> None:
+def add_shares(block: Any, given: Shares, made: Any) -> None:
     """Writes this block's parts of x A^T and counts at the lock, if there are any.
 
     A warpgroup calls it.
+
+    Args:
+        block: the one that calls.
+        given: what it adds up.
+        made: a barrier at which this block's own shares arrive, if they are made here.
     """
-    shares, xa, lock, adders = given
+    shares, xa, adders = given.shares, given.xa, given.adders
     block = opaque(block)
     count, _, width = shares.shape
     columns = xa.shape[1] // SHARE_COLUMNS
@@ -81,6 +103,17 @@ def add_shares(block: Any, given: Shares) -> None:
     batch = -(-count // -(-count // _SHARES_IN_FLIGHT))
     batch = min(-(-batch // MIN_SHARES), count // MIN_SHARES) * MIN_SHARES
     batches = -(-count // batch)
+
+    if given.a is not None:
+
+        @pl.when(block < given.makers)
+        def _():
+            plgpu.barrier_wait(made)
+            arrive([given.made], [jnp.int32(1)])
+
+        waiters = min(adders, parts)
+        makers = jnp.where(block < waiters, given.makers, 0)
+        wait([given.made], [makers], [jnp.int32(waiters)])
 
     @pl.loop(0, jnp.where(block < adders, lax.div(parts - block + adders - 1, adders), 0))
     def _(turn):
@@ -108,7 +141,7 @@ def add_shares(block: Any, given: Shares) -> None:
     @pl.when(block < min(adders, parts))
     def _():
         fence_async_proxy(nvvm.ProxyKind.async_global)
-        arrive([lock], [jnp.int32(1)])
+        arrive([given.lock], [jnp.int32(1)])
 
 
 def await_shares(given: Shares, blocks: int) -> None:
