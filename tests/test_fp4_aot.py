@@ -5,6 +5,7 @@
 The group brings the CUDA plugin of jax and NVIDIA's compilers, 1.25 GB.
 """
 
+import functools
 import itertools
 import re
 
@@ -16,7 +17,7 @@ import pytest
 from h200 import array, tiles
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, cases, layout, sm90, tiling, timeline
+from pallas_kernels.fp4_matmul import api, autotune, cases, layout, sm90, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.aot
@@ -43,8 +44,8 @@ CONFIGS = configs()
 CASES = [
     (name, adapter)
     for name, (_, (_, m, *_)) in CONFIGS.items()
-    for adapter in ("none", "product", "shares")
-    if adapter != "shares" or m <= tiling.MAX_ROWS_OF_SHARES
+    for adapter in ("none", "product", "shares", "inside")
+    if adapter not in ("shares", "inside") or m <= tiling.MAX_ROWS_OF_SHARES
 ]
 
 
@@ -84,12 +85,29 @@ def test_config(name, adapter, build):
     elif adapter == "shares":
         shares = array(-(-k // 128), m, rank - 32, dtype=jnp.float32)
         extra = {"shares": shares, "b": array(n, rank)}
+    elif adapter == "inside":
+        if not sm90.make_plan(config, m, -(-n // 64), k, 132).makes_shares(rank - 32, k):
+            pytest.skip("x A^T is a product of its own")
+        extra = {"a": array(rank - 32, k), "b": array(n, rank)}
 
     def product(x, weight, extra):
         return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
 
-    helpers = 2 if adapter == "shares" else 1
+    helpers = 2 if adapter in ("shares", "inside") else 1
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
+
+
+def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
+    """Of a tiling that `candidates` would not have."""
+    lowered = []
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, **_: lowered.append(self))
+    for config in (TileConfig(16), TileConfig(96, rows=5, stages=2)):
+        product = functools.partial(sm90.matmul, config=config, multiprocessors=132)
+        compile_for_h200(product, array(192, 1024), tiles(1024, 1024))
+    monkeypatch.undo()
+    fits, spills = (autotune.compile_and_count_spills(one)[1] for one in lowered)
+    assert fits == 0
+    assert spills > 0
 
 
 def test_shares_beside_full_shared_memory(build):

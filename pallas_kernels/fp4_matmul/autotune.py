@@ -3,8 +3,9 @@
     python -m pallas_kernels.fp4_matmul.autotune --layers=7b,14b --m=8,16,32,64,128,256
 
 The candidates fit into shared memory and registers by `tiling`'s arithmetic; the model ranks them
-and keeps a few of each kind. They are compiled in threads while the first ones are measured, and a
-tiling whose result is off does not count. Several commands may run at a time, for one measures
+and keeps a few of each kind. They are compiled in threads while the first ones are measured. One
+that the compiler has no room for, in shared memory or in registers, is not measured, and one whose
+result is off does not count. Several commands may run at a time, for one measures
 after the other. An entry of the table serves all M from the one below up to its own, and adapters
 of rank 32; with few rows it is the best for a product that adds up shares of x A^T, as in a decode
 step.
@@ -17,7 +18,11 @@ import functools
 import json
 import os
 import pathlib
+import re
 import statistics
+import sys
+import tempfile
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +32,35 @@ from pallas_kernels.device import exit_unless_hopper
 from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
+
+_stdout = threading.RLock()
+
+
+def say(line: str) -> None:
+    """Prints at once, but not into the report of a compilation."""
+    with _stdout:
+        print(line, flush=True)
+
+
+def compile_and_count_spills(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, int]:
+    """The program, and how many bytes of registers a thread of its Mosaic kernels spills.
+
+    The compiler reports that on the standard output of the process.
+    """
+    with _stdout, tempfile.TemporaryFile() as report:
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        sys.stdout.flush()
+        kept = os.dup(1)
+        os.dup2(report.fileno(), 1)
+        try:
+            program = lowered.compile()
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+            del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
+        report.seek(0)
+        spills = re.findall(rb"(\d+) bytes spill stores", report.read())
+    return program, sum(map(int, spills))
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: int) -> list:
@@ -86,7 +120,7 @@ def tune(
 
     def compiled(config):
         operation = functools.partial(product, config=config)
-        return benchmark.repeated(operation).lower(*args).compile()
+        return compile_and_count_spills(benchmark.repeated(operation).lower(*args))
 
     def seconds(program):
         times = benchmark.device_times(program, *args)
@@ -100,17 +134,20 @@ def tune(
         for done in concurrent.futures.as_completed(programs):
             config = programs[done]
             if (problem := done.exception()) is not None:
-                print(f"    {config}: {problem}"[:200], flush=True)
+                say(f"    {config}: {problem}"[:200])
                 continue
-            program = done.result()
+            program, spilled = done.result()
+            if spilled:
+                say(f"    {config}: spills {spilled} bytes")
+                continue
             with sole_use():
                 actual = program(*args)[0].astype(jnp.float32)
                 error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
                 if not error < 1e-2:
-                    print(f"    {config}: off by {error:.1e}", flush=True)
+                    say(f"    {config}: off by {error:.1e}")
                     continue
                 results.append((seconds(program), config, program))
-            print(f"    {1e6 * results[-1][0]:8.2f} us  {config}", flush=True)
+            say(f"    {1e6 * results[-1][0]:8.2f} us  {config}")
     if not results:
         raise ValueError(f"no tiling works for M {m}, N {n}, K {k}")
     finalists = sorted(results, key=lambda result: result[0])[:3]
