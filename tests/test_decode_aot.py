@@ -147,11 +147,12 @@ def kernels_of_a_step(hlo):
     return sum(operation not in free for operation in operations)
 
 
-def test_a_layer_of_a_step_is_nine_kernels(compile_for_h200, monkeypatch):
+@pytest.mark.parametrize(("rows", "kernels"), [(8, 9), (32, 8)])
+def test_a_layer_of_a_step_is_few_kernels(rows, kernels, compile_for_h200, monkeypatch):
     monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
     for module in (fp4_matmul, api):
         monkeypatch.setattr(module, "kernel_runs", lambda: True)
-    rows, counts = 8, []
+    counts = []
     for layers in (1, 2):
         config, params = policy(layers)
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -176,4 +177,4 @@ def test_a_layer_of_a_step_is_nine_kernels(compile_for_h200, monkeypatch):
             steps=16,
         )
         counts.append(kernels_of_a_step(compiled.as_text()))
-    assert 0 < counts[1] - counts[0] <= 9
+    assert 0 < counts[1] - counts[0] <= kernels

@@ -142,7 +142,7 @@ def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiproces
     keys, values = (draw(i, rows, kv_heads, slots, head_dim).astype(dtype) for i in (5, 6))
     norms = [draw(i, head_dim, dtype=jnp.float32) for i in (7, 8)] if qk_norm else None
 
-    def run(keys, values):
+    def run(keys, values, *, finish=False):
         parts, keys, values = kernels.attend(
             qkv,
             shares_of(factor) - 1e-6 / 3,
@@ -154,13 +154,19 @@ def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiproces
             qk_norm=norms,
             eps=1e-6,
             multiprocessors=multiprocessors,
+            finish=finish,
             interpret=interpret,
         )
+        if isinstance(parts, jax.Array):
+            return parts, None, keys, values
         a = draw(9, 32, heads * head_dim)
         merged = kernels.merge_project(parts, a, dtype=qkv.dtype, interpret=interpret)
         return *merged, keys, values
 
     attended, shares, new_keys, new_values = jax.jit(run)(keys, values)
+    finished, none, *_ = jax.jit(functools.partial(run, finish=True))(keys, values)
+    assert (none is None) == (multiprocessors < 2 * rows * kv_heads or slots <= 128)
+    np.testing.assert_array_equal(wide(finished), wide(attended))
     # As `transformer` does it.
     projected = jnp.asarray(wide(qkv) * wide(factor)[:, None] + wide(bias), jnp.float32)
     projected = projected.astype(qkv.dtype).reshape(rows, 1, -1, head_dim)

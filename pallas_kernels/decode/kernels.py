@@ -249,8 +249,9 @@ def attend(
     qk_norm: tuple[jax.Array, jax.Array] | None = None,
     eps: float,
     multiprocessors: int,
+    finish: bool = False,
     interpret: bool = False,
-) -> tuple[AttentionParts, jax.Array, jax.Array]:
+) -> tuple[AttentionParts | jax.Array, jax.Array, jax.Array]:
     """Puts the new key and value of every row into the cache, and attends to all of them.
 
     Args:
@@ -264,10 +265,11 @@ def attend(
         qk_norm: float32 [H], the scales of queries' and keys' RMSNorm, or None.
         eps: of the norms.
         multiprocessors: of the device; fewer blocks of threads split rows into parts.
+        finish: where rows are not split, return what `merge_project` would make of the one part.
         interpret: run on a CPU.
 
     Returns:
-        The parts for `merge_project`, keys and values.
+        The parts for `merge_project`, or their sum, [M, N H]; keys and values.
     """
     m, kv_heads, slots, head_dim = keys.shape
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -291,9 +293,12 @@ def attend(
         "sums": jax.ShapeDtypeStruct((count, m, heads, head_dim), jnp.float32),
         "weights": jax.ShapeDtypeStruct((count, m, heads), jnp.float32),
         "largest": jax.ShapeDtypeStruct((count, m, heads), jnp.float32),
-        "new_keys": jax.ShapeDtypeStruct(keys.shape, keys.dtype),
-        "new_values": jax.ShapeDtypeStruct(values.shape, values.dtype),
     }
+    finish = finish and count == 1
+    if finish:
+        results = {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)}
+    results["new_keys"] = jax.ShapeDtypeStruct(keys.shape, keys.dtype)
+    results["new_values"] = jax.ShapeDtypeStruct(values.shape, values.dtype)
 
     def body(*refs):
         refs = dict(zip((*operands, *results), refs, strict=True))
@@ -382,10 +387,15 @@ def attend(
         end = jnp.minimum(begin + part_blocks, filled_blocks)
         total, weight, largest = lax.fori_loop(begin, end, add, (total, weight, largest))
         q_heads = head * group + query
-        place = refs["sums"].at[part, row, q_heads[:, None], dims[None, :]]
-        plt.store(place, total, mask=in_group[:, None])
-        plt.store(refs["weights"].at[part, row, q_heads], weight, mask=in_group)
-        plt.store(refs["largest"].at[part, row, q_heads], largest, mask=in_group)
+        if finish:
+            attended = (1.0 / weight)[:, None] * total
+            place = refs["attended"].at[row, q_heads[:, None] * head_dim + dims[None, :]]
+            plt.store(place, attended.astype(dtype), mask=in_group[:, None])
+        else:
+            place = refs["sums"].at[part, row, q_heads[:, None], dims[None, :]]
+            plt.store(place, total, mask=in_group[:, None])
+            plt.store(refs["weights"].at[part, row, q_heads], weight, mask=in_group)
+            plt.store(refs["largest"].at[part, row, q_heads], largest, mask=in_group)
 
         @pl.when(owns)
         def _():
@@ -397,16 +407,17 @@ def attend(
                 place = refs[name].at[row, head, length, dims_of]
                 plt.store(place, new.astype(refs[name].dtype))
 
-    names = list(operands)
+    names, first = list(operands), len(results) - 2
     outs = pl.pallas_call(
         body,
         grid=(m, kv_heads, count),
         out_shape=tuple(results.values()),
-        input_output_aliases={names.index("keys"): 3, names.index("values"): 4},
+        input_output_aliases={names.index("keys"): first, names.index("values"): first + 1},
         compiler_params=plt.CompilerParams(
             num_warps=4, num_stages=3 if few and head_dim <= 128 else 2
         ),
         name="attend",
         interpret=interpret,
     )(*operands.values())
-    return AttentionParts(*outs[:3]), outs[3], outs[4]
+    *attended, new_keys, new_values = outs
+    return attended[0] if finish else AttentionParts(*attended), new_keys, new_values

@@ -2,7 +2,7 @@
 
 It is the function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
-nine kernels.
+nine kernels, or eight where rows are many enough for attention not to split them.
 """
 
 import functools
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import decode
 from pallas_kernels.device import multiprocessors
+from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.linear import linear_with_shares
+from qerl_jax.policy.linear import linear, linear_with_shares
+from qerl_jax.policy.quant import QuantTensor
 
 
 def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
@@ -74,10 +76,12 @@ def decode_layer(
     def project(name, x, shares):
         return linear_with_shares(x, layer[name], shares, b.get(name))
 
+    # The FP4 kernel multiplies by A, too: nothing is left to do behind attention in one part.
+    in_tiles = isinstance(layer["o_proj"], QuantTensor) and layer["o_proj"].tiles is not None
     first = begin(*stream, "input_layernorm", "qkv_proj")
     qkv = project("qkv_proj", first.scaled, first.shares)
     with jax.named_scope("attention"):
-        parts, keys, values = kernels.attend(
+        attended, keys, values = kernels.attend(
             qkv,
             first.squares,
             (cosines, sines),
@@ -88,9 +92,14 @@ def decode_layer(
             qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
             eps=eps,
             multiprocessors=multiprocessors(),
+            finish=in_tiles and len(qkv) <= MAX_ROWS_OF_SHARES,
         )
-        attended, shares = kernels.merge_project(parts, a.get("o_proj"), dtype=qkv.dtype)
-    y = project("o_proj", attended, shares)
+    if isinstance(attended, kernels.AttentionParts):
+        with jax.named_scope("attention"):
+            attended, shares = kernels.merge_project(attended, a.get("o_proj"), dtype=qkv.dtype)
+        y = project("o_proj", attended, shares)
+    else:
+        y = linear(attended, layer["o_proj"], lora=adapters.get("o_proj"))
     second = begin(first.residual, y, "post_attention_layernorm", "gate_up_proj")
     gate_up = project("gate_up_proj", second.scaled, second.shares)
     with jax.named_scope("mlp"):
