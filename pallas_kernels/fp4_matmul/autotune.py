@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import threading
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
+_REPORT = {"MOSAIC_GPU_DUMP_PTXAS": "1"}
 _stdout = threading.RLock()
 
 
@@ -42,25 +44,23 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
-def compile_and_count_spills(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, int]:
-    """The program, and how many bytes of registers a thread of its Mosaic kernels spills.
+def spilled_bytes(lowered: jax.stages.Lowered) -> int:
+    """How many bytes of registers a thread of a program's Mosaic kernels spills.
 
-    The compiler reports that on the standard output of the process.
+    The compiler reports that on the standard output of the process, so compile little at a time.
     """
-    with _stdout, tempfile.TemporaryFile() as report:
-        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+    with _stdout, tempfile.TemporaryFile() as report, mock.patch.dict(os.environ, _REPORT):
         sys.stdout.flush()
         kept = os.dup(1)
         os.dup2(report.fileno(), 1)
         try:
-            program = lowered.compile()
+            lowered.compile()
         finally:
             os.dup2(kept, 1)
             os.close(kept)
-            del os.environ["MOSAIC_GPU_DUMP_PTXAS"]
         report.seek(0)
         spills = re.findall(rb"(\d+) bytes spill stores", report.read())
-    return program, sum(map(int, spills))
+    return sum(map(int, spills))
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: int) -> list:
@@ -120,7 +120,8 @@ def tune(
 
     def compiled(config):
         operation = functools.partial(product, config=config)
-        return compile_and_count_spills(benchmark.repeated(operation).lower(*args))
+        spills = spilled_bytes(jax.jit(operation).lower(*(arg[0] for arg in args)))
+        return spills, None if spills else benchmark.repeated(operation).lower(*args).compile()
 
     def seconds(program):
         times = benchmark.device_times(program, *args)
@@ -136,9 +137,9 @@ def tune(
             if (problem := done.exception()) is not None:
                 say(f"    {config}: {problem}"[:200])
                 continue
-            program, spilled = done.result()
-            if spilled:
-                say(f"    {config}: spills {spilled} bytes")
+            spills, program = done.result()
+            if program is None:
+                say(f"    {config}: spills {spills} bytes")
                 continue
             with sole_use():
                 actual = program(*args)[0].astype(jnp.float32)
