@@ -240,9 +240,9 @@ def adapters_inside():
         (40, 2048, 8960, 128),
         (64, 37888, 3584, 64),
         (64, 1024, 512, 128),
-        (100, 3584, 18944, 32),
+        (100, 3584, 18944, 32),  # two tiles of tokens: x A^T by a kernel of its own
         (128, 1024, 3584, 48),  # columns of shares beyond the rank
-        (19, 576, 576, 16),  # a share of 64 columns
+        (19, 576, 576, 16),  # likewise, as shares have 128 columns
     ):
         yield None, m, n, k, rank
     for config in CONFIGS[1:]:

@@ -5,10 +5,9 @@
 The candidates fit into shared memory and registers by `tiling`'s arithmetic; the model ranks them
 and keeps a few of each kind. They are compiled in threads while the first ones are measured. One
 that the compiler has no room for, in shared memory or in registers, is not measured, and one whose
-result is off does not count. Several commands may run at a time, for one measures
-after the other. An entry of the table serves all M from the one below up to its own, and adapters
-of rank 32; with few rows it is the best for a product that adds up shares of x A^T, as in a decode
-step.
+result is off does not count. Several commands may run at a time, for one measures after the other.
+An entry of the table serves all M from the one below up to its own, and adapters of rank 32; with
+few rows it is the best for a product that adds up shares of x A^T, as in a decode step.
 """
 
 import argparse
@@ -23,7 +22,6 @@ import statistics
 import sys
 import tempfile
 import threading
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +32,8 @@ from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
-_REPORT = {"MOSAIC_GPU_DUMP_PTXAS": "1"}
-_stdout = threading.RLock()
+_REPORT = "MOSAIC_GPU_DUMP_PTXAS"
+_stdout = threading.Lock()
 
 
 def say(line: str) -> None:
@@ -49,15 +47,20 @@ def spilled_bytes(lowered: jax.stages.Lowered) -> int:
 
     The compiler reports that on the standard output of the process, so compile little at a time.
     """
-    with _stdout, tempfile.TemporaryFile() as report, mock.patch.dict(os.environ, _REPORT):
+    with _stdout, tempfile.TemporaryFile() as report:
         sys.stdout.flush()
-        kept = os.dup(1)
+        kept, asked = os.dup(1), os.environ.get(_REPORT)
         os.dup2(report.fileno(), 1)
+        os.environ[_REPORT] = "1"
         try:
             lowered.compile()
         finally:
             os.dup2(kept, 1)
             os.close(kept)
+            if asked is None:
+                del os.environ[_REPORT]
+            else:
+                os.environ[_REPORT] = asked
         report.seek(0)
         spills = re.findall(rb"(\d+) bytes spill stores", report.read())
     return sum(map(int, spills))
