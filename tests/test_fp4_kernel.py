@@ -179,6 +179,7 @@ def simulated_api(simulated, monkeypatch):
     class Kernel:
         matmul = staticmethod(functools.partial(sm90.matmul, interpret=simulated))
         dequantize = staticmethod(functools.partial(sm90.dequantize, interpret=simulated))
+        make_plan = staticmethod(sm90.make_plan)
 
     monkeypatch.setattr(api, "_kernel", lambda: Kernel)
     monkeypatch.setattr(device, "multiprocessors", lambda: 2)
@@ -223,14 +224,37 @@ def test_product_and_derivatives():
 
 
 @pytest.mark.usefixtures("simulated_api")
-def test_an_adapter_whose_product_comes_in_shares(monkeypatch):
-    project = functools.partial(projection.project, interpret=True)
+@pytest.mark.parametrize(
+    ("n", "block_k", "triton", "kernels"),
+    # Two blocks have room for the tokens of four shares in their first stage, one of one has not.
+    [(128, 512, True, []), (64, 128, True, ["project"]), (64, 128, False, ["dot"])],
+)
+def test_who_makes_the_product_with_a(n, block_k, triton, kernels, monkeypatch):
+    ran = []
+
+    def project(x, a):
+        ran.append("project")
+        return projection.project(x, a, interpret=True)
+
+    def dot(x, a):
+        ran.append("dot")
+        return plain_dot(x, a)
+
+    plain_dot = api.reference.dot
     fake = types.SimpleNamespace(project=project, COLUMNS=projection.COLUMNS)
     monkeypatch.setattr(api, "_projection", lambda: fake)
-    n, k, rank = 64, 512, 40
+    monkeypatch.setattr(api.reference, "dot", dot)
+    monkeypatch.setattr(device, "has_triton", lambda: triton)
+    k, rank = 512, 40
     weight, x, a, b = random_weight(n, k), normal(3, k), normal(rank, k, seed=1), normal(n, 64)
-    config = TileConfig(8, rows=1, stages=2)
-    y = fp4.fp4_matmul(x, fp4.to_tiles(weight), lora=(a, b), implementation="mosaic", config=config)
+    y = fp4.fp4_matmul(
+        x,
+        fp4.to_tiles(weight),
+        lora=(a, b),
+        implementation="mosaic",
+        config=TileConfig(8, rows=1, block_k=block_k, stages=2),
+    )
+    assert ran == kernels
     xa = float64(x) @ float64(a).T
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
     assert relative_error(y, expected + xa @ float64(b)[:, :rank].T) < 4e-3  # x A^T is rounded
