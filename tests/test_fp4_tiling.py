@@ -31,6 +31,22 @@ def test_clusters(tiles, split, multiprocessors, clusters):
     assert tiling.clusters_of(tiles, split, multiprocessors) == clusters
 
 
+@pytest.mark.parametrize(
+    ("stages", "m", "row_tiles", "k", "makes"),
+    [
+        (4, 32, 432, 5120, True),
+        (1, 32, 432, 5120, False),  # no stage beside the one with the tokens
+        (4, 40, 432, 5120, False),  # two tiles of tokens
+        (4, 32, 432, 5184, False),  # half a share
+        (4, 32, 432, 384, False),  # fewer than warps that add them up
+        (4, 32, 4, 5120, False),  # one block, for 80 units of which a stage holds two
+    ],
+)
+def test_who_makes_shares(stages, m, row_tiles, k, makes):
+    config = TileConfig(32, rows=4, block_k=256, stages=stages)
+    assert make_plan(config, m, row_tiles, k, 132).makes_shares(64, k) == makes
+
+
 def test_clusters_are_for_devices_that_are_known():
     splits = [
         {c.split for c in tiling.candidates(8, 3584, 3584, multiprocessors=n)} for n in (78, 132)
