@@ -164,7 +164,9 @@ def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiproces
         return *merged, keys, values
 
     attended, shares, new_keys, new_values = jax.jit(run)(keys, values)
-    finished, none, *_ = jax.jit(functools.partial(run, finish=True))(keys, values)
+    finished, none, *caches = jax.jit(functools.partial(run, finish=True))(keys, values)
+    for other, new in zip(caches, (new_keys, new_values), strict=True):
+        np.testing.assert_array_equal(wide(other), wide(new))
     assert (none is None) == (multiprocessors < 2 * rows * kv_heads or slots <= 128)
     np.testing.assert_array_equal(wide(finished), wide(attended))
     # As `transformer` does it.

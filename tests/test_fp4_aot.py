@@ -126,10 +126,14 @@ def test_shares_beside_full_shared_memory(build):
     ("m", "n", "k"),
     [(8, 3584, 3584), (16, 3584, 3584), (64, 3584, 18944), (8, 37888, 3584), (8, 4608, 3584)],
 )
-def test_trace(m, n, k, build, monkeypatch):
+@pytest.mark.parametrize("inside", [True, False])
+def test_trace(m, n, k, inside, build, monkeypatch):
     monkeypatch.setattr(jax.debug, "callback", lambda *_: None)  # which needs a GPU
     config = timeline.room_for_notes(tiling.choose(m, n, k, rank=64))
     extra = {"shares": array(-(-k // 128), m, 32, dtype=jnp.float32), "b": array(n, 64)}
+    if inside:
+        assert sm90.make_plan(config, m, -(-n // 64), k, 132).makes_shares(32, k)
+        extra = {"a": array(32, k), "b": array(n, 64)}
 
     def product(x, weight, extra):
         return sm90.matmul(x, weight, config=config, multiprocessors=132, trace="folder", **extra)

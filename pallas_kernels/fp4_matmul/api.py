@@ -197,7 +197,7 @@ def _run_kernel(x, weight, config=None, *, a=None, b=None, shares=None, **option
         plan = _kernel().make_plan(config, m, len(weight.codes), k, multiprocessors)
         if plan.makes_shares(*a.shape):
             options["a"] = a
-        elif device.has_triton() and k > (tiling.MIN_SHARES - 1) * _projection().COLUMNS:
+        elif _projects_in_shares(config, k):
             shares = _projection().project(rows, a)
         else:
             options["xa"] = _padded(reference.dot(rows, a), len(a))
@@ -211,6 +211,13 @@ def _run_kernel(x, weight, config=None, *, a=None, b=None, shares=None, **option
         rows, weight, config=config, multiprocessors=multiprocessors, b=b, **options
     )
     return y.reshape(*x.shape[:-1], -1)
+
+
+def _projects_in_shares(config, columns):
+    """Whether a kernel of its own makes x A^T, and leaves its sum over K to the product."""
+    if not tiling.takes_shares(config) or not device.has_triton():
+        return False
+    return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
 
 
 def _kernel_matmul_bwd(_, residuals, dy):

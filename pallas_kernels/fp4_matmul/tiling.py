@@ -144,12 +144,9 @@ def helper_registers(warpgroups: int, helpers: int = 1) -> int:
 
 
 def takes_shares(config: TileConfig) -> bool:
-    """Whether the warpgroup that adds up shares of x A^T has room beside the others.
-
-    And whether there is a stage for weights behind the first one, of which shares are made.
-    """
+    """Whether the warpgroup that adds up shares of x A^T has room beside the others."""
     threads = 128 * (config.warpgroups + helper_warpgroups(True))
-    return config.tile_m <= MAX_ROWS_OF_SHARES and threads <= 1024 and config.stages > 1
+    return config.tile_m <= MAX_ROWS_OF_SHARES and threads <= 1024
 
 
 def _started_registers(warpgroups: int) -> int:

@@ -2,7 +2,8 @@
 
 It is the function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
-nine kernels, or eight where rows are many enough for attention not to split them.
+nine kernels, or eight where attention does not split rows and the product of its result with A is
+made by the output projection.
 """
 
 import functools
@@ -76,7 +77,7 @@ def decode_layer(
     def project(name, x, shares):
         return linear_with_shares(x, layer[name], shares, b.get(name))
 
-    # The FP4 kernel multiplies by A, too: nothing is left to do behind attention in one part.
+    # The product with such a weight makes x A^T too: behind attention in one part nothing is left.
     in_tiles = isinstance(layer["o_proj"], QuantTensor) and layer["o_proj"].tiles is not None
     first = begin(*stream, "input_layernorm", "qkv_proj")
     qkv = project("qkv_proj", first.scaled, first.shares)

@@ -124,10 +124,11 @@ class Plan:
         return -(-units // self.adders)
 
     def makes_shares(self, rank: int, k: int) -> bool:
-        """Whether blocks can make them, of what their first stage holds."""
+        """Whether blocks can make them, of what the first of their stages holds."""
         columns, rest = divmod(k, TILE_COLUMNS)
         return (
             takes_shares(self.config)
+            and self.config.stages > 1
             and self.m_tiles == 1
             and not rest
             and columns >= MIN_SHARES
