@@ -15,7 +15,7 @@ from tiny_checkpoints import model_config
 
 from pallas_kernels import decode as decode_kernels
 from pallas_kernels import fp4_matmul
-from pallas_kernels.decode import kernels
+from pallas_kernels.decode import attend_sm90, kernels
 from pallas_kernels.fp4_matmul import api, cases
 from qerl_jax.policy import lora
 from qerl_jax.policy.quant import QuantTensor
@@ -113,6 +113,29 @@ def test_attention_of_normed_heads(dtype, lines, check):
     check("attend", function, args, lines=lines)
 
 
+@pytest.mark.parametrize("qk_norm", [False, True])
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("model", ["1.5b", "7b", "32b", "llama8b"])
+def test_attention_on_hopper(model, rows, qk_norm, compile_for_h200, capfd):
+    """No spills, in place, and few registers, as several blocks share a multiprocessor."""
+    _, (qkv, squares, angles, keys, values, lengths, extra) = attend(
+        cases.MODELS[model], rows, bias=not qk_norm, qk_norm=qk_norm
+    )
+
+    @functools.partial(jax.jit, donate_argnums=(3, 4))
+    def run(qkv, squares, angles, keys, values, lengths, extra):
+        return attend_sm90.attend(
+            qkv, squares, angles, keys, values, lengths, eps=1e-6, multiprocessors=132, **extra
+        )
+
+    compiled = compile_for_h200(run, qkv, squares, angles, keys, values, lengths, extra)
+    report = "".join(capfd.readouterr())
+    assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
+    assert int(re.search(r"Used (\d+) registers", report)[1]) <= 128
+    assert compiled.memory_analysis().alias_size_in_bytes == 2 * 2 * keys.size
+    assert " copy(" not in compiled.as_text()
+
+
 def policy(layers):
     """The architecture of Qwen2.5-7B with a few layers, and its abstract parameters in NVFP4."""
     config = model_config(
@@ -141,7 +164,7 @@ def kernels_of_a_step(hlo):
         re.search(rf"^%{re.escape(name)} .*?^}}", hlo, re.M | re.S)[0]
         for name in re.findall(r" body=%([\w.-]+)", hlo)
     ]
-    (body,) = [body for body in bodies if "/attend/" in body]
+    (body,) = [body for body in bodies if "/attention/" in body]
     operations = re.findall(r"^ .*? = (?:\(.*?\)|\S+) ([\w-]+)\(", body, re.M)
     free = {"bitcast", "parameter", "get-tuple-element", "tuple", "constant", "fusion-done"}
     return sum(operation not in free for operation in operations)

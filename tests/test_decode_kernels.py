@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode
-from pallas_kernels.decode import kernels, to_cache
+from pallas_kernels import decode, device
+from pallas_kernels.decode import attend_sm90, kernels, to_cache
 from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import attend_to_cache, rotate
@@ -111,6 +113,29 @@ def test_silu_project(rows, width, rank, interpret):
     assert_shares(shares, z, a)
 
 
+def reference_attention(qkv, factor, bias, norms, angles, keys, values, lengths):
+    """What `transformer` makes of a projection that lacks its norm's factor and bias."""
+    rows, kv_heads, _, head_dim = keys.shape
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    projected = jnp.asarray(wide(qkv) * wide(factor)[:, None] + wide(bias), jnp.float32)
+    projected = projected.astype(qkv.dtype).reshape(rows, 1, -1, head_dim)
+    q, k, v = jnp.split(projected, (heads, heads + kv_heads), axis=2)
+    if norms:
+        q, k = (transformer._rms_norm(x, norm, 1e-6) for x, norm in zip((q, k), norms, strict=True))
+    q, k = (rotate(x, tuple(part[:, None, None] for part in angles)) for x in (q, k))
+    slot = *jnp.ogrid[:rows, :kv_heads], lengths[:, None]
+    keys = keys.at[slot].set(to_cache(k[:, 0], keys.dtype))
+    values = values.at[slot].set(to_cache(v[:, 0], values.dtype))
+    attended = attend_to_cache(*(x.astype(jnp.float32) for x in (q, keys, values)), lengths + 1)
+    return wide(attended).reshape(rows, -1), keys, values
+
+
+def assert_same_cache(new, old):
+    """A product that rounds otherwise may move a key by its last bit."""
+    assert (wide(new) != wide(old)).mean() < 1e-3
+    assert_close(new, wide(old))
+
+
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(
     ("dtype", "qk_norm"),
@@ -169,24 +194,108 @@ def test_attention(dtype, qk_norm, kv_heads, group, slots, head_dim, multiproces
         np.testing.assert_array_equal(wide(other), wide(new))
     assert (none is None) == (multiprocessors < 2 * rows * kv_heads or slots <= 128)
     np.testing.assert_array_equal(wide(finished), wide(attended))
-    # As `transformer` does it.
-    projected = jnp.asarray(wide(qkv) * wide(factor)[:, None] + wide(bias), jnp.float32)
-    projected = projected.astype(qkv.dtype).reshape(rows, 1, -1, head_dim)
-    q, k, v = jnp.split(projected, (heads, heads + kv_heads), axis=2)
-    if norms:
-        q, k = (transformer._rms_norm(x, norm, 1e-6) for x, norm in zip((q, k), norms, strict=True))
-    q, k = (rotate(x, tuple(part[:, None, None] for part in angles)) for x in (q, k))
-    slot = *jnp.ogrid[:rows, :kv_heads], lengths[:, None]
-    keys = keys.at[slot].set(to_cache(k[:, 0], dtype))
-    values = values.at[slot].set(to_cache(v[:, 0], dtype))
-    expected = attend_to_cache(*(x.astype(jnp.float32) for x in (q, keys, values)), lengths + 1)
-    assert_close(attended, wide(expected).reshape(rows, -1))
+    expected, keys, values = reference_attention(
+        qkv, factor, bias, norms, angles, keys, values, lengths
+    )
+    assert_close(attended, expected)
     assert_shares(shares, attended, draw(9, 32, heads * head_dim))
-    for new, old in ((new_keys, keys), (new_values, values)):
-        # A product that rounds otherwise may move a key by its last bit.
-        off = wide(new) != wide(old)
-        assert off.mean() < 1e-3
-        assert_close(new, wide(old))
+    assert_same_cache(new_keys, keys)
+    assert_same_cache(new_values, values)
+
+
+@pytest.fixture
+def simulated():
+    """Parameters of a simulation; races that it found fail the test."""
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    races = interpret_pallas_call.get_races()
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    assert not races.races_found
+
+
+def check_attention_on_hopper(kv_heads, group, slots, lengths, interpret, *, norm, multiprocessors):
+    lengths, head_dim = jnp.asarray(lengths, jnp.int32), attend_sm90.HEAD_DIM
+    rows, heads = len(lengths), kv_heads * group
+    qkv = draw(1, rows, (heads + 2 * kv_heads) * head_dim)
+    factor = jnp.abs(draw(2, rows, dtype=jnp.float32))
+    bias = jnp.zeros(qkv.shape[1]) if norm else draw(3, qkv.shape[1])
+    angle = draw(4, rows, head_dim // 2, dtype=jnp.float32)
+    angles = jnp.cos(angle), jnp.sin(angle)
+    keys, values = (draw(i, rows, kv_heads, slots, head_dim) for i in (5, 6))
+    norms = [draw(i, head_dim, dtype=jnp.float32) for i in (7, 8)] if norm else None
+    assert attend_sm90.serves(keys, heads)
+
+    @jax.jit
+    def run(keys, values):
+        return attend_sm90.attend(
+            qkv,
+            shares_of(factor) - 1e-6 / 3,
+            angles,
+            keys,
+            values,
+            lengths,
+            bias=None if norm else bias,
+            qk_norm=norms,
+            eps=1e-6,
+            multiprocessors=multiprocessors,
+            interpret=interpret,
+        )
+
+    results = run(keys, values)
+    attended, keys, values = reference_attention(
+        qkv, factor, bias, norms, angles, keys, values, lengths
+    )
+    assert_close(results[0], attended)
+    assert_same_cache(results[1], keys)
+    assert_same_cache(results[2], values)
+    return run, results
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "lengths", "norm", "multiprocessors"),
+    [
+        (2, 5, [0, 135], False, 1),
+        (1, 7, [64, 127], True, 132),
+        pytest.param(2, 5, [63, 100], True, 132, marks=pytest.mark.slow),
+        pytest.param(1, 15, [17, 130], False, 132, marks=pytest.mark.slow),
+    ],
+)
+def test_attention_on_hopper(kv_heads, group, lengths, norm, multiprocessors, simulated):
+    check_attention_on_hopper(
+        kv_heads, group, 136, lengths, simulated, norm=norm, multiprocessors=multiprocessors
+    )
+
+
+@pytest.mark.gpu
+@on_gpu
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "slots", "rows"),
+    [(8, 5, 1000, 70), (4, 7, 400, 24), (2, 6, 2048, 33), (8, 8, 64, 5), (1, 15, 1304, 9)],
+)
+def test_attention_on_a_hopper_gpu(kv_heads, group, slots, rows, norm):
+    if device.cuda_capability() != 9.0:
+        pytest.skip("needs a Hopper GPU")
+    fixed = [0, slots - 1, 15, 16, 63][:rows]
+    lengths = [*fixed, *np.random.default_rng(rows).integers(0, slots, rows - len(fixed))]
+    run, results = check_attention_on_hopper(
+        kv_heads, group, slots, lengths, None, norm=norm, multiprocessors=132
+    )
+    caches = [draw(i, rows, kv_heads, slots, attend_sm90.HEAD_DIM) for i in (5, 6)]
+    for _ in range(20):  # a race would show
+        for new, old in zip(run(*caches), results, strict=True):
+            np.testing.assert_array_equal(wide(new), wide(old))
+
+
+def test_where_attention_on_hopper_serves():
+    def keys(heads, slots=400, head_dim=128, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((3, heads, slots, head_dim), dtype)
+
+    assert attend_sm90.serves(keys(8), 40)
+    assert not attend_sm90.serves(keys(8, slots=401), 40)
+    assert not attend_sm90.serves(keys(8, head_dim=64), 40)
+    assert not attend_sm90.serves(keys(8, dtype=jnp.float8_e4m3fn), 40)
+    # The last head's queries are read by eights, and would end behind those of the row.
+    assert not attend_sm90.serves(keys(2), 4)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import projection
+from pallas_kernels import fp4_matmul, projection
 from pallas_kernels.decode import to_cache
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
 
@@ -237,6 +237,18 @@ def _factor(squares: Any, rows: jax.Array, eps: float) -> jax.Array:
     return lax.rsqrt(jnp.sum(shares, axis=0) + eps)
 
 
+def served_by_sm90(keys: jax.Array, heads: int) -> bool:
+    """Whether `attend_sm90` runs on the default device, for keys [M, K, S, H] and so many heads.
+
+    Like the FP4 kernel it uses an API of jax that may change, and is loaded where that one runs.
+    """
+    if not fp4_matmul.kernel_runs():
+        return False
+    from pallas_kernels.decode import attend_sm90
+
+    return attend_sm90.serves(keys, heads)
+
+
 def attend(
     qkv: jax.Array,
     squares: jax.Array,
@@ -266,6 +278,7 @@ def attend(
         eps: of the norms.
         multiprocessors: of the device; fewer blocks of threads split rows into parts.
         finish: where rows are not split, return what `merge_project` would make of the one part.
+            On a Hopper GPU `attend_sm90` does so.
         interpret: run on a CPU.
 
     Returns:
@@ -295,6 +308,21 @@ def attend(
         "largest": jax.ShapeDtypeStruct((count, m, heads), jnp.float32),
     }
     finish = finish and count == 1
+    if finish and not interpret and served_by_sm90(keys, heads):
+        from pallas_kernels.decode import attend_sm90
+
+        return attend_sm90.attend(
+            qkv,
+            squares,
+            angles,
+            keys,
+            values,
+            lengths,
+            bias=bias,
+            qk_norm=qk_norm,
+            eps=eps,
+            multiprocessors=multiprocessors,
+        )
     if finish:
         results = {"attended": jax.ShapeDtypeStruct((m, heads * head_dim), dtype)}
     results["new_keys"] = jax.ShapeDtypeStruct(keys.shape, keys.dtype)

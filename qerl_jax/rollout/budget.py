@@ -12,6 +12,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rollout.sampling import SamplingConfig
 
+_SLOTS = 8  # of a row, or a multiple: what attention on a Hopper GPU can copy
 _READ_TOKENS = 8192  # prompt tokens, padding included, that are read together
 _READ_SHARE = 8  # the part of the memory that prompts which were read take at most
 # Below, a smaller batch saves nothing: the weights are what is read. On a GPU the launches come to
@@ -28,7 +29,7 @@ class Plan:
     """The shapes of a rollout, few enough to compile all of them.
 
     Attributes:
-        slots: S of the cache: the widest prompt and the longest completion.
+        slots: S of the cache: the widest prompt and the longest completion, rounded up.
         batches: numbers of seats, the first that of the full batch, each at most 1.5 times the
             next, and 1.25 times where that has 64 or more. One alone where rows end too late for a
             smaller batch to be of use.
@@ -76,7 +77,7 @@ def make_plan(
             f"model's {config.max_position} positions: shorten the prompt or lower max_new_tokens"
         )
     width = bucket(longest)
-    slots = width + sampling.max_new_tokens
+    slots = -(-(width + sampling.max_new_tokens) // _SLOTS) * _SLOTS
     dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
     position = position_bytes(config, dtype)
     read = min(prompts, max(1, _READ_TOKENS // width))

@@ -1,0 +1,309 @@
+"""`kernels.attend` on a Hopper GPU, for rows that are not split, by Pallas's Mosaic GPU backend.
+
+A block of threads has a key head of a row and the query heads that share it. The copy engine brings
+tiles of 64 keys and values to shared memory, each as soon as there is a place for it. Scores are
+computed as K q^T, as a group has few queries, and wgmma's first operand 64 rows.
+
+What else a block reads it asks for before the first tiles: behind them it would wait for 2 to 5 us.
+The new key and value go to the cache, and come back with the last tile.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
+
+from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
+from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy, opaque
+
+HEAD_DIM = 128
+_SLOTS = 64  # of a tile
+_COPIED = 16  # of them at a time: fewer are read behind a row's end
+_QUERIES = 8  # columns of wgmma, or a multiple
+_HALVES = pl.ds(0, HEAD_DIM // 2), pl.ds(HEAD_DIM // 2, HEAD_DIM // 2)
+_LOG2_E = 1.4426950408889634
+_EMPTY = float(jnp.finfo(jnp.float32).min)  # the score of what is not there
+
+# Halves of eight heads: a warp has two of them, a lane four dimensions.
+_HEADS = plgpu.Layout.TILED(
+    plgpu.Tiling(((_QUERIES, 64), (2, 64), (4,))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+# Half of one head, which all warps have.
+_HEAD = plgpu.Layout.TILED(
+    plgpu.Tiling(((64,), (2,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
+
+
+def serves(keys: jax.Array, heads: int) -> bool:
+    """Whether the kernel exists for keys [M, K, S, H] and so many heads of queries.
+
+    Queries are read by eights, which must not end behind the last head of a row.
+    """
+    _, kv_heads, slots, head_dim = keys.shape
+    group = heads // kv_heads
+    return (
+        head_dim == HEAD_DIM
+        and keys.dtype == jnp.bfloat16
+        and slots % 8 == 0  # as the copy engine wants it
+        and (kv_heads - 1) * group + _padded(group) <= heads + 2 * kv_heads
+    )
+
+
+def attend(
+    qkv: jax.Array,
+    squares: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    qk_norm: tuple[jax.Array, jax.Array] | None = None,
+    eps: float,
+    multiprocessors: int,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns attention [M, N H], keys and values; the arguments are those of `kernels.attend`."""
+    m, kv_heads, _, head_dim = keys.shape
+    total = qkv.shape[1] // head_dim
+    heads = total - 2 * kv_heads
+    padded = _padded(heads // kv_heads)
+    operands = {
+        "qkv": qkv.reshape(m, total, head_dim),
+        "squares": squares,
+        "cos": angles[0],
+        "sin": angles[1],
+        "lengths": lengths,
+    }
+    if bias is not None:
+        operands["bias"] = bias.reshape(total, head_dim)
+    if qk_norm is not None:
+        operands["q_norm"], operands["k_norm"] = qk_norm
+    caches = {"keys": jax.new_ref(keys), "values": jax.new_ref(values)}
+    names = *operands, *caches, "attended"
+    # A block that is alone on its multiprocessor asks for the next tiles while it has others.
+    tiles = 2 if m * kv_heads <= multiprocessors else 1
+
+    def body(*refs, **sm):
+        _attend(dict(zip(names, refs, strict=True)), sm, eps, simulated=interpret is not None)
+
+    def operand(*shape):
+        return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
+
+    full = plgpu.Barrier(num_barriers=tiles, num_arrivals=_SLOTS // _COPIED)
+    attended = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((m, heads, head_dim), qkv.dtype),
+        scratch_types={
+            "keys": operand(tiles, _SLOTS, head_dim),
+            "values": operand(tiles, _SLOTS, head_dim),
+            "queries": operand(padded, head_dim),
+            "weights": operand(padded, _SLOTS),
+            "attended": plgpu.SMEM((padded, head_dim), jnp.bfloat16),
+            "keys_full": full,
+            "values_full": full,
+            "all": plgpu.Barrier(),
+        },
+        grid=(kv_heads, m),
+        grid_names=("head", "row"),
+        kernel_name="attend_sm90",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=128 * padded,
+            approx_math=True,
+        ),
+        interpret=interpret,
+    )(*operands.values(), *caches.values())
+    keys, values = (jax.freeze(cache) for cache in caches.values())
+    return attended.reshape(m, heads * head_dim), keys, values
+
+
+def _padded(group: int) -> int:
+    return -(-group // _QUERIES) * _QUERIES
+
+
+def _attend(gm: dict[str, Any], sm: dict[str, Any], eps: float, *, simulated: bool) -> None:
+    """What a block of threads does, a warpgroup.
+
+    Args:
+        gm: operands and results in global memory.
+        sm: tiles and barriers.
+        eps: of the norms.
+        simulated: by the interpreter, which takes no inline PTX.
+    """
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    kv_heads, heads = gm["keys"].shape[1], gm["attended"].shape[1]
+    group, padded = heads // kv_heads, sm["queries"].shape[0]
+
+    def read(name, place, layout):
+        return plgpu.load(gm[name].at[place], layout=layout, optimized=False)
+
+    def read_projected(some, layout):
+        """The halves of heads, and of their bias if there is one."""
+        return [
+            (
+                read("qkv", (row, some, dims), layout),
+                read("bias", (some, dims), layout) if "bias" in gm else None,
+            )
+            for dims in _HALVES
+        ]
+
+    def read_rotation(row, norm, layout):
+        """Cosines, sines, and the halves of a norm's scales if there is one."""
+        scales = [read(norm, (dims,), layout) for dims in _HALVES] if norm in gm else []
+        return [read(name, (row,), layout) for name in ("cos", "sin")] + scales
+
+    length = gm["lengths"][row]
+    shares = [gm["squares"][i, row] for i in range(gm["squares"].shape[0])]
+    new_key = read_projected(heads + head, _HEAD)
+    new_value = read_projected(heads + kv_heads + head, _HEAD)
+    starts = range(0, padded, _QUERIES)
+    queries = [read_projected(pl.ds(head * group + i, _QUERIES), _HEADS) for i in starts]
+    key_rotation = read_rotation(row, "k_norm", _HEAD)
+    # Opaque, or the compiler would take both readings for one, which has one layout.
+    again = row if simulated else opaque(row)
+    query_rotation = [
+        lax.broadcast_in_dim(x, (_QUERIES, x.shape[0]), (1,))
+        for x in read_rotation(again, "q_norm", _HEADS.reduce(0))
+    ]
+
+    last = lax.div(length, _SLOTS)
+
+    def copy(name, tile):
+        """Asks for a tile of keys or values.
+
+        But not for what is behind the row, unless nothing has been in its place before: what is
+        multiplied by zero must be a number.
+        """
+        places = sm[name].shape[0]
+        place = lax.rem(tile, places)
+        full = sm[name + "_full"].at[place]
+
+        @pl.loop(0, _SLOTS // _COPIED)
+        def _(i):
+            first = tile * _SLOTS + i * _COPIED
+            needed = (first <= length) | (tile < places)
+
+            @pl.when(needed)
+            def _():
+                slots, mine = pl.ds(first, _COPIED), pl.ds(i * _COPIED, _COPIED)
+                plgpu.copy_gmem_to_smem(
+                    gm[name].at[row, head, slots], sm[name].at[place, mine], full
+                )
+
+            @pl.when(~needed)
+            def _():
+                plgpu.barrier_arrive(full)
+
+    def copy_first(needed):
+        for name in ("keys", "values"):
+            for tile in range(sm[name].shape[0]):
+                pl.when(needed(tile))(lambda name=name, tile=tile: copy(name, jnp.int32(tile)))
+
+    copy_first(lambda tile: tile < last)
+    factor = lax.rsqrt(sum(shares[1:], start=shares[0]) + eps)
+
+    def rounded(x):
+        return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+    def projected(halves):
+        """The projection with its norm's factor and its bias."""
+        products = [(factor * x.astype(jnp.float32), bias) for x, bias in halves]
+        return [
+            rounded(x if bias is None else x + bias.astype(jnp.float32)) for x, bias in products
+        ]
+
+    def rotated(halves, rotation):
+        first, second = projected(halves)
+        cos, sin, *scales = rotation
+        if scales:
+            mean = (jnp.sum(first * first, axis=-1) + jnp.sum(second * second, axis=-1)) / HEAD_DIM
+            over = lax.rsqrt(mean + eps)
+            if first.ndim == 2:
+                over = lax.broadcast_in_dim(over, first.shape, (0,))
+            first, second = (
+                rounded(x * over * scale) for x, scale in zip((first, second), scales, strict=True)
+            )
+        return first * cos - second * sin, second * cos + first * sin
+
+    for name, new in (("keys", rotated(new_key, key_rotation)), ("values", projected(new_value))):
+        for dims, half in zip(_HALVES, new, strict=True):
+            gm[name].at[row, head, length, dims][...] = half.astype(jnp.bfloat16)
+    if not simulated:
+        fence_async_proxy(nvvm.ProxyKind.async_global)
+    for start, halves in zip(starts, queries, strict=True):
+        for dims, half in zip(_HALVES, rotated(halves, query_rotation), strict=True):
+            sm["queries"].at[pl.ds(start, _QUERIES), dims][...] = half.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+
+    def meet():
+        plgpu.barrier_arrive(sm["all"])
+        plgpu.barrier_wait(sm["all"])
+
+    meet()
+    copy_first(lambda tile: tile == last)
+
+    def product(a, b):
+        def run(acc):
+            plgpu.wgmma(acc, a, b)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        return pl.run_scoped(run, plgpu.ACC((a.shape[0], padded), jnp.float32))
+
+    def over_rows(numbers, rows):
+        return lax.broadcast_in_dim(numbers, (rows, padded), (1,))
+
+    def take(name, tile, multiply):
+        """What a tile of keys or values is for; another one takes its place."""
+        places = sm[name].shape[0]
+        place = lax.rem(tile, places)
+        plgpu.barrier_wait(sm[name + "_full"].at[place])
+        result = multiply(sm[name].at[place])
+        meet()
+        pl.when(tile + places <= last)(lambda: copy(name, tile + places))
+        return result
+
+    def numbers(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    zeros = [numbers((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _SLOTS)]
+    start = *zeros, numbers((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
+
+    @pl.loop(0, last + 1, init_carry=start)
+    def end(tile, carry):
+        total, weight, largest = carry
+        scores = take("keys", tile, lambda keys: product(keys, sm["queries"].T))
+        slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+        scores *= HEAD_DIM**-0.5 * _LOG2_E
+        scores = jnp.where(tile * _SLOTS + slot <= length, scores, _EMPTY)
+        top = jnp.maximum(largest, jnp.max(scores, axis=0))
+        weights = jnp.exp2(scores - over_rows(top, _SLOTS))
+        keep = jnp.exp2(largest - top)
+        sm["weights"].T[...] = _transposed(weights)
+        plgpu.commit_smem()
+        added = take("values", tile, lambda values: product(values.T, sm["weights"].T))
+        total = over_rows(keep, HEAD_DIM) * total + added
+        return total, over_rows(keep, _SLOTS) * weight + weights, top
+
+    total, weight, _ = end
+    sm["attended"].T[...] = _transposed(total / over_rows(jnp.sum(weight, axis=0), HEAD_DIM))
+    plgpu.commit_smem()
+    for i in range(group):
+        plgpu.copy_smem_to_gmem(sm["attended"].at[i], gm["attended"].at[row, head * group + i])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _transposed(value: jax.Array) -> jax.Array:
+    """A product of wgmma, rounded, as the transpose of a matrix in shared memory takes it."""
+    return plgpu.layout_cast(value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)
