@@ -387,7 +387,7 @@ def test_a_cache_of_fewer_bits_changes_the_logprobs_a_little(dtype, least, most)
         ([[1, 2], []], {}, "prompt 1 is empty"),
         ([[1] * 120], {}, "a prompt of 120 tokens and 9 new ones.* 128 positions"),
         ([[1]], {"prompt_width": 120}, "a prompt of 120 tokens"),
-        ([[1]], {"kv_cache_bytes": 100}, "kv_cache_bytes=100: one row of 17 positions"),
+        ([[1]], {"kv_cache_bytes": 100}, "kv_cache_bytes=100: one row of 24 positions"),
         ([[1]], {"kv_cache_dtype": "int4"}, "kv_cache_dtype='int4'.*'float8'"),
         ([[1]], {"stop": ("x",)}, "stop strings need decode_text"),
     ],
