@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, projection
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, layout, sm90
+from pallas_kernels.fp4_matmul import api, layout, sm90, tiling
 from pallas_kernels.fp4_matmul.sm90 import pipeline, shares
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -296,10 +296,33 @@ def test_shares_without_the_kernel():
 
 
 @pytest.mark.usefixtures("simulated_api")
-def test_self_check_while_tracing():
+def test_self_check_while_tracing(monkeypatch):
+    """It finds nothing wrong, and computes all that it says."""
+    kernel, plans = api._kernel(), {}
+
+    def matmul(x, tiles, *, config, multiprocessors, **extra):
+        plan = sm90.make_plan(config, len(x), len(tiles.codes), x.shape[1], multiprocessors)
+        made = "a" in extra
+        plans["made" if made else "given"] = plan
+        assert plan.makes_shares(*extra["a"].shape) if made else tiling.takes_shares(config)
+        assert made == ("shares" not in extra)
+        assert "bias" in extra
+        assert tiles.shape[0] % tiling.TILE_ROWS
+        return kernel.matmul(x, tiles, config=config, multiprocessors=multiprocessors, **extra)
+
+    monkeypatch.setattr(api, "_kernel", lambda: types.SimpleNamespace(matmul=matmul))
     errors = []
     jax.eval_shape(lambda x: (errors.append(api.self_check()), x)[1], jnp.ones(1))
     assert errors[0] < ROUNDING
+    for plan in plans.values():
+        assert plan.config.problem() is None
+        assert plan.steps > plan.config.stages
+        assert plan.config.stages * plan.config.stage_bytes() > pipeline._BYTES_IN_FLIGHT
+    shared, split = plans["given"], plans["made"]
+    assert shared.shared > 0
+    assert shared.tiles > shared.blocks  # whole ones too
+    assert split.split == 2
+    assert split.tiles == 3 * split.clusters
 
 
 def held(layout, shape):

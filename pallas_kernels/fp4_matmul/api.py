@@ -296,36 +296,50 @@ def load_kernel() -> None:
 
 
 def self_check() -> float:
-    """The relative error of a small product with an adapter and a deep pipeline.
+    """The relative error of a small product with an adapter and a bias, the larger of two tilings'.
 
-    Made twice: with shared tiles, and with a cluster that has a tile for each block and an odd one.
+    One shares tiles and is given shares of x A^T. The other makes them, and has clusters with a
+    tile for each block and an odd one. A tile has more steps than the pipeline stages, and N ends
+    within a tile. Without slices and `ahead`, which few tilings have: they take longer to lower.
     """
-    shared = TileConfig(24, rows=1, slices=2, block_k=256, stages=5, stream=True)
-    split = dataclasses.replace(shared, stream=False, split=2, slices=1, in_flight=2, ahead=True)
-    m, n, k, rank = 24, 192, 2048, 64
+    shared = TileConfig(8, rows=2, stages=7, stream=True)
+    split = dataclasses.replace(shared, stream=False, split=2)
+    m, n, k, rank = 8, 1470, 1024, 32
+    count = -(-n // tiling.TILE_ROWS), k // tiling.TILE_COLUMNS
     rng = np.random.default_rng(0)
-    weight = Fp4Weight(
-        packed=rng.integers(0, 256, (n, k // 2), np.uint8),
-        scales=rng.integers(1, 127, (n, k // reference.BLOCK), np.uint8).view(jnp.float8_e4m3fn),
-        global_scale=rng.uniform(1000, 3000, n).astype(np.float32),
+    scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS), np.uint8).view(np.uint32)
+    tiles = Fp4Tiles(
+        codes=rng.integers(0, 2**32, (*count, layout.CODE_WORDS), np.uint32),
+        scales=scales << 4 | scales >> 28,  # where `layout` has the four bytes of a word
+        divisor=rng.uniform(1000, 3000, n).astype(np.float32),
+        inputs=k,
+        format="nvfp4",
     )
-    x, b, bias = (
-        rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((m, k), (n, rank), (n,))
+    x, a, b, bias = (
+        rng.normal(0, deviation, shape).astype(jnp.bfloat16)
+        for deviation, shape in ((1, (m, k)), (0.05, (rank, k)), (1, (n, 64)), (1, (n,)))
     )
-    shares = rng.standard_normal((5, m, rank)).astype(np.float32)
+    x_parts, a_parts = (array.astype(np.float32).reshape(len(array), 4, -1) for array in (x, a))
+    shares = np.einsum("msk,rsk->smr", x_parts, a_parts)
+    matmul = functools.partial(_kernel().matmul, x, b=b, bias=bias)
 
-    @jax.jit
-    def run(weight, tiles):
-        matmul = functools.partial(_kernel().matmul, x, tiles, shares=shares, b=b, bias=bias)
-        ys = [matmul(config=shared, multiprocessors=4), matmul(config=split, multiprocessors=2)]
-        return *ys, reference.dequantize(weight, jnp.float32)
+    functions = (
+        lambda tiles: reference.dequantize(layout.from_tiles(tiles), jnp.float32),
+        lambda tiles: matmul(tiles, config=shared, multiprocessors=5, shares=shares),
+        lambda tiles: matmul(tiles, config=split, multiprocessors=8, a=a),
+    )
+    # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
+    # as Python runs in one at a time; what is lowered compiles meanwhile.
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
 
-    # The caller may be tracing a program, of which another thread knows nothing.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        results = thread.submit(lambda: run(weight, layout.to_tiles(weight)))
-        *ys, dense = (np.asarray(y, np.float64) for y in results.result())
+        def start():
+            return [threads.submit(jax.jit(one).lower(tiles).compile) for one in functions]
+
+        programs = [started.result() for started in threads.submit(start).result()]
+        results = [threads.submit(program, tiles).result() for program in programs]
+    dense, *ys = (np.asarray(result, np.float64) for result in results)
     xa = shares.sum(axis=0).astype(jnp.bfloat16)
-    x, xa, b, bias = (array.astype(np.float64) for array in (x, xa, b, bias))
+    x, xa, b, bias = (array.astype(np.float64) for array in (x, xa, b[:, :rank], bias))
     expected = x @ dense.T + xa @ b.T + bias
     return float(np.max([np.linalg.norm(y - expected) for y in ys]) / np.linalg.norm(expected))
 
