@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import adapter_cases
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -229,30 +230,17 @@ def test_shares(m, n, k, rank, count):
     np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
 
 
-def adapters_inside():
-    """What a caller gets, and every kind of tiling whose blocks make shares of x A^T."""
-    for m, n, k, rank in (
-        (1, 256, 1024, 32),  # fewer blocks than shares
-        (1, 4608, 3584, 96),
-        (8, 37888, 3584, 64),
-        (8, 3584, 18944, 32),  # more shares than blocks
-        (33, 5120, 27648, 32),
-        (40, 2048, 8960, 128),
-        (64, 37888, 3584, 64),
-        (64, 1024, 512, 128),
-        (100, 3584, 18944, 32),  # two tiles of tokens: x A^T by a kernel of its own
-        (128, 1024, 3584, 48),  # columns of shares beyond the rank
-        (19, 576, 576, 16),  # likewise, as shares have 128 columns
-    ):
-        yield None, m, n, k, rank
+def adapters():
+    """The listed ones, and every kind of tiling with a unit of x A^T for each of a few blocks."""
+    yield from adapter_cases.CASES
     for config in CONFIGS[1:]:
-        if sm90.make_plan(config, 13, 64, 8960, 132).makes_shares(96, 8960):
-            yield config, 13, 4096, 8960, 96
+        yield config, 13, 4096, 1024, 32, tiling.takes_shares(config)
 
 
-@pytest.mark.parametrize(("config", "m", "n", "k", "rank"), adapters_inside(), ids=str)
-def test_an_adapter_inside(config, m, n, k, rank):
+@pytest.mark.parametrize(("config", "m", "n", "k", "rank", "inside"), adapters(), ids=str)
+def test_an_adapter_inside(config, m, n, k, rank, inside):
     """Twice with other adapters, and many times: all locks are zero after every call."""
+    assert adapter_cases.plan_of(config, m, n, k, rank).makes_shares(rank, k) == inside
     rng = np.random.default_rng()
     weight = random_weight(rng, n, k)
     x, a, b = (

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import adapter_cases
 import numpy as np
 import pytest
 
@@ -45,6 +46,22 @@ def test_clusters(tiles, split, multiprocessors, clusters):
 def test_who_makes_shares(stages, m, row_tiles, k, makes):
     config = TileConfig(32, rows=4, block_k=256, stages=stages)
     assert make_plan(config, m, row_tiles, k, 132).makes_shares(64, k) == makes
+
+
+def test_what_a_gpu_tests_of_adapters():
+    """Each case is what it says, and every way to make shares is among them."""
+    made = []
+    for *case, inside in adapter_cases.CASES:
+        plan, (_, _, _, k, rank) = adapter_cases.plan_of(*case), case
+        assert plan.config.problem() is None, case
+        assert plan.makes_shares(rank, k) == inside, case
+        if inside:
+            made.append((plan, plan.turns_of_shares(rank, k)))
+    many = [plan for plan, turns in made if turns > plan.config.warpgroups]
+    assert any(plan.split == 2 and plan.adders < plan.blocks for plan in many)
+    assert any(plan.shared for plan in many)
+    assert any(plan.config.warpgroups > 1 for plan in many)
+    assert any(1 < turns <= plan.config.warpgroups for plan, turns in made)
 
 
 def test_clusters_are_for_devices_that_are_known():

@@ -1,0 +1,50 @@
+"""Products with an adapter of which a GPU's tests know whether the kernel makes x A^T itself."""
+
+from pallas_kernels.fp4_matmul import sm90, tiling
+from pallas_kernels.fp4_matmul.tiling import TileConfig
+
+# Tiling (None: what a caller gets), M, N, K, rank, and whether the kernel makes x A^T.
+CASES = [
+    (None, 1, 256, 1024, 32, True),  # fewer blocks than shares
+    (None, 1, 4608, 3584, 96, True),  # in clusters
+    (None, 8, 37888, 3584, 64, True),
+    (None, 8, 3584, 18944, 32, True),  # more shares than blocks
+    (None, 33, 5120, 27648, 32, True),  # with shared tiles
+    (None, 40, 2048, 8960, 128, False),  # more units than first stages hold
+    (None, 64, 37888, 3584, 64, True),
+    (None, 64, 1024, 512, 128, True),
+    (None, 64, 3584, 3584, 48, True),  # columns of shares beyond the rank
+    (None, 100, 3584, 18944, 32, False),  # two tiles of tokens
+    (None, 128, 1024, 3584, 48, False),  # likewise
+    (None, 19, 576, 576, 16, False),  # shares have 128 columns
+    # More units of a block than warpgroups, alone, in clusters, some of which make none, and with
+    # shared tiles.
+    (TileConfig(16, rows=1, block_k=512, stages=3, in_flight=1), 13, 4096, 8960, 96, True),
+    (TileConfig(16, rows=2, block_k=512, stages=3, in_flight=1), 13, 4096, 4096, 96, True),
+    (TileConfig(16, rows=1, block_k=512, stages=3, in_flight=1, split=2), 13, 4096, 8960, 96, True),
+    (
+        TileConfig(16, rows=1, block_k=256, stages=4, in_flight=1, stream=True),
+        13,
+        4096,
+        8960,
+        96,
+        True,
+    ),
+    # Several warpgroups make a unit each.
+    (TileConfig(16, rows=1, slices=4, block_k=512, stages=3), 13, 4096, 8960, 96, True),
+    (
+        TileConfig(16, rows=1, slices=4, block_k=512, stages=3, stream=True),
+        13,
+        4096,
+        8960,
+        96,
+        True,
+    ),
+]
+
+
+def plan_of(config, m, n, k, rank):
+    """The plan of one, on an H100 or H200."""
+    if config is None:
+        config = tiling.choose(m, n, k, rank=tiling.padded_rank(rank))
+    return sm90.make_plan(config, m, -(-n // tiling.TILE_ROWS), k, tiling.MULTIPROCESSORS)
