@@ -5,12 +5,12 @@
 
 Every warpgroup notes the clock where it begins and ends to wait, to multiply and to add up. A line
 says how many cycles the warpgroups that multiply spend on what, in the mean; "first stage" is the
-wait for the first weights, "await stage" that for all later ones; "make shares" comes before both.
-A product that waits is held back by memory, one that multiplies by the issue of instructions.
-"span" is what all of it takes, from a warpgroup's first note to its last. The notes take shared
-memory, so the pipeline may be shorter, and a little time; there are no more than 96 of a warpgroup.
---block also prints the notes of one block of threads, a line for each warpgroup, the one that
-copies and the one that adds up shares last: what, at which cycle + for how many.
+wait for the first data, "await stage" that for all later ones. A product that waits is held back by
+memory, one that multiplies by the issue of instructions. "span" is what all of it takes, from a
+warpgroup's first note to its last. The notes take shared memory, so the pipeline may be shorter,
+and a little time; there are no more than 96 of a warpgroup. --block also prints the notes of one
+block of threads, a line for each warpgroup, the one that copies and the one that adds up shares
+last: what, at which cycle + for how many.
 """
 
 import argparse

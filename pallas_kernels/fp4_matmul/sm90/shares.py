@@ -85,7 +85,7 @@ class Shares(NamedTuple):
         return lax.div(unit, parts), lax.rem(unit, parts)
 
 
-def add_shares(block: Any, given: Shares, own: Any) -> None:
+def add_shares(block: Any, given: Shares, made: Any) -> None:
     """Writes this block's parts of x A^T and counts at the lock, if there are any.
 
     A warpgroup calls it.
@@ -93,7 +93,7 @@ def add_shares(block: Any, given: Shares, own: Any) -> None:
     Args:
         block: the one that calls.
         given: what it adds up.
-        own: a barrier at which the shares that this block makes arrive, if it makes any.
+        made: a barrier at which this block's own shares arrive, if they are made here.
     """
     shares, xa, adders = given.shares, given.xa, given.adders
     block = opaque(block)
@@ -108,7 +108,7 @@ def add_shares(block: Any, given: Shares, own: Any) -> None:
 
         @pl.when(block < given.makers)
         def _():
-            plgpu.barrier_wait(own)
+            plgpu.barrier_wait(made)
             arrive([given.made], [jnp.int32(1)])
 
         waiters = min(adders, parts)
