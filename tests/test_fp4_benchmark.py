@@ -1,6 +1,7 @@
 """What surrounds the measurements: names, floors, rows, tables, the choice of what to measure."""
 
 import json
+import os
 
 import jax
 import pytest
@@ -90,6 +91,35 @@ def test_the_shortlist_has_every_kind(m, monkeypatch):
     if m <= 64:
         assert {config.slices for config in found} >= {1, 2}
         assert {config.split for config in found} >= {1, 3}
+
+
+@pytest.mark.parametrize("asked", [None, "0"])
+def test_the_tuner_reads_what_the_compiler_reports(asked, monkeypatch, capfd):
+    name = autotune._REPORT
+    monkeypatch.delenv(name, raising=False)
+    if asked is not None:
+        monkeypatch.setenv(name, asked)
+
+    class Lowered:
+        def __init__(self, *reports):
+            self.reports = reports
+
+        def compile(self):
+            assert os.environ[name] == "1"
+            for report in self.reports:
+                os.write(1, report)
+
+    with autotune.compiler_reports():
+        spills = b"8 bytes stack frame, 16 bytes spill stores, 4 bytes spill loads\n"
+        assert autotune.spilled_bytes(Lowered(spills, spills)) == 32
+        assert autotune.spilled_bytes(Lowered(spills.replace(b"16", b"0"))) == 0
+        with pytest.raises(RuntimeError, match="did not report"):
+            autotune.spilled_bytes(Lowered())
+        os.write(1, b"of another thread")
+        print("a line")
+    assert os.environ.get(name) == asked
+    os.write(1, b"behind\n")
+    assert capfd.readouterr().out == "a line\nbehind\n"
 
 
 def test_a_table_keeps_other_shapes(tmp_path, monkeypatch):

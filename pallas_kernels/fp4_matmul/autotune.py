@@ -12,6 +12,7 @@ few rows it is the best for a product that adds up shares of x A^T, as in a deco
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import threading
+from collections.abc import Generator
 
 import jax
 import jax.numpy as jnp
@@ -33,36 +35,53 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
 _REPORT = "MOSAIC_GPU_DUMP_PTXAS"
-_stdout = threading.Lock()
+_report = threading.Lock()
 
 
-def say(line: str) -> None:
-    """Prints at once, but not into the report of a compilation."""
-    with _stdout:
-        print(line, flush=True)
+@contextlib.contextmanager
+def compiler_reports() -> Generator[None]:
+    """Has the compiler report on every kernel, and Python alone print.
+
+    The reports go to the standard output of the process, which leads nowhere meanwhile. To be
+    entered before there are threads that compile: they read the environment.
+    """
+    sys.stdout.flush()
+    kept, asked = os.dup(1), os.environ.get(_REPORT)
+    os.environ[_REPORT] = "1"
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        with open(kept, "w", closefd=False) as stdout, contextlib.redirect_stdout(stdout):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        if asked is None:
+            del os.environ[_REPORT]
+        else:
+            os.environ[_REPORT] = asked
 
 
 def spilled_bytes(lowered: jax.stages.Lowered) -> int:
     """How many bytes of registers a thread of a program's Mosaic kernels spills.
 
-    The compiler reports that on the standard output of the process, so compile little at a time.
+    Within `compiler_reports`. One program at a time is compiled here.
+
+    Raises:
+        RuntimeError: the compiler reported nothing.
     """
-    with _stdout, tempfile.TemporaryFile() as report:
-        sys.stdout.flush()
-        kept, asked = os.dup(1), os.environ.get(_REPORT)
+    with _report, tempfile.TemporaryFile() as report:
+        kept = os.dup(1)
         os.dup2(report.fileno(), 1)
-        os.environ[_REPORT] = "1"
         try:
             lowered.compile()
         finally:
             os.dup2(kept, 1)
             os.close(kept)
-            if asked is None:
-                del os.environ[_REPORT]
-            else:
-                os.environ[_REPORT] = asked
         report.seek(0)
         spills = re.findall(rb"(\d+) bytes spill stores", report.read())
+    if not spills:
+        raise RuntimeError("the compiler did not report how many bytes it spills")
     return sum(map(int, spills))
 
 
@@ -133,25 +152,25 @@ def tune(
     results = []
     padded = tiling.padded_rank(rank)
     configs = shortlist(m, n, k, rank=padded, multiprocessors=multiprocessors, size=size)
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+    with compiler_reports(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
         programs = {pool.submit(compiled, config): config for config in configs}
         for done in concurrent.futures.as_completed(programs):
             config = programs[done]
             if (problem := done.exception()) is not None:
-                say(f"    {config}: {problem}"[:200])
+                print(f"    {config}: {problem}"[:200], flush=True)
                 continue
             spills, program = done.result()
             if program is None:
-                say(f"    {config}: spills {spills} bytes")
+                print(f"    {config}: spills {spills} bytes", flush=True)
                 continue
             with sole_use():
                 actual = program(*args)[0].astype(jnp.float32)
                 error = float(jnp.linalg.norm(actual - expected) / jnp.linalg.norm(expected))
                 if not error < 1e-2:
-                    say(f"    {config}: off by {error:.1e}")
+                    print(f"    {config}: off by {error:.1e}", flush=True)
                     continue
                 results.append((seconds(program), config, program))
-            say(f"    {1e6 * results[-1][0]:8.2f} us  {config}")
+            print(f"    {1e6 * results[-1][0]:8.2f} us  {config}", flush=True)
     if not results:
         raise ValueError(f"no tiling works for M {m}, N {n}, K {k}")
     finalists = sorted(results, key=lambda result: result[0])[:3]
