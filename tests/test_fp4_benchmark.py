@@ -200,6 +200,16 @@ def test_timeline():
     )
 
 
+def test_the_first_data_of_who_makes_shares():
+    notes = [(0, "B", "make shares"), (100, "B", "await stage"), (400, "E", "await stage")]
+    notes += [(500, "E", "make shares"), (510, "B", "multiply"), (520, "B", "await stage")]
+    notes += [(540, "E", "await stage"), (600, "E", "multiply")]
+    events = [{"tid": 1, "ts": at / 1000, "ph": phase, "name": name} for at, phase, name in notes]
+    assert timeline.summary({"traceEvents": events}) == pytest.approx(
+        {"first stage": 300, "make shares": 200, "await stage": 20, "multiply": 70, "span": 600}
+    )
+
+
 def test_notes_of_a_block():
     notes = [(3, 0, "B", "Init"), (3, 50, "E", "Init"), (4, 10, "B", "multiply")]
     notes += [(4, 20, "B", "await stage"), (4, 35, "E", "await stage"), (4, 90, "E", "multiply")]

@@ -271,7 +271,7 @@ def test_an_adapter_inside(config, m, n, k, rank, inside):
 def test_timeline(m, n, k):
     trace, warpgroups = timeline.record(m, n, k, rank=32)
     cycles = timeline.summary(trace)
-    assert {"Init", "first stage", "multiply", "add adapter"} <= set(cycles)
+    assert {"Init", "make shares", "first stage", "multiply", "add adapter"} <= set(cycles)
     assert min(cycles.values()) >= 0
     assert 1000 < cycles["span"] < 1e6
     *multiplying, copying, adding = timeline.notes_of_block(trace, 0, warpgroups)

@@ -5,12 +5,12 @@
 
 Every warpgroup notes the clock where it begins and ends to wait, to multiply and to add up. A line
 says how many cycles the warpgroups that multiply spend on what, in the mean; "first stage" is the
-wait for the first data, "await stage" that for all later ones. A product that waits is held back by
-memory, one that multiplies by the issue of instructions. "span" is what all of it takes, from a
-warpgroup's first note to its last. The notes take shared memory, so the pipeline may be shorter,
-and a little time; there are no more than 96 of a warpgroup. --block also prints the notes of one
-block of threads, a line for each warpgroup, the one that copies and the one that adds up shares
-last: what, at which cycle + for how many.
+wait for the first data, weights or, in blocks that make x A^T, tokens for that, "await stage" that
+for all later ones. A product that waits is held back by memory, one that multiplies by the issue of
+instructions. "span" is what all of it takes, from a warpgroup's first note to its last. The notes
+take shared memory, so the pipeline may be shorter, and a little time; there are no more than 96 of
+a warpgroup. --block also prints the notes of one block of threads, a line for each warpgroup, the
+one that copies and the one that adds up shares last: what, at which cycle + for how many.
 """
 
 import argparse
@@ -52,9 +52,10 @@ def summary(trace: dict) -> dict[str, float]:
             continue  # It copies, or adds up shares.
         count += 1
         waited = False
-        for name, _, cycles in _spans(events):
+        for name, _, cycles, outer in _spans(events):
+            if outer is not None:
+                spent[outer] -= cycles
             if name == "await stage":
-                spent["multiply"] -= cycles  # which it is within
                 name = name if waited else "first stage"
                 waited = True
             spent[name] += cycles
@@ -77,22 +78,26 @@ def notes_of_block(trace: dict, block: int, warpgroups: int) -> list[str]:
     lines = []
     for index, events in enumerate(mine):
         spans = sorted(
-            (1000 * (begin - start), cycles, name) for name, begin, cycles in _spans(events)
+            (1000 * (begin - start), cycles, name) for name, begin, cycles, _ in _spans(events)
         )
         notes = [f"{name} {at:.0f}+{cycles:.0f}" for at, cycles, name in spans]
         lines.append(f"warpgroup {index}: " + "; ".join(notes))
     return lines
 
 
-def _spans(events: list[dict]) -> Iterator[tuple[str, float, float]]:
-    """What a warpgroup did, when it began, in 1000 cycles, and for how many cycles, by the end."""
+def _spans(events: list[dict]) -> Iterator[tuple[str, float, float, str | None]]:
+    """What a warpgroup did, when it began, in 1000 cycles, for how many cycles, and within what.
+
+    In the order of the ends.
+    """
     begun = []
     for event in events:
         if event["ph"] == "B":
             begun.append((event["name"], event["ts"]))
             continue
         name, begin = begun.pop()
-        yield name, begin, 1000 * (event["ts"] - begin)
+        outer = begun[-1][0] if begun else None
+        yield name, begin, 1000 * (event["ts"] - begin), outer
 
 
 def _by_warpgroup(trace: dict) -> dict[int, list[dict]]:

@@ -70,6 +70,10 @@ def make_shares(plan: Plan, sm: dict[str, Any], warpgroup: Any, given: Shares) -
     turns = plan.turns_of_shares(*given.a.shape)
     makes = plan.this_block() < given.makers
 
+    def await_tokens():
+        with jax.named_scope("await stage"):
+            plgpu.barrier_wait(full)
+
     @pl.loop(0, jnp.where(makes, lax.div(turns - warpgroup + warpgroups - 1, warpgroups), 0))
     def _(i):
         turn = opaque(warpgroup + i * warpgroups)
@@ -84,7 +88,7 @@ def make_shares(plan: Plan, sm: dict[str, Any], warpgroup: Any, given: Shares) -
 
             @pl.when(i == 0)
             def _():
-                plgpu.barrier_wait(full)
+                await_tokens()
 
             for j, operand in enumerate(operands):
                 plgpu.wgmma(acc, operand, sm["x"].at[0, turn, :, pl.ds(64 * j, 64)].T)
@@ -103,7 +107,7 @@ def make_shares(plan: Plan, sm: dict[str, Any], warpgroup: Any, given: Shares) -
     def _():
         @pl.when(warpgroup >= turns)
         def _():
-            plgpu.barrier_wait(full)
+            await_tokens()
 
         plgpu.barrier_arrive(sm["empty"].at[0])
 

@@ -232,8 +232,8 @@ def _body(plan: Plan, rows: int, names: tuple[str, ...], *refs, **sm):
     spared = helper_registers(warpgroups, helpers)
     shares = None
     if "shares" in gm:
-        lock, made = (gm["locks"].at[pl.ds(i, 1)] for i in (0, _LOCKS - 1))
-        shares = Shares(gm["shares"], gm["xa"], lock, rows, plan.adders, gm.get("a"), made)
+        lock, all_made = (gm["locks"].at[pl.ds(i, 1)] for i in (0, _LOCKS - 1))
+        shares = Shares(gm["shares"], gm["xa"], lock, rows, plan.adders, gm.get("a"), all_made)
 
     @pl.when(warpgroup == warpgroups)
     def _():

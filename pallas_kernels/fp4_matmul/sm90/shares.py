@@ -58,7 +58,7 @@ class Shares(NamedTuple):
         rows: M.
         adders: how many blocks make shares or add them up, the first ones.
         a: bfloat16 [R', K], of which they are made first; None if they are given.
-        made: int32 [1], a lock for that.
+        all_made: int32 [1], a lock for that.
     """
 
     shares: Any
@@ -67,7 +67,7 @@ class Shares(NamedTuple):
     rows: int
     adders: int
     a: Any = None
-    made: Any = None
+    all_made: Any = None
 
     @property
     def parts(self) -> int:
@@ -109,11 +109,11 @@ def add_shares(block: Any, given: Shares, made: Any) -> None:
         @pl.when(block < given.makers)
         def _():
             plgpu.barrier_wait(made)
-            arrive([given.made], [jnp.int32(1)])
+            arrive([given.all_made], [jnp.int32(1)])
 
         waiters = min(adders, parts)
         makers = jnp.where(block < waiters, given.makers, 0)
-        wait([given.made], [makers], [jnp.int32(waiters)])
+        wait([given.all_made], [makers], [jnp.int32(waiters)])
 
     @pl.loop(0, jnp.where(block < adders, lax.div(parts - block + adders - 1, adders), 0))
     def _(turn):
