@@ -1,5 +1,6 @@
 """The fused kernels of a decode step against the operations that they are made of, in float64."""
 
+import contextlib
 import functools
 import types
 
@@ -212,12 +213,14 @@ def simulated():
     assert not races.races_found
 
 
-def check_attention_on_hopper(kv_heads, group, slots, lengths, interpret, *, norm, multiprocessors):
+def check_attention_on_hopper(
+    kv_heads, group, slots, lengths, interpret, *, norm, multiprocessors, biased=True
+):
     lengths, head_dim = jnp.asarray(lengths, jnp.int32), attend_sm90.HEAD_DIM
     rows, heads = len(lengths), kv_heads * group
     qkv = draw(1, rows, (heads + 2 * kv_heads) * head_dim)
     factor = jnp.abs(draw(2, rows, dtype=jnp.float32))
-    bias = jnp.zeros(qkv.shape[1]) if norm else draw(3, qkv.shape[1])
+    bias = draw(3, qkv.shape[1]) if biased else jnp.zeros(qkv.shape[1])
     angle = draw(4, rows, head_dim // 2, dtype=jnp.float32)
     angles = jnp.cos(angle), jnp.sin(angle)
     keys, values = (draw(i, rows, kv_heads, slots, head_dim) for i in (5, 6))
@@ -233,14 +236,16 @@ def check_attention_on_hopper(kv_heads, group, slots, lengths, interpret, *, nor
             keys,
             values,
             lengths,
-            bias=None if norm else bias,
+            bias=bias if biased else None,
             qk_norm=norms,
             eps=1e-6,
             multiprocessors=multiprocessors,
             interpret=interpret,
         )
 
+    kept = wide(keys)
     results = run(keys, values)
+    np.testing.assert_array_equal(wide(keys), kept)  # the caller's are not written to
     attended, keys, values = reference_attention(
         qkv, factor, bias, norms, angles, keys, values, lengths
     )
@@ -251,18 +256,17 @@ def check_attention_on_hopper(kv_heads, group, slots, lengths, interpret, *, nor
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "group", "lengths", "norm", "multiprocessors"),
+    ("kv_heads", "group", "lengths", "norm", "biased", "multiprocessors"),
     [
-        (2, 5, [0, 135], False, 1),
-        (1, 7, [64, 127], True, 132),
-        pytest.param(2, 5, [63, 100], True, 132, marks=pytest.mark.slow),
-        pytest.param(1, 15, [17, 130], False, 132, marks=pytest.mark.slow),
+        (2, 5, [0, 135], False, True, 1),
+        (1, 7, [64, 130], True, False, 132),
+        pytest.param(2, 5, [63, 100], True, True, 132, marks=pytest.mark.slow),
+        pytest.param(1, 15, [17, 128], False, False, 132, marks=pytest.mark.slow),
     ],
 )
-def test_attention_on_hopper(kv_heads, group, lengths, norm, multiprocessors, simulated):
-    check_attention_on_hopper(
-        kv_heads, group, 136, lengths, simulated, norm=norm, multiprocessors=multiprocessors
-    )
+def test_attention_on_hopper(kv_heads, group, lengths, norm, biased, multiprocessors, simulated):
+    options = {"norm": norm, "biased": biased, "multiprocessors": multiprocessors}
+    check_attention_on_hopper(kv_heads, group, 136, lengths, simulated, **options)
 
 
 @pytest.mark.gpu
@@ -273,12 +277,14 @@ def test_attention_on_hopper(kv_heads, group, lengths, norm, multiprocessors, si
     [(8, 5, 1000, 70), (4, 7, 400, 24), (2, 6, 2048, 33), (8, 8, 64, 5), (1, 15, 1304, 9)],
 )
 def test_attention_on_a_hopper_gpu(kv_heads, group, slots, rows, norm):
+    """With a bias where there is no norm, as in Qwen2.5 and Qwen3."""
     if device.cuda_capability() != 9.0:
         pytest.skip("needs a Hopper GPU")
-    fixed = [0, slots - 1, 15, 16, 63][:rows]
+    fixed = [length for length in (0, 15, 16, 63, 64, 127, 128) if length < slots][: rows - 1]
+    fixed.append(slots - 1)
     lengths = [*fixed, *np.random.default_rng(rows).integers(0, slots, rows - len(fixed))]
     run, results = check_attention_on_hopper(
-        kv_heads, group, slots, lengths, None, norm=norm, multiprocessors=132
+        kv_heads, group, slots, lengths, None, norm=norm, biased=not norm, multiprocessors=132
     )
     caches = [draw(i, rows, kv_heads, slots, attend_sm90.HEAD_DIM) for i in (5, 6)]
     for _ in range(20):  # a race would show
@@ -286,16 +292,69 @@ def test_attention_on_a_hopper_gpu(kv_heads, group, slots, rows, norm):
             np.testing.assert_array_equal(wide(new), wide(old))
 
 
-def test_where_attention_on_hopper_serves():
-    def keys(heads, slots=400, head_dim=128, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct((3, heads, slots, head_dim), dtype)
+def test_attention_on_hopper_checks_itself(simulated, monkeypatch):
+    assert attend_sm90.self_check(simulated) < 4e-3
+    spoiled = attend_sm90._LOG2_E * 1.5
+    monkeypatch.setattr(attend_sm90, "_LOG2_E", spoiled)
+    assert attend_sm90.self_check(simulated) > 1e-2
 
-    assert attend_sm90.serves(keys(8), 40)
-    assert not attend_sm90.serves(keys(8, slots=401), 40)
-    assert not attend_sm90.serves(keys(8, head_dim=64), 40)
-    assert not attend_sm90.serves(keys(8, dtype=jnp.float8_e4m3fn), 40)
+
+def cache(heads=8, slots=400, head_dim=128, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct((3, heads, slots, head_dim), dtype)
+
+
+def test_where_attention_on_hopper_serves():
+    assert attend_sm90.serves(cache(), 40)
+    assert not attend_sm90.serves(cache(slots=401), 40)
+    assert not attend_sm90.serves(cache(slots=56), 40)
+    assert not attend_sm90.serves(cache(head_dim=64), 40)
+    assert not attend_sm90.serves(cache(dtype=jnp.float8_e4m3fn), 40)
     # The last head's queries are read by eights, and would end behind those of the row.
-    assert not attend_sm90.serves(keys(2), 4)
+    assert not attend_sm90.serves(cache(heads=2), 4)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """The default device seems to be one, whose FP4 kernel runs."""
+    monkeypatch.setattr(kernels.fp4_matmul, "kernel_runs", lambda: True)
+    kernels._sm90_agrees.cache_clear()
+    yield monkeypatch
+    kernels._sm90_agrees.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("finish", "multiprocessors", "error", "expected"),
+    [(True, 1, 0.0, True), (False, 1, 0.0, False), (True, 132, 0.0, False), (True, 1, 1.0, False)],
+)
+def test_which_kernel_attends(finish, multiprocessors, error, expected, hopper):
+    """The one for Hopper GPUs does if it agrees, where one part of a row is to be finished."""
+    served = []
+
+    def attend(qkv, squares, angles, keys, values, lengths, **_):
+        served.append(keys.shape)
+        return jnp.zeros((len(qkv), 40 * 128)), keys, values
+
+    hopper.setattr(attend_sm90, "attend", attend)
+    hopper.setattr(attend_sm90, "self_check", lambda: error)
+    shapes = [(3, 56 * 128), (28, 3), (3, 64), (3,)]
+    qkv, squares, angle, lengths = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    lengths = lengths.update(dtype=jnp.int32)
+    run = functools.partial(
+        kernels.attend, eps=1e-6, multiprocessors=multiprocessors, finish=finish
+    )
+    arguments = qkv.update(dtype=jnp.bfloat16), squares, (angle, angle), cache(), cache(), lengths
+    with pytest.warns(match="off by 1.0e") if error else contextlib.nullcontext():
+        jax.eval_shape(run, *arguments)
+    assert bool(served) == expected
+
+
+def test_attention_on_hopper_that_does_not_compile(hopper):
+    def self_check():
+        raise NotImplementedError("gone")
+
+    hopper.setattr(attend_sm90, "self_check", self_check)
+    with pytest.warns(match="NotImplementedError: gone"):
+        assert not kernels.served_by_sm90(cache(), 40)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

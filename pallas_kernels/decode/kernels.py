@@ -15,9 +15,12 @@ whole row, and every block of threads has a few columns. What they contribute to
 and to the mean square of a row are shares, which their reader adds up, in an order that never
 changes.
 
-All of this is Pallas's Triton backend; `projection` has what three of them share.
+All of this is Pallas's Triton backend, but for `attend_sm90`; `projection` has what three of them
+share.
 """
 
+import functools
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -238,15 +241,29 @@ def _factor(squares: Any, rows: jax.Array, eps: float) -> jax.Array:
 
 
 def served_by_sm90(keys: jax.Array, heads: int) -> bool:
-    """Whether `attend_sm90` runs on the default device, for keys [M, K, S, H] and so many heads.
-
-    Like the FP4 kernel it uses an API of jax that may change, and is loaded where that one runs.
-    """
-    if not fp4_matmul.kernel_runs():
+    """Whether `attend_sm90` runs on the default device, for keys [M, K, S, H] and so many heads."""
+    if not fp4_matmul.kernel_runs() or not _sm90_agrees():
         return False
     from pallas_kernels.decode import attend_sm90
 
     return attend_sm90.serves(keys, heads)
+
+
+@functools.cache
+def _sm90_agrees() -> bool:
+    """Whether `attend_sm90` agrees with the definition; it uses an API of jax that may change."""
+    try:
+        from pallas_kernels.decode import attend_sm90
+
+        error = attend_sm90.self_check()
+    except Exception as problem:  # Whatever an untested version of jax raises.
+        reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+    else:
+        if error < 1e-2:
+            return True
+        reason = f"it is off by {error:.1e}"
+    warnings.warn(f"attention without the kernel for Hopper GPUs ({reason})", stacklevel=2)
+    return False
 
 
 def attend(
@@ -271,7 +288,7 @@ def attend(
         squares: of `norm_project`.
         angles: cosines and sines, float32 [M, H/2], of the rotation of queries and keys.
         keys: [M, K, S, H], bfloat16 or float8_e4m3fn; given away.
-        values: likewise.
+        values: likewise; numbers, behind a row's filled slots too.
         lengths: int32 [M], the filled slots of each row, less than S.
         bias: [(N + 2 K) H], or None.
         qk_norm: float32 [H], the scales of queries' and keys' RMSNorm, or None.

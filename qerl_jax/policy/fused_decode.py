@@ -77,12 +77,8 @@ def decode_layer(
     def project(name, x, shares):
         return linear_with_shares(x, layer[name], shares, b.get(name))
 
-    # Attention in one part can end with what the output projection reads. That is worth while where
-    # another kernel makes it, or where the product with such a weight makes x A^T too.
+    # The product with such a weight makes x A^T too: behind attention in one part nothing is left.
     in_tiles = isinstance(layer["o_proj"], QuantTensor) and layer["o_proj"].tiles is not None
-    finish = (in_tiles and len(keys) <= MAX_ROWS_OF_SHARES) or kernels.served_by_sm90(
-        keys, config.num_heads
-    )
     first = begin(*stream, "input_layernorm", "qkv_proj")
     qkv = project("qkv_proj", first.scaled, first.shares)
     with jax.named_scope("attention"):
@@ -97,7 +93,7 @@ def decode_layer(
             qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
             eps=eps,
             multiprocessors=multiprocessors(),
-            finish=finish,
+            finish=in_tiles and len(qkv) <= MAX_ROWS_OF_SHARES,
         )
     if isinstance(attended, kernels.AttentionParts):
         with jax.named_scope("attention"):

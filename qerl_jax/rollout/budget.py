@@ -12,7 +12,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rollout.sampling import SamplingConfig
 
-_SLOTS = 8  # of a row, or a multiple: what attention on a Hopper GPU can copy
+_SLOTS = 8  # of a row, or a multiple: attention on a Hopper GPU wants them so
 _READ_TOKENS = 8192  # prompt tokens, padding included, that are read together
 _READ_SHARE = 8  # the part of the memory that prompts which were read take at most
 # Below, a smaller batch saves nothing: the weights are what is read. On a GPU the launches come to

@@ -65,7 +65,7 @@ def rules(config: ModelConfig, sampling: SamplingConfig, eos_ids: Sequence[int])
 
 @struct.dataclass
 class Batch:
-    """B seats. One that nobody needs is done; it decodes along, reads one key and means nothing.
+    """B seats. One that nobody needs is done; it decodes along, reads few keys and means nothing.
 
     Attributes:
         cache: keys and values of the prompt and of all tokens but the last.
@@ -299,6 +299,6 @@ def _ends(tokens, rules):
 
 
 def _with_done(batch, done):
-    """Marks seats as done, and empties them: what nobody needs reads one key, not a thousand."""
+    """Marks seats as done, and empties them: what nobody needs reads few keys, not a thousand."""
     lengths = jnp.where(done, 0, batch.cache.lengths)
     return batch.replace(done=done, cache=batch.cache.replace(lengths=lengths))
