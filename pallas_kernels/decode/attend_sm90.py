@@ -9,8 +9,10 @@ The new key and value go to the cache, and come back with the last tile.
 """
 
 import concurrent.futures
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -170,6 +172,158 @@ def _padded(group: int) -> int:
     return -(-group // _QUERIES) * _QUERIES
 
 
+class _Read(NamedTuple):
+    """What a block reads beside keys and values, as it lies in memory.
+
+    Attributes:
+        length: filled slots of the row.
+        squares: shares of its mean square.
+        queries: by eights of heads, the halves of their projection, each with its bias or None.
+        key: likewise, the halves of one head.
+        value: likewise.
+        query_rotation: cosines, sines, and the halves of the norm's scales if there is one.
+        key_rotation: likewise.
+    """
+
+    length: jax.Array
+    squares: list[jax.Array]
+    queries: list[list[tuple]]
+    key: list[tuple]
+    value: list[tuple]
+    query_rotation: list[jax.Array]
+    key_rotation: list[jax.Array]
+
+
+def _read(gm: dict[str, Any], row: Any, head: Any, padded: int, *, simulated: bool) -> _Read:
+    kv_heads, heads = gm["keys"].shape[1], gm["attended"].shape[1]
+
+    def read(name, place, layout):
+        return plgpu.load(gm[name].at[place], layout=layout, optimized=False)
+
+    def projection(some, layout):
+        return [
+            (
+                read("qkv", (row, some, dims), layout),
+                read("bias", (some, dims), layout) if "bias" in gm else None,
+            )
+            for dims in _HALVES
+        ]
+
+    def rotation(row, norm, layout):
+        scales = [read(norm, (dims,), layout) for dims in _HALVES] if norm in gm else []
+        return [read(name, (row,), layout) for name in ("cos", "sin")] + scales
+
+    length = gm["lengths"][row]
+    squares = [gm["squares"][i, row] for i in range(gm["squares"].shape[0])]
+    key = projection(heads + head, _HEAD)
+    value = projection(heads + kv_heads + head, _HEAD)
+    first = head * (heads // kv_heads)
+    starts = range(0, padded, _QUERIES)
+    queries = [projection(pl.ds(first + i, _QUERIES), _HEADS) for i in starts]
+    key_rotation = rotation(row, "k_norm", _HEAD)
+    # Opaque, or the compiler would take both readings for one, which has one layout.
+    query_rotation = [
+        lax.broadcast_in_dim(x, (_QUERIES, x.shape[0]), (1,))
+        for x in rotation(row if simulated else opaque(row), "q_norm", _HEADS.reduce(0))
+    ]
+    return _Read(length, squares, queries, key, value, query_rotation, key_rotation)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+def _projected(halves: list[tuple], factor: jax.Array) -> list[jax.Array]:
+    """The halves of a projection with its norm's factor and its bias."""
+    products = [(factor * x.astype(jnp.float32), bias) for x, bias in halves]
+    return [_rounded(x if bias is None else x + bias.astype(jnp.float32)) for x, bias in products]
+
+
+def _rotated(halves: list[jax.Array], rotation: list[jax.Array], eps: float) -> list[jax.Array]:
+    """The halves of queries or keys, normed if they have a norm."""
+    first, second = halves
+    cos, sin, *scales = rotation
+    if scales:
+        mean = (jnp.sum(first * first, axis=-1) + jnp.sum(second * second, axis=-1)) / HEAD_DIM
+        over = lax.rsqrt(mean + eps)
+        if first.ndim == 2:
+            over = lax.broadcast_in_dim(over, first.shape, (0,))
+        first, second = (
+            _rounded(x * over * scale) for x, scale in zip(halves, scales, strict=True)
+        )
+    return [first * cos - second * sin, second * cos + first * sin]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """The tiles of keys and values of a head of a row.
+
+    Attributes:
+        gm: operands in global memory.
+        sm: places for tiles, and barriers.
+        row: of the batch.
+        head: of keys and values.
+        length: the slot of the new key.
+    """
+
+    gm: dict[str, Any]
+    sm: dict[str, Any]
+    row: Any
+    head: Any
+    length: Any
+
+    @property
+    def last(self):
+        """The tile with the new key."""
+        return lax.div(self.length, _SLOTS)
+
+    def copy(self, name: str, tile: Any) -> None:
+        """Asks for a tile of keys or values.
+
+        But not for what is behind the row, unless nothing has been in its place before: what is
+        multiplied by zero must be a number.
+        """
+        places = self.sm[name].shape[0]
+        place = lax.rem(tile, places)
+        full = self.sm[name + "_full"].at[place]
+
+        @pl.loop(0, _SLOTS // _COPIED)
+        def _(i):
+            first = tile * _SLOTS + i * _COPIED
+            needed = (first <= self.length) | (tile < places)
+
+            @pl.when(needed)
+            def _():
+                slots, mine = pl.ds(first, _COPIED), pl.ds(i * _COPIED, _COPIED)
+                source = self.gm[name].at[self.row, self.head, slots]
+                plgpu.copy_gmem_to_smem(source, self.sm[name].at[place, mine], full)
+
+            @pl.when(~needed)
+            def _():
+                plgpu.barrier_arrive(full)
+
+    def copy_first(self, needed: Callable[[int], Any]) -> None:
+        """Asks for those of the first tiles, for which there are places, that are needed."""
+        for name in ("keys", "values"):
+            for tile in range(self.sm[name].shape[0]):
+                pl.when(needed(tile))(functools.partial(self.copy, name, jnp.int32(tile)))
+
+    def use(self, name: str, tile: Any, multiply: Callable[[Any], jax.Array]) -> jax.Array:
+        """What a tile of keys or values is for; then another one takes its place."""
+        places = self.sm[name].shape[0]
+        place = lax.rem(tile, places)
+        plgpu.barrier_wait(self.sm[name + "_full"].at[place])
+        result = multiply(self.sm[name].at[place])
+        self.meet()
+        pl.when(tile + places <= self.last)(functools.partial(self.copy, name, tile + places))
+        return result
+
+    def meet(self) -> None:
+        """All threads wait for one another."""
+        plgpu.barrier_arrive(self.sm["all"])
+        plgpu.barrier_wait(self.sm["all"])
+
+
 def _attend(gm: dict[str, Any], sm: dict[str, Any], eps: float, *, simulated: bool) -> None:
     """What a block of threads does, a warpgroup.
 
@@ -180,116 +334,26 @@ def _attend(gm: dict[str, Any], sm: dict[str, Any], eps: float, *, simulated: bo
         simulated: by the interpreter, which takes no inline PTX.
     """
     row, head = lax.axis_index("row"), lax.axis_index("head")
-    kv_heads, heads = gm["keys"].shape[1], gm["attended"].shape[1]
-    group, padded = heads // kv_heads, sm["queries"].shape[0]
+    group, padded = gm["attended"].shape[1] // gm["keys"].shape[1], sm["queries"].shape[0]
+    read = _read(gm, row, head, padded, simulated=simulated)
+    tiles = _Tiles(gm, sm, row, head, read.length)
+    last = tiles.last
+    tiles.copy_first(lambda tile: tile < last)
 
-    def read(name, place, layout):
-        return plgpu.load(gm[name].at[place], layout=layout, optimized=False)
-
-    def read_projected(some, layout):
-        """The halves of heads, and of their bias if there is one."""
-        return [
-            (
-                read("qkv", (row, some, dims), layout),
-                read("bias", (some, dims), layout) if "bias" in gm else None,
-            )
-            for dims in _HALVES
-        ]
-
-    def read_rotation(row, norm, layout):
-        """Cosines, sines, and the halves of a norm's scales if there is one."""
-        scales = [read(norm, (dims,), layout) for dims in _HALVES] if norm in gm else []
-        return [read(name, (row,), layout) for name in ("cos", "sin")] + scales
-
-    length = gm["lengths"][row]
-    shares = [gm["squares"][i, row] for i in range(gm["squares"].shape[0])]
-    new_key = read_projected(heads + head, _HEAD)
-    new_value = read_projected(heads + kv_heads + head, _HEAD)
-    starts = range(0, padded, _QUERIES)
-    queries = [read_projected(pl.ds(head * group + i, _QUERIES), _HEADS) for i in starts]
-    key_rotation = read_rotation(row, "k_norm", _HEAD)
-    # Opaque, or the compiler would take both readings for one, which has one layout.
-    again = row if simulated else opaque(row)
-    query_rotation = [
-        lax.broadcast_in_dim(x, (_QUERIES, x.shape[0]), (1,))
-        for x in read_rotation(again, "q_norm", _HEADS.reduce(0))
-    ]
-
-    last = lax.div(length, _SLOTS)
-
-    def copy(name, tile):
-        """Asks for a tile of keys or values.
-
-        But not for what is behind the row, unless nothing has been in its place before: what is
-        multiplied by zero must be a number.
-        """
-        places = sm[name].shape[0]
-        place = lax.rem(tile, places)
-        full = sm[name + "_full"].at[place]
-
-        @pl.loop(0, _SLOTS // _COPIED)
-        def _(i):
-            first = tile * _SLOTS + i * _COPIED
-            needed = (first <= length) | (tile < places)
-
-            @pl.when(needed)
-            def _():
-                slots, mine = pl.ds(first, _COPIED), pl.ds(i * _COPIED, _COPIED)
-                plgpu.copy_gmem_to_smem(
-                    gm[name].at[row, head, slots], sm[name].at[place, mine], full
-                )
-
-            @pl.when(~needed)
-            def _():
-                plgpu.barrier_arrive(full)
-
-    def copy_first(needed):
-        for name in ("keys", "values"):
-            for tile in range(sm[name].shape[0]):
-                pl.when(needed(tile))(lambda name=name, tile=tile: copy(name, jnp.int32(tile)))
-
-    copy_first(lambda tile: tile < last)
-    factor = lax.rsqrt(sum(shares[1:], start=shares[0]) + eps)
-
-    def rounded(x):
-        return x.astype(jnp.bfloat16).astype(jnp.float32)
-
-    def projected(halves):
-        """The projection with its norm's factor and its bias."""
-        products = [(factor * x.astype(jnp.float32), bias) for x, bias in halves]
-        return [
-            rounded(x if bias is None else x + bias.astype(jnp.float32)) for x, bias in products
-        ]
-
-    def rotated(halves, rotation):
-        first, second = projected(halves)
-        cos, sin, *scales = rotation
-        if scales:
-            mean = (jnp.sum(first * first, axis=-1) + jnp.sum(second * second, axis=-1)) / HEAD_DIM
-            over = lax.rsqrt(mean + eps)
-            if first.ndim == 2:
-                over = lax.broadcast_in_dim(over, first.shape, (0,))
-            first, second = (
-                rounded(x * over * scale) for x, scale in zip((first, second), scales, strict=True)
-            )
-        return first * cos - second * sin, second * cos + first * sin
-
-    for name, new in (("keys", rotated(new_key, key_rotation)), ("values", projected(new_value))):
+    factor = lax.rsqrt(sum(read.squares[1:], start=read.squares[0]) + eps)
+    key = _rotated(_projected(read.key, factor), read.key_rotation, eps)
+    for name, new in (("keys", key), ("values", _projected(read.value, factor))):
         for dims, half in zip(_HALVES, new, strict=True):
-            gm[name].at[row, head, length, dims][...] = half.astype(jnp.bfloat16)
+            gm[name].at[row, head, read.length, dims][...] = half.astype(jnp.bfloat16)
     if not simulated:
         fence_async_proxy(nvvm.ProxyKind.async_global)
-    for start, halves in zip(starts, queries, strict=True):
-        for dims, half in zip(_HALVES, rotated(halves, query_rotation), strict=True):
-            sm["queries"].at[pl.ds(start, _QUERIES), dims][...] = half.astype(jnp.bfloat16)
+    for i, halves in enumerate(read.queries):
+        queries = _rotated(_projected(halves, factor), read.query_rotation, eps)
+        for dims, half in zip(_HALVES, queries, strict=True):
+            sm["queries"].at[pl.ds(i * _QUERIES, _QUERIES), dims][...] = half.astype(jnp.bfloat16)
     plgpu.commit_smem()
-
-    def meet():
-        plgpu.barrier_arrive(sm["all"])
-        plgpu.barrier_wait(sm["all"])
-
-    meet()
-    copy_first(lambda tile: tile == last)
+    tiles.meet()
+    tiles.copy_first(lambda tile: tile == last)
 
     def product(a, b):
         def run(acc):
@@ -302,39 +366,28 @@ def _attend(gm: dict[str, Any], sm: dict[str, Any], eps: float, *, simulated: bo
     def over_rows(numbers, rows):
         return lax.broadcast_in_dim(numbers, (rows, padded), (1,))
 
-    def take(name, tile, multiply):
-        """What a tile of keys or values is for; another one takes its place."""
-        places = sm[name].shape[0]
-        place = lax.rem(tile, places)
-        plgpu.barrier_wait(sm[name + "_full"].at[place])
-        result = multiply(sm[name].at[place])
-        meet()
-        pl.when(tile + places <= last)(lambda: copy(name, tile + places))
-        return result
-
-    def numbers(shape, value, layout):
+    def full(shape, value, layout):
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
-    zeros = [numbers((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _SLOTS)]
-    start = *zeros, numbers((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
+    zeros = [full((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _SLOTS)]
 
-    @pl.loop(0, last + 1, init_carry=start)
-    def end(tile, carry):
+    def add(tile, carry):
         total, weight, largest = carry
-        scores = take("keys", tile, lambda keys: product(keys, sm["queries"].T))
+        scores = tiles.use("keys", tile, lambda keys: product(keys, sm["queries"].T))
         slot = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
         scores *= HEAD_DIM**-0.5 * _LOG2_E
-        scores = jnp.where(tile * _SLOTS + slot <= length, scores, _EMPTY)
+        scores = jnp.where(tile * _SLOTS + slot <= read.length, scores, _EMPTY)
         top = jnp.maximum(largest, jnp.max(scores, axis=0))
         weights = jnp.exp2(scores - over_rows(top, _SLOTS))
         keep = jnp.exp2(largest - top)
         sm["weights"].T[...] = _transposed(weights)
         plgpu.commit_smem()
-        added = take("values", tile, lambda values: product(values.T, sm["weights"].T))
+        added = tiles.use("values", tile, lambda values: product(values.T, sm["weights"].T))
         total = over_rows(keep, HEAD_DIM) * total + added
         return total, over_rows(keep, _SLOTS) * weight + weights, top
 
-    total, weight, _ = end
+    start = *zeros, full((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
+    total, weight, _ = lax.fori_loop(0, last + 1, add, start)
     sm["attended"].T[...] = _transposed(total / over_rows(jnp.sum(weight, axis=0), HEAD_DIM))
     plgpu.commit_smem()
     for i in range(group):
