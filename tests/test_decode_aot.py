@@ -170,7 +170,8 @@ def kernels_of_a_step(hlo):
     return sum(operation not in free for operation in operations)
 
 
-@pytest.mark.parametrize(("rows", "most"), [(8, 9), (32, 8)])
+# Few rows are split by attention; what is no multiple of eight has a kernel for SwiGLU.
+@pytest.mark.parametrize(("rows", "most"), [(6, 9), (8, 8), (32, 7)])
 def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypatch):
     monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
     monkeypatch.setattr(kernels, "_sm90_agrees", lambda: True)
@@ -202,5 +203,5 @@ def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypa
         )
         hlo = compiled.as_text()
         counts.append(kernels_of_a_step(hlo))
-        assert ("attend_sm90" in hlo) == (rows == 32)  # it does not split rows
+        assert ("attend_sm90" in hlo) == (rows == 32)
     assert 0 < counts[1] - counts[0] <= most

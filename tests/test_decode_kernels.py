@@ -12,12 +12,13 @@ import tiny_model
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import decode, device
+from pallas_kernels import decode, device, fp4_matmul
 from pallas_kernels.decode import attend_sm90, kernels, to_cache
 from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import attend_to_cache, rotate
 from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.quant import QuantTensor, tile_order
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
@@ -414,3 +415,48 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
         layers = getattr(actual_cache, name), getattr(expected_cache, name)
         for new, old in zip(*layers, strict=True):
             assert_close(new, wide(old), 2e-2)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+def test_a_step_whose_product_ends_with_swiglu(interpret, monkeypatch):
+    """Of a packed policy; on a CPU a definition stands in for the product."""
+    rows, served = 8, []
+    config, params = tiny_model.tiny_policy(
+        "llama", quantized=True, embed_dim=512, mlp_dim=640, head_dim=32
+    )
+    params["layers"] = [
+        {name: tile_order(x) if isinstance(x, QuantTensor) else x for name, x in layer.items()}
+        for layer in params["layers"]
+    ]
+    params["embed_tokens"] = params["embed_tokens"].astype(jnp.bfloat16)
+    fused = lora_lib.fuse(tiny_model.random_lora(config), config, jnp.bfloat16)
+    prompts = tiny_model.random_tokens(rows, 9)
+    lengths = jnp.arange(1, rows + 1)
+    _, cache = transformer.prefill(params, None, prompts, lengths, config=config, slots=16)
+
+    def swiglu(x, weight, shares, b, squares, *, eps):
+        served.append(weight.shape)
+        if not interpret:
+            return kernel(x, weight, shares, b, squares, eps=eps)
+        y = fp4_matmul.fp4_matmul_with_shares(x, weight, shares, b)
+        gate, up = jnp.split(y * jax.lax.rsqrt(squares.sum(axis=0) + eps)[:, None], 2, axis=1)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    def step():
+        jax.clear_caches()
+        run = functools.partial(transformer.decode_step, config=config)
+        return jax.jit(run)(params, fused, prompts[:, 0], cache)[0]
+
+    monkeypatch.setattr(decode, "kernels_run", lambda _: False)
+    expected = step()
+    monkeypatch.setattr(decode, "kernels_run", lambda _: True)
+    for name in ("norm_project", "attend", "merge_project"):
+        patched = functools.partial(getattr(kernels, name), interpret=interpret)
+        monkeypatch.setattr(kernels, name, patched)
+    kernel = fp4_matmul.fp4_swiglu_with_shares
+    monkeypatch.setattr(fp4_matmul, "fp4_swiglu_with_shares", swiglu)
+    if interpret:
+        monkeypatch.setattr(fp4_matmul, "serves_swiglu", lambda *_: True)
+    actual = step()
+    assert served == [(2 * config.mlp_dim, config.embed_dim)]  # layers share a trace
+    assert_close(actual, wide(expected), 2e-2)

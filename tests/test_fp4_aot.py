@@ -97,6 +97,21 @@ def test_config(name, adapter, build):
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
 
 
+@pytest.mark.parametrize("m", [8, 16, 24, 32, 40, 48, 64, 96, 128])
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_swiglu(model, m, build):
+    n, k = cases.MODELS[model]["gate_up"]
+    config = tiling.choose(m, n, k, rank=64)
+    count = k // tiling.TILE_COLUMNS
+    extra = {"shares": array(count, m, 64, dtype=jnp.float32), "b": array(n, 64)}
+    extra["squares"] = array(count, m, dtype=jnp.float32)
+
+    def product(x, weight, extra):
+        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+
+    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
+
+
 def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
     """Of a tiling that `candidates` would not have."""
     lowered = []

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, sm90, tiling, timeline
+from pallas_kernels.fp4_matmul import api, cases, sm90, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.gpu
@@ -127,7 +127,7 @@ def exact(with_adapter, x, weight, lora, bias):
     return y
 
 
-def cases():
+def products():
     """What a caller gets in every shape and format; every kind of tiling in three ragged shapes."""
     for shape in SHAPES:
         for form in ("nvfp4", "mxfp4"):
@@ -143,7 +143,7 @@ def cases():
     yield TileConfig(96, rows=3, stages=3, stream=True), (90, 3584, 4096), True, "nvfp4"
 
 
-@pytest.mark.parametrize(("config", "shape", "adapter", "form"), cases(), ids=str)
+@pytest.mark.parametrize(("config", "shape", "adapter", "form"), products(), ids=str)
 def test_product(config, shape, adapter, form):
     m, n, k = shape
     rng = np.random.default_rng()  # other data every time
@@ -265,6 +265,48 @@ def test_an_adapter_inside(config, m, n, k, rank, inside):
         expected = dense + float64(xa) @ float64(b[i]).T
         assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < ROUNDING
     np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
+
+
+def swiglus():
+    """Named shapes, and every kind of tiling with tiles beyond the weight."""
+    for model in ("7b", "14b", "32b", "llama8b"):
+        yield from ((None, m, *cases.MODELS[model]["gate_up"]) for m in (8, 24, 32, 64, 128))
+    for config in CONFIGS[1:]:
+        if tiling.takes_shares(config):
+            yield config, 16, 128 * 37, 1024
+
+
+@pytest.mark.parametrize(("config", "m", "n", "k"), swiglus(), ids=str)
+def test_swiglu(config, m, n, k):
+    """Against float64, and many times in a row."""
+    rng = np.random.default_rng()
+    weight = random_weight(rng, n, k)
+    x, b = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (n, 64)))
+    shares = jnp.asarray(rng.standard_normal((k // 128, m, 64)), jnp.float32)
+    xa = float64(shares).sum(axis=0).astype(ml_dtypes.bfloat16)
+    product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    product += float64(xa) @ float64(b).T
+    squares = rng.uniform(0.5, 2, (k // 128 + 1, m)) * np.mean(product**2) / (k // 128)
+    squares = squares.astype(np.float32)
+    gate, up = np.split(product / np.sqrt(float64(squares).sum(axis=0) + 0.1)[:, None], 2, axis=1)
+    expected = gate / (1 + np.exp(-gate)) * up
+    tiles = fp4.to_tiles(weight)
+    assert fp4.serves_swiglu(x, tiles, shares, b, squares)
+    swiglu = functools.partial(fp4.fp4_swiglu_with_shares, eps=0.1, config=config)
+
+    @jax.jit
+    def run(x, tiles, shares, b, squares):
+        y = swiglu(x, tiles, shares, b, squares)
+        again = jax.lax.fori_loop(
+            0, 20, lambda _, y: swiglu(x + 0 * y[0, 0], tiles, shares, b, squares), y
+        )
+        return y, again
+
+    y, again = (np.asarray(y) for y in run(x, tiles, shares, b, squares))
+    assert y.shape == (m, n // 2)
+    # Gate, its activation and their product are rounded.
+    assert np.linalg.norm(float64(y) - expected) / np.linalg.norm(expected) < 2 * ROUNDING
+    np.testing.assert_array_equal(y.view(np.uint16), again.view(np.uint16))
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])

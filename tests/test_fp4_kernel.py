@@ -141,6 +141,66 @@ def test_kernel(variant, dtype, simulated):
     assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-5)
 
 
+def swiglu_inputs(m, n, k, rank=64):
+    """x, the weight, and shares of mean squares for which the product is of the size of one."""
+    weight, x = random_weight(n, k), normal(m, k)
+    rng = np.random.default_rng(3)
+    size = np.sqrt(np.mean((float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) ** 2))
+    squares = jnp.asarray(rng.uniform(0.2, 2, (19, m)) * size**2 / 19, jnp.float32)
+    return x, weight, squares, normal(n, rank, seed=2)
+
+
+def swiglu_of(x, weight, xa, b, squares, eps):
+    """In float64."""
+    product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T + xa @ float64(b).T
+    product /= np.sqrt(float64(squares).sum(axis=0) + eps)[:, None]
+    gate, up = np.split(product, 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+SWIGLU_VARIANTS = {
+    "tiles in turn": ((8, 256, 256), TileConfig(8, rows=1, stages=2), 3),
+    "tiles of even rows, some beyond the weight": (
+        (16, 640, 192),
+        TileConfig(16, rows=2, stages=2),
+        2,
+    ),
+    "tiles of odd rows, the next stage decoded ahead": (
+        (8, 512, 1024),
+        TileConfig(8, rows=3, block_k=256, stages=3, in_flight=2, ahead=True),
+        4,
+    ),
+    "slices": ((8, 128, 640), TileConfig(8, slices=2, rows=1, block_k=512, stages=2), 1),
+    "shared tiles": ((16, 512, 384), TileConfig(24, rows=1, stages=3, stream=True), 3),
+    "a tile for each block of a cluster and an odd one": (
+        (8, 384, 640),
+        TileConfig(8, rows=2, stages=3, split=3),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", SWIGLU_VARIANTS)
+def test_swiglu_behind_the_product(variant, simulated):
+    (m, n, k), config, blocks = SWIGLU_VARIANTS[variant]
+    x, weight, squares, b = swiglu_inputs(m, n, k)
+    xa = normal(m, 64, seed=1)
+    y = sm90.matmul(
+        x,
+        layout.to_tiles(weight),
+        config=config,
+        multiprocessors=blocks,
+        xa=xa,
+        b=b,
+        squares=squares,
+        eps=1e-6,
+        interpret=simulated,
+    )
+    assert y.shape == (m, n // 2)
+    # Gate, its activation and their product are rounded.
+    assert relative_error(y, swiglu_of(x, weight, float64(xa), b, squares, 1e-6)) < 2 * ROUNDING
+
+
 def test_a_copier_that_awaits_arrivals(simulated, monkeypatch):
     """It observes every phase of the barriers, in order."""
     monkeypatch.setattr(pipeline, "_BYTES_IN_FLIGHT", 1)
@@ -296,18 +356,60 @@ def test_shares_without_the_kernel():
 
 
 @pytest.mark.usefixtures("simulated_api")
+def test_swiglu_with_shares():
+    m, n, k, rank = 8, 128, 512, 40
+    x, weight, squares, b = swiglu_inputs(m, n, k)
+    b = b.at[:, rank:].set(0)
+    shares = jnp.asarray(np.random.default_rng(4).standard_normal((5, m, 64)), jnp.float32)
+    y = fp4.fp4_swiglu_with_shares(
+        x, fp4.to_tiles(weight), shares.at[:, :, rank:].set(0), b, squares, eps=0.5
+    )
+    xa = float64(shares.sum(axis=0))[:, :rank]
+    expected = swiglu_of(x, weight, xa, b[:, :rank], squares, 0.5)
+    assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
+
+
+def test_where_the_kernel_ends_with_swiglu(monkeypatch):
+    """Not where it does not run, nor for arguments that it does not take."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    x, weight, squares, b = swiglu_inputs(16, 256, 512)
+    shares = jnp.zeros((4, 16, 64))
+
+    tiles = fp4.to_tiles(weight)
+
+    def serves(m=16, weight=tiles, squares=squares, b=b, count=4):
+        return fp4.serves_swiglu(x[:m], weight, shares[:count, :m], b, squares)
+
+    assert not serves()
+    monkeypatch.setattr(api, "kernel_runs", lambda: True)
+    assert serves()
+    assert serves(m=8)
+    assert not serves(m=12)
+    assert not serves(weight=fp4.to_tiles(random_weight(192, 512)))
+    assert not serves(weight=weight)
+    assert not serves(squares=squares[:3])
+    assert not serves(b=b[:, :40])
+    assert not serves(count=3)
+    large = jnp.zeros((136, 512), jnp.bfloat16)
+    assert not fp4.serves_swiglu(large, tiles, jnp.zeros((4, 136, 64)), b, squares)
+
+
+@pytest.mark.usefixtures("simulated_api")
 def test_self_check_while_tracing(monkeypatch):
     """It finds nothing wrong, and computes all that it says."""
     kernel, plans = api._kernel(), {}
 
     def matmul(x, tiles, *, config, multiprocessors, **extra):
-        plan = sm90.make_plan(config, len(x), len(tiles.codes), x.shape[1], multiprocessors)
-        made = "a" in extra
+        made, paired = "a" in extra, "squares" in extra
+        plan = sm90.make_plan(
+            config, len(x), len(tiles.codes), x.shape[1], multiprocessors, paired=paired
+        )
         plans["made" if made else "given"] = plan
         assert plan.makes_shares(*extra["a"].shape) if made else tiling.takes_shares(config)
         assert made == ("shares" not in extra)
-        assert "bias" in extra
-        assert tiles.shape[0] % tiling.TILE_ROWS
+        assert made == ("bias" in extra)
+        assert made == (not paired)
+        assert made == bool(tiles.shape[0] % tiling.TILE_ROWS)
         return kernel.matmul(x, tiles, config=config, multiprocessors=multiprocessors, **extra)
 
     monkeypatch.setattr(api, "_kernel", lambda: types.SimpleNamespace(matmul=matmul))

@@ -4,8 +4,10 @@ from pallas_kernels.fp4_matmul.api import (
     fp4_matmul,
     fp4_matmul_float32,
     fp4_matmul_with_shares,
+    fp4_swiglu_with_shares,
     kernel_runs,
     load_kernel,
+    serves_swiglu,
     sum_of_shares,
 )
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
@@ -33,10 +35,12 @@ __all__ = [
     "fp4_matmul",
     "fp4_matmul_float32",
     "fp4_matmul_with_shares",
+    "fp4_swiglu_with_shares",
     "from_tiles",
     "kernel_runs",
     "load_kernel",
     "padded_rank",
+    "serves_swiglu",
     "sum_of_shares",
     "to_tiles",
 ]

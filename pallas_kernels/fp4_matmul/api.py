@@ -113,6 +113,54 @@ def fp4_matmul_with_shares(
     return _run_kernel(x, weight, config, shares=shares, b=b)
 
 
+def fp4_swiglu_with_shares(
+    x: jax.Array,
+    weight: Fp4Weight | Fp4Tiles,
+    shares: jax.Array,
+    b: jax.Array,
+    squares: jax.Array,
+    *,
+    eps: float,
+    config: TileConfig | None = None,
+) -> jax.Array:
+    """Returns SwiGLU of `fp4_matmul_with_shares` behind a norm, where `serves_swiglu`.
+
+    Gate, activation and their product are rounded to bfloat16 each.
+
+    Args:
+        x: bfloat16 [M, K], a row times the norm's scale, but not over its root mean square.
+        weight: [2 F, K]; the first half is the gate's.
+        shares: see `fp4_matmul_with_shares`.
+        b: likewise.
+        squares: float32 [S, M], whose sum over S is the mean square.
+        eps: of the norm.
+        config: the tiling of the kernel, with one tile of tokens; None looks it up.
+
+    Returns:
+        [M, F].
+    """
+    return _run_kernel(x, weight, config, shares=shares, b=b, squares=squares, eps=eps)
+
+
+def serves_swiglu(
+    x: jax.Array, weight: Fp4Weight | Fp4Tiles, shares: jax.Array, b: jax.Array, squares: jax.Array
+) -> bool:
+    """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu_with_shares`."""
+    if not _suits_kernel(x, weight):
+        return False
+    n, (m, k), rank = weight.shape[0], x.shape, b.shape[1]
+    config = tiling.choose(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
+    return (
+        m % 8 == 0
+        and m <= config.tile_m
+        and n % (2 * tiling.TILE_ROWS) == 0
+        and rank == tiling.padded_rank(rank) <= _MAX_RANK
+        and shares.shape[2] <= rank
+        and min(len(shares), len(squares)) >= tiling.MIN_SHARES
+        and tiling.takes_shares(config)
+    )
+
+
 def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
     """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_shares`."""
     product = shares.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
@@ -296,11 +344,12 @@ def load_kernel() -> None:
 
 
 def self_check() -> float:
-    """The relative error of a small product with an adapter and a bias, the larger of two tilings'.
+    """The relative error of a small product with an adapter, the larger of two tilings'.
 
-    One shares tiles and is given shares of x A^T. The other makes them, and has clusters with a
-    tile for each block and an odd one. A tile has more steps than the pipeline stages, and N ends
-    within a tile. Without slices and `ahead`, which few tilings have: they take longer to lower.
+    One shares tiles, is given shares of x A^T and ends with SwiGLU. The other makes them, and has
+    clusters with a tile for each block and an odd one, a bias, and an N within a tile. A tile has
+    more steps than the pipeline stages. Without slices and `ahead`, which few tilings have: they
+    take longer to lower.
     """
     shared = TileConfig(8, rows=2, stages=7, stream=True)
     split = dataclasses.replace(shared, stream=False, split=2)
@@ -315,33 +364,65 @@ def self_check() -> float:
         inputs=k,
         format="nvfp4",
     )
+    whole = len(tiles.codes) // 2 * 2
+    gate_up = dataclasses.replace(
+        tiles,
+        codes=tiles.codes[:whole],
+        scales=tiles.scales[:whole],
+        divisor=tiles.divisor[: whole * tiling.TILE_ROWS],
+    )
     x, a, b, bias = (
         rng.normal(0, deviation, shape).astype(jnp.bfloat16)
         for deviation, shape in ((1, (m, k)), (0.05, (rank, k)), (1, (n, 64)), (1, (n,)))
     )
     x_parts, a_parts = (array.astype(np.float32).reshape(len(array), 4, -1) for array in (x, a))
     shares = np.einsum("msk,rsk->smr", x_parts, a_parts)
-    matmul = functools.partial(_kernel().matmul, x, b=b, bias=bias)
+    matmul = functools.partial(_kernel().matmul, x)
 
-    functions = (
-        lambda tiles: reference.dequantize(layout.from_tiles(tiles), jnp.float32),
-        lambda tiles: matmul(tiles, config=shared, multiprocessors=5, shares=shares),
-        lambda tiles: matmul(tiles, config=split, multiprocessors=8, a=a),
-    )
+    def dense(tiles, _):
+        return reference.dequantize(layout.from_tiles(tiles), jnp.float32)
+
+    def ends_with_swiglu(gate_up, squares):
+        extra = {"shares": shares, "b": b[: gate_up.shape[0]], "squares": squares}
+        return matmul(gate_up, config=shared, multiprocessors=5, **extra)
+
+    def makes_shares(tiles, _):
+        return matmul(tiles, config=split, multiprocessors=8, a=a, b=b, bias=bias)
+
+    functions = (dense, tiles), (ends_with_swiglu, gate_up), (makes_shares, tiles)
+    squares = np.zeros((tiling.MIN_SHARES, m), np.float32)
     # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
     # as Python runs in one at a time; what is lowered compiles meanwhile.
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
 
         def start():
-            return [threads.submit(jax.jit(one).lower(tiles).compile) for one in functions]
+            return [
+                threads.submit(jax.jit(one).lower(weight, squares).compile)
+                for one, weight in functions
+            ]
 
         programs = [started.result() for started in threads.submit(start).result()]
-        results = [threads.submit(program, tiles).result() for program in programs]
-    dense, *ys = (np.asarray(result, np.float64) for result in results)
-    xa = shares.sum(axis=0).astype(jnp.bfloat16)
-    x, xa, b, bias = (array.astype(np.float64) for array in (x, xa, b[:, :rank], bias))
-    expected = x @ dense.T + xa @ b.T + bias
-    return float(np.max([np.linalg.norm(y - expected) for y in ys]) / np.linalg.norm(expected))
+
+        def run(i):
+            result = threads.submit(programs[i], functions[i][1], squares).result()
+            return np.asarray(result, np.float64)
+
+        xa = shares.sum(axis=0).astype(jnp.bfloat16).astype(np.float64)
+        product = x.astype(np.float64) @ run(0).T + xa @ b[:, :rank].astype(np.float64).T
+        squares += np.mean(product**2) / len(squares)
+        gate, up = (
+            _rounded(half / np.sqrt(squares.sum(axis=0, dtype=np.float64))[:, None])
+            for half in np.split(product[:, : gate_up.shape[0]], 2, axis=1)
+        )
+        pairs = (
+            (run(1), _rounded(gate / (1 + np.exp(-gate))) * up),
+            (run(2), product + bias.astype(np.float64)),
+        )
+    return float(np.max([np.linalg.norm(y - z) / np.linalg.norm(z) for y, z in pairs]))
+
+
+def _rounded(x: np.ndarray) -> np.ndarray:
+    return x.astype(jnp.bfloat16).astype(np.float64)
 
 
 def _kernel() -> ModuleType:

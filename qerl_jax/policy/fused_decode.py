@@ -15,7 +15,7 @@ from pallas_kernels import decode
 from pallas_kernels.device import multiprocessors
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.linear import linear, linear_with_shares
+from qerl_jax.policy.linear import linear, linear_with_shares, swiglu_with_shares
 from qerl_jax.policy.quant import QuantTensor
 
 
@@ -102,6 +102,17 @@ def decode_layer(
     else:
         y = linear(attended, layer["o_proj"], lora=adapters.get("o_proj"))
     second = begin(first.residual, y, "post_attention_layernorm", "gate_up_proj")
+    hidden = swiglu_with_shares(
+        second.scaled,
+        layer["gate_up_proj"],
+        second.shares,
+        b.get("gate_up_proj"),
+        second.squares,
+        eps=eps,
+    )
+    if hidden is not None:
+        y = linear(hidden, layer["down_proj"], lora=adapters.get("down_proj"))
+        return (second.residual, y), keys, values
     gate_up = project("gate_up_proj", second.scaled, second.shares)
     with jax.named_scope("mlp"):
         hidden, shares = kernels.silu_project(gate_up, second.squares, a.get("down_proj"), eps=eps)

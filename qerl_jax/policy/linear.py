@@ -61,3 +61,34 @@ def linear_with_shares(
         y = fp4_matmul.dot(x, weight)
     with jax.named_scope("lora"):
         return y + fp4_matmul.dot(fp4_matmul.sum_of_shares(shares, x, b), b)
+
+
+def swiglu_with_shares(
+    x: jax.Array,
+    weight: jax.Array | QuantTensor,
+    shares: jax.Array | None,
+    b: jax.Array | None,
+    squares: jax.Array,
+    *,
+    eps: float,
+) -> jax.Array | None:
+    """Returns SwiGLU of `linear_with_shares` behind a norm, or None if no kernel does all of it.
+
+    Args:
+        x: [M, K], without the norm's factor.
+        weight: [2 F, K].
+        shares: see `linear_with_shares`.
+        b: likewise.
+        squares: shares of the norm's mean squares, see `fp4_matmul.fp4_swiglu_with_shares`.
+        eps: of the norm.
+
+    Returns:
+        [M, F], or None.
+    """
+    if shares is None or b is None or not isinstance(weight, QuantTensor):
+        return None
+    tiles = kernel_weight(weight)
+    if not fp4_matmul.serves_swiglu(x, tiles, shares, b, squares):
+        return None
+    with jax.named_scope("linears"):
+        return fp4_matmul.fp4_swiglu_with_shares(x, tiles, shares, b, squares, eps=eps)

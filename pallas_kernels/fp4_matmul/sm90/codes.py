@@ -1,5 +1,8 @@
 """Codes and scales to bfloat16: the registers of wgmma, from shared memory."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +25,19 @@ CODES = plgpu.Layout.TILED(
 SCALES = plgpu.Layout.TILED(
     plgpu.Tiling(((128,), (32,), (16,), (2,))),
     warp_dims=(-4,),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
+# The same of 32 rows, of which a lane has one.
+_HALF_CODES = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, 128), (16,), (4,))),
+    warp_dims=(-4,),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+_HALF_SCALES = plgpu.Layout.TILED(
+    plgpu.Tiling(((4, 16), (2,))),
+    warp_dims=(-3,),
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
@@ -50,60 +66,80 @@ def decode_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
 def decode_tile(codes: jax.Array, scales: jax.Array) -> jax.Array:
     """The same in registers: each thread ends with the operands of its wgmma instructions."""
 
-    @plgpu.inline_mgpu(
-        arg_types=(CODES, SCALES),
-        return_type=(_HALF, _HALF),
-    )
+    @plgpu.inline_mgpu(arg_types=(CODES, SCALES), return_type=(_HALF, _HALF))
     def decode(_, codes, scales):
-        i32 = ir.IntegerType.get_signless(32)
-        pair_type = ir.VectorType.get((2,), ir.BF16Type.get())
-
-        def constant(value):
-            return arith.constant(i32, ir.IntegerAttr.get(i32, value - (value >> 31 << 32)))
-
-        def rotate(word, left):
-            if left <= 6:  # No bit of the mask wraps around; a plain shift has a pipe of its own.
-                return arith.shli(word, constant(left)) if left else word
-            return mgpu.utils.inline_ptx(
-                f"shf.l.wrap.b32 $0, $1, $1, {left};", word, result_types=i32
-            )
-
-        mask, mix, unmix = constant(layout.MASK), constant(layout.MIX), constant(~layout.MIX)
-        scale_mask = constant(layout.SCALE_MASK)
-        # A constant that ptxas cannot see through: it would move one into a register for each use.
-        scale_bits = mgpu.utils.inline_ptx(
-            f"{{ .reg .b32 all; activemask.b32 all; and.b32 $0, all, {layout.SCALE_BITS}; }}",
-            result_types=i32,
-        )
-        out = [np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(2)]
-        for half in range(2):  # the rows r and r + 8
-            words = codes.registers.flat[half]
-            scale_words = scales.registers.flat[half]
-            for part in range(2):  # columns 0..63 and 64..127
-                first = vector.extract(words, [], [2 * part])
-                second = vector.extract(words, [], [2 * part + 1])
-                mixed = arith.ori(arith.andi(first, mix), arith.andi(second, unmix))
-                sources = (first, first, first, second, second, second, mixed, mixed)
-                scale_word = vector.extract(scale_words, [], [part])
-                pairs = [
-                    arith.ori(arith.andi(rotate(scale_word, turn), scale_mask), scale_bits)
-                    for turn in (0, 8)
-                ]
-                for q, (word, turn) in enumerate(zip(sources, layout.ROTATIONS, strict=True)):
-                    raw = arith.andi(rotate(word, turn), mask)
-                    which = "low" if q // 2 % 2 == 0 else "high"
-                    # ptxas makes the moves a choice of operand halves.
-                    value = mgpu.utils.inline_ptx(
-                        "{ .reg .b16 low, high; .reg .b32 scale; mov.b32 {low, high}, $2; "
-                        f"mov.b32 scale, {{{which}, {which}}}; mul.rn.bf16x2 $0, $1, scale; }}",
-                        raw,
-                        pairs[q // 4],
-                        result_types=i32,
-                    )
-                    out[part][0, q, 0, 0, half] = mgpu.utils.bitcast(value, pair_type)
-        return tuple(
-            mgpu.FragmentedArray(_registers=part, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
-            for part in out
-        )
+        return _decoded(codes.registers.flat, scales.registers.flat)
 
     return decode(codes, scales)
+
+
+def decode_pair(codes: Any, scales: Any) -> jax.Array:
+    """The tile whose rows are by eights those of two halves of tiles in turn.
+
+    Args:
+        codes: [2, 4, 128] in shared memory, 32 rows of each.
+        scales: [2, 4, 16], likewise.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=([_HALF_CODES] * 2, [_HALF_SCALES] * 2), return_type=(_HALF, _HALF)
+    )
+    def decode(_, codes, scales):
+        words, scale_words = ([half.registers.item() for half in x] for x in (codes, scales))
+        return _decoded(words, scale_words)
+
+    return decode(
+        [plgpu.load(codes.at[i], layout=_HALF_CODES) for i in (0, 1)],
+        [plgpu.load(scales.at[i], layout=_HALF_SCALES) for i in (0, 1)],
+    )
+
+
+def _decoded(codes: Sequence, scales: Sequence) -> tuple:
+    """Both operands out of the words of the rows r and r + 8."""
+    i32 = ir.IntegerType.get_signless(32)
+    pair_type = ir.VectorType.get((2,), ir.BF16Type.get())
+
+    def constant(value):
+        return arith.constant(i32, ir.IntegerAttr.get(i32, value - (value >> 31 << 32)))
+
+    def rotate(word, left):
+        if left <= 6:  # No bit of the mask wraps around; a plain shift has a pipe of its own.
+            return arith.shli(word, constant(left)) if left else word
+        return mgpu.utils.inline_ptx(f"shf.l.wrap.b32 $0, $1, $1, {left};", word, result_types=i32)
+
+    mask, mix, unmix = constant(layout.MASK), constant(layout.MIX), constant(~layout.MIX)
+    scale_mask = constant(layout.SCALE_MASK)
+    # A constant that ptxas cannot see through: it would move one into a register for each use.
+    scale_bits = mgpu.utils.inline_ptx(
+        f"{{ .reg .b32 all; activemask.b32 all; and.b32 $0, all, {layout.SCALE_BITS}; }}",
+        result_types=i32,
+    )
+    out = [np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object) for _ in range(2)]
+    for half in range(2):  # the rows r and r + 8
+        words, scale_words = codes[half], scales[half]
+        for part in range(2):  # columns 0..63 and 64..127
+            first = vector.extract(words, [], [2 * part])
+            second = vector.extract(words, [], [2 * part + 1])
+            mixed = arith.ori(arith.andi(first, mix), arith.andi(second, unmix))
+            sources = (first, first, first, second, second, second, mixed, mixed)
+            scale_word = vector.extract(scale_words, [], [part])
+            pairs = [
+                arith.ori(arith.andi(rotate(scale_word, turn), scale_mask), scale_bits)
+                for turn in (0, 8)
+            ]
+            for q, (word, turn) in enumerate(zip(sources, layout.ROTATIONS, strict=True)):
+                raw = arith.andi(rotate(word, turn), mask)
+                which = "low" if q // 2 % 2 == 0 else "high"
+                # ptxas makes the moves a choice of operand halves.
+                value = mgpu.utils.inline_ptx(
+                    "{ .reg .b16 low, high; .reg .b32 scale; mov.b32 {low, high}, $2; "
+                    f"mov.b32 scale, {{{which}, {which}}}; mul.rn.bf16x2 $0, $1, scale; }}",
+                    raw,
+                    pairs[q // 4],
+                    result_types=i32,
+                )
+                out[part][0, q, 0, 0, half] = mgpu.utils.bitcast(value, pair_type)
+    return tuple(
+        mgpu.FragmentedArray(_registers=part, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+        for part in out
+    )

@@ -9,7 +9,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul import layout
-from pallas_kernels.fp4_matmul.sm90.codes import CODES, SCALES, decode_reference, decode_tile
+from pallas_kernels.fp4_matmul.sm90 import swiglu
+from pallas_kernels.fp4_matmul.sm90.codes import (
+    CODES,
+    SCALES,
+    decode_pair,
+    decode_reference,
+    decode_tile,
+)
 from pallas_kernels.fp4_matmul.sm90.make_shares import make_shares
 from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.plan import Plan
@@ -46,11 +53,17 @@ def compute(
     def decode(slot, j):
         """The weights of tile j of a stage, columns 0..63 and 64..127, [64, 64] each."""
         if simulated:
-            sm["a"][warpgroup] = decode_reference(
-                sm["codes"][slot, row, j], sm["scales"][slot, row, j]
-            )
+            place = (slot, slice(None), row, j) if plan.paired else (slot, row, j)
+            codes, scales = sm["codes"][place], sm["scales"][place]
+            if plan.paired:
+                codes = codes.swapaxes(0, 1).reshape(4, 256)
+                scales = scales.swapaxes(0, 1).reshape(128)
+            sm["a"][warpgroup] = decode_reference(codes, scales)
             plgpu.commit_smem()
             return ()
+        if plan.paired:
+            place = slot, slice(None), row, j
+            return decode_pair(sm["codes"].at[place], sm["scales"].at[place])
         return decode_tile(
             plgpu.load(sm["codes"].at[slot, row, j], layout=CODES),
             plgpu.load(sm["scales"].at[slot, row, j], layout=SCALES),
@@ -139,10 +152,31 @@ def compute(
     def over_tokens(numbers, tokens=config.tile_m):
         return lax.broadcast_in_dim(numbers, (TILE_ROWS, tokens), (0,))
 
+    def row_start(row_tile):
+        """Its first row of the weight; a row tile beyond the weight has the last one's."""
+        return jnp.minimum(row_tile, plan.row_tiles - 1) * plan.height
+
+    def pair(row_start):
+        """Rows of the gate and of what it multiplies."""
+        return [
+            pl.ds(start, plan.height)
+            for start in (row_start, plan.row_tiles * plan.height + row_start)
+        ]
+
+    def divisors(row_start):
+        if plan.paired:
+            return swiglu.load_numbers(gm["divisor"], *pair(row_start), simulated=simulated)
+        return read("divisor", pl.ds(row_start, TILE_ROWS))
+
     def adapter(row_start):
         """B [64, R] in parts of 64 columns."""
         rows = pl.ds(row_start, TILE_ROWS)
         columns = [pl.ds(column, 64) for column in range(0, gm["b"].shape[1], 64)]
+        if plan.paired:
+            return [
+                swiglu.load_b(gm["b"].at[:, part], *pair(row_start), simulated=simulated)
+                for part in columns
+            ]
         if shares is not None:
             return [load_b(gm["b"].at[rows, part]) for part in columns]
         return [read("b", rows, part) for part in columns]
@@ -178,28 +212,36 @@ def compute(
     def store(value, bias, token, row_tile):
         """Stores the outputs [64, .] of a row tile, of the tokens from one on."""
         width = value.shape[1]
+        tokens, rows = pl.ds(token, width), pl.ds(row_tile * plan.height, plan.height)
+        if plan.paired:
+            factor = gm["factor"] if simulated else sm["factor"]
+            copy_out(
+                swiglu.multiply(value, factor.at[tokens], simulated=simulated),
+                gm["y"].at[tokens, rows],
+            )
+            return
         if bias is not None:
             value += over_tokens(bias.astype(jnp.float32), width)
-        tokens, rows = pl.ds(token, width), pl.ds(row_tile * TILE_ROWS, TILE_ROWS)
         if gm["y"].dtype == jnp.float32:
             gm["y"].at[rows, tokens][...] = value
         else:
             copy_out(value, gm["y"].at[tokens, rows])
 
     def copy_out(value, place):
-        """Starts to store a value, transposed and rounded."""
+        """Starts to store a value, transposed and rounded, or what SwiGLU makes of it."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last one
-        rounded = sm["y"].at[row, pl.ds(0, value.shape[1])]
-        rounded.T[...] = plgpu.layout_cast(
-            value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-        )
+        rounded = sm["y"].at[row, pl.ds(0, place.shape[0])]
+        if plan.paired:
+            rounded[...] = value
+        else:
+            rounded.T[...] = plgpu.layout_cast(
+                value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+            )
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(rounded, place)
 
     def bias_of(row_tile):
-        """A row tile beyond the weight has the last one's bias; what it stores is dropped."""
-        start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
-        return read("bias", pl.ds(start, TILE_ROWS)) if "bias" in gm else None
+        return read("bias", pl.ds(row_start(row_tile), TILE_ROWS)) if "bias" in gm else None
 
     def add_parts(value, bias, token, row_tile):
         """Adds up a tile over the blocks of the cluster: each receiver some of its tokens."""
@@ -253,7 +295,7 @@ def compute(
         def _(index):
             tile, first, sharers, begin, end = plan.share(block, index)
             m_tile, n_tile = plan.coordinates(tile)
-            row_tile = n_tile * config.rows + row
+            row_tile = plan.row_tile(n_tile, row)
 
             @pl.loop(begin, end)
             def _(unit):
@@ -283,12 +325,12 @@ def compute(
     def _(index, done):
         tile, first, count = plan.piece(block, index)
         m_tile, n_tile = plan.coordinates(tile)
-        row_tile = n_tile * config.rows + row
-        row_start = jnp.minimum(row_tile, plan.row_tiles - 1) * TILE_ROWS
-        divisor = read("divisor", pl.ds(row_start, TILE_ROWS))
+        row_tile = plan.row_tile(n_tile, row)
+        begin = row_start(row_tile)
+        divisor = divisors(begin)
         bias = bias_of(row_tile)
         # Early if there are registers, as what comes late is waited for.
-        b = adapter(row_start) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
+        b = adapter(begin) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
 
         def piece(acc):
             with jax.named_scope("multiply"):
@@ -302,14 +344,20 @@ def compute(
                 return value
             if simulated:  # which cannot store to an accumulator
                 product = pl.run_scoped(
-                    lambda acc: add_adapter(acc, b, done + count, first, row_start), accumulator
+                    lambda acc: add_adapter(acc, b, done + count, first, begin), accumulator
                 )
                 return value + product
             acc[...] = value
             with jax.named_scope("add adapter"):
-                return add_adapter(acc, b, done + count, first, row_start)
+                return add_adapter(acc, b, done + count, first, begin)
 
         value = pl.run_scoped(piece, accumulator)
+
+        if plan.paired and not simulated:
+            # Not before something is stored: x A^T is added up before it.
+            @pl.when((part == 0) & (index == plan.first_whole(block)))
+            def _():
+                plgpu.barrier_wait(sm["factor_full"])
 
         @pl.when((part == 0) & (count == plan.steps))
         def _():

@@ -11,6 +11,7 @@ from pallas_kernels.fp4_matmul.tiling import (
     MIN_SHARES,
     SHARE_COLUMNS,
     TILE_COLUMNS,
+    TILE_ROWS,
     TileConfig,
     clusters_of,
     takes_shares,
@@ -55,6 +56,7 @@ class Plan:
     blocks: int
     split: int  # blocks of a cluster
     simulated: bool  # by the interpreter, which has no clusters
+    paired: bool = False  # row tiles have 32 rows of a gate and of what it multiplies each
 
     @property
     def tiles(self) -> int:
@@ -146,6 +148,17 @@ class Plan:
             return jnp.int32(0), tile
         return plgpu.planar_snake(tile, (self.m_tiles, self.n_tiles), 0, 8)
 
+    @property
+    def height(self) -> int:
+        """Outputs of a row tile."""
+        return TILE_ROWS // 2 if self.paired else TILE_ROWS
+
+    def row_tile(self, n_tile, row):
+        """The row tile of a warpgroup. Of paired ones every second, as copies are of one box."""
+        if self.paired:
+            return 2 * (lax.div(n_tile, 2) * self.config.rows + row) + lax.rem(n_tile, 2)
+        return n_tile * self.config.rows + row
+
     def this_block(self):
         """The block of threads that asks; those of a cluster follow one another."""
         block = lax.axis_index("block")
@@ -202,6 +215,12 @@ class Plan:
         _, first, _ = self.piece(block, last_shared)
         return jnp.minimum(last_shared + jnp.where(first > 0, 1, 0), self.pieces(block) - 1)
 
+    def first_whole(self, block):
+        """The first piece that is a whole tile, or else the last piece; in clusters the first."""
+        if not self.shared:
+            return 0
+        return jnp.minimum(self.shared_pieces(block), self.pieces(block) - 1)
+
     def share(self, block, index):
         """Whom a block adds up a tile with, and what of it.
 
@@ -257,12 +276,16 @@ def make_plan(
     multiprocessors: int,
     *,
     simulated: bool = False,
+    paired: bool = False,
 ) -> Plan:
     """The plan for M tokens, tiles of 64 rows and K columns."""
     m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.rows)
+    if paired:
+        n_tiles = 2 * -(-row_tiles // (2 * config.rows))
     tiles, steps = m_tiles * n_tiles, -(-k // config.block_k)
     split = config.split if config.split <= steps else 1
     clusters = clusters_of(tiles, split, multiprocessors)
     if not clusters:
         split, clusters = 1, min(tiles * (steps if config.stream else 1), multiprocessors)
-    return Plan(config, m_tiles, n_tiles, row_tiles, steps, clusters * split, split, simulated)
+    blocks = clusters * split
+    return Plan(config, m_tiles, n_tiles, row_tiles, steps, blocks, split, simulated, paired)

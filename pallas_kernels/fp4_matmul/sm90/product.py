@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
+from pallas_kernels.fp4_matmul.sm90 import swiglu
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.compute import compute
 from pallas_kernels.fp4_matmul.sm90.pipeline import fill_stages
@@ -58,6 +59,8 @@ def matmul(
     a: jax.Array | None = None,
     b: jax.Array | None = None,
     bias: jax.Array | None = None,
+    squares: jax.Array | None = None,
+    eps: float = 0.0,
     dtype: jnp.dtype = jnp.bfloat16,
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
@@ -76,15 +79,19 @@ def matmul(
         a: in its place bfloat16 [R'', K], R'' <= R, where the plan `makes_shares`.
         b: bfloat16 [N, R].
         bias: [N].
+        squares: float32 [S, M], shares of the mean squares that a norm before the product divides
+            by; S >= MIN_SHARES. The product is then that of a gate and of what it multiplies, and
+            the result what SwiGLU makes of it. With shares or a, and no bias.
+        eps: of that norm.
         dtype: of the result, bfloat16 or float32.
         trace: a folder for a file of what the warpgroups do and wait for, see `timeline`.
         interpret: simulate on a CPU. The decode is then plain jnp; x A^T, and the partial sums of a
             shared tile, are made outside of the kernel.
 
     Returns:
-        [M, N].
+        [M, N], or [M, N / 2] behind SwiGLU.
     """
-    n = weight.shape[0]
+    n, paired = weight.shape[0], squares is not None
     tokens, k = x.shape
     row_tiles = weight.codes.shape[0]
     padded = row_tiles * TILE_ROWS
@@ -92,7 +99,7 @@ def matmul(
     m = tokens if tokens <= 8 else -(-tokens // 8) * 8
     simulated = interpret is not None
     rank = 0 if b is None else b.shape[1]
-    plan = make_plan(config, m, row_tiles, k, multiprocessors, simulated=simulated)
+    plan = make_plan(config, m, row_tiles, k, multiprocessors, simulated=simulated, paired=paired)
 
     def rows_of(array):
         """Padded to whole tiles of rows; with ones, by which one can divide."""
@@ -110,6 +117,22 @@ def matmul(
     transposed = dtype == jnp.float32
     shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
     results = {"y": jax.ShapeDtypeStruct(shape if transposed else (m, padded), dtype)}
+    if squares is not None:
+        assert n == padded
+        assert row_tiles % 2 == 0
+        assert plan.m_tiles == 1
+        assert dtype == jnp.bfloat16
+        halves = 2, row_tiles // 2, weight.codes.shape[1], 8
+        operands["codes"] = weight.codes.reshape(*halves, 128)
+        operands["scales"] = weight.scales.reshape(*halves, 16)
+        results["y"] = jax.ShapeDtypeStruct((m, n // 2), dtype)
+        if simulated:
+            factor = lax.rsqrt(squares.sum(axis=0) + eps)
+            operands["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
+        else:
+            operands["squares"] = squares
+            scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
+            scratch["factor_full"] = plgpu.Barrier()
     assert (b is None) == (xa is None and shares is None and a is None)
     if b is not None:
         assert rank % 64 == 0
@@ -150,7 +173,7 @@ def matmul(
         # those of the shares.
         assert plan.shared * config.rows < _LOCKS - 1
         operands["locks"] = jnp.zeros(_LOCKS, jnp.int32)
-    body = functools.partial(_body, plan, tokens, (*operands, *results))
+    body = functools.partial(_body, plan, tokens, eps, (*operands, *results))
     kernel = plgpu.kernel(
         body,
         out_type=tuple(results.values()),
@@ -164,6 +187,7 @@ def matmul(
         kernel_name="fp4_matmul_sm90",
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
+            approx_math=paired,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=SUM_BYTES,
             profile_space=TRACED_EVENTS if trace else 0,
@@ -175,22 +199,28 @@ def matmul(
     outs = dict(zip(results, kernel(*operands.values()), strict=True))
     y = outs["y"].T[:, :padded] if transposed else outs["y"]
     if "partial" in outs and simulated:
-        y = add_partial(plan, y, outs["partial"], operands.get("bias"))
+        y = add_partial(plan, y, outs["partial"], operands.get("bias"), operands.get("factor"))
     return y[:tokens, :n]
 
 
 def _scratch(plan: Plan) -> dict:
     config = plan.config
-    stage = (config.stages, config.rows, plan.per_stage)
+    stage = config.stages, config.rows, plan.per_stage
+    codes, scales = (*stage, 4, 256), (*stage, 128)
+    y = plgpu.SMEM((config.rows, config.tile_m, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
+    if plan.paired:
+        halves = config.stages, 2, config.rows, plan.per_stage, 4
+        codes, scales = (*halves, 128), (*halves, 16)
+        y = plgpu.SMEM((config.rows, config.tile_m, plan.height), jnp.bfloat16)
     scratch = {
         "x": plgpu.SMEM(
             (config.stages, plan.per_stage, config.tile_m, TILE_COLUMNS),
             jnp.bfloat16,
             transforms=OPERAND,
         ),
-        "codes": plgpu.SMEM((*stage, 4, 256), jnp.uint32),
-        "scales": plgpu.SMEM((*stage, 128), jnp.uint32),
-        "y": plgpu.SMEM((config.rows, config.tile_m, TILE_ROWS), jnp.bfloat16, transforms=OPERAND),
+        "codes": plgpu.SMEM(codes, jnp.uint32),
+        "scales": plgpu.SMEM(scales, jnp.uint32),
+        "y": y,
         "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.arrivals),
         "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
     }
@@ -225,7 +255,7 @@ def _scratch(plan: Plan) -> dict:
     return scratch
 
 
-def _body(plan: Plan, rows: int, names: tuple[str, ...], *refs, **sm):
+def _body(plan: Plan, rows: int, eps: float, names: tuple[str, ...], *refs, **sm):
     gm = dict(zip(names, refs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
     warpgroups, helpers = plan.config.warpgroups, helper_warpgroups("shares" in gm)
@@ -247,6 +277,9 @@ def _body(plan: Plan, rows: int, names: tuple[str, ...], *refs, **sm):
             plgpu.set_max_registers(spared, action="decrease")
             with jax.named_scope("add shares"):
                 add_shares(plan.this_block(), shares, sm.get("made"))
+            if plan.paired:
+                swiglu.write_factor(gm["squares"], sm["factor"], eps)
+                plgpu.barrier_arrive(sm["factor_full"])
 
     @pl.when(warpgroup < warpgroups)
     def _():

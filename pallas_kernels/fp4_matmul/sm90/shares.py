@@ -7,6 +7,7 @@ c = 0..3, lie apart, and a warp that read four bytes at a time would ask for eve
 rows eight times.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +41,13 @@ _WRITTEN = plgpu.Layout.TILED(
 _READ = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 64), (16, 64), (8, 64), (32,), (8,))),
     warp_dims=(-8,),
+    lane_dims=(-4, -2),
+    vector_dim=-1,
+)
+# The same of 32 rows, of which a lane has one.
+_READ_HALF = plgpu.Layout.TILED(
+    plgpu.Tiling(((32, 64), (8, 64), (32,), (8,))),
+    warp_dims=(-6,),
     lane_dims=(-4, -2),
     vector_dim=-1,
 )
@@ -153,24 +161,33 @@ def await_shares(given: Shares, blocks: int) -> None:
 
 def load_b(b: Any) -> jax.Array:
     """B [64, 64] in global memory as an operand of wgmma that fits what `add_shares` wrote."""
+    return _operand((_READ,), [plgpu.load(b, layout=_READ, optimized=False)])
 
-    @plgpu.inline_mgpu(
-        arg_types=(_READ,),
-        return_type=plgpu.ShapeDtypeStruct(b.shape, b.dtype, layout=plgpu.Layout.WGMMA),
-    )
-    def regroup(_, b):
+
+def load_halves_of_b(b: Sequence) -> jax.Array:
+    """Likewise of twice [32, 64], whose rows take turns by eights."""
+    halves = [plgpu.load(half, layout=_READ_HALF, optimized=False) for half in b]
+    return _operand((_READ_HALF,) * 2, halves)
+
+
+def _operand(layouts: Sequence, read: Sequence[jax.Array]) -> jax.Array:
+    operand = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=operand)
+    def regroup(_, *read):
+        registers = [register for part in read for register in part.registers.flat]
         pair = ir.VectorType.get((2,), ir.BF16Type.get())
         words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
         out = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for half in range(2):  # the rows r and r + 8
             for part in range(2):  # columns 0..31 and 32..63
-                read = mgpu.utils.bitcast(b.registers.flat[2 * half + part], words)
+                register = mgpu.utils.bitcast(registers[2 * half + part], words)
                 for i in range(4):
-                    word = vector.extract(read, [], [i])
+                    word = vector.extract(register, [], [i])
                     out[0, 4 * part + i, 0, 0, half] = mgpu.utils.bitcast(word, pair)
         return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return regroup(plgpu.load(b, layout=_READ, optimized=False))
+    return regroup(*read)
 
 
 def _rounded(sums: jax.Array) -> jax.Array:

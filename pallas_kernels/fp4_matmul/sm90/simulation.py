@@ -3,18 +3,26 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fp4_matmul.sm90 import swiglu
 from pallas_kernels.fp4_matmul.sm90.plan import Plan
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
-def add_partial(plan: Plan, y: jax.Array, partial: jax.Array, bias: jax.Array | None) -> jax.Array:
+def add_partial(
+    plan: Plan,
+    y: jax.Array,
+    partial: jax.Array,
+    bias: jax.Array | None,
+    factor: jax.Array | None,
+) -> jax.Array:
     """Adds up the partial sums of shared tiles.
 
     Args:
         plan: who shares what.
-        y: [M, N], without the shared tiles.
+        y: [M, N], or [M, N / 2] behind SwiGLU, without the shared tiles.
         partial: float32 [places, rows, 64, tile_m].
         bias: [N], or None.
+        factor: float32 [tile_m] of the norm before SwiGLU, or None.
     """
     config = plan.config
     with jax.ensure_compile_time_eval():
@@ -35,6 +43,14 @@ def add_partial(plan: Plan, y: jax.Array, partial: jax.Array, bias: jax.Array | 
         with jax.ensure_compile_time_eval():
             m_tile, n_tile = (int(i) for i in plan.coordinates(tile))
         total = partial[slot : slot + sharers].sum(axis=0)
+        if factor is not None:
+            with jax.ensure_compile_time_eval():
+                row_tiles = [int(plan.row_tile(n_tile, row)) for row in range(config.rows)]
+            for row_tile, value in zip(row_tiles, total, strict=True):
+                rows = slice(row_tile * plan.height, (row_tile + 1) * plan.height)
+                part = swiglu.multiply(value, factor, simulated=True)[: len(y)]
+                y = y.at[:, rows].set(part) if row_tile < plan.row_tiles else y
+            continue
         total = total.reshape(-1, config.tile_m)
         rows = slice(n_tile * config.rows * TILE_ROWS, (n_tile + 1) * config.rows * TILE_ROWS)
         tokens = slice(m_tile * config.tile_m, (m_tile + 1) * config.tile_m)

@@ -1,0 +1,154 @@
+"""SwiGLU at the end of a product: a thread has a gate's outputs and those which it multiplies.
+
+Row tiles are paired for it: by eights, their rows are those of the gate and of the other half of
+the weight in turn, as a thread has the rows r and r + 8 of the accumulator. A norm before the
+product is not yet divided by its root mean square; `write_factor` sums that up meanwhile.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from pallas_kernels.fp4_matmul.sm90.shares import load_halves_of_b
+from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
+
+_LOG2_E = 1.4426950408889634
+_HALF = 32  # rows of a paired tile in each half of the weight
+_TOKENS = 8  # whose squares are added up at a time
+
+# Shares of the mean squares of eight tokens: a lane has one, and all warps have the same.
+_SQUARES = plgpu.Layout.TILED(
+    plgpu.Tiling(((MIN_SHARES, _TOKENS), (1,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(-3, -2),
+    vector_dim=-1,
+)
+# A number for each of 32 rows, and for each of 64: a lane has one, or those of r and r + 8.
+_NUMBERS = plgpu.Layout.TILED(
+    plgpu.Tiling(((_HALF,), (8,), (1,))),
+    warp_dims=(-3,),
+    lane_dims=(-2, plgpu.Replicated(4)),
+    vector_dim=-1,
+)
+# Half of an accumulator, transposed: tokens by 32 outputs.
+_TRANSPOSED = plgpu.Layout.TILED(
+    plgpu.Tiling(((8, _HALF), (8, 8), (2, 1))),
+    warp_dims=(-5,),
+    lane_dims=(-3, -4),
+    vector_dim=-1,
+)
+
+
+def write_factor(squares: Any, factor: Any, eps: float) -> None:
+    """Writes 1 / sqrt(mean square + eps) of every token; a warpgroup calls it.
+
+    Args:
+        squares: float32 [S, M] in global memory, whose sum over S is the mean square.
+        factor: float32 [M', .] in shared memory.
+        eps: of the norm.
+    """
+    count, tokens = squares.shape
+    zero = plgpu.layout_cast(jnp.zeros((MIN_SHARES, _TOKENS), jnp.float32), _SQUARES)
+
+    @pl.loop(0, tokens // _TOKENS)
+    def _(i):
+        place = pl.ds(i * _TOKENS, _TOKENS)
+        total = zero
+        for begin in range(0, count, MIN_SHARES):
+            # The last ones begin with what has been added before, if they are not enough.
+            first = min(begin, count - MIN_SHARES)
+            some = squares.at[pl.ds(first, MIN_SHARES), place]
+            value = plgpu.load(some, layout=_SQUARES, optimized=False)
+            if first < begin:
+                index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_SQUARES)
+                value = jnp.where(first + index >= begin, value, zero)
+            total += value
+        factor.at[place][...] = lax.rsqrt(total.sum(axis=0) + eps)
+
+
+def load_numbers(numbers: Any, gates: Any, others: Any, *, simulated: bool) -> jax.Array:
+    """A number for each row [64] of a paired tile, from global memory."""
+    if simulated:
+        return _in_turn(numbers[gates], numbers[others])
+    result = plgpu.ShapeDtypeStruct(
+        (2 * _HALF,), numbers.dtype, layout=plgpu.Layout.WGMMA.reduce(1)
+    )
+
+    @plgpu.inline_mgpu(arg_types=([_NUMBERS] * 2,), return_type=result)
+    def both(_, halves):
+        layout = plgpu.Layout.WGMMA.reduce(1).to_mgpu()
+        out = np.empty(layout.registers_shape(result.shape), dtype=object)
+        out.flat[:] = [half.registers.item() for half in halves]
+        return mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+
+    return both(
+        [plgpu.load(numbers.at[i], layout=_NUMBERS, optimized=False) for i in (gates, others)]
+    )
+
+
+def load_b(b: Any, gates: Any, others: Any, *, simulated: bool) -> jax.Array:
+    """B [64, 64] of a paired tile as an operand of wgmma, see `shares.load_b`."""
+    if simulated:
+        return _in_turn(b[gates], b[others])
+    return load_halves_of_b([b.at[i] for i in (gates, others)])
+
+
+def multiply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
+    """SwiGLU of a paired tile.
+
+    Args:
+        value: float32 [64, T], a product without its norm's factor.
+        factor: [T] in shared memory.
+        simulated: by the interpreter, which takes no inline code.
+
+    Returns:
+        bfloat16 [T, 32].
+    """
+    if simulated:
+        gate, up = (x.reshape(_HALF, -1).T for x in value.reshape(4, 2, 8, -1).swapaxes(0, 1))
+        factor = factor[...]
+    else:
+        gate, up = _halves(value)
+        factor = plgpu.load(factor, layout=_TRANSPOSED.reduce(1))
+    over = lax.broadcast_in_dim(factor, gate.shape, (0,))
+    # Rounded where the projection would be, had it the factor.
+    gate, up = ((x * over).astype(jnp.bfloat16).astype(jnp.float32) for x in (gate, up))
+    active = (gate / (1.0 + jnp.exp2(-_LOG2_E * gate))).astype(jnp.bfloat16)
+    return (active.astype(jnp.float32) * up).astype(jnp.bfloat16)
+
+
+def _in_turn(gate: jax.Array, other: jax.Array) -> jax.Array:
+    """By eight rows."""
+    shape = _HALF // 8, 8, *gate.shape[1:]
+    both = jnp.stack([gate.reshape(shape), other.reshape(shape)], axis=1)
+    return both.reshape(2 * _HALF, *gate.shape[1:])
+
+
+def _halves(value: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The rows of the gate and the others, transposed: [T, 32] each of [64, T]."""
+    result = plgpu.ShapeDtypeStruct((value.shape[1], _HALF), value.dtype, layout=_TRANSPOSED)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(result, result))
+    def halves(_, value):
+        layout = _TRANSPOSED.to_mgpu()
+        one = layout.registers_element_type(ir.F32Type.get())
+        both = []
+        for half in range(2):
+            out = np.empty(layout.registers_shape(result.shape), dtype=object)
+            for i in range(result.shape[0] // 8):
+                pair = value.registers[0, i, 0, 0, half, 0, 0, 0, 0]
+                for column in range(2):
+                    number = vector.extract(pair, [], [column])
+                    out.flat[2 * i + column] = vector.broadcast(one, number)
+            both.append(mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None))
+        return tuple(both)
+
+    return halves(value)
