@@ -9,6 +9,9 @@ its LoRA adapter:
     merge_project     the sum of attention's parts, the product with A
     silu_project      norm's factor, SwiGLU, the product with A
 
+The last one is not needed where `fp4_matmul.serves_swiglu`, nor is `merge_project` where rows have
+one part.
+
 The factor of an RMSNorm, one number for each row, passes through the linear maps: the projection
 reads x * scale, and who reads the projection multiplies by the factor. So no kernel waits for a
 whole row, and every block of threads has a few columns. What they contribute to the product with A

@@ -146,7 +146,7 @@ def serves_swiglu(
     x: jax.Array, weight: Fp4Weight | Fp4Tiles, shares: jax.Array, b: jax.Array, squares: jax.Array
 ) -> bool:
     """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu_with_shares`."""
-    if not _suits_kernel(x, weight):
+    if not isinstance(weight, Fp4Tiles) or not _suits_kernel(x, weight):
         return False
     n, (m, k), rank = weight.shape[0], x.shape, b.shape[1]
     config = tiling.choose(m, n, k, rank=rank, multiprocessors=device.multiprocessors())

@@ -2,8 +2,8 @@
 
 It is the function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
-nine kernels, or eight where attention does not split rows and the product of its result with A is
-made by the output projection.
+nine kernels: one less where attention does not split rows and the product of its result with A is
+made by the output projection, and one less where the product of gate and up ends with SwiGLU.
 """
 
 import functools

@@ -216,7 +216,7 @@ def compute(
         if plan.paired:
             factor = gm["factor"] if simulated else sm["factor"]
             copy_out(
-                swiglu.multiply(value, factor.at[tokens], simulated=simulated),
+                swiglu.apply(value, factor.at[tokens], simulated=simulated),
                 gm["y"].at[tokens, rows],
             )
             return

@@ -46,6 +46,9 @@ class Plan:
     partial sums are on their way while it computes whole tiles. When split, tiles belong to
     clusters of blocks. Each block computes as many whole ones; the steps of the one left over, if
     any, are cut into runs, with which the blocks end.
+
+    For SwiGLU row tiles are paired, with 32 rows of each half of the weight. A tile has the upper
+    or the lower halves of as many whole row tiles, which are one box for the copy engine.
     """
 
     config: TileConfig
@@ -56,7 +59,7 @@ class Plan:
     blocks: int
     split: int  # blocks of a cluster
     simulated: bool  # by the interpreter, which has no clusters
-    paired: bool = False  # row tiles have 32 rows of a gate and of what it multiplies each
+    paired: bool = False
 
     @property
     def tiles(self) -> int:
@@ -154,7 +157,7 @@ class Plan:
         return TILE_ROWS // 2 if self.paired else TILE_ROWS
 
     def row_tile(self, n_tile, row):
-        """The row tile of a warpgroup. Of paired ones every second, as copies are of one box."""
+        """The row tile that a warpgroup has of a tile."""
         if self.paired:
             return 2 * (lax.div(n_tile, 2) * self.config.rows + row) + lax.rem(n_tile, 2)
         return n_tile * self.config.rows + row

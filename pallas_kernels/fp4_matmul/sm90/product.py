@@ -13,7 +13,7 @@ At the end of a piece of a tile the accumulator is scaled by the divisors of its
 with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
 threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
 global memory. So is xa itself, where it comes in shares, by a warpgroup of its own; they are given,
-or made first.
+or made first. The product of a gate and of what it multiplies may end with SwiGLU, see `swiglu`.
 """
 
 import functools

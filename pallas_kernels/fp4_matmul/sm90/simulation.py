@@ -48,7 +48,7 @@ def add_partial(
                 row_tiles = [int(plan.row_tile(n_tile, row)) for row in range(config.rows)]
             for row_tile, value in zip(row_tiles, total, strict=True):
                 rows = slice(row_tile * plan.height, (row_tile + 1) * plan.height)
-                part = swiglu.multiply(value, factor, simulated=True)[: len(y)]
+                part = swiglu.apply(value, factor, simulated=True)[: len(y)]
                 y = y.at[:, rows].set(part) if row_tile < plan.row_tiles else y
             continue
         total = total.reshape(-1, config.tile_m)

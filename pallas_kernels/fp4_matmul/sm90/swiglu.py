@@ -31,7 +31,7 @@ _SQUARES = plgpu.Layout.TILED(
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
-# A number for each of 32 rows, and for each of 64: a lane has one, or those of r and r + 8.
+# A number for each of 32 rows: a warp has eight, a lane one.
 _NUMBERS = plgpu.Layout.TILED(
     plgpu.Tiling(((_HALF,), (8,), (1,))),
     warp_dims=(-3,),
@@ -52,7 +52,7 @@ def write_factor(squares: Any, factor: Any, eps: float) -> None:
 
     Args:
         squares: float32 [S, M] in global memory, whose sum over S is the mean square.
-        factor: float32 [M', .] in shared memory.
+        factor: float32 [M'], M' >= M, in shared memory.
         eps: of the norm.
     """
     count, tokens = squares.shape
@@ -101,7 +101,7 @@ def load_b(b: Any, gates: Any, others: Any, *, simulated: bool) -> jax.Array:
     return load_halves_of_b([b.at[i] for i in (gates, others)])
 
 
-def multiply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
+def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
     """SwiGLU of a paired tile.
 
     Args:
