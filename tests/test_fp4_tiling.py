@@ -72,10 +72,22 @@ def test_clusters_are_for_devices_that_are_known():
     assert splits[1] > {1, 2}
 
 
+@pytest.mark.parametrize(("rows", "row_tiles"), [(1, 2), (2, 8), (3, 14), (5, 36), (6, 10)])
+def test_paired_row_tiles(rows, row_tiles):
+    """Each is of one tile; a tile has the same half of as many row tiles of the weight."""
+    plan = make_plan(TileConfig(8, rows=rows), 8, row_tiles, 256, 132, paired=True)
+    tiles = [[int(plan.row_tile(n, row)) for row in range(rows)] for n in range(plan.n_tiles)]
+    for tile in tiles:
+        assert np.diff(tile).tolist() == [2] * (rows - 1)
+    found = sorted(row_tile for tile in tiles for row_tile in tile)
+    assert found == list(range(len(found)))
+    assert row_tiles <= len(found) < row_tiles + 2 * rows
+
+
 @pytest.mark.parametrize(
     ("stream", "split", "blocks"),
     [
-        *itertools.product([False, True], [1], [1, 2, 5, 16, 23, 132]),
+        *itertools.product([False, True], [1], [1, 2, 5, 12, 16, 23, 132]),
         *itertools.product([False], [2, 3, 8], [1, 3, 16, 48, 132]),
     ],
 )
@@ -97,6 +109,9 @@ def test_every_step_has_one_block(tile_m, stream, split, blocks):
                 shared = pieces - plan.tiles // plan.blocks
                 assert (tile < plan.shared) == (index < shared)
                 assert first > 0 or index >= shared - 1
+        whole = [int(plan.piece(block, index)[2]) == plan.steps for index in range(pieces)]
+        first_stored = int(plan.first_stored(block))
+        assert first_stored == (whole.index(True) if any(whole) else pieces - 1)
         begins = [int(plan.piece(block, index)[1]) == 0 for index in range(pieces)]
         awaited_behind = int(plan.awaited_behind(block))
         assert awaited_behind == (begins.index(True) if any(begins) else pieces - 1)

@@ -354,8 +354,8 @@ def compute(
         value = pl.run_scoped(piece, accumulator)
 
         if plan.paired and not simulated:
-            # Not before something is stored: x A^T is added up before it.
-            @pl.when((part == 0) & (index == plan.first_whole(block)))
+            # Not before anything is stored: x A^T is added up before the factor.
+            @pl.when((part == 0) & (index == plan.first_stored(block)))
             def _():
                 plgpu.barrier_wait(sm["factor_full"])
 

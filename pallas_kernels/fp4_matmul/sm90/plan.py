@@ -218,11 +218,13 @@ class Plan:
         _, first, _ = self.piece(block, last_shared)
         return jnp.minimum(last_shared + jnp.where(first > 0, 1, 0), self.pieces(block) - 1)
 
-    def first_whole(self, block):
-        """The first piece that is a whole tile, or else the last piece; in clusters the first."""
+    def first_stored(self, block):
+        """The first piece that is a whole tile, which its block stores; else the last piece."""
         if not self.shared:
             return 0
-        return jnp.minimum(self.shared_pieces(block), self.pieces(block) - 1)
+        _, _, count = self.piece(block, 0)
+        behind_shared = jnp.minimum(self.shared_pieces(block), self.pieces(block) - 1)
+        return jnp.where(count == self.steps, 0, behind_shared)
 
     def share(self, block, index):
         """Whom a block adds up a tile with, and what of it.
