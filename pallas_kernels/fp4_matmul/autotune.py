@@ -6,8 +6,8 @@ The candidates fit into shared memory and registers by `tiling`'s arithmetic; th
 and keeps a few of each kind. They are compiled in threads while the first ones are measured. One
 that the compiler has no room for, in shared memory or in registers, is not measured, and one whose
 result is off does not count. Several commands may run at a time, for one measures after the other.
-An entry of the table serves all M from the one below up to its own, and adapters of rank 32; with
-few rows it is the best for a product that adds up shares of x A^T, as in a decode step.
+An entry of the table serves all M from the one below up to its own, and adapters of rank 32; up to
+128 rows it is the best for the product as a decode step has it, see `decode_product`.
 """
 
 import argparse
@@ -23,10 +23,11 @@ import statistics
 import sys
 import tempfile
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.device import exit_unless_hopper
@@ -34,6 +35,7 @@ from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
+_EPS = 1e-6  # of the norm in front of SwiGLU
 _REPORT = "MOSAIC_GPU_DUMP_PTXAS"
 _report = threading.Lock()
 
@@ -111,7 +113,59 @@ def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: 
     return list(dict.fromkeys(chosen))
 
 
+def decode_product(
+    layer: str, m: int, n: int, k: int, *, rank: int, count: int
+) -> tuple[Callable, Callable, list]:
+    """What a layer of a decode step of M rows makes of its tokens and its weight.
+
+    With more than eight rows attention and SwiGLU leave x A^T to the products behind them, and up
+    to 128 the product of gate and up ends with SwiGLU. Otherwise shares of x A^T are given, but for
+    so many rows that the kernel does not add them up.
+
+    Args:
+        layer: "7b.gate_up"; any other name is one that gets shares.
+        m: rows.
+        n: outputs.
+        k: inputs.
+        rank: of the layer's stacked adapters, or 0 for the product alone.
+        count: weights.
+
+    Returns:
+        The product of tokens, a weight and other arguments, which takes a `config`; the same by
+        XLA; lists of these arguments, with one for each weight.
+    """
+    by_xla = functools.partial(fp4.fp4_matmul, implementation="xla")
+    if not rank or m > tiling.MAX_ROWS_OF_SHARES:
+        return functools.partial(fp4.fp4_matmul, implementation="mosaic"), by_xla, []
+    part = layer.rpartition(".")[2]
+    if part in ("o", "down") and m > 8:
+
+        def with_adapter(x, weight, lora, config):
+            return fp4.fp4_matmul(x, weight, lora=lora, implementation="mosaic", config=config)
+
+        adapters = benchmark.random_adapters(count, rank, n, k)
+        return with_adapter, lambda x, weight, lora: by_xla(x, weight, lora=lora), [adapters]
+
+    def with_shares(x, weight, shares, b):
+        return by_xla(x, weight) + fp4.dot(fp4.sum_of_shares(shares, x, b), b)
+
+    shares, b = benchmark.random_shares(m, n, k, rank)
+    args = [[shares] * count, [b] * count]
+    if part != "gate_up" or m % 8:
+        return fp4.fp4_matmul_with_shares, with_shares, args
+
+    def swiglu(x, weight, shares, b, squares):
+        y = with_shares(x, weight, shares, b).astype(jnp.float32)
+        gate, up = jnp.split(y * lax.rsqrt(squares.sum(axis=0) + _EPS)[:, None], 2, axis=1)
+        return jax.nn.silu(gate) * up
+
+    squares = jax.random.uniform(jax.random.key(4), shares.shape[:2], minval=0.5, maxval=1.5)
+    ends_with_swiglu = functools.partial(fp4.fp4_swiglu_with_shares, eps=_EPS)
+    return ends_with_swiglu, swiglu, [*args, [squares] * count]
+
+
 def tune(
+    layer: str,
     m: int,
     n: int,
     k: int,
@@ -121,24 +175,19 @@ def tune(
     size: int = 10,
     threads: int = 8,
 ) -> tuple[TileConfig, float]:
-    """The fastest tiling of a shape, and its seconds."""
+    """The fastest tiling of a shape in its layer, see `decode_product`, and its seconds."""
     with sole_use():
         weights = benchmark.random_weights(
             lambda key, n, k: fp4.to_tiles(benchmark.random_weight(key, n, k)), n, k, bits=4.5
         )
-        args = [benchmark.random_tokens(len(weights), m, k), weights]
-        product = functools.partial(fp4.fp4_matmul, implementation="mosaic")
-        expected = jax.jit(functools.partial(fp4.fp4_matmul, implementation="xla"))(
-            args[0][0], weights[0]
-        ).astype(jnp.float32)
-        if rank and m <= tiling.MAX_ROWS_OF_SHARES:
-            product = fp4.fp4_matmul_with_shares
-            shares, b = benchmark.random_shares(m, n, k, rank)
-            args += [[shares] * len(weights), [b] * len(weights)]
-            xa = shares.sum(axis=0).astype(jnp.bfloat16)
-            b_t = b[:, : xa.shape[1]].T
-            expected += jnp.dot(xa, b_t, preferred_element_type=jnp.float32)
+        product, by_xla, others = decode_product(layer, m, n, k, rank=rank, count=len(weights))
+        args = [benchmark.random_tokens(len(weights), m, k), weights, *others]
+        expected = jax.jit(by_xla)(*(arg[0] for arg in args)).astype(jnp.float32)
         jax.block_until_ready((args, expected))
+    padded = tiling.padded_rank(rank)
+    configs = shortlist(m, n, k, rank=padded, multiprocessors=multiprocessors, size=size)
+    if expected.shape[1] < n:  # SwiGLU wants all tokens in one tile.
+        configs = [config for config in configs if config.tile_m >= m]
 
     def compiled(config):
         operation = functools.partial(product, config=config)
@@ -150,8 +199,6 @@ def tune(
         return sum(time for _, time in times) / len(weights)
 
     results = []
-    padded = tiling.padded_rank(rank)
-    configs = shortlist(m, n, k, rank=padded, multiprocessors=multiprocessors, size=size)
     with compiler_reports(), concurrent.futures.ThreadPoolExecutor(threads) as pool:
         programs = {pool.submit(compiled, config): config for config in configs}
         for done in concurrent.futures.as_completed(programs):
@@ -231,7 +278,7 @@ def main() -> None:
             tuned.add((m, n, k))
             print(f"{layer} M {m}", flush=True)
             config, seconds = tune(
-                m, n, k, rank=rank, multiprocessors=device.core_count, size=args.size
+                layer, m, n, k, rank=rank, multiprocessors=device.core_count, size=args.size
             )
             print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
             entry = {"n": n, "k": k, "m": m, "config": dataclasses.asdict(config)}
