@@ -18,6 +18,7 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_tile,
 )
 from pallas_kernels.fp4_matmul.sm90.make_shares import make_shares
+from pallas_kernels.fp4_matmul.sm90.multiply import add_product, address_of
 from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.plan import Plan
 from pallas_kernels.fp4_matmul.sm90.shares import Shares, load_b
@@ -48,7 +49,11 @@ def compute(
     block = plan.this_block()
     row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
     spare = registers - config.registers()
-    accumulator = plgpu.ACC((TILE_ROWS, config.tile_m), jnp.float32)
+    address = None if simulated else address_of(sm["x"])
+
+    def zeros(columns, dtype):
+        value = jnp.zeros((TILE_ROWS, columns), dtype)
+        return value if simulated else plgpu.layout_cast(value, plgpu.Layout.WGMMA)
 
     def decode(slot, j):
         """The weights of tile j of a stage, columns 0..63 and 64..127, [64, 64] each."""
@@ -58,9 +63,7 @@ def compute(
             if plan.paired:
                 codes = codes.swapaxes(0, 1).reshape(4, 256)
                 scales = scales.swapaxes(0, 1).reshape(128)
-            sm["a"][warpgroup] = decode_reference(codes, scales)
-            plgpu.commit_smem()
-            return ()
+            return tuple(jnp.split(decode_reference(codes, scales), 2, axis=1))
         if plan.paired:
             place = slot, slice(None), row, j
             return decode_pair(sm["codes"].at[place], sm["scales"].at[place])
@@ -70,15 +73,11 @@ def compute(
         )
 
     def multiply_tile(acc, slot, j, decoded):
-        if simulated:
-            decoded = [sm["a"].at[warpgroup, :, pl.ds(start, 64)] for start in (0, 64)]
         for half, operand in enumerate(decoded):
-            tokens = sm["x"].at[slot, j, :, pl.ds(64 * half, 64)]
-            plgpu.wgmma(acc, operand, tokens.T)
-            if simulated:
-                plgpu.wgmma_wait(0)
-            elif config.in_flight:
+            acc = add_product(acc, operand, sm["x"], address, slot, part, j, half)
+            if config.in_flight:
                 plgpu.wgmma_wait(config.in_flight)
+        return acc
 
     def await_stage(slot):
         with jax.named_scope("await stage"):
@@ -95,32 +94,36 @@ def compute(
             return tuple(decode(plan.next_slot(slot), part))
 
         def nothing():
-            zeros = jnp.zeros((TILE_ROWS, 64), jnp.bfloat16)
-            return () if simulated else (plgpu.layout_cast(zeros, plgpu.Layout.WGMMA),) * 2
+            return (zeros(64, jnp.bfloat16),) * 2
 
         return lax.cond(i < count - 1, first_tile, nothing)
 
-    def multiply(acc, done, count):
+    def multiply(done, count):
+        """The products of so many stages, [64, T]."""
         first = lax.rem(done, config.stages)
         decoded = ()
         if config.ahead:
             await_stage(first)
             decoded = decode(first, part)
 
-        @pl.loop(0, count, init_carry=(first, *decoded))
-        def _(i, carry):
-            slot, *decoded = carry
+        acc = zeros(config.tile_m, jnp.float32)
+
+        @pl.loop(0, count, init_carry=(acc, first, *decoded))
+        def carry(i, carry):
+            acc, slot, *decoded = carry
             if not config.ahead:
                 await_stage(slot)
                 decoded = decode(slot, part)
-            multiply_tile(acc, slot, part, decoded)
+            acc = multiply_tile(acc, slot, 0, decoded)
             for j in range(config.slices, plan.per_stage, config.slices):
-                multiply_tile(acc, slot, j + part, decode(slot, j + part))
+                acc = multiply_tile(acc, slot, j, decode(slot, j + part))
             decoded = decode_next(i, count, slot) if config.ahead else ()
             # Where a loop turns back, ptxas gives away registers that a product in flight reads.
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(sm["empty"].at[slot])
-            return plan.next_slot(slot), *decoded
+            return acc, plan.next_slot(slot), *decoded
+
+        return carry[0]
 
     def add_slices(value, index):
         """The sum of the slices' accumulators, in the warpgroup of the first."""
@@ -185,29 +188,24 @@ def compute(
         """Adds B xa^T, once or not at all; xa is in the next stage of the pipeline, if any is."""
         slot = lax.rem(done, config.stages)
 
-        @pl.loop(0, jnp.where(adds_adapter(first), 1, 0))
-        def _(_):
+        @pl.loop(0, jnp.where(adds_adapter(first), 1, 0), init_carry=acc)
+        def acc(_, acc):
             columns = adapter(row_start) if b is None else b  # asked for before anything is awaited
             # Those that do not multiply wait too, as for every stage: who skips one takes its
             # arrivals for those of the next round of the pipeline.
             plgpu.barrier_wait(sm["full"].at[slot])
 
-            @pl.loop(0, 1 if config.slices == 1 else jnp.where(part == 0, 1, 0))
-            def _(_):
+            @pl.loop(0, 1 if config.slices == 1 else jnp.where(part == 0, 1, 0), init_carry=acc)
+            def acc(_, acc):
                 for j, operand in enumerate(columns):
-                    if simulated:
-                        sm["a"][warpgroup, :, :64] = operand
-                        plgpu.commit_smem()
-                        operand = sm["a"].at[warpgroup, :, pl.ds(0, 64)]
-                    tokens = sm["x"].at[slot, j // 2, :, pl.ds(j % 2 * 64, 64)]
-                    plgpu.wgmma(acc, operand, tokens.T)
-                    if simulated:
-                        plgpu.wgmma_wait(0)
+                    acc = add_product(acc, operand, sm["x"], address, slot, 0, j // 2, j % 2)
                 plgpu.wgmma_wait(0)
+                return acc
 
             plgpu.barrier_arrive(sm["empty"].at[slot])
+            return acc
 
-        return acc[...]
+        return acc
 
     def store(value, bias, token, row_tile):
         """Stores the outputs [64, .] of a row tile, of the tokens from one on."""
@@ -332,26 +330,15 @@ def compute(
         # Early if there are registers, as what comes late is waited for.
         b = adapter(begin) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
 
-        def piece(acc):
-            with jax.named_scope("multiply"):
-                multiply(acc, done, count)
-            value = acc[...]
-            if config.slices > 1:
-                with jax.named_scope("add slices"):
-                    value = add_slices(value, index)
-            value *= over_tokens(layout.UNIT / divisor)
-            if "b" not in gm:
-                return value
-            if simulated:  # which cannot store to an accumulator
-                product = pl.run_scoped(
-                    lambda acc: add_adapter(acc, b, done + count, first, begin), accumulator
-                )
-                return value + product
-            acc[...] = value
+        with jax.named_scope("multiply"):
+            value = multiply(done, count)
+        if config.slices > 1:
+            with jax.named_scope("add slices"):
+                value = add_slices(value, index)
+        value *= over_tokens(layout.UNIT / divisor)
+        if "b" in gm:
             with jax.named_scope("add adapter"):
-                return add_adapter(acc, b, done + count, first, begin)
-
-        value = pl.run_scoped(piece, accumulator)
+                value = add_adapter(value, b, done + count, first, begin)
 
         if plan.paired and not simulated:
             # Not before anything is stored: x A^T is added up before the factor.

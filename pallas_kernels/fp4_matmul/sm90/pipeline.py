@@ -56,7 +56,9 @@ def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shar
         def _():
             with jax.named_scope("await free stage"):
                 plgpu.barrier_wait(sm["empty"].at[slot])
-            if not plan.simulated:
+            if plan.simulated:
+                plgpu.commit_smem()
+            else:
                 fence_async_proxy(nvvm.ProxyKind.async_shared)
 
     def copy_tokens(name, slot, tile, first, count):

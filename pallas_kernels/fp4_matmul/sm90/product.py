@@ -248,10 +248,6 @@ def _scratch(plan: Plan) -> dict:
             "sums_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=config.slices - 1),
             "sums_empty": plgpu.Barrier(num_barriers=config.rows),
         }
-    if plan.simulated:
-        scratch["a"] = plgpu.SMEM(
-            (plan.config.warpgroups, TILE_ROWS, TILE_COLUMNS), jnp.bfloat16, transforms=OPERAND
-        )
     return scratch
 
 

@@ -1,0 +1,124 @@
+"""Products of 64 columns by wgmma, the weight in registers.
+
+Of the descriptor that says where the tokens are, only the address differs between products.
+`plgpu.wgmma` makes all of it for each one, of a pointer with 64 bits; here one number is kept for a
+stage of the pipeline, and a product adds a constant.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
+from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
+
+# In units of 16 bytes, as descriptors have them, where `OPERAND` puts bfloat16 [T, 128].
+_EIGHT_TOKENS = 8 * TILE_COLUMNS * 2 // 16  # to the next eight
+_HALF = _EIGHT_TOKENS // 2  # to the columns 64..127
+_STEP = 16 * 2 // 16  # to the next 16 columns
+_UPPER = 1 << 30 | _EIGHT_TOKENS  # 32 bits of a descriptor: rows of 128 bytes, swizzled
+# What an address lacks. ptxas adds smaller constants in two halves, with moves. No address is less:
+# CUDA keeps the first KB of a block's shared memory to itself.
+_BIAS = 1024 // 16
+
+
+def address_of(x: Any) -> jax.Array:
+    """The int32 that `add_product` wants of tokens [S, P, T, 128] in shared memory."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(OPERAND),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+    )
+    def address(_, x):
+        i32 = ir.IntegerType.get_signless(32)
+        shift, mask, bias = (
+            arith.constant(i32, ir.IntegerAttr.get(i32, number)) for number in (4, 0x3FFF, _BIAS)
+        )
+        pointer = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x))
+        units = arith.andi(arith.shrui(pointer, shift), mask)
+        return mgpu.FragmentedArray.splat(arith.subi(units, bias), (), is_signed=True)
+
+    return address(x)
+
+
+def add_product(
+    acc: jax.Array,
+    weight: jax.Array,
+    x: Any,
+    address: jax.Array | None,
+    slot: Any,
+    tile: Any,
+    ahead: int,
+    half: int,
+) -> jax.Array:
+    """Begins to add a product to an accumulator, in a group that `plgpu.wgmma_wait` awaits.
+
+    Args:
+        acc: float32 [64, T].
+        weight: bfloat16 [64, 64].
+        x: tokens [S, P, T, 128] in shared memory.
+        address: `address_of(x)`; None has the interpreter multiply at once.
+        slot: of the stage.
+        tile: of its P tiles of 128 columns, the first that the warpgroup multiplies.
+        ahead: which one from there on, a constant.
+        half: columns 0..63 or 64..127 of that.
+
+    Returns:
+        The accumulator.
+    """
+    _, per_stage, tokens, _ = x.shape
+    if address is None:
+        columns = jnp.split(x[slot, tile + ahead], 2, axis=1)[half]
+        return acc + jnp.dot(weight, columns.T, preferred_element_type=jnp.float32)
+    size = tokens * TILE_COLUMNS * 2 // 16
+    first = address + (slot * per_stage + tile) * size
+    offsets = [_BIAS + ahead * size + half * _HALF + step * _STEP for step in range(4)]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
+    )
+    def multiply(_, acc, weight, first):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        weight = mgpu.optimization_barrier(weight)  # is ready before the fence
+        nvvm.wgmma_fence_aligned()
+        sums = [vector.extract(pair, [], [i]) for pair in acc.registers.flat for i in (0, 1)]
+        words = [mgpu.utils.bitcast(pair, i32) for pair in weight.registers.flat]
+        count = len(sums)
+        accumulator = ", ".join(f"${i}" for i in range(count))
+        begin, low = 2 * count, 2 * count + len(words)  # of the weight; of the descriptor
+        # An upper half that ptxas cannot see through, or it would move it for each product.
+        code = (
+            ".reg .b64 first, desc; .reg .b32 upper; .reg .pred p; setp.eq.b32 p, 0, 0; "
+            f"shr.u32 upper, ${low}, 31; add.u32 upper, upper, {_UPPER}; "
+            f"mov.b64 first, {{${low}, upper}}; "
+        )
+        for step, offset in enumerate(offsets):
+            operand = ", ".join(f"${begin + 4 * step + i}" for i in range(4))
+            code += (
+                f"add.s64 desc, first, {offset}; "
+                f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 "
+                f"{{{accumulator}}}, {{{operand}}}, desc, p, 1, 1, 0; "
+            )
+        constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * (len(words) + 1)
+        struct: Any = llvm.inline_asm(
+            llvm.StructType.get_literal([f32] * count),
+            [*sums, *words, first.registers.item()],
+            f"{{ {code} }}",
+            ",".join(constraints),
+            has_side_effects=True,
+        )
+        nvvm.wgmma_commit_group_sync_aligned()
+        sums = [llvm.extractvalue(f32, struct, [i]) for i in range(count)]
+        out = np.empty(acc.registers.shape, dtype=object)
+        pair = ir.VectorType.get((2,), f32)
+        out.flat[:] = [vector.from_elements(pair, sums[i : i + 2]) for i in range(0, count, 2)]
+        return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return multiply(acc, weight, first)
