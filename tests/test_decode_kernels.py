@@ -18,7 +18,7 @@ from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import attend_to_cache, rotate
 from qerl_jax.policy.lora import PROJECTIONS
-from qerl_jax.policy.quant import QuantTensor, tile_order
+from qerl_jax.policy.quant import quantize, tile_order
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
@@ -418,18 +418,36 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
-def test_a_step_whose_product_ends_with_swiglu(interpret, monkeypatch):
+@pytest.mark.parametrize(
+    ("down", "form"),
+    [
+        ("packed", "nvfp4"),
+        ("packed", "mxfp4"),
+        ("packed, without an adapter", "nvfp4"),
+        ("dense", "nvfp4"),
+    ],
+)
+def test_a_step_whose_product_ends_with_swiglu(down, form, interpret, monkeypatch):
     """Of a packed policy; on a CPU a definition stands in for the product."""
     rows, served = 8, []
-    config, params = tiny_model.tiny_policy(
-        "llama", quantized=True, embed_dim=512, mlp_dim=640, head_dim=32
-    )
+    config, params = tiny_model.tiny_policy("llama", embed_dim=512, mlp_dim=640, head_dim=32)
+
+    def stored(name, x):
+        if x.ndim == 1:
+            return x
+        if name == "down_proj" and down == "dense":
+            return x.astype(jnp.bfloat16)
+        return tile_order(jax.tree.map(jnp.asarray, quantize([np.asarray(x)], format=form)))
+
     params["layers"] = [
-        {name: tile_order(x) if isinstance(x, QuantTensor) else x for name, x in layer.items()}
-        for layer in params["layers"]
+        {name: stored(name, x) for name, x in layer.items()} for layer in params["layers"]
     ]
     params["embed_tokens"] = params["embed_tokens"].astype(jnp.bfloat16)
-    fused = lora_lib.fuse(tiny_model.random_lora(config), config, jnp.bfloat16)
+    targets = PROJECTIONS
+    if "without" in down:
+        targets = tuple(name for name in PROJECTIONS if name != "down_proj")
+    lora = tiny_model.random_lora(config, targets=targets)
+    fused = lora_lib.fuse(lora, config, jnp.bfloat16)
     prompts = tiny_model.random_tokens(rows, 9)
     lengths = jnp.arange(1, rows + 1)
     _, cache = transformer.prefill(params, None, prompts, lengths, config=config, slots=16)

@@ -197,10 +197,18 @@ def operands_of_wgmma(ptx, codes, scales):
     }
     opaque = re.compile(r"{ \.reg \.b32 all; activemask\.b32 all; and\.b32 (\S+), all, (\d+); }")
     registers = {target: np.uint32(int(value)) for target, value in opaque.findall(ptx)}
+    moved = re.compile(r"mov\.b32 (%\S+), (\d+);")
+    registers |= {target: np.uint32(int(value)) for target, value in moved.findall(ptx)}
 
     def value(name):
         return registers[name] if name in registers else np.uint32(int(name) % 2**32)
 
+    functions = {
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+        "shl": np.left_shift,
+    }
     operands = []
     for line in lines[start:]:
         if load := re.match(r"ld\.shared\.v(\d)\.b32\s+{(.*)}, \[", line):
@@ -222,15 +230,14 @@ def operands_of_wgmma(ptx, codes, scales):
             target, word, _, left = shift.groups()
             word, left = registers[word], int(left)
             registers[target] = word << left | word >> (32 - left)
-        elif simple := re.match(r"(and|or|shl)\.b32\s+(\S+), (\S+), (\S+);", line):
+        elif simple := re.match(r"(and|or|xor|shl)\.b32\s+(\S+), (\S+), (\S+);", line):
             operation, target, a, b = simple.groups()
             if a in registers:
-                function = {"and": np.bitwise_and, "or": np.bitwise_or, "shl": np.left_shift}
-                registers[target] = function[operation](value(a), value(b)).astype(np.uint32)
-        elif wgmma := re.search(r"wgmma\.mma_async\S+ {.*}, {(.*)}, ", line):
-            operands.append(np.stack([registers[name] for name in wgmma[1].split(",")], axis=-1))
-            if len(operands) == 8:
-                return np.stack(operands)
+                registers[target] = functions[operation](value(a), value(b)).astype(np.uint32)
+        for words in re.findall(r"wgmma\.mma_async\S+ {[^}]*}, {([^}]*)}, ", line):
+            operands.append(np.stack([registers[name] for name in words.split(", ")], axis=-1))
+        if len(operands) == 8:
+            return np.stack(operands)
     raise AssertionError(f"found {len(operands)} products")
 
 

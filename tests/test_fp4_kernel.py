@@ -197,7 +197,7 @@ def test_swiglu_behind_the_product(variant, simulated):
         interpret=simulated,
     )
     assert y.shape == (m, n // 2)
-    # Gate, its activation and their product are rounded.
+    # Gate, what it multiplies, its activation and the result are rounded.
     assert relative_error(y, swiglu_of(x, weight, float64(xa), b, squares, 1e-6)) < 2 * ROUNDING
 
 
@@ -321,6 +321,18 @@ def test_who_makes_the_product_with_a(n, block_k, triton, kernels, monkeypatch):
 
 
 @pytest.mark.usefixtures("simulated_api")
+def test_an_adapter_that_no_stage_holds():
+    """It is added to the kernel's product."""
+    n, k, rank = 64, 128, 192
+    weight, x = random_weight(n, k), normal(3, k)
+    a, b = normal(rank, k, seed=1), normal(n, rank, seed=2)
+    y = fp4.fp4_matmul(x, fp4.to_tiles(weight), lora=(a, b), implementation="mosaic")
+    dense = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    expected = dense + float64(x) @ float64(a).T @ float64(b).T
+    assert relative_error(y, expected) < 6e-3  # x A^T and both products are rounded
+
+
+@pytest.mark.usefixtures("simulated_api")
 def test_float32(monkeypatch):
     monkeypatch.setattr(api, "kernel_runs", lambda: True)
     weight, x = random_weight(136, 128), normal(2, 3, 128)
@@ -392,6 +404,23 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
     assert not serves(count=3)
     large = jnp.zeros((136, 512), jnp.bfloat16)
     assert not fp4.serves_swiglu(large, tiles, jnp.zeros((4, 136, 64)), b, squares)
+    assert serves(b=jnp.zeros((256, 512), jnp.bfloat16))
+    assert not serves(b=jnp.zeros((256, 576), jnp.bfloat16))  # more than a stage holds
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TileConfig(8, rows=1), "wants 16 tokens in one tile"),
+        (TileConfig(136, rows=1, stages=2), "and room for shares"),
+        (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
+    ],
+)
+def test_tilings_without_swiglu(config, message):
+    x, weight, squares, b = swiglu_inputs(16, 256, 512)
+    args = x, fp4.to_tiles(weight), jnp.zeros((4, 16, 64)), b, squares
+    with pytest.raises(ValueError, match=message):
+        fp4.fp4_swiglu_with_shares(*args, eps=1.0, config=config)
 
 
 @pytest.mark.usefixtures("simulated_api")

@@ -72,6 +72,20 @@ def test_clusters_are_for_devices_that_are_known():
     assert splits[1] > {1, 2}
 
 
+@pytest.mark.parametrize("m", [1, 16, 128, 2048])
+def test_room_for_an_adapter(m):
+    """Where there is none, nothing can be chosen."""
+    found = []
+    for (n, k), rank in itertools.product([(256, 256), (3584, 18944)], range(64, 640, 64)):
+        found.append(tiling.has_room(m, n, k, rank=rank))
+        if found[-1]:
+            assert tiling.choose(m, n, k, rank=rank).block_k >= rank
+        else:
+            with pytest.raises(ValueError, match=f"an adapter of rank {rank}"):
+                tiling.choose(m, n, k, rank=rank)
+    assert {True, False} == set(found)
+
+
 @pytest.mark.parametrize(("rows", "row_tiles"), [(1, 2), (2, 8), (3, 14), (5, 36), (6, 10)])
 def test_paired_row_tiles(rows, row_tiles):
     """Each is of one tile; a tile has the same half of as many row tiles of the weight."""

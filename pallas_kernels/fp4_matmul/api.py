@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import warnings
 from types import ModuleType
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
-_MAX_RANK = 512  # of an adapter inside the kernel: the columns of its largest stage
+_MAX_RANK = 512  # of an adapter inside the kernel; no larger one was tried
 
 
 def fp4_matmul(
@@ -52,10 +53,12 @@ def fp4_matmul(
     """
     _check(x, weight, lora, bias, implementation, config)
     if implementation is None:
-        implementation = "mosaic" if _suits_kernel(x, weight) else "xla"
+        implementation = "mosaic" if _suits_kernel(weight, x) else "xla"
     if implementation == "mosaic":
         rows = x.reshape(-1, x.shape[-1])
-        inside = lora is None or lora[0].shape[0] <= _MAX_RANK
+        inside = lora is None or _has_room(
+            len(rows), len(lora[1]), x.shape[-1], len(lora[0]), config
+        )
         y = _kernel_matmul(rows, weight, lora if inside else None, bias, config)
         y = y.reshape(*x.shape[:-1], -1)
         return y if inside else y + _adapter(x, lora)
@@ -65,6 +68,16 @@ def fp4_matmul(
     if bias is not None:
         y = y + bias.astype(x.dtype)
     return y
+
+
+def _has_room(m: int, n: int, k: int, rank: int, config: TileConfig | None = None) -> bool:
+    """Whether the kernel itself adds an adapter of this rank."""
+    rank = tiling.padded_rank(rank)
+    if rank > _MAX_RANK:
+        return False
+    if config is not None:
+        return rank <= config.block_k
+    return tiling.has_room(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
 
 
 def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -107,8 +120,12 @@ def fp4_matmul_with_shares(
             f"fp4_matmul_with_shares: shares are {shares.shape} for {len(x)} rows, expected "
             f"(S, {len(x)}, a multiple of {tiling.SHARE_COLUMNS})"
         )
-    suits = _suits_kernel(x, weight) and rank == tiling.padded_rank(rank) <= _MAX_RANK
-    if not suits or shares.shape[2] > rank:
+    inside = (
+        _suits_kernel(weight, x)
+        and shares.shape[2] <= rank == tiling.padded_rank(rank)
+        and _has_room(len(x), len(b), x.shape[1], rank, config)
+    )
+    if not inside:
         return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
     return _run_kernel(x, weight, config, shares=shares, b=b)
 
@@ -125,7 +142,7 @@ def fp4_swiglu_with_shares(
 ) -> jax.Array:
     """Returns SwiGLU of `fp4_matmul_with_shares` behind a norm, where `serves_swiglu`.
 
-    Gate, activation and their product are rounded to bfloat16 each.
+    Gate, what it multiplies, the activation and the product of the two are rounded to bfloat16.
 
     Args:
         x: bfloat16 [M, K], a row times the norm's scale, but not over its root mean square.
@@ -134,11 +151,20 @@ def fp4_swiglu_with_shares(
         b: likewise.
         squares: float32 [S, M], whose sum over S is the mean square.
         eps: of the norm.
-        config: the tiling of the kernel, with one tile of tokens; None looks it up.
+        config: the tiling of the kernel; None looks it up.
 
     Returns:
         [M, F].
+
+    Raises:
+        ValueError: a tiling that cannot be, or of less than M tokens, or too large for shares.
     """
+    if config is not None:
+        problem = config.problem()
+        if problem is None and not _ends_with_swiglu(config, len(x)):
+            problem = f"SwiGLU wants {len(x)} tokens in one tile and room for shares, got {config}"
+        if problem:
+            raise ValueError(f"fp4_swiglu_with_shares: {problem}")
     return _run_kernel(x, weight, config, shares=shares, b=b, squares=squares, eps=eps)
 
 
@@ -146,19 +172,24 @@ def serves_swiglu(
     x: jax.Array, weight: Fp4Weight | Fp4Tiles, shares: jax.Array, b: jax.Array, squares: jax.Array
 ) -> bool:
     """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu_with_shares`."""
-    if not isinstance(weight, Fp4Tiles) or not _suits_kernel(x, weight):
+    if not _suits_kernel(weight, x):
         return False
-    n, (m, k), rank = weight.shape[0], x.shape, b.shape[1]
-    config = tiling.choose(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
-    return (
+    (m, k), n, rank = x.shape, weight.shape[0], b.shape[1]
+    fits = (
         m % 8 == 0
-        and m <= config.tile_m
         and n % (2 * tiling.TILE_ROWS) == 0
-        and rank == tiling.padded_rank(rank) <= _MAX_RANK
-        and shares.shape[2] <= rank
+        and shares.shape[2] <= rank == tiling.padded_rank(rank)
         and min(len(shares), len(squares)) >= tiling.MIN_SHARES
-        and tiling.takes_shares(config)
+        and _has_room(m, n, k, rank)
     )
+    if not fits:
+        return False
+    config = tiling.choose(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
+    return _ends_with_swiglu(config, m)
+
+
+def _ends_with_swiglu(config: TileConfig, m: int) -> bool:
+    return m <= config.tile_m and tiling.takes_shares(config)
 
 
 def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
@@ -178,7 +209,7 @@ def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
         float32 [..., N].
     """
     _check(x, weight, None, None, None, None)
-    if _suits_kernel(x, weight):
+    if _suits_kernel(weight, x):
         return _run_kernel(x, weight, dtype=jnp.float32)
     return reference.matmul(x, _in_rows(weight, x), dtype=jnp.float32)
 
@@ -302,7 +333,7 @@ def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Ar
 _kernel_matmul.defvjp(_kernel_matmul_fwd, _kernel_matmul_bwd)
 
 
-def _suits_kernel(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> bool:
+def _suits_kernel(weight: Fp4Weight | Fp4Tiles, x: jax.Array) -> TypeGuard[Fp4Tiles]:
     if not isinstance(weight, Fp4Tiles) or not kernel_runs():
         return False
     if x.dtype != jnp.bfloat16:
@@ -390,7 +421,7 @@ def self_check() -> float:
         return matmul(tiles, config=split, multiprocessors=8, a=a, b=b, bias=bias)
 
     functions = (dense, tiles), (ends_with_swiglu, gate_up), (makes_shares, tiles)
-    squares = np.zeros((tiling.MIN_SHARES, m), np.float32)
+    squares = np.zeros((tiling.MIN_SHARES + 1, m), np.float32)  # no whole number of batches
     # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
     # as Python runs in one at a time; what is lowered compiles meanwhile.
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
@@ -409,7 +440,7 @@ def self_check() -> float:
 
         xa = shares.sum(axis=0).astype(jnp.bfloat16).astype(np.float64)
         product = x.astype(np.float64) @ run(0).T + xa @ b[:, :rank].astype(np.float64).T
-        squares += np.mean(product**2) / len(squares)
+        squares += rng.uniform(0.5, 2, squares.shape) * np.mean(product**2) / len(squares)
         gate, up = (
             _rounded(half / np.sqrt(squares.sum(axis=0, dtype=np.float64))[:, None])
             for half in np.split(product[:, : gate_up.shape[0]], 2, axis=1)

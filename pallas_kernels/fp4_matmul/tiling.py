@@ -13,10 +13,10 @@ from pallas_kernels.device import MULTIPROCESSORS
 TILE_ROWS = 64
 TILE_COLUMNS = 128
 SHARE_COLUMNS = 32  # of x A^T, that are added up together
-MIN_SHARES = 4  # of x A^T: one for each warp that adds them up
+MIN_SHARES = 4  # one for each warp that adds up x A^T
 # Rows of shares that the kernel adds up itself: few parts of them for each block of threads.
 MAX_ROWS_OF_SHARES = 128
-SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers and sums take some
+SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers and the like take some
 
 # By the products of a stage, how many are in flight, and whether the next ones are decoded ahead.
 _DEPTHS = {4: ((0, False), (1, False), (1, True), (2, True)), 8: ((1, False), (1, True))}
@@ -35,7 +35,7 @@ class TileConfig:
     """The static choices of one compiled kernel.
 
     A block of threads has rows * slices warpgroups that decode and multiply, one that copies, and
-    one that adds up shares, where x A^T comes in shares.
+    one that adds up shares, where x A^T comes in shares, and a norm's mean squares for SwiGLU.
 
     Attributes:
         tile_m: tokens of a tile, a multiple of 8 up to 256.
@@ -172,6 +172,9 @@ def choose(
     A measured one if there is one for the shape, of the next M that was measured or, beyond all of
     them, of a large one; its tiles are as narrow as their number allows. Otherwise the best of
     `candidates` by `cost`.
+
+    Raises:
+        ValueError: an adapter for which there is none, see `has_room`.
     """
     for entry in _tuned(multiprocessors):
         config = TileConfig(**entry["config"])
@@ -179,7 +182,16 @@ def choose(
         if suits and (entry["m"] >= m or entry["m"] >= _LARGE):
             return _narrowed(config, m)
     found = list(candidates(m, n, k, rank=rank, multiprocessors=multiprocessors))
+    if not found:
+        raise ValueError(f"no tiling for M {m}, N {n}, K {k} takes an adapter of rank {rank}")
     return min(found, key=lambda config: cost(config, m, n, k, multiprocessors))
+
+
+@functools.cache
+def has_room(m: int, n: int, k: int, *, rank: int, multiprocessors: int = MULTIPROCESSORS) -> bool:
+    """Whether any tiling of the product takes an adapter of this rank, which a stage must hold."""
+    found = candidates(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    return next(found, None) is not None
 
 
 def _narrowed(config: TileConfig, m: int) -> TileConfig:

@@ -2,8 +2,9 @@
 
 It is the function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
-nine kernels: one less where attention does not split rows and the product of its result with A is
-made by the output projection, and one less where the product of gate and up ends with SwiGLU.
+nine kernels: one less where attention does not split rows, and one less where the product of gate
+and up, packed and with an adapter, ends with SwiGLU. In both cases the next projection makes its
+own x A^T, if its tiling has room for that; if not, a kernel of its own does, and none is saved.
 """
 
 import functools

@@ -108,6 +108,7 @@ def _decoded(codes: Sequence, scales: Sequence) -> tuple:
         return mgpu.utils.inline_ptx(f"shf.l.wrap.b32 $0, $1, $1, {left};", word, result_types=i32)
 
     mask = constant(layout.MASK)
+    mix = mgpu.utils.inline_ptx(f"mov.b32 $0, {layout.MIX};", result_types=i32)
     scale_mask = constant(layout.SCALE_MASK)
     # A constant that ptxas cannot see through: it would move one into a register for each use.
     scale_bits = mgpu.utils.inline_ptx(
@@ -120,12 +121,7 @@ def _decoded(codes: Sequence, scales: Sequence) -> tuple:
         for part in range(2):  # columns 0..63 and 64..127
             first = vector.extract(words, [], [2 * part])
             second = vector.extract(words, [], [2 * part + 1])
-            mixed = mgpu.utils.inline_ptx(  # ptxas makes two of an `and` for each
-                f"lop3.b32 $0, $1, {layout.MIX}, $2, {0xF0 & 0xCC | ~0xCC & 0xAA};",
-                first,
-                second,
-                result_types=i32,
-            )
+            mixed = arith.xori(arith.andi(arith.xori(first, second), mix), second)
             sources = (first, first, first, second, second, second, mixed, mixed)
             scale_word = vector.extract(scale_words, [], [part])
             pairs = [

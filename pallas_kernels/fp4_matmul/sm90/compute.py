@@ -18,11 +18,11 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     decode_tile,
 )
 from pallas_kernels.fp4_matmul.sm90.make_shares import make_shares
-from pallas_kernels.fp4_matmul.sm90.multiply import add_product, address_of
+from pallas_kernels.fp4_matmul.sm90.multiply import add_product
 from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.plan import Plan
 from pallas_kernels.fp4_matmul.sm90.shares import Shares, load_b
-from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, wait
+from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
@@ -49,7 +49,6 @@ def compute(
     block = plan.this_block()
     row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
     spare = registers - config.registers()
-    address = None if simulated else address_of(sm["x"])
 
     def zeros(columns, dtype):
         value = jnp.zeros((TILE_ROWS, columns), dtype)
@@ -74,7 +73,8 @@ def compute(
 
     def multiply_tile(acc, slot, j, decoded):
         for half, operand in enumerate(decoded):
-            acc = add_product(acc, operand, sm["x"], address, slot, part, j, half)
+            place = slot, part, j, half
+            acc = add_product(acc, operand, sm["x"], *place, simulated=simulated)
             if config.in_flight:
                 plgpu.wgmma_wait(config.in_flight)
         return acc
@@ -198,7 +198,8 @@ def compute(
             @pl.loop(0, 1 if config.slices == 1 else jnp.where(part == 0, 1, 0), init_carry=acc)
             def acc(_, acc):
                 for j, operand in enumerate(columns):
-                    acc = add_product(acc, operand, sm["x"], address, slot, 0, j // 2, j % 2)
+                    place = slot, 0, j // 2, j % 2
+                    acc = add_product(acc, operand, sm["x"], *place, simulated=simulated)
                 plgpu.wgmma_wait(0)
                 return acc
 
@@ -208,27 +209,19 @@ def compute(
         return acc
 
     def store(value, bias, token, row_tile):
-        """Stores the outputs [64, .] of a row tile, of the tokens from one on."""
+        """Starts to store the outputs [64, .] of a row tile, of the tokens from one on."""
         width = value.shape[1]
         tokens, rows = pl.ds(token, width), pl.ds(row_tile * plan.height, plan.height)
         if plan.paired:
             factor = gm["factor"] if simulated else sm["factor"]
-            copy_out(
-                swiglu.apply(value, factor.at[tokens], simulated=simulated),
-                gm["y"].at[tokens, rows],
-            )
-            return
-        if bias is not None:
+            value = swiglu.apply(value, factor.at[tokens], simulated=simulated)
+        elif bias is not None:
             value += over_tokens(bias.astype(jnp.float32), width)
         if gm["y"].dtype == jnp.float32:
             gm["y"].at[rows, tokens][...] = value
-        else:
-            copy_out(value, gm["y"].at[tokens, rows])
-
-    def copy_out(value, place):
-        """Starts to store a value, transposed and rounded, or what SwiGLU makes of it."""
+            return
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last one
-        rounded = sm["y"].at[row, pl.ds(0, place.shape[0])]
+        rounded = sm["y"].at[row, pl.ds(0, width)]
         if plan.paired:
             rounded[...] = value
         else:
@@ -236,14 +229,14 @@ def compute(
                 value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
             )
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(rounded, place)
+        plgpu.copy_smem_to_gmem(rounded, gm["y"].at[tokens, rows])
 
     def bias_of(row_tile):
         return read("bias", pl.ds(row_start(row_tile), TILE_ROWS)) if "bias" in gm else None
 
     def add_parts(value, bias, token, row_tile):
         """Adds up a tile over the blocks of the cluster: each receiver some of its tokens."""
-        member = lax.axis_index("member")
+        member = opaque(lax.axis_index("member"))  # or what follows from it waits in registers
         width = config.tile_m // config.receivers
         full = sm["parts_full"].at[row]
         parts = [

@@ -1,8 +1,8 @@
 """Products of 64 columns by wgmma, the weight in registers.
 
 Of the descriptor that says where the tokens are, only the address differs between products.
-`plgpu.wgmma` makes all of it for each one, of a pointer with 64 bits; here one number is kept for a
-stage of the pipeline, and a product adds a constant.
+`plgpu.wgmma` makes all of it for each one, of a pointer with 64 bits; here a stage of the pipeline
+has one, of which a product is a constant away.
 """
 
 from typing import Any
@@ -23,39 +23,21 @@ _EIGHT_TOKENS = 8 * TILE_COLUMNS * 2 // 16  # to the next eight
 _HALF = _EIGHT_TOKENS // 2  # to the columns 64..127
 _STEP = 16 * 2 // 16  # to the next 16 columns
 _UPPER = 1 << 30 | _EIGHT_TOKENS  # 32 bits of a descriptor: rows of 128 bytes, swizzled
-# What an address lacks. ptxas adds smaller constants in two halves, with moves. No address is less:
-# CUDA keeps the first KB of a block's shared memory to itself.
+# What the stage's descriptor lacks. ptxas adds smaller constants in two halves, with moves. No
+# address is less: CUDA keeps the first KB of a block's shared memory to itself.
 _BIAS = 1024 // 16
-
-
-def address_of(x: Any) -> jax.Array:
-    """The int32 that `add_product` wants of tokens [S, P, T, 128] in shared memory."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(OPERAND),),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-    )
-    def address(_, x):
-        i32 = ir.IntegerType.get_signless(32)
-        shift, mask, bias = (
-            arith.constant(i32, ir.IntegerAttr.get(i32, number)) for number in (4, 0x3FFF, _BIAS)
-        )
-        pointer = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x))
-        units = arith.andi(arith.shrui(pointer, shift), mask)
-        return mgpu.FragmentedArray.splat(arith.subi(units, bias), (), is_signed=True)
-
-    return address(x)
 
 
 def add_product(
     acc: jax.Array,
     weight: jax.Array,
     x: Any,
-    address: jax.Array | None,
     slot: Any,
     tile: Any,
     ahead: int,
     half: int,
+    *,
+    simulated: bool,
 ) -> jax.Array:
     """Begins to add a product to an accumulator, in a group that `plgpu.wgmma_wait` awaits.
 
@@ -63,53 +45,63 @@ def add_product(
         acc: float32 [64, T].
         weight: bfloat16 [64, 64].
         x: tokens [S, P, T, 128] in shared memory.
-        address: `address_of(x)`; None has the interpreter multiply at once.
         slot: of the stage.
         tile: of its P tiles of 128 columns, the first that the warpgroup multiplies.
         ahead: which one from there on, a constant.
         half: columns 0..63 or 64..127 of that.
+        simulated: by the interpreter, which takes no inline code and multiplies at once.
 
     Returns:
         The accumulator.
     """
     _, per_stage, tokens, _ = x.shape
-    if address is None:
+    if simulated:
         columns = jnp.split(x[slot, tile + ahead], 2, axis=1)[half]
         return acc + jnp.dot(weight, columns.T, preferred_element_type=jnp.float32)
     size = tokens * TILE_COLUMNS * 2 // 16
-    first = address + (slot * per_stage + tile) * size
-    offsets = [_BIAS + ahead * size + half * _HALF + step * _STEP for step in range(4)]
+    offset = _BIAS + ahead * size + half * _HALF
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT),
+        arg_types=(
+            plgpu.Layout.WGMMA,
+            plgpu.Layout.WGMMA,
+            plgpu.RefType(OPERAND),
+            plgpu.Layout.WG_SPLAT,
+        ),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def multiply(_, acc, weight, first):
+    def multiply(_, acc, weight, x, behind):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        shift, mask, bias = (
+            arith.constant(i32, ir.IntegerAttr.get(i32, number)) for number in (4, 0x3FFF, _BIAS)
+        )
+        address = arith.shrui(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x)), shift)
+        lower = arith.subi(arith.andi(address, mask), bias)
+        lower = arith.addi(lower, behind.registers.item())
         weight = mgpu.optimization_barrier(weight)  # is ready before the fence
         nvvm.wgmma_fence_aligned()
         sums = [vector.extract(pair, [], [i]) for pair in acc.registers.flat for i in (0, 1)]
         words = [mgpu.utils.bitcast(pair, i32) for pair in weight.registers.flat]
         count = len(sums)
         accumulator = ", ".join(f"${i}" for i in range(count))
-        begin, low = 2 * count, 2 * count + len(words)  # of the weight; of the descriptor
+        first_word, last = 2 * count, 2 * count + len(words)
         # An upper half that ptxas cannot see through, or it would move it for each product.
         code = (
-            ".reg .b64 first, desc; .reg .b32 upper; .reg .pred p; setp.eq.b32 p, 0, 0; "
-            f"shr.u32 upper, ${low}, 31; add.u32 upper, upper, {_UPPER}; "
-            f"mov.b64 first, {{${low}, upper}}; "
+            ".reg .b64 stage, desc; .reg .b32 upper; .reg .pred p; setp.eq.b32 p, 0, 0; "
+            f"shr.u32 upper, ${last}, 31; add.u32 upper, upper, {_UPPER}; "
+            f"mov.b64 stage, {{${last}, upper}}; "
         )
-        for step, offset in enumerate(offsets):
-            operand = ", ".join(f"${begin + 4 * step + i}" for i in range(4))
+        for step in range(4):
+            operand = ", ".join(f"${first_word + 4 * step + i}" for i in range(4))
             code += (
-                f"add.s64 desc, first, {offset}; "
+                f"add.s64 desc, stage, {offset + step * _STEP}; "
                 f"wgmma.mma_async.sync.aligned.m64n{tokens}k16.f32.bf16.bf16 "
                 f"{{{accumulator}}}, {{{operand}}}, desc, p, 1, 1, 0; "
             )
         constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * (len(words) + 1)
         struct: Any = llvm.inline_asm(
             llvm.StructType.get_literal([f32] * count),
-            [*sums, *words, first.registers.item()],
+            [*sums, *words, lower],
             f"{{ {code} }}",
             ",".join(constraints),
             has_side_effects=True,
@@ -121,4 +113,4 @@ def add_product(
         out.flat[:] = [vector.from_elements(pair, sums[i : i + 2]) for i in range(0, count, 2)]
         return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return multiply(acc, weight, first)
+    return multiply(acc, weight, x, (slot * per_stage + tile) * size)

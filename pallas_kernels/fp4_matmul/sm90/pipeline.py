@@ -74,7 +74,7 @@ def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shar
         columns = step * plan.per_stage
         tiles = pl.ds(n_tile * config.rows, config.rows), pl.ds(columns, plan.per_stage)
         if plan.paired:
-            first, half = lax.div(n_tile, 2) * config.rows, lax.rem(n_tile, 2)
+            first, half = plan.whole_row_tiles(n_tile)
             tiles = slice(None), pl.ds(first, config.rows), tiles[1], pl.ds(half * 4, 4)
         full = sm["full"].at[slot]
         plgpu.copy_gmem_to_smem(gm["codes"].at[tiles], sm["codes"].at[slot], full)

@@ -159,8 +159,13 @@ class Plan:
     def row_tile(self, n_tile, row):
         """The row tile that a warpgroup has of a tile."""
         if self.paired:
-            return 2 * (lax.div(n_tile, 2) * self.config.rows + row) + lax.rem(n_tile, 2)
+            first, half = self.whole_row_tiles(n_tile)
+            return 2 * (first + row) + half
         return n_tile * self.config.rows + row
+
+    def whole_row_tiles(self, n_tile) -> tuple[Any, Any]:
+        """Of a paired tile, the first of the whole row tiles, and which half of each it has."""
+        return lax.div(n_tile, 2) * self.config.rows, lax.rem(n_tile, 2)
 
     def this_block(self):
         """The block of threads that asks; those of a cluster follow one another."""

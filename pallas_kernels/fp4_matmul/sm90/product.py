@@ -8,7 +8,7 @@ and thousands.
 
 A block of threads is persistent. One warpgroup copies stages of codes, scales and tokens to shared
 memory; those that compute wait for a stage, decode their tiles of it (`layout` explains the bits)
-and multiply. The only roundings are those of the float32 accumulation and of the stored bfloat16.
+and multiply. The only roundings are those of the float32 accumulation, of x A^T and of the result.
 At the end of a piece of a tile the accumulator is scaled by the divisors of its rows; to the piece
 with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
 threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
@@ -65,7 +65,7 @@ def matmul(
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """Returns x W^T + xa B^T + bias.
+    """Returns x W^T + xa B^T + bias, or what SwiGLU makes of x W^T + xa B^T behind a norm.
 
     Args:
         x: bfloat16 [M, K].
@@ -106,30 +106,38 @@ def matmul(
         padding = ((0, padded - n), *((0, 0) for _ in array.shape[1:]))
         return jnp.pad(array, padding, constant_values=1)
 
+    # The copy engine transposes 16 bits. What it does not store has room for whole tiles.
+    transposed = dtype == jnp.float32
+    codes, scales = (*weight.codes.shape[:2], 4, 256), weight.scales.shape
+    y_shape = m, padded
+    if transposed:
+        y_shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
+    if paired:
+        halves = 2, row_tiles // 2, weight.codes.shape[1], 8
+        codes, scales, y_shape = (*halves, 128), (*halves, 16), (m, n // 2)
     scratch = _scratch(plan)
     operands = {
         "x": jnp.pad(x, ((0, m - tokens), (0, -k % 64))),
-        "codes": weight.codes.reshape(*weight.codes.shape[:2], 4, 256),
-        "scales": weight.scales,
+        "codes": weight.codes.reshape(codes),
+        "scales": weight.scales.reshape(scales),
         "divisor": rows_of(weight.divisor),
     }
-    # The copy engine transposes 16 bits. What it does not store has room for whole tiles.
-    transposed = dtype == jnp.float32
-    shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
-    results = {"y": jax.ShapeDtypeStruct(shape if transposed else (m, padded), dtype)}
+    results = {"y": jax.ShapeDtypeStruct(y_shape, dtype)}
     if squares is not None:
         assert n == padded
         assert row_tiles % 2 == 0
+        assert tokens % 8 == 0
         assert plan.m_tiles == 1
         assert dtype == jnp.bfloat16
-        halves = 2, row_tiles // 2, weight.codes.shape[1], 8
-        operands["codes"] = weight.codes.reshape(*halves, 128)
-        operands["scales"] = weight.scales.reshape(*halves, 16)
-        results["y"] = jax.ShapeDtypeStruct((m, n // 2), dtype)
+        assert bias is None
+        assert len(squares) >= MIN_SHARES
+        assert squares.shape[1] == tokens
         if simulated:
             factor = lax.rsqrt(squares.sum(axis=0) + eps)
             operands["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
         else:
+            assert b is not None  # Who adds up its shares sums up the squares, too.
+            assert xa is None
             operands["squares"] = squares
             scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
             scratch["factor_full"] = plgpu.Barrier()
@@ -187,7 +195,7 @@ def matmul(
         kernel_name="fp4_matmul_sm90",
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
-            approx_math=paired,
+            approx_math=paired,  # the exponential and the quotient of SwiGLU, rounded to bfloat16
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=SUM_BYTES,
             profile_space=TRACED_EVENTS if trace else 0,

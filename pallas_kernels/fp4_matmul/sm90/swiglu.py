@@ -21,7 +21,7 @@ from pallas_kernels.fp4_matmul.sm90.shares import load_halves_of_b
 from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
 
 _LOG2_E = 1.4426950408889634
-_HALF = 32  # rows of a paired tile in each half of the weight
+_ROWS = 32  # of a paired tile, in each half of the weight
 _TOKENS = 8  # whose squares are added up at a time
 
 # Shares of the mean squares of eight tokens: a lane has one, and all warps have the same.
@@ -33,14 +33,14 @@ _SQUARES = plgpu.Layout.TILED(
 )
 # A number for each of 32 rows: a warp has eight, a lane one.
 _NUMBERS = plgpu.Layout.TILED(
-    plgpu.Tiling(((_HALF,), (8,), (1,))),
+    plgpu.Tiling(((_ROWS,), (8,), (1,))),
     warp_dims=(-3,),
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
 # Half of an accumulator, transposed: tokens by 32 outputs.
 _TRANSPOSED = plgpu.Layout.TILED(
-    plgpu.Tiling(((8, _HALF), (8, 8), (2, 1))),
+    plgpu.Tiling(((8, _ROWS), (8, 8), (2, 1))),
     warp_dims=(-5,),
     lane_dims=(-3, -4),
     vector_dim=-1,
@@ -79,7 +79,7 @@ def load_numbers(numbers: Any, gates: Any, others: Any, *, simulated: bool) -> j
     if simulated:
         return _in_turn(numbers[gates], numbers[others])
     result = plgpu.ShapeDtypeStruct(
-        (2 * _HALF,), numbers.dtype, layout=plgpu.Layout.WGMMA.reduce(1)
+        (2 * _ROWS,), numbers.dtype, layout=plgpu.Layout.WGMMA.reduce(1)
     )
 
     @plgpu.inline_mgpu(arg_types=([_NUMBERS] * 2,), return_type=result)
@@ -113,7 +113,7 @@ def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
         bfloat16 [T, 32].
     """
     if simulated:
-        gate, up = (x.reshape(_HALF, -1).T for x in value.reshape(4, 2, 8, -1).swapaxes(0, 1))
+        gate, up = (x.reshape(_ROWS, -1).T for x in value.reshape(4, 2, 8, -1).swapaxes(0, 1))
         factor = factor[...]
     else:
         gate, up = _halves(value)
@@ -127,14 +127,14 @@ def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
 
 def _in_turn(gate: jax.Array, other: jax.Array) -> jax.Array:
     """By eight rows."""
-    shape = _HALF // 8, 8, *gate.shape[1:]
+    shape = _ROWS // 8, 8, *gate.shape[1:]
     both = jnp.stack([gate.reshape(shape), other.reshape(shape)], axis=1)
-    return both.reshape(2 * _HALF, *gate.shape[1:])
+    return both.reshape(2 * _ROWS, *gate.shape[1:])
 
 
 def _halves(value: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The rows of the gate and the others, transposed: [T, 32] each of [64, T]."""
-    result = plgpu.ShapeDtypeStruct((value.shape[1], _HALF), value.dtype, layout=_TRANSPOSED)
+    result = plgpu.ShapeDtypeStruct((value.shape[1], _ROWS), value.dtype, layout=_TRANSPOSED)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(result, result))
     def halves(_, value):
