@@ -427,8 +427,9 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
         ("dense", "nvfp4"),
     ],
 )
-def test_a_step_whose_product_ends_with_swiglu(down, form, interpret, monkeypatch):
-    """Of a packed policy; on a CPU a definition stands in for the product."""
+@pytest.mark.parametrize("begins_norm", [False, True])
+def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpret, monkeypatch):
+    """Of a packed policy; on a CPU definitions stand in for the products."""
     rows, served = 8, []
     config, params = tiny_model.tiny_policy("llama", embed_dim=512, mlp_dim=640, head_dim=32)
 
@@ -452,11 +453,25 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, interpret, monkeypatc
     lengths = jnp.arange(1, rows + 1)
     _, cache = transformer.prefill(params, None, prompts, lengths, config=config, slots=16)
 
-    def swiglu(x, weight, shares, b, squares, *, eps):
+    def product(x, weight, b, *, shares=None, a=None):
+        if a is not None:
+            return fp4_matmul.fp4_matmul(x, weight, lora=(a, b))
+        return fp4_matmul.fp4_matmul_with_shares(x, weight, shares, b)
+
+    def begin_norm(x, weight, stream, scale, b, **adapter):
         served.append(weight.shape)
         if not interpret:
-            return kernel(x, weight, shares, b, squares, eps=eps)
-        y = fp4_matmul.fp4_matmul_with_shares(x, weight, shares, b)
+            return kernels_of["fp4_begin_norm"](x, weight, stream, scale, b, **adapter)
+        y = stream + product(x, weight, b, **adapter)
+        wide = y.astype(jnp.float32)
+        return y, (wide * scale).astype(x.dtype), jnp.mean(wide * wide, axis=1)[None]
+
+    def swiglu(x, weight, b, squares, *, eps, **adapter):
+        served.append(weight.shape)
+        assert (adapter["shares"] is None) == begins_norm
+        if not interpret:
+            return kernels_of["fp4_swiglu"](x, weight, b, squares, eps=eps, **adapter)
+        y = product(x, weight, b, **adapter)
         gate, up = jnp.split(y * jax.lax.rsqrt(squares.sum(axis=0) + eps)[:, None], 2, axis=1)
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
@@ -471,10 +486,17 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, interpret, monkeypatc
     for name in ("norm_project", "attend", "merge_project"):
         patched = functools.partial(getattr(kernels, name), interpret=interpret)
         monkeypatch.setattr(kernels, name, patched)
-    kernel = fp4_matmul.fp4_swiglu_with_shares
-    monkeypatch.setattr(fp4_matmul, "fp4_swiglu_with_shares", swiglu)
+    stand_ins = {"fp4_begin_norm": begin_norm, "fp4_swiglu": swiglu}
+    kernels_of = {name: getattr(fp4_matmul, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(fp4_matmul, name, stand_in)
     if interpret:
-        monkeypatch.setattr(fp4_matmul, "serves_swiglu", lambda *_: True)
+        monkeypatch.setattr(fp4_matmul, "serves_swiglu", lambda *_, **__: True)
+    if interpret or not begins_norm:
+        monkeypatch.setattr(fp4_matmul, "serves_norm", lambda *_: begins_norm)
     actual = step()
-    assert served == [(2 * config.mlp_dim, config.embed_dim)]  # layers share a trace
+    expected_products = [(2 * config.mlp_dim, config.embed_dim)]
+    if begins_norm:
+        expected_products.insert(0, (config.embed_dim, config.num_heads * config.head_dim))
+    assert served == expected_products  # layers share a trace
     assert_close(actual, wide(expected), 2e-2)

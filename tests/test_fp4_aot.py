@@ -99,12 +99,42 @@ def test_config(name, adapter, build):
 
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 40, 48, 64, 96, 128])
 @pytest.mark.parametrize("model", cases.MODELS)
-def test_swiglu(model, m, build):
+@pytest.mark.parametrize("inside", [False, True])
+def test_swiglu(inside, model, m, build):
     n, k = cases.MODELS[model]["gate_up"]
     config = tiling.choose(m, n, k, rank=64)
     count = k // tiling.TILE_COLUMNS
-    extra = {"shares": array(count, m, 64, dtype=jnp.float32), "b": array(n, 64)}
-    extra["squares"] = array(count, m, dtype=jnp.float32)
+    extra = {"b": array(n, 64), "squares": array(count, m, dtype=jnp.float32)}
+    if inside:
+        plan = sm90.make_plan(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
+        if not plan.makes_shares(64, k):
+            pytest.skip("x A^T is a product of its own")
+        extra["a"] = array(64, k)
+    else:
+        extra["shares"] = array(count, m, 64, dtype=jnp.float32)
+
+    def product(x, weight, extra):
+        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+
+    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
+
+
+@pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64, 96, 128])
+@pytest.mark.parametrize("model", cases.MODELS)
+@pytest.mark.parametrize("inside", [False, True])
+def test_begin_norm(inside, model, m, build):
+    n, k = cases.MODELS[model]["o"]
+    config = tiling.choose(m, n, k, rank=64)
+    plan = sm90.make_plan(config, m, n // tiling.TILE_ROWS, k, 132)
+    if not plan.adds_to_stream(m):
+        pytest.skip("the norm is a kernel of its own")
+    extra = {"stream": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
+    if inside:
+        if not plan.makes_shares(32, k):
+            pytest.skip("x A^T is a product of its own")
+        extra["a"] = array(32, k)
+    else:
+        extra["shares"] = array(k // tiling.TILE_COLUMNS, m, 32, dtype=jnp.float32)
 
     def product(x, weight, extra):
         return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)

@@ -296,26 +296,87 @@ def test_swiglu(config, m, n, k):
         gate, up = np.split(product / np.sqrt(parts.sum(axis=0) + 0.1)[:, None], 2, axis=1)
         expected.append(gate / (1 + np.exp(-gate)) * up)
     tiles = fp4.to_tiles(weight)
-    assert fp4.serves_swiglu(x, tiles, shares, b, squares[0])
-    swiglu = functools.partial(fp4.fp4_swiglu_with_shares, eps=0.1, config=config)
+    assert fp4.serves_swiglu(x, tiles, b, shares=shares)
+    swiglu = functools.partial(fp4.fp4_swiglu, shares=shares, eps=0.1, config=config)
 
     @jax.jit
-    def run(x, tiles, shares, b, squares):
-        first = jnp.stack([swiglu(x, tiles, shares, b, parts) for parts in squares])
+    def run(x, tiles, b, squares):
+        first = jnp.stack([swiglu(x, tiles, b, parts) for parts in squares])
 
         def again(i, differs):
-            y = swiglu(x, tiles, shares, b, squares[i % 2])
+            y = swiglu(x, tiles, b, squares[i % 2])
             return differs | jnp.any(y != first[i % 2])
 
         return first, jax.lax.fori_loop(0, 20, again, False)
 
-    first, differs = run(x, tiles, shares, b, squares)
+    first, differs = run(x, tiles, b, squares)
     assert first.shape == (2, m, n // 2)
     for y, exact_y in zip(first, expected, strict=True):
         # Gate, what it multiplies, its activation and the result are rounded.
         error = np.linalg.norm(float64(y) - exact_y) / np.linalg.norm(exact_y)
         assert error < 2 * ROUNDING
     assert not differs
+
+
+def norms():
+    """Named shapes, and every kind of tiling, with row tiles beyond the weight."""
+    for model in ("1.5b", "7b", "14b", "32b", "llama8b"):
+        for layer in ("o", "down"):
+            yield from ((None, m, *cases.MODELS[model][layer]) for m in (8, 32, 64))
+    for config in CONFIGS[1:]:
+        shape = config.tile_m, 64 * 37, 1024
+        if tiling.takes_shares(config) and adapter_cases.plan_of(config, *shape, 64).adds_to_stream(
+            config.tile_m
+        ):
+            yield config, *shape
+    # The last block's run of shared steps is a whole tile.
+    yield TileConfig(16, rows=2, stages=6, stream=True), 16, 128 * 131, 1024
+
+
+@pytest.mark.parametrize(("config", "m", "n", "k"), norms(), ids=str)
+def test_begin_norm(config, m, n, k):
+    """With given shares and its own, bit for bit what the product and the sum are."""
+    rng = np.random.default_rng()
+    weight = random_weight(rng, n, k)
+    x, stream, a, b = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((m, k), (m, n), (32, k), (n, 64))
+    )
+    stream *= np.float32(k**0.5).astype(jnp.bfloat16)
+    scale = jnp.asarray(rng.standard_normal(n), jnp.float32)
+    shares = jnp.asarray(rng.standard_normal((k // 128, m, 32)), jnp.float32)
+    tiles = fp4.to_tiles(weight)
+    plan = adapter_cases.plan_of(config, m, n, k, 64)
+    assert plan.adds_to_stream(m)
+    if config is None:
+        assert fp4.serves_norm(x, tiles, b)
+
+    @jax.jit
+    def run(x, tiles, stream, scale, extra, b):
+        begin = functools.partial(fp4.fp4_begin_norm, config=config)
+        first = begin(x, tiles, stream, scale, b, **extra)
+
+        def again(_, differs):
+            same = begin(x, tiles, stream, scale, b, **extra)
+            return differs | jnp.any(
+                jnp.stack([jnp.any(y != z) for y, z in zip(first, same, strict=True)])
+            )
+
+        y = api._run_kernel(x, tiles, config, b=b, **extra)
+        return y, first, jax.lax.fori_loop(0, 20, again, False)
+
+    for extra in ({"shares": shares}, {"a": a}):
+        if "a" in extra and not plan.makes_shares(*a.shape):
+            continue
+        y, (total, scaled, squares), differs = run(x, tiles, stream, scale, extra, b)
+        expected = (y.astype(jnp.float32) + stream.astype(jnp.float32)).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(float64(total), float64(expected))
+        np.testing.assert_array_equal(
+            float64(scaled), float64((expected.astype(jnp.float32) * scale).astype(jnp.bfloat16))
+        )
+        means = np.mean(float64(total) ** 2, axis=1)
+        np.testing.assert_allclose(float64(squares).sum(axis=0), means, rtol=1e-5)
+        assert not differs
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])

@@ -368,13 +368,13 @@ def test_shares_without_the_kernel():
 
 
 @pytest.mark.usefixtures("simulated_api")
-def test_swiglu_with_shares():
+def test_swiglu():
     m, n, k, rank = 8, 128, 512, 40
     x, weight, squares, b = swiglu_inputs(m, n, k)
     b = b.at[:, rank:].set(0)
     shares = jnp.asarray(np.random.default_rng(4).standard_normal((5, m, 64)), jnp.float32)
-    y = fp4.fp4_swiglu_with_shares(
-        x, fp4.to_tiles(weight), shares.at[:, :, rank:].set(0), b, squares, eps=0.5
+    y = fp4.fp4_swiglu(
+        x, fp4.to_tiles(weight), b, squares, shares=shares.at[:, :, rank:].set(0), eps=0.5
     )
     xa = float64(shares.sum(axis=0))[:, :rank]
     expected = swiglu_of(x, weight, xa, b[:, :rank], squares, 0.5)
@@ -390,7 +390,7 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
     tiles = fp4.to_tiles(weight)
 
     def serves(m=16, weight=tiles, squares=squares, b=b, count=4):
-        return fp4.serves_swiglu(x[:m], weight, shares[:count, :m], b, squares)
+        return fp4.serves_swiglu(x[:m], weight, b, squares, shares=shares[:count, :m])
 
     assert not serves()
     monkeypatch.setattr(api, "kernel_runs", lambda: True)
@@ -403,7 +403,7 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
     assert not serves(b=b[:, :40])
     assert not serves(count=3)
     large = jnp.zeros((136, 512), jnp.bfloat16)
-    assert not fp4.serves_swiglu(large, tiles, jnp.zeros((4, 136, 64)), b, squares)
+    assert not fp4.serves_swiglu(large, tiles, b, squares, shares=jnp.zeros((4, 136, 64)))
     assert serves(b=jnp.zeros((256, 512), jnp.bfloat16))
     assert not serves(b=jnp.zeros((256, 576), jnp.bfloat16))  # more than a stage holds
 
@@ -418,9 +418,71 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
 )
 def test_tilings_without_swiglu(config, message):
     x, weight, squares, b = swiglu_inputs(16, 256, 512)
-    args = x, fp4.to_tiles(weight), jnp.zeros((4, 16, 64)), b, squares
+    shares = jnp.zeros((4, 16, 64))
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_swiglu_with_shares(*args, eps=1.0, config=config)
+        fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, squares, shares=shares, eps=1.0, config=config)
+
+
+def norm_inputs(m, n, k):
+    """x, the weight, the residual stream, the norm's scale, A and B."""
+    scale = jnp.asarray(np.random.default_rng(5).uniform(0.5, 2, n), jnp.float32)
+    stream = (k**0.5 * float64(normal(m, n, seed=6))).astype(jnp.bfloat16)
+    return normal(m, k), random_weight(n, k), stream, scale, normal(32, k, seed=1), normal(n, 64)
+
+
+@pytest.mark.usefixtures("simulated_api")
+@pytest.mark.parametrize("made", [False, True])
+def test_the_beginning_of_a_norm(made):
+    """With shares given, and with A, of which the simulation makes them."""
+    x, weight, stream, scale, a, b = norm_inputs(16, 192, 512)
+    b = b.at[:, 32:].set(0)
+    xa = float64(x) @ float64(a).T
+    extra = {"a": a} if made else {"shares": jnp.asarray([xa / 4] * 4, jnp.float32)}
+    config = TileConfig(16, rows=1, block_k=256, stages=2)
+    total, scaled, squares = fp4.fp4_begin_norm(
+        x, fp4.to_tiles(weight), stream, scale, b, config=config, **extra
+    )
+    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    expected += xa @ float64(b)[:, :32].T + float64(stream)
+    assert relative_error(total, expected) < 2 * ROUNDING
+    assert relative_error(scaled, expected * float64(scale)) < 2 * ROUNDING
+    means = float64(squares).sum(axis=0)
+    np.testing.assert_allclose(means, np.mean(float64(total) ** 2, axis=1), rtol=1e-5)
+
+
+def test_where_the_kernel_begins_a_norm(monkeypatch):
+    """Not where it does not run, nor for arguments that it does not take."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    x, weight, *_, b = norm_inputs(64, 3584, 512)
+    tiles = fp4.to_tiles(weight)
+
+    def serves(m=64, weight=tiles, b=b):
+        return fp4.serves_norm(jnp.concatenate([x] * 3)[:m], weight, b)
+
+    assert not serves()
+    monkeypatch.setattr(api, "kernel_runs", lambda: True)
+    assert serves()
+    assert serves(m=8)
+    assert not serves(m=12)
+    assert not serves(m=136)
+    assert not serves(weight=weight)
+    assert not serves(weight=fp4.to_tiles(random_weight(200, 512)))
+    assert not serves(b=b[:, :40])
+    assert not serves(b=jnp.zeros((3584, 576), jnp.bfloat16))  # more than a stage holds
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TileConfig(8, rows=1), "wants 16 tokens in a tile"),
+        (TileConfig(16, rows=5, stages=8), "and room for two results"),
+        (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
+    ],
+)
+def test_tilings_without_the_beginning_of_a_norm(config, message):
+    x, weight, stream, scale, a, b = norm_inputs(16, 256, 512)
+    with pytest.raises(ValueError, match=message):
+        fp4.fp4_begin_norm(x, fp4.to_tiles(weight), stream, scale, b, a=a, config=config)
 
 
 @pytest.mark.usefixtures("simulated_api")
@@ -429,15 +491,15 @@ def test_self_check_while_tracing(monkeypatch):
     kernel, plans = api._kernel(), {}
 
     def matmul(x, tiles, *, config, multiprocessors, **extra):
-        made, paired = "a" in extra, "squares" in extra
+        made, paired, begun = (name in extra for name in ("a", "squares", "stream"))
         plan = sm90.make_plan(
             config, len(x), len(tiles.codes), x.shape[1], multiprocessors, paired=paired
         )
-        plans["made" if made else "given"] = plan
+        plans["made" if made else "begun" if begun else "given"] = plan
         assert plan.makes_shares(*extra["a"].shape) if made else tiling.takes_shares(config)
         assert made == ("shares" not in extra)
         assert made == ("bias" in extra)
-        assert made == (not paired)
+        assert made == (not (paired or begun))
         assert made == bool(tiles.shape[0] % tiling.TILE_ROWS)
         return kernel.matmul(x, tiles, config=config, multiprocessors=multiprocessors, **extra)
 
@@ -449,9 +511,10 @@ def test_self_check_while_tracing(monkeypatch):
         assert plan.config.problem() is None
         assert plan.steps > plan.config.stages
         assert plan.config.stages * plan.config.stage_bytes() > pipeline._BYTES_IN_FLIGHT
-    shared, split = plans["given"], plans["made"]
-    assert shared.shared > 0
-    assert shared.tiles > shared.blocks  # whole ones too
+    split = plans["made"]
+    for name in ("given", "begun"):
+        assert plans[name].shared > 0
+        assert plans[name].tiles > plans[name].blocks  # whole ones too
     assert split.split == 2
     assert split.tiles == 3 * split.clusters
 

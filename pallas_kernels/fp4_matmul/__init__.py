@@ -1,12 +1,14 @@
 """y = x W^T for a frozen weight W in 4 bits (NVFP4, MXFP4 or NF4), with LoRA and bias."""
 
 from pallas_kernels.fp4_matmul.api import (
+    fp4_begin_norm,
     fp4_matmul,
     fp4_matmul_float32,
     fp4_matmul_with_shares,
-    fp4_swiglu_with_shares,
+    fp4_swiglu,
     kernel_runs,
     load_kernel,
+    serves_norm,
     serves_swiglu,
     sum_of_shares,
 )
@@ -32,14 +34,16 @@ __all__ = [
     "dequantize",
     "dot",
     "format_of",
+    "fp4_begin_norm",
     "fp4_matmul",
     "fp4_matmul_float32",
     "fp4_matmul_with_shares",
-    "fp4_swiglu_with_shares",
+    "fp4_swiglu",
     "from_tiles",
     "kernel_runs",
     "load_kernel",
     "padded_rank",
+    "serves_norm",
     "serves_swiglu",
     "sum_of_shares",
     "to_tiles",

@@ -130,26 +130,28 @@ def fp4_matmul_with_shares(
     return _run_kernel(x, weight, config, shares=shares, b=b)
 
 
-def fp4_swiglu_with_shares(
+def fp4_swiglu(
     x: jax.Array,
     weight: Fp4Weight | Fp4Tiles,
-    shares: jax.Array,
     b: jax.Array,
     squares: jax.Array,
     *,
+    shares: jax.Array | None = None,
+    a: jax.Array | None = None,
     eps: float,
     config: TileConfig | None = None,
 ) -> jax.Array:
-    """Returns SwiGLU of `fp4_matmul_with_shares` behind a norm, where `serves_swiglu`.
+    """Returns SwiGLU of x W^T + (x A^T) B^T behind a norm, where `serves_swiglu`.
 
     Gate, what it multiplies, the activation and the product of the two are rounded to bfloat16.
 
     Args:
         x: bfloat16 [M, K], a row times the norm's scale, but not over its root mean square.
         weight: [2 F, K]; the first half is the gate's.
-        shares: see `fp4_matmul_with_shares`.
-        b: likewise.
+        b: see `fp4_matmul_with_shares`.
         squares: float32 [S, M], whose sum over S is the mean square.
+        shares: see `fp4_matmul_with_shares`.
+        a: in their place, bfloat16 [R, K].
         eps: of the norm.
         config: the tiling of the kernel; None looks it up.
 
@@ -164,28 +166,107 @@ def fp4_swiglu_with_shares(
         if problem is None and not _ends_with_swiglu(config, len(x)):
             problem = f"SwiGLU wants {len(x)} tokens in one tile and room for shares, got {config}"
         if problem:
-            raise ValueError(f"fp4_swiglu_with_shares: {problem}")
-    return _run_kernel(x, weight, config, shares=shares, b=b, squares=squares, eps=eps)
+            raise ValueError(f"fp4_swiglu: {problem}")
+    options = {"a": a, "b": b, "shares": shares, "squares": squares, "eps": eps}
+    return _run_kernel(x, weight, config, **options)
 
 
 def serves_swiglu(
-    x: jax.Array, weight: Fp4Weight | Fp4Tiles, shares: jax.Array, b: jax.Array, squares: jax.Array
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: Fp4Weight | Fp4Tiles,
+    b: jax.Array,
+    squares: jax.Array | None = None,
+    *,
+    shares: jax.Array | None = None,
+    a: jax.Array | None = None,
 ) -> bool:
-    """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu_with_shares`."""
+    """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu`.
+
+    With `a` only where the kernel makes x A^T, too; without squares for those of `fp4_begin_norm`.
+    """
     if not _suits_kernel(weight, x):
         return False
     (m, k), n, rank = x.shape, weight.shape[0], b.shape[1]
     fits = (
         m % 8 == 0
         and n % (2 * tiling.TILE_ROWS) == 0
-        and shares.shape[2] <= rank == tiling.padded_rank(rank)
-        and min(len(shares), len(squares)) >= tiling.MIN_SHARES
+        and rank == tiling.padded_rank(rank)
         and _has_room(m, n, k, rank)
     )
     if not fits:
         return False
-    config = tiling.choose(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
-    return _ends_with_swiglu(config, m)
+    plan = _plan_of(x, weight, rank, paired=True)
+    if not _ends_with_swiglu(plan.config, m):
+        return False
+    if squares is not None and len(squares) < tiling.MIN_SHARES:
+        return False
+    if a is not None:
+        return plan.makes_shares(*a.shape)
+    return shares is not None and len(shares) >= tiling.MIN_SHARES and shares.shape[2] <= rank
+
+
+def fp4_begin_norm(
+    x: jax.Array,
+    weight: Fp4Weight | Fp4Tiles,
+    stream: jax.Array,
+    scale: jax.Array,
+    b: jax.Array,
+    *,
+    shares: jax.Array | None = None,
+    a: jax.Array | None = None,
+    config: TileConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds x W^T + (x A^T) B^T to the residual stream and begins a norm, where `serves_norm`.
+
+    The product and the sum are rounded to bfloat16.
+
+    Args:
+        x: bfloat16 [M, K].
+        weight: [N, K].
+        stream: bfloat16 [M, N].
+        scale: float32 [N], of the norm.
+        b: see `fp4_matmul_with_shares`.
+        shares: likewise.
+        a: in their place, bfloat16 [R, K].
+        config: the tiling of the kernel; None looks it up.
+
+    Returns:
+        The sum and the sum times the scale, [M, N]; and float32 [S, M], whose sum over S is the
+        mean square of the former.
+
+    Raises:
+        ValueError: a tiling that cannot be, or of another number of tokens, or without room.
+    """
+    if config is not None:
+        problem = config.problem()
+        if problem is None and not _plan_of(x, weight, b.shape[1], config).adds_to_stream(len(x)):
+            problem = f"a norm wants {len(x)} tokens in a tile and room for two results: {config}"
+        if problem:
+            raise ValueError(f"fp4_begin_norm: {problem}")
+    options = {"a": a, "b": b, "shares": shares, "stream": stream, "scale": scale}
+    return _run_kernel(x, weight, config, **options)
+
+
+def serves_norm(x: jax.Array, weight: Fp4Weight | Fp4Tiles, b: jax.Array) -> bool:
+    """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`."""
+    if not _suits_kernel(weight, x):
+        return False
+    (m, k), n, rank = x.shape, weight.shape[0], b.shape[1]
+    return (
+        m % 8 == 0
+        and n % tiling.TILE_ROWS == 0
+        and rank == tiling.padded_rank(rank)
+        and _has_room(m, n, k, rank)
+        and _plan_of(x, weight, rank).adds_to_stream(m)
+    )
+
+
+def _plan_of(x, weight, rank, config=None, *, paired=False):
+    """What the kernel does for x [M, K]."""
+    (m, k), n, count = x.shape, weight.divisor.shape[0], device.multiprocessors()
+    if config is None:
+        config = tiling.choose(m, n, k, rank=rank, multiprocessors=count)
+    return _kernel().make_plan(config, m, len(weight.codes), k, count, paired=paired)
 
 
 def _ends_with_swiglu(config: TileConfig, m: int) -> bool:
@@ -266,30 +347,27 @@ def _run_kernel(x, weight, config=None, *, a=None, b=None, shares=None, **option
 
     It makes x A^T itself, or adds up shares of it, if there are few rows and room for that.
     """
-    multiprocessors = device.multiprocessors()
     rows = x.reshape(-1, x.shape[-1])
-    n, (m, k) = weight.divisor.shape[0], rows.shape
-    if config is None:
-        rank = 0 if b is None else b.shape[1]
-        config = tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    rank = 0 if b is None else b.shape[1]
+    plan = _plan_of(rows, weight, rank, config, paired="squares" in options)
+    config = plan.config
     if a is not None:
-        plan = _kernel().make_plan(config, m, len(weight.codes), k, multiprocessors)
         if plan.makes_shares(*a.shape):
             options["a"] = a
-        elif _projects_in_shares(config, k):
+        elif _projects_in_shares(config, rows.shape[1]):
             shares = _projection().project(rows, a)
         else:
             options["xa"] = _padded(reference.dot(rows, a), len(a))
     if shares is not None and b is not None:
-        few = m <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
+        few = len(rows) <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
         if few and tiling.takes_shares(config):
             options["shares"] = shares
         else:
             options["xa"] = sum_of_shares(shares, rows, b)
     y = _kernel().matmul(
-        rows, weight, config=config, multiprocessors=multiprocessors, b=b, **options
+        rows, weight, config=config, multiprocessors=device.multiprocessors(), b=b, **options
     )
-    return y.reshape(*x.shape[:-1], -1)
+    return y if "stream" in options else y.reshape(*x.shape[:-1], -1)
 
 
 def _projects_in_shares(config, columns):
@@ -333,7 +411,9 @@ def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Ar
 _kernel_matmul.defvjp(_kernel_matmul_fwd, _kernel_matmul_bwd)
 
 
-def _suits_kernel(weight: Fp4Weight | Fp4Tiles, x: jax.Array) -> TypeGuard[Fp4Tiles]:
+def _suits_kernel(
+    weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
+) -> TypeGuard[Fp4Tiles]:
     if not isinstance(weight, Fp4Tiles) or not kernel_runs():
         return False
     if x.dtype != jnp.bfloat16:
@@ -377,10 +457,10 @@ def load_kernel() -> None:
 def self_check() -> float:
     """The relative error of a small product with an adapter, the larger of two tilings'.
 
-    One shares tiles, is given shares of x A^T and ends with SwiGLU. The other makes them, and has
-    clusters with a tile for each block and an odd one, a bias, and an N within a tile. A tile has
-    more steps than the pipeline stages. Without slices and `ahead`, which few tilings have: they
-    take longer to lower.
+    One shares tiles, is given shares of x A^T, and ends with SwiGLU or begins a norm. The other
+    makes them, and has clusters with a tile for each block and an odd one, a bias, and an N within
+    a tile. A tile has more steps than the pipeline stages. Without slices and `ahead`, which few
+    tilings have: they take longer to lower.
     """
     shared = TileConfig(8, rows=2, stages=7, stream=True)
     split = dataclasses.replace(shared, stream=False, split=2)
@@ -406,6 +486,8 @@ def self_check() -> float:
         rng.normal(0, deviation, shape).astype(jnp.bfloat16)
         for deviation, shape in ((1, (m, k)), (0.05, (rank, k)), (1, (n, 64)), (1, (n,)))
     )
+    stream = rng.normal(0, 10, (m, gate_up.shape[0])).astype(jnp.bfloat16)
+    scale = rng.uniform(0.5, 2, gate_up.shape[0]).astype(np.float32)
     x_parts, a_parts = (array.astype(np.float32).reshape(len(array), 4, -1) for array in (x, a))
     shares = np.einsum("msk,rsk->smr", x_parts, a_parts)
     matmul = functools.partial(_kernel().matmul, x)
@@ -417,14 +499,24 @@ def self_check() -> float:
         extra = {"shares": shares, "b": b[: gate_up.shape[0]], "squares": squares}
         return matmul(gate_up, config=shared, multiprocessors=5, **extra)
 
+    def begins_norm(half, _):
+        extra = {"shares": shares, "b": b[: half.shape[0]], "stream": stream, "scale": scale}
+        total, scaled, parts = matmul(half, config=shared, multiprocessors=5, **extra)
+        return jnp.concatenate([total, scaled, jnp.sqrt(parts.sum(axis=0))[:, None]], axis=1)
+
     def makes_shares(tiles, _):
         return matmul(tiles, config=split, multiprocessors=8, a=a, b=b, bias=bias)
 
-    functions = (dense, tiles), (ends_with_swiglu, gate_up), (makes_shares, tiles)
+    functions = (
+        (dense, tiles),
+        (ends_with_swiglu, gate_up),
+        (begins_norm, gate_up),
+        (makes_shares, tiles),
+    )
     squares = np.zeros((tiling.MIN_SHARES + 1, m), np.float32)  # no whole number of batches
     # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
     # as Python runs in one at a time; what is lowered compiles meanwhile.
-    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+    with concurrent.futures.ThreadPoolExecutor(5) as threads:
 
         def start():
             return [
@@ -445,9 +537,12 @@ def self_check() -> float:
             _rounded(half / np.sqrt(squares.sum(axis=0, dtype=np.float64))[:, None])
             for half in np.split(product[:, : gate_up.shape[0]], 2, axis=1)
         )
+        total = _rounded(_rounded(product[:, : gate_up.shape[0]]) + stream.astype(np.float64))
+        size = np.sqrt(np.mean(total**2, axis=1, keepdims=True))
         pairs = (
             (run(1), _rounded(gate / (1 + np.exp(-gate))) * up),
-            (run(2), product + bias.astype(np.float64)),
+            (run(2), np.concatenate([total, total * scale, size], axis=1)),
+            (run(3), product + bias.astype(np.float64)),
         )
     return float(np.max([np.linalg.norm(y - z) / np.linalg.norm(z) for y, z in pairs]))
 

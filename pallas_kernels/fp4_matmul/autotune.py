@@ -35,6 +35,7 @@ from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
+_MAX_ROWS_OF_NORM = 64  # that the output projection begins: with more its tile has not all of them
 _EPS = 1e-6  # of the norm in front of SwiGLU
 _REPORT = "MOSAIC_GPU_DUMP_PTXAS"
 _report = threading.Lock()
@@ -118,9 +119,10 @@ def decode_product(
 ) -> tuple[Callable, Callable, list]:
     """What a layer of a decode step of M rows makes of its tokens and its weight.
 
-    With more than eight rows attention and SwiGLU leave x A^T to the products behind them, and up
-    to 128 the product of gate and up ends with SwiGLU. Otherwise shares of x A^T are given, but for
-    so many rows that the kernel does not add them up.
+    With more than eight rows attention and SwiGLU leave x A^T to the products behind them. So does
+    the output projection up to 64, which begins the norm. Up to 128 the product of gate and up ends
+    with SwiGLU. Otherwise shares of x A^T are given, but for so many rows that the kernel does not
+    add them up.
 
     Args:
         layer: "7b.gate_up"; any other name is one that gets shares.
@@ -138,30 +140,43 @@ def decode_product(
     if not rank or m > tiling.MAX_ROWS_OF_SHARES:
         return functools.partial(fp4.fp4_matmul, implementation="mosaic"), by_xla, []
     part = layer.rpartition(".")[2]
-    if part in ("o", "down") and m > 8:
+    shares, b = benchmark.random_shares(m, n, k, rank)
+    squares = jax.random.uniform(jax.random.key(4), shares.shape[:2], minval=0.5, maxval=1.5)
+    adapters = benchmark.random_adapters(count, rank, n, k)
 
-        def with_adapter(x, weight, lora, config):
-            return fp4.fp4_matmul(x, weight, lora=lora, implementation="mosaic", config=config)
+    def with_adapter(x, weight, lora, config):
+        return fp4.fp4_matmul(x, weight, lora=lora, implementation="mosaic", config=config)
 
-        adapters = benchmark.random_adapters(count, rank, n, k)
-        return with_adapter, lambda x, weight, lora: by_xla(x, weight, lora=lora), [adapters]
+    def with_adapter_by_xla(x, weight, lora):
+        return by_xla(x, weight, lora=lora)
 
     def with_shares(x, weight, shares, b):
         return by_xla(x, weight) + fp4.dot(fp4.sum_of_shares(shares, x, b), b)
 
-    shares, b = benchmark.random_shares(m, n, k, rank)
-    args = [[shares] * count, [b] * count]
-    if part != "gate_up" or m % 8:
-        return fp4.fp4_matmul_with_shares, with_shares, args
-
-    def swiglu(x, weight, shares, b, squares):
-        y = with_shares(x, weight, shares, b).astype(jnp.float32)
-        gate, up = jnp.split(y * lax.rsqrt(squares.sum(axis=0) + _EPS)[:, None], 2, axis=1)
+    def swiglu(y, squares):
+        y = y.astype(jnp.float32) * lax.rsqrt(squares.sum(axis=0) + _EPS)[:, None]
+        gate, up = jnp.split(y, 2, axis=1)
         return jax.nn.silu(gate) * up
 
-    squares = jax.random.uniform(jax.random.key(4), shares.shape[:2], minval=0.5, maxval=1.5)
-    ends_with_swiglu = functools.partial(fp4.fp4_swiglu_with_shares, eps=_EPS)
-    return ends_with_swiglu, swiglu, [*args, [squares] * count]
+    if part in ("o", "down") and m > 8:
+        return with_adapter, with_adapter_by_xla, [adapters]
+    if part != "gate_up" or m % 8:
+        return fp4.fp4_matmul_with_shares, with_shares, [[shares] * count, [b] * count]
+    if m <= _MAX_ROWS_OF_NORM:
+        return (
+            lambda x, weight, lora, squares, config: fp4.fp4_swiglu(
+                x, weight, lora[1], squares, a=lora[0], eps=_EPS, config=config
+            ),
+            lambda x, weight, lora, squares: swiglu(with_adapter_by_xla(x, weight, lora), squares),
+            [adapters, [squares] * count],
+        )
+    return (
+        lambda x, weight, shares, b, squares, config: fp4.fp4_swiglu(
+            x, weight, b, squares, shares=shares, eps=_EPS, config=config
+        ),
+        lambda x, weight, shares, b, squares: swiglu(with_shares(x, weight, shares, b), squares),
+        [[shares] * count, [b] * count, [squares] * count],
+    )
 
 
 def tune(

@@ -2,9 +2,10 @@
 
 It is the function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
-nine kernels: one less where attention does not split rows, and one less where the product of gate
-and up, packed and with an adapter, ends with SwiGLU. In both cases the next projection makes its
-own x A^T, if its tiling has room for that; if not, a kernel of its own does, and none is saved.
+nine kernels: one less where attention does not split rows, one less where the product of gate and
+up, packed and with an adapter, ends with SwiGLU, and one less where the output projection adds to
+the residual stream and begins the norm. The next projection then makes its own x A^T, if its tiling
+has room for that; if not, a kernel of its own does, and none is saved.
 """
 
 import functools
@@ -12,12 +13,12 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import decode
+from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.device import multiprocessors
 from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.linear import linear, linear_with_shares, swiglu_with_shares
-from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.linear import linear, linear_with_shares, swiglu_behind_norm
+from qerl_jax.policy.quant import QuantTensor, kernel_weight
 
 
 def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
@@ -96,25 +97,64 @@ def decode_layer(
             multiprocessors=multiprocessors(),
             finish=in_tiles and len(qkv) <= MAX_ROWS_OF_SHARES,
         )
+    # Of what the next product adds: shares of x A^T, or A, of which it makes them.
+    shares, own = None, a.get("o_proj")
     if isinstance(attended, kernels.AttentionParts):
         with jax.named_scope("attention"):
-            attended, shares = kernels.merge_project(attended, a.get("o_proj"), dtype=qkv.dtype)
-        y = project("o_proj", attended, shares)
+            attended, shares = kernels.merge_project(attended, own, dtype=qkv.dtype)
+        own = None
+    if _begins_norm(layer, a, b, attended):
+        with jax.named_scope("linears"):
+            residual, scaled, squares = fp4_matmul.fp4_begin_norm(
+                attended,
+                kernel_weight(layer["o_proj"]),
+                first.residual,
+                layer["post_attention_layernorm"],
+                b["o_proj"],
+                shares=shares,
+                a=own,
+            )
+        shares, own = None, a["gate_up_proj"]
     else:
-        y = linear(attended, layer["o_proj"], lora=adapters.get("o_proj"))
-    second = begin(first.residual, y, "post_attention_layernorm", "gate_up_proj")
-    hidden = swiglu_with_shares(
-        second.scaled,
+        if own is None:
+            y = project("o_proj", attended, shares)
+        else:
+            y = linear(attended, layer["o_proj"], lora=adapters.get("o_proj"))
+        residual, scaled, shares, squares = begin(
+            first.residual, y, "post_attention_layernorm", "gate_up_proj"
+        )
+        own = None
+    hidden = swiglu_behind_norm(
+        scaled,
         layer["gate_up_proj"],
-        second.shares,
         b.get("gate_up_proj"),
-        second.squares,
+        squares,
+        shares=shares,
+        a=own,
         eps=eps,
     )
     if hidden is not None:
         y = linear(hidden, layer["down_proj"], lora=adapters.get("down_proj"))
-        return (second.residual, y), keys, values
-    gate_up = project("gate_up_proj", second.scaled, second.shares)
+        return (residual, y), keys, values
+    gate_up = project("gate_up_proj", scaled, shares)
     with jax.named_scope("mlp"):
-        hidden, shares = kernels.silu_project(gate_up, second.squares, a.get("down_proj"), eps=eps)
-    return (second.residual, project("down_proj", hidden, shares)), keys, values
+        hidden, shares = kernels.silu_project(gate_up, squares, a.get("down_proj"), eps=eps)
+    return (residual, project("down_proj", hidden, shares)), keys, values
+
+
+def _begins_norm(layer: dict, a: dict, b: dict, attended: jax.Array) -> bool:
+    """Whether the output projection begins the norm behind it.
+
+    It does if the product of gate and up then makes x A^T and ends with SwiGLU: with a kernel for
+    x A^T nothing would be saved.
+    """
+    o, gate_up = layer["o_proj"], layer["gate_up_proj"]
+    packed = isinstance(o, QuantTensor) and isinstance(gate_up, QuantTensor)
+    if not packed or not {"o_proj", "gate_up_proj"} <= b.keys():
+        return False
+    width = a["gate_up_proj"].shape[1]
+    scaled = jax.ShapeDtypeStruct((len(attended), width), attended.dtype)
+    o, gate_up = kernel_weight(o), kernel_weight(gate_up)
+    return fp4_matmul.serves_norm(attended, o, b["o_proj"]) and fp4_matmul.serves_swiglu(
+        scaled, gate_up, b["gate_up_proj"], a=a["gate_up_proj"]
+    )

@@ -63,32 +63,34 @@ def linear_with_shares(
         return y + fp4_matmul.dot(fp4_matmul.sum_of_shares(shares, x, b), b)
 
 
-def swiglu_with_shares(
+def swiglu_behind_norm(
     x: jax.Array,
     weight: jax.Array | QuantTensor,
-    shares: jax.Array | None,
     b: jax.Array | None,
     squares: jax.Array,
     *,
+    shares: jax.Array | None = None,
+    a: jax.Array | None = None,
     eps: float,
 ) -> jax.Array | None:
-    """Returns SwiGLU of `linear_with_shares` behind a norm, or None if no kernel does all of it.
+    """Returns SwiGLU of x W^T + (x A^T) B^T behind a norm, or None if no kernel does all of it.
 
     Args:
         x: [M, K], without the norm's factor.
         weight: [2 F, K].
-        shares: see `linear_with_shares`.
-        b: likewise.
-        squares: shares of the norm's mean squares, see `fp4_matmul.fp4_swiglu_with_shares`.
+        b: see `linear_with_shares`.
+        squares: shares of the norm's mean squares, see `fp4_matmul.fp4_swiglu`.
+        shares: of x A^T, see `linear_with_shares`.
+        a: in their place, [R, K].
         eps: of the norm.
 
     Returns:
         [M, F], or None.
     """
-    if shares is None or b is None or not isinstance(weight, QuantTensor):
+    if b is None or (shares is None and a is None) or not isinstance(weight, QuantTensor):
         return None
     tiles = kernel_weight(weight)
-    if not fp4_matmul.serves_swiglu(x, tiles, shares, b, squares):
+    if not fp4_matmul.serves_swiglu(x, tiles, b, shares=shares, a=a):
         return None
     with jax.named_scope("linears"):
-        return fp4_matmul.fp4_swiglu_with_shares(x, tiles, shares, b, squares, eps=eps)
+        return fp4_matmul.fp4_swiglu(x, tiles, b, squares, shares=shares, a=a, eps=eps)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul import layout
-from pallas_kernels.fp4_matmul.sm90 import swiglu
+from pallas_kernels.fp4_matmul.sm90 import begin_norm, swiglu
 from pallas_kernels.fp4_matmul.sm90.codes import (
     CODES,
     SCALES,
@@ -208,7 +208,14 @@ def compute(
 
         return acc
 
-    def store(value, bias, token, row_tile):
+    def stream_of(token, width, row_tile):
+        """What the residual stream has for so many tokens and a row tile, [64, .]; or None."""
+        if "stream" not in gm or simulated:
+            return None
+        tokens, rows = pl.ds(token, width), pl.ds(row_start(row_tile), TILE_ROWS)
+        return begin_norm.load(gm["stream"].at[tokens, rows])
+
+    def store(value, bias, token, row_tile, stream):
         """Starts to store the outputs [64, .] of a row tile, of the tokens from one on."""
         width = value.shape[1]
         tokens, rows = pl.ds(token, width), pl.ds(row_tile * plan.height, plan.height)
@@ -220,16 +227,28 @@ def compute(
         if gm["y"].dtype == jnp.float32:
             gm["y"].at[rows, tokens][...] = value
             return
+        values = {"y": value}
+        if stream is not None:
+            scale = read("scale", pl.ds(row_start(row_tile), TILE_ROWS))
+            values["y"], values["scaled"], sums = begin_norm.add(value, stream, scale)
+            sums *= 1 / gm["scale"].shape[0]
+            if plan.n_tiles * config.rows > plan.row_tiles:
+                inside = jnp.broadcast_to(row_tile < plan.row_tiles, sums.shape)
+                sums = jnp.where(inside, sums, jnp.zeros_like(sums))
+            count = begin_norm.SQUARES_OF_ROW_TILE
+            gm["squares"].at[pl.ds(row_tile * count, count), tokens][...] = sums
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last one
-        rounded = sm["y"].at[row, pl.ds(0, width)]
-        if plan.paired:
-            rounded[...] = value
-        else:
-            rounded.T[...] = plgpu.layout_cast(
-                value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
-            )
+        places = {name: sm["y"].at[row, pl.ds(i * width, width)] for i, name in enumerate(values)}
+        for name, value in values.items():
+            if plan.paired:
+                places[name][...] = value
+            else:
+                places[name].T[...] = plgpu.layout_cast(
+                    value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED
+                )
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(rounded, gm["y"].at[tokens, rows])
+        for name, place in places.items():
+            plgpu.copy_smem_to_gmem(place, gm[name].at[tokens, rows])
 
     def bias_of(row_tile):
         return read("bias", pl.ds(row_start(row_tile), TILE_ROWS)) if "bias" in gm else None
@@ -243,6 +262,8 @@ def compute(
             lax.slice(value, (0, start), (TILE_ROWS, start + width))
             for start in range(0, config.receivers * width, width)
         ]
+        first = token + jnp.minimum(member, config.receivers - 1) * width
+        stream = stream_of(first, width, row_tile)  # asked for before anything is awaited
         own = parts[0]
         for receiver, theirs in enumerate(parts):
 
@@ -264,7 +285,7 @@ def compute(
             total = own
             for other in range(plan.split - 1):
                 total += plgpu.load(sm["parts"].at[other, row], layout=plgpu.Layout.WGMMA)
-            store(total, bias, token + member * width, row_tile)
+            store(total, bias, token + member * width, row_tile, stream)
 
     def locks():
         """Those of the two tiles that this block may share."""
@@ -291,6 +312,8 @@ def compute(
             @pl.loop(begin, end)
             def _(unit):
                 tokens = pl.ds(unit * plan.unit, plan.unit)
+                token = m_tile * config.tile_m + unit * plan.unit
+                stream = stream_of(token, plan.unit, row_tile)
                 zero = jnp.zeros((TILE_ROWS, plan.unit), jnp.float32)
 
                 @pl.loop(0, lax.div(sharers + batch - 1, batch), init_carry=zero)
@@ -304,8 +327,7 @@ def compute(
                         total += jnp.where(counts, value, zero)
                     return total
 
-                token = m_tile * config.tile_m + unit * plan.unit
-                store(total, bias_of(row_tile), token, row_tile)
+                store(total, bias_of(row_tile), token, row_tile, stream)
 
     begun = jnp.int32(0)
     if shares is not None and shares.a is not None:
@@ -328,6 +350,8 @@ def compute(
         if config.slices > 1:
             with jax.named_scope("add slices"):
                 value = add_slices(value, index)
+        token = m_tile * config.tile_m
+        stream = stream_of(token, config.tile_m, row_tile) if plan.stores_tiles else None
         value *= over_tokens(layout.UNIT / divisor)
         if "b" in gm:
             with jax.named_scope("add adapter"):
@@ -342,14 +366,14 @@ def compute(
         @pl.when((part == 0) & (count == plan.steps))
         def _():
             with jax.named_scope("store"):
-                store(value, bias, m_tile * config.tile_m, row_tile)
+                store(value, bias, token, row_tile, stream)
 
         if plan.in_clusters:
 
             @pl.when((part == 0) & (count < plan.steps))
             def _():
                 with jax.named_scope("add parts"):
-                    add_parts(value, bias, m_tile * config.tile_m, row_tile)
+                    add_parts(value, bias, token, row_tile)
 
         if "partial" in gm:
 

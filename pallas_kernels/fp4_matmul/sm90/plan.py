@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.fp4_matmul.tiling import (
     MIN_SHARES,
     SHARE_COLUMNS,
+    SMEM_LIMIT,
     TILE_COLUMNS,
     TILE_ROWS,
     TileConfig,
@@ -119,6 +120,22 @@ class Plan:
         return self.config.tile_m // self.unit
 
     @property
+    def stores_tiles(self) -> bool:
+        """Whether any block computes a whole tile; the others are added up in parts."""
+        if self.shared:
+            return self.tiles > self.blocks or -(-self.shared * self.steps // self.sharing) >= (
+                self.steps
+            )
+        return self.split == 1 or self.tiles > self.clusters
+
+    @property
+    def stored_tokens(self) -> int:
+        """The most tokens that a warpgroup stores at a time."""
+        if self.stores_tiles:
+            return self.config.tile_m
+        return self.unit if self.shared else self.config.tile_m // self.config.receivers
+
+    @property
     def arrivals(self) -> int:
         """Copies of a stage: codes, scales, and tokens by 128 columns."""
         return 2 + self.per_stage
@@ -139,6 +156,15 @@ class Plan:
             and columns >= MIN_SHARES
             and self.turns_of_shares(rank, k) <= self.per_stage
         )
+
+    def adds_to_stream(self, tokens: int) -> bool:
+        """Whether the product can end with a norm's beginning: of tokens of which a tile has all.
+
+        What is scaled is stored beside the sum.
+        """
+        config = self.config
+        more = max(0, 2 * self.stored_tokens - config.tile_m) * config.rows * TILE_ROWS * 2
+        return tokens == config.tile_m and config.smem_bytes() + more <= SMEM_LIMIT
 
     @property
     def per_stage(self) -> int:

@@ -26,12 +26,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.sm90 import swiglu
+from pallas_kernels.fp4_matmul.sm90.begin_norm import SQUARES_OF_ROW_TILE
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.compute import compute
 from pallas_kernels.fp4_matmul.sm90.pipeline import fill_stages
 from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
 from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, Shares, add_shares
-from pallas_kernels.fp4_matmul.sm90.simulation import add_partial
+from pallas_kernels.fp4_matmul.sm90.simulation import add_partial, begin_norm
 from pallas_kernels.fp4_matmul.tiling import (
     MIN_SHARES,
     SHARE_COLUMNS,
@@ -61,10 +62,12 @@ def matmul(
     bias: jax.Array | None = None,
     squares: jax.Array | None = None,
     eps: float = 0.0,
+    stream: jax.Array | None = None,
+    scale: jax.Array | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
     """Returns x W^T + xa B^T + bias, or what SwiGLU makes of x W^T + xa B^T behind a norm.
 
     Args:
@@ -83,13 +86,16 @@ def matmul(
             by; S >= MIN_SHARES. The product is then that of a gate and of what it multiplies, and
             the result what SwiGLU makes of it. With shares or a, and no bias.
         eps: of that norm.
+        stream: bfloat16 [M, N] to add the product to, where `plan.adds_to_stream`.
+        scale: float32 [N], of the norm behind the sum.
         dtype: of the result, bfloat16 or float32.
         trace: a folder for a file of what the warpgroups do and wait for, see `timeline`.
         interpret: simulate on a CPU. The decode is then plain jnp; x A^T, and the partial sums of a
             shared tile, are made outside of the kernel.
 
     Returns:
-        [M, N], or [M, N / 2] behind SwiGLU.
+        [M, N], or [M, N / 2] behind SwiGLU. With a stream, the sum, the sum times the norm's scale,
+        and shares [S, M] of the sum's mean squares.
     """
     n, paired = weight.shape[0], squares is not None
     tokens, k = x.shape
@@ -115,7 +121,7 @@ def matmul(
     if paired:
         halves = 2, row_tiles // 2, weight.codes.shape[1], 8
         codes, scales, y_shape = (*halves, 128), (*halves, 16), (m, n // 2)
-    scratch = _scratch(plan)
+    scratch = _scratch(plan, norm=stream is not None)
     operands = {
         "x": jnp.pad(x, ((0, m - tokens), (0, -k % 64))),
         "codes": weight.codes.reshape(codes),
@@ -141,6 +147,16 @@ def matmul(
             operands["squares"] = squares
             scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
             scratch["factor_full"] = plgpu.Barrier()
+    assert (stream is None) == (scale is None)
+    if stream is not None and not simulated:
+        assert plan.adds_to_stream(tokens)
+        assert n == padded
+        assert dtype == jnp.bfloat16
+        assert bias is None
+        operands |= {"stream": stream, "scale": scale}
+        results["scaled"] = results["y"]
+        shape = SQUARES_OF_ROW_TILE * plan.n_tiles * config.rows, tokens
+        results["squares"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     assert (b is None) == (xa is None and shares is None and a is None)
     if b is not None:
         assert rank % 64 == 0
@@ -208,14 +224,19 @@ def matmul(
     y = outs["y"].T[:, :padded] if transposed else outs["y"]
     if "partial" in outs and simulated:
         y = add_partial(plan, y, outs["partial"], operands.get("bias"), operands.get("factor"))
+    if stream is not None and scale is not None:
+        if simulated:
+            return begin_norm(y[:tokens, :n], stream, scale)
+        return outs["y"], outs["scaled"], outs["squares"]
     return y[:tokens, :n]
 
 
-def _scratch(plan: Plan) -> dict:
+def _scratch(plan: Plan, *, norm: bool) -> dict:
     config = plan.config
     stage = config.stages, config.rows, plan.per_stage
     codes, scales = (*stage, 4, 256), (*stage, 128)
-    y = plgpu.SMEM((config.rows, config.tile_m, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
+    stored = max(config.tile_m, 2 * plan.stored_tokens) if norm else config.tile_m
+    y = plgpu.SMEM((config.rows, stored, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
     if plan.paired:
         halves = config.stages, 2, config.rows, plan.per_stage, 4
         codes, scales = (*halves, 128), (*halves, 16)

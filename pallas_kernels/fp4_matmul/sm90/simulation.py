@@ -60,3 +60,12 @@ def add_partial(
             total += bias[rows][: part.shape[1]].astype(jnp.float32)
         y = y.at[tokens, rows].set(total.astype(y.dtype))
     return y
+
+
+def begin_norm(
+    y: jax.Array, stream: jax.Array, scale: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sum of a product and the stream, the same scaled, and its mean squares [1, M]."""
+    total = (y.astype(jnp.float32) + stream.astype(jnp.float32)).astype(y.dtype)
+    wide = total.astype(jnp.float32)
+    return total, (wide * scale).astype(y.dtype), jnp.mean(wide * wide, axis=1)[None]
