@@ -171,7 +171,7 @@ def kernels_of_a_step(hlo):
 
 
 # Few rows are split by attention; what is no multiple of eight has kernels for SwiGLU and a norm.
-@pytest.mark.parametrize(("rows", "most"), [(6, 9), (8, 7), (32, 6)])
+@pytest.mark.parametrize(("rows", "most"), [(6, 9), (8, 7), (32, 6), (64, 7)])
 def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypatch):
     monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
     monkeypatch.setattr(kernels, "_sm90_agrees", lambda: True)
@@ -203,5 +203,5 @@ def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypa
         )
         hlo = compiled.as_text()
         counts.append(kernels_of_a_step(hlo))
-        assert ("attend_sm90" in hlo) == (rows == 32)
+        assert ("attend_sm90" in hlo) == (rows >= 32)
     assert 0 < counts[1] - counts[0] <= most

@@ -349,7 +349,7 @@ def test_begin_norm(config, m, n, k):
     plan = adapter_cases.plan_of(config, m, n, k, 64)
     assert plan.adds_to_stream(m)
     if config is None:
-        assert fp4.serves_norm(x, tiles, b)
+        assert fp4.serves_norm(x, tiles, b) == (m <= tiling.MAX_ROWS_OF_NORM)
 
     @jax.jit
     def run(x, tiles, stream, scale, extra, b):

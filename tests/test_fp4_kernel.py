@@ -456,15 +456,15 @@ def test_where_the_kernel_begins_a_norm(monkeypatch):
     x, weight, *_, b = norm_inputs(64, 3584, 512)
     tiles = fp4.to_tiles(weight)
 
-    def serves(m=64, weight=tiles, b=b):
-        return fp4.serves_norm(jnp.concatenate([x] * 3)[:m], weight, b)
+    def serves(m=32, weight=tiles, b=b):
+        return fp4.serves_norm(x[:m], weight, b)
 
     assert not serves()
     monkeypatch.setattr(api, "kernel_runs", lambda: True)
     assert serves()
     assert serves(m=8)
     assert not serves(m=12)
-    assert not serves(m=136)
+    assert not serves(m=64)
     assert not serves(weight=weight)
     assert not serves(weight=fp4.to_tiles(random_weight(200, 512)))
     assert not serves(b=b[:, :40])

@@ -248,12 +248,16 @@ def fp4_begin_norm(
 
 
 def serves_norm(x: jax.Array, weight: Fp4Weight | Fp4Tiles, b: jax.Array) -> bool:
-    """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`."""
+    """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`.
+
+    Not with so many rows that a norm of its own is faster.
+    """
     if not _suits_kernel(weight, x):
         return False
     (m, k), n, rank = x.shape, weight.shape[0], b.shape[1]
     return (
         m % 8 == 0
+        and m <= tiling.MAX_ROWS_OF_NORM
         and n % tiling.TILE_ROWS == 0
         and rank == tiling.padded_rank(rank)
         and _has_room(m, n, k, rank)

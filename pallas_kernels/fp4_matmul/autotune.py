@@ -35,7 +35,6 @@ from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
-_MAX_ROWS_OF_NORM = 64  # that the output projection begins: with more its tile has not all of them
 _EPS = 1e-6  # of the norm in front of SwiGLU
 _REPORT = "MOSAIC_GPU_DUMP_PTXAS"
 _report = threading.Lock()
@@ -120,7 +119,7 @@ def decode_product(
     """What a layer of a decode step of M rows makes of its tokens and its weight.
 
     With more than eight rows attention and SwiGLU leave x A^T to the products behind them. So does
-    the output projection up to 64, which begins the norm. Up to 128 the product of gate and up ends
+    the output projection up to 32, which begins the norm. Up to 128 the product of gate and up ends
     with SwiGLU. Otherwise shares of x A^T are given, but for so many rows that the kernel does not
     add them up.
 
@@ -162,7 +161,7 @@ def decode_product(
         return with_adapter, with_adapter_by_xla, [adapters]
     if part != "gate_up" or m % 8:
         return fp4.fp4_matmul_with_shares, with_shares, [[shares] * count, [b] * count]
-    if m <= _MAX_ROWS_OF_NORM:
+    if m <= tiling.MAX_ROWS_OF_NORM:
         return (
             lambda x, weight, lora, squares, config: fp4.fp4_swiglu(
                 x, weight, lora[1], squares, a=lora[0], eps=_EPS, config=config
