@@ -10,8 +10,8 @@ its LoRA adapter:
     silu_project      norm's factor, SwiGLU, the product with A
 
 The last one is not needed where `fp4_matmul.serves_swiglu`, the second of a layer's two norms where
-`fp4_matmul.serves_norm`, nor is `merge_project` where rows have one part: the projection behind them
-then makes x A^T itself, or `projection.project` does.
+`fp4_matmul.serves_norm`, nor is `merge_project` where rows have one part: the next projection then
+makes x A^T itself, or `projection.project` does.
 
 The factor of an RMSNorm, one number for each row, passes through the linear maps: the projection
 reads x * scale, and who reads the projection multiplies by the factor. So no kernel waits for a

@@ -104,13 +104,17 @@ class Plan:
         return -(-(self.steps - 1) // shortest) + 1
 
     @property
+    def longest_run(self) -> int:
+        """The most shared steps that a block has."""
+        return -(-self.shared * self.steps // self.sharing)
+
+    @property
     def unit(self) -> int:
         """Tokens that a sharer adds up at a time: if possible, each sharer has at most one unit.
 
         Up to 64, of which a thread holds 32 sums.
         """
-        longest = -(-self.shared * self.steps // self.sharing)
-        fewest_sharers = -(-self.steps // longest)
+        fewest_sharers = -(-self.steps // self.longest_run)
         tokens = min(64, -(-self.config.tile_m // (8 * fewest_sharers)) * 8)
         return next(unit for unit in range(tokens, 0, -8) if self.config.tile_m % unit == 0)
 
@@ -123,9 +127,7 @@ class Plan:
     def stores_tiles(self) -> bool:
         """Whether any block computes a whole tile; the others are added up in parts."""
         if self.shared:
-            return self.tiles > self.blocks or -(-self.shared * self.steps // self.sharing) >= (
-                self.steps
-            )
+            return self.tiles > self.blocks or self.longest_run == self.steps
         return self.split == 1 or self.tiles > self.clusters
 
     @property

@@ -13,7 +13,8 @@ At the end of a piece of a tile the accumulator is scaled by the divisors of its
 with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
 threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
 global memory. So is xa itself, where it comes in shares, by a warpgroup of its own; they are given,
-or made first. The product of a gate and of what it multiplies may end with SwiGLU, see `swiglu`.
+or made first. The product of a gate and of what it multiplies may end with SwiGLU, see `swiglu`;
+another one may add to the residual stream and begin the norm behind it, see `begin_norm`.
 """
 
 import functools
@@ -68,7 +69,7 @@ def matmul(
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns x W^T + xa B^T + bias, or what SwiGLU makes of x W^T + xa B^T behind a norm.
+    """Returns x W^T + xa B^T + bias; or what SwiGLU, or the beginning of a norm, makes of it.
 
     Args:
         x: bfloat16 [M, K].
@@ -86,8 +87,8 @@ def matmul(
             by; S >= MIN_SHARES. The product is then that of a gate and of what it multiplies, and
             the result what SwiGLU makes of it. With shares or a, and no bias.
         eps: of that norm.
-        stream: bfloat16 [M, N] to add the product to, where `plan.adds_to_stream`.
-        scale: float32 [N], of the norm behind the sum.
+        stream: bfloat16 [M, N] to add the product to, where the plan `adds_to_stream`; no bias.
+        scale: [N], of the norm behind the sum.
         dtype: of the result, bfloat16 or float32.
         trace: a folder for a file of what the warpgroups do and wait for, see `timeline`.
         interpret: simulate on a CPU. The decode is then plain jnp; x A^T, and the partial sums of a
