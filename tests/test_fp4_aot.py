@@ -121,25 +121,28 @@ def test_swiglu(inside, model, m, build):
 
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize("model", cases.MODELS)
-@pytest.mark.parametrize("inside", [False, True])
-def test_begin_norm(inside, model, m, build):
+@pytest.mark.parametrize("adapter", ["product", "shares", "inside"])
+def test_begin_norm(adapter, model, m, build):
     n, k = cases.MODELS[model]["o"]
     config = tiling.choose(m, n, k, rank=64)
     plan = sm90.make_plan(config, m, n // tiling.TILE_ROWS, k, 132)
     if not plan.adds_to_stream(m):
         pytest.skip("the norm is a kernel of its own")
     extra = {"stream": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
-    if inside:
-        if not plan.makes_shares(32, k):
-            pytest.skip("x A^T is a product of its own")
+    if adapter == "product":
+        extra["xa"] = array(m, 64)
+    elif adapter == "shares":
+        extra["shares"] = array(k // tiling.TILE_COLUMNS, m, 32, dtype=jnp.float32)
+    elif plan.makes_shares(32, k):
         extra["a"] = array(32, k)
     else:
-        extra["shares"] = array(k // tiling.TILE_COLUMNS, m, 32, dtype=jnp.float32)
+        pytest.skip("x A^T is a product of its own")
 
     def product(x, weight, extra):
         return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
 
-    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
+    helpers = 1 if adapter == "product" else 2
+    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
 
 
 def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
