@@ -18,7 +18,7 @@ from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import attend_to_cache, rotate
 from qerl_jax.policy.lora import PROJECTIONS
-from qerl_jax.policy.quant import quantize, tile_order
+from qerl_jax.policy.quant import QuantTensor, quantize, tile_order
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
@@ -500,3 +500,35 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
         expected_products.insert(0, (config.embed_dim, config.num_heads * config.head_dim))
     assert served == expected_products  # layers share a trace
     assert_close(actual, wide(expected), 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dense", "without", "ends_with_swiglu", "expected"),
+    [
+        (None, None, True, True),
+        ("o_proj", None, True, False),
+        ("gate_up_proj", None, True, False),
+        (None, "o_proj", True, False),
+        (None, "gate_up_proj", True, False),
+        (None, None, False, False),
+    ],
+)
+def test_which_layers_begin_a_norm(dense, without, ends_with_swiglu, expected, monkeypatch):
+    """Packed ones with both adapters, where the next product then makes x A^T itself."""
+
+    def serves_swiglu(x, weight, b, squares=None, *, shares=None, a=None):
+        assert x.shape == (8, 512)
+        assert shares is None
+        assert a is not None
+        return ends_with_swiglu
+
+    monkeypatch.setattr(fp4_matmul, "serves_swiglu", serves_swiglu)
+    monkeypatch.setattr(fp4_matmul, "serves_norm", lambda x, weight, b: True)
+    shapes = {"o_proj": (512, 128), "gate_up_proj": (1280, 512)}
+    packed = QuantTensor(packed=jnp.zeros((1, 1), jnp.uint8), scales=jnp.zeros((1, 1)))
+    layer = {name: draw(1, 1, 1) if name == dense else packed for name in shapes}
+    a, b = (
+        {name: draw(2, 32, shape[i]) for name, shape in shapes.items() if name != without}
+        for i in (1, 0)
+    )
+    assert fused_decode._begins_norm(layer, a, b, draw(3, 8, 128)) == expected

@@ -368,6 +368,19 @@ def test_shares_without_the_kernel():
 
 
 @pytest.mark.usefixtures("simulated_api")
+def test_swiglu_with_its_own_adapter():
+    m, n, k, rank = 8, 128, 512, 32
+    x, weight, squares, b = swiglu_inputs(m, n, k)
+    a = 0.1 * normal(rank, k, seed=1)
+    b = b.at[:, rank:].set(0)
+    config = TileConfig(8, rows=1, block_k=256, stages=2)
+    y = fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, squares, a=a, eps=0.5, config=config)
+    xa = float64(x) @ float64(a).T
+    expected = swiglu_of(x, weight, xa, b[:, :rank], squares, 0.5)
+    assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
+
+
+@pytest.mark.usefixtures("simulated_api")
 def test_swiglu():
     m, n, k, rank = 8, 128, 512, 40
     x, weight, squares, b = swiglu_inputs(m, n, k)
@@ -402,6 +415,9 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
     assert not serves(squares=squares[:3])
     assert not serves(b=b[:, :40])
     assert not serves(count=3)
+    assert fp4.serves_swiglu(x, tiles, b, a=normal(64, 512))
+    assert not fp4.serves_swiglu(x, tiles, b, a=normal(1024, 512))  # more than first stages hold
+    assert not fp4.serves_swiglu(x, tiles, b)
     large = jnp.zeros((136, 512), jnp.bfloat16)
     assert not fp4.serves_swiglu(large, tiles, b, squares, shares=jnp.zeros((4, 136, 64)))
     assert serves(b=jnp.zeros((256, 512), jnp.bfloat16))
@@ -412,7 +428,7 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
     ("config", "message"),
     [
         (TileConfig(8, rows=1), "wants 16 tokens in one tile"),
-        (TileConfig(136, rows=1, stages=2), "and room for shares"),
+        (TileConfig(136, rows=1, stages=2), "room for shares, got TileConfig.tile_m=136"),
         (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
     ],
 )
@@ -421,6 +437,27 @@ def test_tilings_without_swiglu(config, message):
     shares = jnp.zeros((4, 16, 64))
     with pytest.raises(ValueError, match=message):
         fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, squares, shares=shares, eps=1.0, config=config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shares": None}, "wants shares of x A.T or A, one of both"),
+        ({"a": normal(32, 512)}, "wants shares of x A.T or A, one of both"),
+        ({"x": normal(12, 512)}, "a multiple of 8 tokens and of 128 outputs, got 12 and 256"),
+        ({"b": normal(256, 40)}, r"B is \(256, 40\), expected 256 rows and a multiple of 64"),
+        ({"b": normal(256, 576)}, "that a stage holds"),
+        ({"shares": jnp.zeros((3, 16, 64))}, "shares are 3, expected at least 4"),
+        ({"squares": jnp.ones((2, 16))}, "squares are 2, expected at least 4"),
+        ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
+    ],
+)
+def test_arguments_without_swiglu(changed, message, monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    x, weight, squares, b = swiglu_inputs(16, 256, 512)
+    given = {"x": x, "b": b, "squares": squares, "shares": jnp.zeros((4, 16, 64)), "eps": 1.0}
+    with pytest.raises(ValueError, match=message):
+        fp4.fp4_swiglu(weight=fp4.to_tiles(weight), **(given | changed))
 
 
 def norm_inputs(m, n, k):
@@ -474,8 +511,8 @@ def test_where_the_kernel_begins_a_norm(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TileConfig(8, rows=1), "wants 16 tokens in a tile"),
-        (TileConfig(16, rows=5, stages=8), "and room for two results"),
+        (TileConfig(8, rows=1), "wants tiles of 16 tokens"),
+        (TileConfig(16, rows=5, stages=8), "no room for the sum and what is scaled"),
         (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
     ],
 )
@@ -483,6 +520,24 @@ def test_tilings_without_the_beginning_of_a_norm(config, message):
     x, weight, stream, scale, a, b = norm_inputs(16, 256, 512)
     with pytest.raises(ValueError, match=message):
         fp4.fp4_begin_norm(x, fp4.to_tiles(weight), stream, scale, b, a=a, config=config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"a": None}, "wants shares of x A.T or A, one of both"),
+        ({"stream": normal(16, 128)}, r"stream is bfloat16 \(16, 128\)"),
+        ({"stream": jnp.zeros((16, 256))}, r"stream is float32 \(16, 256\)"),
+        ({"scale": jnp.ones(128)}, r"scale \(128,\), expected bfloat16 \(16, 256\) and \(256,\)"),
+        ({"x": normal(12, 512), "stream": normal(12, 256)}, "wants tiles of 12 tokens"),
+    ],
+)
+def test_arguments_without_the_beginning_of_a_norm(changed, message, monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    x, weight, stream, scale, a, b = norm_inputs(16, 256, 512)
+    given = {"x": x, "stream": stream, "scale": scale, "a": a, "b": b}
+    with pytest.raises(ValueError, match=message):
+        fp4.fp4_begin_norm(weight=fp4.to_tiles(weight), **(given | changed))
 
 
 @pytest.mark.usefixtures("simulated_api")

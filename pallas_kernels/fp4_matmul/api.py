@@ -126,7 +126,7 @@ def fp4_matmul_with_shares(
         and _has_room(len(x), len(b), x.shape[1], rank, config)
     )
     if not inside:
-        return fp4_matmul(x, weight) + reference.dot(sum_of_shares(shares, x, b), b)
+        return fp4_matmul(x, weight, config=config) + reference.dot(sum_of_shares(shares, x, b), b)
     return _run_kernel(x, weight, config, shares=shares, b=b)
 
 
@@ -159,14 +159,25 @@ def fp4_swiglu(
         [M, F].
 
     Raises:
-        ValueError: a tiling that cannot be, or of less than M tokens, or too large for shares.
+        ValueError: arguments, or a tiling, with which the kernel cannot end with SwiGLU.
     """
-    if config is not None:
-        problem = config.problem()
-        if problem is None and not _ends_with_swiglu(config, len(x)):
-            problem = f"SwiGLU wants {len(x)} tokens in one tile and room for shares, got {config}"
-        if problem:
-            raise ValueError(f"fp4_swiglu: {problem}")
+    plan = _plan_of_ending("fp4_swiglu", x, weight, b, shares, a, config, paired=True)
+    problems = []
+    if not _ends_with_swiglu(plan.config, len(x)):
+        problems.append(
+            f"SwiGLU wants {len(x)} tokens in one tile and room for shares, got {plan.config}"
+        )
+    if len(x) % 8 or len(b) % (2 * tiling.TILE_ROWS):
+        problems.append(
+            f"SwiGLU wants a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs, got "
+            f"{len(x)} and {len(b)}"
+        )
+    counts = {"squares": len(squares)} | ({} if shares is None else {"shares": len(shares)})
+    for name, count in counts.items():
+        if count < tiling.MIN_SHARES:
+            problems.append(f"{name} are {count}, expected at least {tiling.MIN_SHARES}")
+    if problems:
+        raise ValueError("fp4_swiglu: " + "; ".join(problems))
     options = {"a": a, "b": b, "shares": shares, "squares": squares, "eps": eps}
     return _run_kernel(x, weight, config, **options)
 
@@ -235,14 +246,23 @@ def fp4_begin_norm(
         mean square of the former.
 
     Raises:
-        ValueError: a tiling that cannot be, or of another number of tokens, or without room.
+        ValueError: arguments, or a tiling, with which the kernel cannot begin a norm.
     """
-    if config is not None:
-        problem = config.problem()
-        if problem is None and not _plan_of(x, weight, b.shape[1], config).adds_to_stream(len(x)):
-            problem = f"a norm wants {len(x)} tokens in a tile and room for two results: {config}"
-        if problem:
-            raise ValueError(f"fp4_begin_norm: {problem}")
+    plan = _plan_of_ending("fp4_begin_norm", x, weight, b, shares, a, config)
+    n, problems = len(b), []
+    if plan.config.tile_m != len(x):
+        problems.append(f"a norm wants tiles of {len(x)} tokens, got {plan.config}")
+    elif not plan.adds_to_stream(len(x)):
+        problems.append(f"no room for the sum and what is scaled: {plan.config}")
+    if n % tiling.TILE_ROWS:
+        problems.append(f"a norm wants outputs by {tiling.TILE_ROWS}, got {n}")
+    if stream.shape != (len(x), n) or stream.dtype != x.dtype or scale.shape != (n,):
+        problems.append(
+            f"stream is {stream.dtype} {stream.shape} and scale {scale.shape}, expected {x.dtype} "
+            f"{(len(x), n)} and {(n,)}"
+        )
+    if problems:
+        raise ValueError("fp4_begin_norm: " + "; ".join(problems))
     options = {"a": a, "b": b, "shares": shares, "stream": stream, "scale": scale}
     return _run_kernel(x, weight, config, **options)
 
@@ -263,6 +283,25 @@ def serves_norm(x: jax.Array, weight: Fp4Weight | Fp4Tiles, b: jax.Array) -> boo
         and _has_room(m, n, k, rank)
         and _plan_of(x, weight, rank).adds_to_stream(m)
     )
+
+
+def _plan_of_ending(name, x, weight, b, shares, a, config, *, paired=False):
+    """What the kernel does for a product that does more, if its operands fit together."""
+    if not isinstance(weight, Fp4Tiles) or x.dtype != jnp.bfloat16:
+        raise ValueError(f"{name} wants bfloat16 and Fp4Tiles, got {x.dtype} and {type(weight)}")
+    if (shares is None) == (a is None):
+        raise ValueError(f"{name} wants shares of x A^T or A, one of both")
+    if config is not None and (problem := config.problem()):
+        raise ValueError(f"{name}: {problem}")
+    rank = b.shape[1]
+    if b.shape != (weight.shape[0], tiling.padded_rank(rank)) or not _has_room(
+        len(x), len(b), x.shape[1], rank, config
+    ):
+        raise ValueError(
+            f"{name}: B is {b.shape}, expected {weight.shape[0]} rows and a multiple of 64 columns "
+            "that a stage holds"
+        )
+    return _plan_of(x, weight, rank, config, paired=paired)
 
 
 def _plan_of(x, weight, rank, config=None, *, paired=False):
@@ -506,7 +545,7 @@ def self_check() -> float:
     def begins_norm(half, _):
         extra = {"shares": shares, "b": b[: half.shape[0]], "stream": stream, "scale": scale}
         total, scaled, parts = matmul(half, config=shared, multiprocessors=5, **extra)
-        return jnp.concatenate([total, scaled, jnp.sqrt(parts.sum(axis=0))[:, None]], axis=1)
+        return total, scaled, parts.sum(axis=0)
 
     def makes_shares(tiles, _):
         return matmul(tiles, config=split, multiprocessors=8, a=a, b=b, bias=bias)
@@ -532,7 +571,7 @@ def self_check() -> float:
 
         def run(i):
             result = threads.submit(programs[i], functions[i][1], squares).result()
-            return np.asarray(result, np.float64)
+            return jax.tree.map(lambda array: np.asarray(array, np.float64), result)
 
         xa = shares.sum(axis=0).astype(jnp.bfloat16).astype(np.float64)
         product = x.astype(np.float64) @ run(0).T + xa @ b[:, :rank].astype(np.float64).T
@@ -542,10 +581,9 @@ def self_check() -> float:
             for half in np.split(product[:, : gate_up.shape[0]], 2, axis=1)
         )
         total = _rounded(_rounded(product[:, : gate_up.shape[0]]) + stream.astype(np.float64))
-        size = np.sqrt(np.mean(total**2, axis=1, keepdims=True))
         pairs = (
             (run(1), _rounded(gate / (1 + np.exp(-gate))) * up),
-            (run(2), np.concatenate([total, total * scale, size], axis=1)),
+            *zip(run(2), (total, total * scale, np.mean(total**2, axis=1)), strict=True),
             (run(3), product + bias.astype(np.float64)),
         )
     return float(np.max([np.linalg.norm(y - z) / np.linalg.norm(z) for y, z in pairs]))

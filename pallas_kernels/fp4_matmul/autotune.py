@@ -118,10 +118,11 @@ def decode_product(
 ) -> tuple[Callable, Callable, list]:
     """What a layer of a decode step of M rows makes of its tokens and its weight.
 
-    With more than eight rows attention and SwiGLU leave x A^T to the products behind them. So does
-    the output projection up to 32, which begins the norm. Up to 128 the product of gate and up ends
-    with SwiGLU. Otherwise shares of x A^T are given, but for so many rows that the kernel does not
-    add them up.
+    Up to 128 rows the product of gate and up ends with SwiGLU, and leaves x A^T to that of down.
+    So does attention to the output projection, with more than eight; what that one may add to its
+    product, the beginning of a norm, is not timed, but up to 32 rows gate and up make x A^T behind
+    it. Otherwise shares of x A^T are given, but for so many rows that the kernel does not add them
+    up.
 
     Args:
         layer: "7b.gate_up"; any other name is one that gets shares.
@@ -157,7 +158,7 @@ def decode_product(
         gate, up = jnp.split(y, 2, axis=1)
         return jax.nn.silu(gate) * up
 
-    if part in ("o", "down") and m > 8:
+    if (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0)):
         return with_adapter, with_adapter_by_xla, [adapters]
     if part != "gate_up" or m % 8:
         return fp4.fp4_matmul_with_shares, with_shares, [[shares] * count, [b] * count]

@@ -4,8 +4,8 @@ It is the function of `transformer`'s layer, which defines it. Roundings differ,
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
 nine kernels: one less where attention does not split rows, one less where the product of gate and
 up, packed and with an adapter, ends with SwiGLU, and one less where the output projection adds to
-the residual stream and begins the norm. The next projection then makes its own x A^T, if its tiling
-has room for that; if not, a kernel of its own does, and none is saved.
+the residual stream and begins the norm. The output projection, down, or gate and up then make their
+own x A^T; behind attention and SwiGLU a kernel does so where the tiling has no room for it.
 """
 
 import functools
@@ -97,12 +97,12 @@ def decode_layer(
             multiprocessors=multiprocessors(),
             finish=in_tiles and len(qkv) <= MAX_ROWS_OF_SHARES,
         )
-    # Of what the next product adds: shares of x A^T, or A, of which it makes them.
-    shares, own = None, a.get("o_proj")
+    # The next product adds shares of x A^T, or makes them of A itself.
+    shares, inside = None, a.get("o_proj")
     if isinstance(attended, kernels.AttentionParts):
         with jax.named_scope("attention"):
-            attended, shares = kernels.merge_project(attended, own, dtype=qkv.dtype)
-        own = None
+            attended, shares = kernels.merge_project(attended, inside, dtype=qkv.dtype)
+        inside = None
     if _begins_norm(layer, a, b, attended):
         with jax.named_scope("linears"):
             residual, scaled, squares = fp4_matmul.fp4_begin_norm(
@@ -112,30 +112,31 @@ def decode_layer(
                 layer["post_attention_layernorm"],
                 b["o_proj"],
                 shares=shares,
-                a=own,
+                a=inside,
             )
-        shares, own = None, a["gate_up_proj"]
+        shares, inside = None, a["gate_up_proj"]
     else:
-        if own is None:
+        if inside is None:
             y = project("o_proj", attended, shares)
         else:
             y = linear(attended, layer["o_proj"], lora=adapters.get("o_proj"))
         residual, scaled, shares, squares = begin(
             first.residual, y, "post_attention_layernorm", "gate_up_proj"
         )
-        own = None
+        inside = None
     hidden = swiglu_behind_norm(
         scaled,
         layer["gate_up_proj"],
         b.get("gate_up_proj"),
         squares,
         shares=shares,
-        a=own,
+        a=inside,
         eps=eps,
     )
     if hidden is not None:
         y = linear(hidden, layer["down_proj"], lora=adapters.get("down_proj"))
         return (residual, y), keys, values
+    assert inside is None  # `_begins_norm` had asked whether the product ends with SwiGLU
     gate_up = project("gate_up_proj", scaled, shares)
     with jax.named_scope("mlp"):
         hidden, shares = kernels.silu_project(gate_up, squares, a.get("down_proj"), eps=eps)

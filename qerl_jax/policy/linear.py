@@ -90,7 +90,7 @@ def swiglu_behind_norm(
     if b is None or (shares is None and a is None) or not isinstance(weight, QuantTensor):
         return None
     tiles = kernel_weight(weight)
-    if not fp4_matmul.serves_swiglu(x, tiles, b, shares=shares, a=a):
+    if not fp4_matmul.serves_swiglu(x, tiles, b, squares, shares=shares, a=a):
         return None
     with jax.named_scope("linears"):
         return fp4_matmul.fp4_swiglu(x, tiles, b, squares, shares=shares, a=a, eps=eps)

@@ -27,9 +27,9 @@ def parts_of(hlo: str) -> dict[str, str]:
     """The part of each instruction of a compiled program's text, by its name.
 
     A fusion belongs to what its last operation belongs to; where the products with A are part of
-    the kernels between the projections, they belong to those, and SwiGLU belongs to the linears
-    where their kernel ends with it. Beside that kernel nothing but the adapter runs in a packed
-    linear.
+    the kernels between the projections, they belong to those, and SwiGLU, or the sum that a norm
+    begins with, belongs to the linears where their kernel ends with it. Beside that kernel nothing
+    but the adapter runs in a packed linear.
     """
     paths = dict(_INSTRUCTION.findall(hlo))
     packed = any(_FP4 in path for path in paths.values())

@@ -210,7 +210,7 @@ def compute(
 
     def stream_of(token, width, row_tile):
         """What the residual stream has for so many tokens and a row tile, [64, .]; or None."""
-        if "stream" not in gm or simulated:
+        if "stream" not in gm:
             return None
         tokens, rows = pl.ds(token, width), pl.ds(row_start(row_tile), TILE_ROWS)
         return begin_norm.load(gm["stream"].at[tokens, rows])

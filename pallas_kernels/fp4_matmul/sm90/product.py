@@ -8,7 +8,8 @@ and thousands.
 
 A block of threads is persistent. One warpgroup copies stages of codes, scales and tokens to shared
 memory; those that compute wait for a stage, decode their tiles of it (`layout` explains the bits)
-and multiply. The only roundings are those of the float32 accumulation, of x A^T and of the result.
+and multiply. The only roundings are those of the float32 accumulation, of x A^T and of the result,
+but for the two endings below, which round where a kernel behind the product would.
 At the end of a piece of a tile the accumulator is scaled by the divisors of its rows; to the piece
 with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
 threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
@@ -149,11 +150,12 @@ def matmul(
             scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
             scratch["factor_full"] = plgpu.Barrier()
     assert (stream is None) == (scale is None)
-    if stream is not None and not simulated:
+    if stream is not None:
         assert plan.adds_to_stream(tokens)
         assert n == padded
         assert dtype == jnp.bfloat16
         assert bias is None
+    if stream is not None and not simulated:
         operands |= {"stream": stream, "scale": scale}
         results["scaled"] = results["y"]
         shape = SQUARES_OF_ROW_TILE * plan.n_tiles * config.rows, tokens
