@@ -1,6 +1,5 @@
 """`fp4_matmul`: checks its arguments, picks the implementation and owns the derivatives."""
 
-import concurrent.futures
 import dataclasses
 import functools
 import warnings
@@ -9,10 +8,9 @@ from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import device
-from pallas_kernels.fp4_matmul import layout, reference, tiling
+from pallas_kernels.fp4_matmul import check, layout, reference, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -161,22 +159,7 @@ def fp4_swiglu(
     Raises:
         ValueError: arguments, or a tiling, with which the kernel cannot end with SwiGLU.
     """
-    plan = _plan_of_ending("fp4_swiglu", x, weight, b, shares, a, config, paired=True)
-    problems = []
-    if not _ends_with_swiglu(plan.config, len(x)):
-        problems.append(
-            f"SwiGLU wants {len(x)} tokens in one tile and room for shares, got {plan.config}"
-        )
-    if len(x) % 8 or len(b) % (2 * tiling.TILE_ROWS):
-        problems.append(
-            f"SwiGLU wants a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs, got "
-            f"{len(x)} and {len(b)}"
-        )
-    counts = {"squares": len(squares)} | ({} if shares is None else {"shares": len(shares)})
-    for name, count in counts.items():
-        if count < tiling.MIN_SHARES:
-            problems.append(f"{name} are {count}, expected at least {tiling.MIN_SHARES}")
-    if problems:
+    if problems := _misfits_of_swiglu(x, weight, b, squares, shares, a, config):
         raise ValueError("fp4_swiglu: " + "; ".join(problems))
     options = {"a": a, "b": b, "shares": shares, "squares": squares, "eps": eps}
     return _run_kernel(x, weight, config, **options)
@@ -195,25 +178,29 @@ def serves_swiglu(
 
     With `a` only where the kernel makes x A^T, too; without squares for those of `fp4_begin_norm`.
     """
-    if not _suits_kernel(weight, x):
+    if not _suits_kernel(weight, x) or _misfits_of_swiglu(x, weight, b, squares, shares, a):
         return False
-    (m, k), n, rank = x.shape, weight.shape[0], b.shape[1]
-    fits = (
-        m % 8 == 0
-        and n % (2 * tiling.TILE_ROWS) == 0
-        and rank == tiling.padded_rank(rank)
-        and _has_room(m, n, k, rank)
-    )
-    if not fits:
-        return False
-    plan = _plan_of(x, weight, rank, paired=True)
-    if not _ends_with_swiglu(plan.config, m):
-        return False
-    if squares is not None and len(squares) < tiling.MIN_SHARES:
-        return False
-    if a is not None:
-        return plan.makes_shares(*a.shape)
-    return shares is not None and len(shares) >= tiling.MIN_SHARES and shares.shape[2] <= rank
+    return a is None or _plan_of(x, weight, b.shape[1], paired=True).makes_shares(*a.shape)
+
+
+def _misfits_of_swiglu(x, weight, b, squares, shares, a, config=None):
+    """Why the kernel cannot end with SwiGLU, see `fp4_swiglu`."""
+    problems = _misfits_of_adapter(shares, a) + _misfits_of_ending(x, weight, b, config)
+    if problems:
+        return problems
+    (m, _), (n, rank) = x.shape, b.shape
+    config = _plan_of(x, weight, rank, config, paired=True).config
+    if not (m <= config.tile_m and tiling.takes_shares(config)):
+        problems.append(f"SwiGLU wants {m} tokens in one tile and room for shares, got {config}")
+    if m % 8 or n % (2 * tiling.TILE_ROWS):
+        wanted = f"a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs"
+        problems.append(f"SwiGLU wants {wanted}, got {m} and {n}")
+    for name, parts in (("squares", squares), ("shares", shares)):
+        if parts is not None and len(parts) < tiling.MIN_SHARES:
+            problems.append(f"{name} are {len(parts)}, expected at least {tiling.MIN_SHARES}")
+    if shares is not None and shares.shape[2] > rank:
+        problems.append(f"shares have {shares.shape[2]} columns, B {rank}")
+    return problems
 
 
 def fp4_begin_norm(
@@ -248,18 +235,12 @@ def fp4_begin_norm(
     Raises:
         ValueError: arguments, or a tiling, with which the kernel cannot begin a norm.
     """
-    plan = _plan_of_ending("fp4_begin_norm", x, weight, b, shares, a, config)
-    n, problems = len(b), []
-    if plan.config.tile_m != len(x):
-        problems.append(f"a norm wants tiles of {len(x)} tokens, got {plan.config}")
-    elif not plan.adds_to_stream(len(x)):
-        problems.append(f"no room for the sum and what is scaled: {plan.config}")
-    if n % tiling.TILE_ROWS:
-        problems.append(f"a norm wants outputs by {tiling.TILE_ROWS}, got {n}")
-    if stream.shape != (len(x), n) or stream.dtype != x.dtype or scale.shape != (n,):
+    problems = _misfits_of_adapter(shares, a) + _misfits_of_norm(x, weight, b, config)
+    shape = len(x), len(b)
+    if stream.shape != shape or stream.dtype != x.dtype or scale.shape != shape[1:]:
         problems.append(
             f"stream is {stream.dtype} {stream.shape} and scale {scale.shape}, expected {x.dtype} "
-            f"{(len(x), n)} and {(n,)}"
+            f"{shape} and {shape[1:]}"
         )
     if problems:
         raise ValueError("fp4_begin_norm: " + "; ".join(problems))
@@ -272,36 +253,44 @@ def serves_norm(x: jax.Array, weight: Fp4Weight | Fp4Tiles, b: jax.Array) -> boo
 
     Not with so many rows that a norm of its own is faster.
     """
-    if not _suits_kernel(weight, x):
-        return False
-    (m, k), n, rank = x.shape, weight.shape[0], b.shape[1]
     return (
-        m % 8 == 0
-        and m <= tiling.MAX_ROWS_OF_NORM
-        and n % tiling.TILE_ROWS == 0
-        and rank == tiling.padded_rank(rank)
-        and _has_room(m, n, k, rank)
-        and _plan_of(x, weight, rank).adds_to_stream(m)
+        len(x) <= tiling.MAX_ROWS_OF_NORM
+        and _suits_kernel(weight, x)
+        and not _misfits_of_norm(x, weight, b)
     )
 
 
-def _plan_of_ending(name, x, weight, b, shares, a, config, *, paired=False):
-    """What the kernel does for a product that does more, if its operands fit together."""
+def _misfits_of_norm(x, weight, b, config=None):
+    """Why the kernel cannot begin a norm, see `fp4_begin_norm`."""
+    if problems := _misfits_of_ending(x, weight, b, config):
+        return problems
+    m, (n, rank) = len(x), b.shape
+    plan = _plan_of(x, weight, rank, config)
+    if plan.config.tile_m != m:
+        problems.append(f"a norm wants tiles of {m} tokens, got {plan.config}")
+    elif not plan.adds_to_stream(m):
+        problems.append(f"no room for the sum and what is scaled: {plan.config}")
+    if n % tiling.TILE_ROWS:
+        problems.append(f"a norm wants a multiple of {tiling.TILE_ROWS} outputs, got {n}")
+    return problems
+
+
+def _misfits_of_adapter(shares, a):
+    return ["wants shares of x A^T or A, one of both"] if (shares is None) == (a is None) else []
+
+
+def _misfits_of_ending(x, weight, b, config):
+    """Why the kernel can do nothing more behind the product."""
     if not isinstance(weight, Fp4Tiles) or x.dtype != jnp.bfloat16:
-        raise ValueError(f"{name} wants bfloat16 and Fp4Tiles, got {x.dtype} and {type(weight)}")
-    if (shares is None) == (a is None):
-        raise ValueError(f"{name} wants shares of x A^T or A, one of both")
+        return [f"wants bfloat16 and Fp4Tiles, got {x.dtype} and {type(weight).__name__}"]
     if config is not None and (problem := config.problem()):
-        raise ValueError(f"{name}: {problem}")
-    rank = b.shape[1]
-    if b.shape != (weight.shape[0], tiling.padded_rank(rank)) or not _has_room(
-        len(x), len(b), x.shape[1], rank, config
-    ):
-        raise ValueError(
-            f"{name}: B is {b.shape}, expected {weight.shape[0]} rows and a multiple of 64 columns "
-            "that a stage holds"
-        )
-    return _plan_of(x, weight, rank, config, paired=paired)
+        return [problem]
+    n, rank = weight.shape[0], b.shape[1]
+    fits = b.shape == (n, tiling.padded_rank(rank))
+    if not fits or not _has_room(len(x), n, x.shape[1], rank, config):
+        wanted = f"{n} rows and a multiple of 64 columns that a stage holds"
+        return [f"B is {b.shape}, expected {wanted}"]
+    return []
 
 
 def _plan_of(x, weight, rank, config=None, *, paired=False):
@@ -310,10 +299,6 @@ def _plan_of(x, weight, rank, config=None, *, paired=False):
     if config is None:
         config = tiling.choose(m, n, k, rank=rank, multiprocessors=count)
     return _kernel().make_plan(config, m, len(weight.codes), k, count, paired=paired)
-
-
-def _ends_with_swiglu(config: TileConfig, m: int) -> bool:
-    return m <= config.tile_m and tiling.takes_shares(config)
 
 
 def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
@@ -498,99 +483,8 @@ def load_kernel() -> None:
 
 
 def self_check() -> float:
-    """The relative error of a small product with an adapter, the larger of two tilings'.
-
-    One shares tiles, is given shares of x A^T, and ends with SwiGLU or begins a norm. The other
-    makes them, and has clusters with a tile for each block and an odd one, a bias, and an N within
-    a tile. A tile has more steps than the pipeline stages. Without slices and `ahead`, which few
-    tilings have: they take longer to lower.
-    """
-    shared = TileConfig(8, rows=2, stages=7, stream=True)
-    split = dataclasses.replace(shared, stream=False, split=2)
-    m, n, k, rank = 8, 1470, 1024, 32
-    count = -(-n // tiling.TILE_ROWS), k // tiling.TILE_COLUMNS
-    rng = np.random.default_rng(0)
-    scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS), np.uint8).view(np.uint32)
-    tiles = Fp4Tiles(
-        codes=rng.integers(0, 2**32, (*count, layout.CODE_WORDS), np.uint32),
-        scales=scales << 4 | scales >> 28,  # where `layout` has the four bytes of a word
-        divisor=rng.uniform(1000, 3000, n).astype(np.float32),
-        inputs=k,
-        format="nvfp4",
-    )
-    whole = len(tiles.codes) // 2 * 2
-    gate_up = dataclasses.replace(
-        tiles,
-        codes=tiles.codes[:whole],
-        scales=tiles.scales[:whole],
-        divisor=tiles.divisor[: whole * tiling.TILE_ROWS],
-    )
-    x, a, b, bias = (
-        rng.normal(0, deviation, shape).astype(jnp.bfloat16)
-        for deviation, shape in ((1, (m, k)), (0.05, (rank, k)), (1, (n, 64)), (1, (n,)))
-    )
-    stream = rng.normal(0, 10, (m, gate_up.shape[0])).astype(jnp.bfloat16)
-    scale = rng.uniform(0.5, 2, gate_up.shape[0]).astype(np.float32)
-    x_parts, a_parts = (array.astype(np.float32).reshape(len(array), 4, -1) for array in (x, a))
-    shares = np.einsum("msk,rsk->smr", x_parts, a_parts)
-    matmul = functools.partial(_kernel().matmul, x)
-
-    def dense(tiles, _):
-        return reference.dequantize(layout.from_tiles(tiles), jnp.float32)
-
-    def ends_with_swiglu(gate_up, squares):
-        extra = {"shares": shares, "b": b[: gate_up.shape[0]], "squares": squares}
-        return matmul(gate_up, config=shared, multiprocessors=5, **extra)
-
-    def begins_norm(half, _):
-        extra = {"shares": shares, "b": b[: half.shape[0]], "stream": stream, "scale": scale}
-        total, scaled, parts = matmul(half, config=shared, multiprocessors=5, **extra)
-        return total, scaled, parts.sum(axis=0)
-
-    def makes_shares(tiles, _):
-        return matmul(tiles, config=split, multiprocessors=8, a=a, b=b, bias=bias)
-
-    functions = (
-        (dense, tiles),
-        (ends_with_swiglu, gate_up),
-        (begins_norm, gate_up),
-        (makes_shares, tiles),
-    )
-    squares = np.zeros((tiling.MIN_SHARES + 1, m), np.float32)  # no whole number of batches
-    # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
-    # as Python runs in one at a time; what is lowered compiles meanwhile.
-    with concurrent.futures.ThreadPoolExecutor(5) as threads:
-
-        def start():
-            return [
-                threads.submit(jax.jit(one).lower(weight, squares).compile)
-                for one, weight in functions
-            ]
-
-        programs = [started.result() for started in threads.submit(start).result()]
-
-        def run(i):
-            result = threads.submit(programs[i], functions[i][1], squares).result()
-            return jax.tree.map(lambda array: np.asarray(array, np.float64), result)
-
-        xa = shares.sum(axis=0).astype(jnp.bfloat16).astype(np.float64)
-        product = x.astype(np.float64) @ run(0).T + xa @ b[:, :rank].astype(np.float64).T
-        squares += rng.uniform(0.5, 2, squares.shape) * np.mean(product**2) / len(squares)
-        gate, up = (
-            _rounded(half / np.sqrt(squares.sum(axis=0, dtype=np.float64))[:, None])
-            for half in np.split(product[:, : gate_up.shape[0]], 2, axis=1)
-        )
-        total = _rounded(_rounded(product[:, : gate_up.shape[0]]) + stream.astype(np.float64))
-        pairs = (
-            (run(1), _rounded(gate / (1 + np.exp(-gate))) * up),
-            *zip(run(2), (total, total * scale, np.mean(total**2, axis=1)), strict=True),
-            (run(3), product + bias.astype(np.float64)),
-        )
-    return float(np.max([np.linalg.norm(y - z) / np.linalg.norm(z) for y, z in pairs]))
-
-
-def _rounded(x: np.ndarray) -> np.ndarray:
-    return x.astype(jnp.bfloat16).astype(np.float64)
+    """The relative error of small products of the kernel, see `check`."""
+    return check.relative_error(_kernel().matmul)
 
 
 def _kernel() -> ModuleType:
