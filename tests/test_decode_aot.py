@@ -16,7 +16,7 @@ from tiny_checkpoints import model_config
 from pallas_kernels import decode as decode_kernels
 from pallas_kernels import fp4_matmul
 from pallas_kernels.decode import attend_sm90, kernels
-from pallas_kernels.fp4_matmul import api, cases
+from pallas_kernels.fp4_matmul import cases, hopper
 from qerl_jax.policy import lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode
@@ -175,7 +175,7 @@ def kernels_of_a_step(hlo):
 def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypatch):
     monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
     monkeypatch.setattr(kernels, "_sm90_agrees", lambda: True)
-    for module in (fp4_matmul, api):
+    for module in (fp4_matmul, hopper):
         monkeypatch.setattr(module, "kernel_runs", lambda: True)
     counts = []
     for layers in (1, 2):

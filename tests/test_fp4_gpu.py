@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, cases, sm90, tiling, timeline
+from pallas_kernels.fp4_matmul import cases, hopper, sm90, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,7 @@ SHAPES = [
 
 
 @pytest.fixture(autouse=True, scope="module")
-def hopper():
+def a_hopper_gpu():
     device = jax.devices()[0]
     if device.platform != "gpu" or device.compute_capability != "9.0":
         pytest.skip(f"needs a Hopper GPU, this is {device.device_kind}")
@@ -362,7 +362,7 @@ def test_begin_norm(config, m, n, k):
                 jnp.stack([jnp.any(y != z) for y, z in zip(first, same, strict=True)])
             )
 
-        y = api._run_kernel(x, tiles, config, b=b, **extra)
+        y = hopper.run(x, tiles, config, b=b, **extra)
         return y, first, jax.lax.fori_loop(0, 20, again, False)
 
     for extra in ({"shares": shares}, {"a": a}):
@@ -423,7 +423,7 @@ def test_derivatives():
 
 
 def test_the_kernel_is_what_a_caller_gets():
-    assert api.self_check() < ROUNDING
+    assert hopper.self_check() < ROUNDING
     fp4.kernel_runs.cache_clear()
     assert fp4.kernel_runs()
     weight = random_weight(np.random.default_rng(), 512, 1024)

@@ -1,56 +1,39 @@
 """The Hopper kernel, simulated on a CPU with a search for races, against float64."""
 
 import dataclasses
-import functools
 import types
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from simulated_kernel import (
+    ROUNDING,
+    float64,
+    normal,
+    random_weight,
+    relative_error,
+    simulate_the_kernel,
+    simulation,
+)
 
 from pallas_kernels import device, projection
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import api, layout, sm90, tiling
+from pallas_kernels.fp4_matmul import hopper, layout, sm90, tiling
 from pallas_kernels.fp4_matmul.sm90 import pipeline, shares
 from pallas_kernels.fp4_matmul.tiling import TileConfig
-
-ROUNDING = 2e-3  # relative error of results stored in bfloat16
-
-
-def random_weight(n, k, form="nvfp4"):
-    rng = np.random.default_rng(n + k)
-    packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), np.uint8))
-    if form == "mxfp4":
-        scales = rng.integers(110, 125, (n, k // 32), np.uint8).view(ml_dtypes.float8_e8m0fnu)
-        return fp4.Fp4Weight(packed, jnp.asarray(scales))
-    scales = rng.integers(1, 127, (n, k // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
-    divisors = jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32)
-    return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.bfloat16)
-
-
-def float64(x):
-    return np.asarray(x).astype(np.float64)
-
-
-def relative_error(actual, expected):
-    return np.linalg.norm(float64(actual) - expected) / np.linalg.norm(expected)
 
 
 @pytest.fixture
 def simulated():
-    """Parameters of a simulation; races that it found fail the test."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    races = interpret_pallas_call.get_races()
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
-    assert not races.races_found
+    with simulation() as parameters:
+        yield parameters
+
+
+@pytest.fixture
+def simulated_api(simulated, monkeypatch):
+    simulate_the_kernel(monkeypatch, simulated)
 
 
 VARIANTS = {
@@ -141,66 +124,6 @@ def test_kernel(variant, dtype, simulated):
     assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-5)
 
 
-def swiglu_inputs(m, n, k, rank=64):
-    """x, the weight, and shares of mean squares for which the product is of the size of one."""
-    weight, x = random_weight(n, k), normal(m, k)
-    rng = np.random.default_rng(3)
-    size = np.sqrt(np.mean((float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) ** 2))
-    squares = jnp.asarray(rng.uniform(0.2, 2, (19, m)) * size**2 / 19, jnp.float32)
-    return x, weight, squares, normal(n, rank, seed=2)
-
-
-def swiglu_of(x, weight, xa, b, squares, eps):
-    """In float64."""
-    product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T + xa @ float64(b).T
-    product /= np.sqrt(float64(squares).sum(axis=0) + eps)[:, None]
-    gate, up = np.split(product, 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
-
-
-SWIGLU_VARIANTS = {
-    "tiles in turn": ((8, 256, 256), TileConfig(8, rows=1, stages=2), 3),
-    "tiles of even rows, some beyond the weight": (
-        (16, 640, 192),
-        TileConfig(16, rows=2, stages=2),
-        2,
-    ),
-    "tiles of odd rows, the next stage decoded ahead": (
-        (8, 512, 1024),
-        TileConfig(8, rows=3, block_k=256, stages=3, in_flight=2, ahead=True),
-        4,
-    ),
-    "slices": ((8, 128, 640), TileConfig(8, slices=2, rows=1, block_k=512, stages=2), 1),
-    "shared tiles": ((16, 512, 384), TileConfig(24, rows=1, stages=3, stream=True), 3),
-    "a tile for each block of a cluster and an odd one": (
-        (8, 384, 640),
-        TileConfig(8, rows=2, stages=3, split=3),
-        3,
-    ),
-}
-
-
-@pytest.mark.parametrize("variant", SWIGLU_VARIANTS)
-def test_swiglu_behind_the_product(variant, simulated):
-    (m, n, k), config, blocks = SWIGLU_VARIANTS[variant]
-    x, weight, squares, b = swiglu_inputs(m, n, k)
-    xa = normal(m, 64, seed=1)
-    y = sm90.matmul(
-        x,
-        layout.to_tiles(weight),
-        config=config,
-        multiprocessors=blocks,
-        xa=xa,
-        b=b,
-        squares=squares,
-        eps=1e-6,
-        interpret=simulated,
-    )
-    assert y.shape == (m, n // 2)
-    # Gate, what it multiplies, its activation and the result are rounded.
-    assert relative_error(y, swiglu_of(x, weight, float64(xa), b, squares, 1e-6)) < 2 * ROUNDING
-
-
 def test_a_copier_that_awaits_arrivals(simulated, monkeypatch):
     """It observes every phase of the barriers, in order."""
     monkeypatch.setattr(pipeline, "_BYTES_IN_FLIGHT", 1)
@@ -230,19 +153,6 @@ def test_dequantize(form, simulated):
         layout.to_tiles(weight), inputs=192, multiprocessors=2, interpret=simulated
     )
     np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
-
-
-@pytest.fixture
-def simulated_api(simulated, monkeypatch):
-    """`fp4_matmul` with the simulated kernel."""
-
-    class Kernel:
-        matmul = staticmethod(functools.partial(sm90.matmul, interpret=simulated))
-        dequantize = staticmethod(functools.partial(sm90.dequantize, interpret=simulated))
-        make_plan = staticmethod(sm90.make_plan)
-
-    monkeypatch.setattr(api, "_kernel", lambda: Kernel)
-    monkeypatch.setattr(device, "multiprocessors", lambda: 2)
 
 
 @pytest.mark.usefixtures("simulated_api")
@@ -300,10 +210,10 @@ def test_who_makes_the_product_with_a(n, block_k, triton, kernels, monkeypatch):
         ran.append("dot")
         return plain_dot(x, a)
 
-    plain_dot = api.reference.dot
+    plain_dot = hopper.reference.dot
     fake = types.SimpleNamespace(project=project, COLUMNS=projection.COLUMNS)
-    monkeypatch.setattr(api, "_projection", lambda: fake)
-    monkeypatch.setattr(api.reference, "dot", dot)
+    monkeypatch.setattr(hopper, "_projection", lambda: fake)
+    monkeypatch.setattr(hopper.reference, "dot", dot)
     monkeypatch.setattr(device, "has_triton", lambda: triton)
     k, rank = 512, 40
     weight, x, a, b = random_weight(n, k), normal(3, k), normal(rank, k, seed=1), normal(n, 64)
@@ -334,7 +244,7 @@ def test_an_adapter_that_no_stage_holds():
 
 @pytest.mark.usefixtures("simulated_api")
 def test_float32(monkeypatch):
-    monkeypatch.setattr(api, "kernel_runs", lambda: True)
+    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
     weight, x = random_weight(136, 128), normal(2, 3, 128)
     y = fp4.fp4_matmul_float32(x, fp4.to_tiles(weight))
     assert y.shape == (2, 3, 136)
@@ -357,7 +267,7 @@ def shares_and_product(m, count=5):
 @pytest.mark.usefixtures("simulated_api")
 @pytest.mark.parametrize(("m", "count"), [(3, 5), (3, 2), (130, 5)])
 def test_shares(m, count, monkeypatch):
-    monkeypatch.setattr(api, "kernel_runs", lambda: True)
+    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
     y, expected = shares_and_product(m, count)
     assert relative_error(y, expected) < 4e-3  # x A^T is rounded
 
@@ -368,182 +278,9 @@ def test_shares_without_the_kernel():
 
 
 @pytest.mark.usefixtures("simulated_api")
-def test_swiglu_with_its_own_adapter():
-    m, n, k, rank = 8, 128, 512, 32
-    x, weight, squares, b = swiglu_inputs(m, n, k)
-    a = 0.1 * normal(rank, k, seed=1)
-    b = b.at[:, rank:].set(0)
-    config = TileConfig(8, rows=1, block_k=256, stages=2)
-    y = fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, squares, a=a, eps=0.5, config=config)
-    xa = float64(x) @ float64(a).T
-    expected = swiglu_of(x, weight, xa, b[:, :rank], squares, 0.5)
-    assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
-
-
-@pytest.mark.usefixtures("simulated_api")
-def test_swiglu():
-    m, n, k, rank = 8, 128, 512, 40
-    x, weight, squares, b = swiglu_inputs(m, n, k)
-    b = b.at[:, rank:].set(0)
-    shares = jnp.asarray(np.random.default_rng(4).standard_normal((5, m, 64)), jnp.float32)
-    y = fp4.fp4_swiglu(
-        x, fp4.to_tiles(weight), b, squares, shares=shares.at[:, :, rank:].set(0), eps=0.5
-    )
-    xa = float64(shares.sum(axis=0))[:, :rank]
-    expected = swiglu_of(x, weight, xa, b[:, :rank], squares, 0.5)
-    assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
-
-
-def test_where_the_kernel_ends_with_swiglu(monkeypatch):
-    """Not where it does not run, nor for arguments that it does not take."""
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, squares, b = swiglu_inputs(16, 256, 512)
-    shares = jnp.zeros((4, 16, 64))
-
-    tiles = fp4.to_tiles(weight)
-
-    def serves(m=16, weight=tiles, squares=squares, b=b, count=4):
-        return fp4.serves_swiglu(x[:m], weight, b, squares, shares=shares[:count, :m])
-
-    assert not serves()
-    monkeypatch.setattr(api, "kernel_runs", lambda: True)
-    assert serves()
-    assert serves(m=8)
-    assert not serves(m=12)
-    assert not serves(weight=fp4.to_tiles(random_weight(192, 512)))
-    assert not serves(weight=weight)
-    assert not serves(squares=squares[:3])
-    assert not serves(b=b[:, :40])
-    assert not serves(count=3)
-    assert fp4.serves_swiglu(x, tiles, b, a=normal(64, 512))
-    assert not fp4.serves_swiglu(x, tiles, b, a=normal(1024, 512))  # more than first stages hold
-    assert not fp4.serves_swiglu(x, tiles, b)
-    large = jnp.zeros((136, 512), jnp.bfloat16)
-    assert not fp4.serves_swiglu(large, tiles, b, squares, shares=jnp.zeros((4, 136, 64)))
-    assert serves(b=jnp.zeros((256, 512), jnp.bfloat16))
-    assert not serves(b=jnp.zeros((256, 576), jnp.bfloat16))  # more than a stage holds
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (TileConfig(8, rows=1), "wants 16 tokens in one tile"),
-        (TileConfig(136, rows=1, stages=2), "room for shares, got TileConfig.tile_m=136"),
-        (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
-    ],
-)
-def test_tilings_without_swiglu(config, message):
-    x, weight, squares, b = swiglu_inputs(16, 256, 512)
-    shares = jnp.zeros((4, 16, 64))
-    with pytest.raises(ValueError, match=message):
-        fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, squares, shares=shares, eps=1.0, config=config)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"shares": None}, "wants shares of x A.T or A, one of both"),
-        ({"a": normal(32, 512)}, "wants shares of x A.T or A, one of both"),
-        ({"x": normal(12, 512)}, "a multiple of 8 tokens and of 128 outputs, got 12 and 256"),
-        ({"b": normal(256, 40)}, r"B is \(256, 40\), expected 256 rows and a multiple of 64"),
-        ({"b": normal(256, 576)}, "that a stage holds"),
-        ({"shares": jnp.zeros((3, 16, 64))}, "shares are 3, expected at least 4"),
-        ({"squares": jnp.ones((2, 16))}, "squares are 2, expected at least 4"),
-        ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
-    ],
-)
-def test_arguments_without_swiglu(changed, message, monkeypatch):
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, squares, b = swiglu_inputs(16, 256, 512)
-    given = {"x": x, "b": b, "squares": squares, "shares": jnp.zeros((4, 16, 64)), "eps": 1.0}
-    with pytest.raises(ValueError, match=message):
-        fp4.fp4_swiglu(weight=fp4.to_tiles(weight), **(given | changed))
-
-
-def norm_inputs(m, n, k):
-    """x, the weight, the residual stream, the norm's scale, A and B."""
-    scale = jnp.asarray(np.random.default_rng(5).uniform(0.5, 2, n), jnp.float32)
-    stream = (k**0.5 * float64(normal(m, n, seed=6))).astype(jnp.bfloat16)
-    return normal(m, k), random_weight(n, k), stream, scale, normal(32, k, seed=1), normal(n, 64)
-
-
-@pytest.mark.usefixtures("simulated_api")
-@pytest.mark.parametrize("made", [False, True])
-def test_the_beginning_of_a_norm(made):
-    """With shares given, and with A, of which the simulation makes them."""
-    x, weight, stream, scale, a, b = norm_inputs(16, 192, 512)
-    b = b.at[:, 32:].set(0)
-    xa = float64(x) @ float64(a).T
-    extra = {"a": a} if made else {"shares": jnp.asarray([xa / 4] * 4, jnp.float32)}
-    config = TileConfig(16, rows=1, block_k=256, stages=2)
-    total, scaled, squares = fp4.fp4_begin_norm(
-        x, fp4.to_tiles(weight), stream, scale, b, config=config, **extra
-    )
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    expected += xa @ float64(b)[:, :32].T + float64(stream)
-    assert relative_error(total, expected) < 2 * ROUNDING
-    assert relative_error(scaled, expected * float64(scale)) < 2 * ROUNDING
-    means = float64(squares).sum(axis=0)
-    np.testing.assert_allclose(means, np.mean(float64(total) ** 2, axis=1), rtol=1e-5)
-
-
-def test_where_the_kernel_begins_a_norm(monkeypatch):
-    """Not where it does not run, nor for arguments that it does not take."""
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, *_, b = norm_inputs(64, 3584, 512)
-    tiles = fp4.to_tiles(weight)
-
-    def serves(m=32, weight=tiles, b=b):
-        return fp4.serves_norm(x[:m], weight, b)
-
-    assert not serves()
-    monkeypatch.setattr(api, "kernel_runs", lambda: True)
-    assert serves()
-    assert serves(m=8)
-    assert not serves(m=12)
-    assert not serves(m=64)
-    assert not serves(weight=weight)
-    assert not serves(weight=fp4.to_tiles(random_weight(200, 512)))
-    assert not serves(b=b[:, :40])
-    assert not serves(b=jnp.zeros((3584, 576), jnp.bfloat16))  # more than a stage holds
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (TileConfig(8, rows=1), "wants tiles of 16 tokens"),
-        (TileConfig(16, rows=5, stages=8), "no room for the sum and what is scaled"),
-        (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
-    ],
-)
-def test_tilings_without_the_beginning_of_a_norm(config, message):
-    x, weight, stream, scale, a, b = norm_inputs(16, 256, 512)
-    with pytest.raises(ValueError, match=message):
-        fp4.fp4_begin_norm(x, fp4.to_tiles(weight), stream, scale, b, a=a, config=config)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"a": None}, "wants shares of x A.T or A, one of both"),
-        ({"stream": normal(16, 128)}, r"stream is bfloat16 \(16, 128\)"),
-        ({"stream": jnp.zeros((16, 256))}, r"stream is float32 \(16, 256\)"),
-        ({"scale": jnp.ones(128)}, r"scale \(128,\), expected bfloat16 \(16, 256\) and \(256,\)"),
-        ({"x": normal(12, 512), "stream": normal(12, 256)}, "wants tiles of 12 tokens"),
-    ],
-)
-def test_arguments_without_the_beginning_of_a_norm(changed, message, monkeypatch):
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, stream, scale, a, b = norm_inputs(16, 256, 512)
-    given = {"x": x, "stream": stream, "scale": scale, "a": a, "b": b}
-    with pytest.raises(ValueError, match=message):
-        fp4.fp4_begin_norm(weight=fp4.to_tiles(weight), **(given | changed))
-
-
-@pytest.mark.usefixtures("simulated_api")
 def test_self_check_while_tracing(monkeypatch):
     """It finds nothing wrong, and computes all that it says."""
-    kernel, plans = api._kernel(), {}
+    kernel, plans = hopper.kernel(), {}
 
     def matmul(x, tiles, *, config, multiprocessors, **extra):
         made, paired, begun = (name in extra for name in ("a", "squares", "stream"))
@@ -558,9 +295,9 @@ def test_self_check_while_tracing(monkeypatch):
         assert made == bool(tiles.shape[0] % tiling.TILE_ROWS)
         return kernel.matmul(x, tiles, config=config, multiprocessors=multiprocessors, **extra)
 
-    monkeypatch.setattr(api, "_kernel", lambda: types.SimpleNamespace(matmul=matmul))
+    monkeypatch.setattr(hopper, "kernel", lambda: types.SimpleNamespace(matmul=matmul))
     errors = []
-    jax.eval_shape(lambda x: (errors.append(api.self_check()), x)[1], jnp.ones(1))
+    jax.eval_shape(lambda x: (errors.append(hopper.self_check()), x)[1], jnp.ones(1))
     assert errors[0] < ROUNDING
     for plan in plans.values():
         assert plan.config.problem() is None

@@ -1,17 +1,17 @@
 """y = x W^T for a frozen weight W in 4 bits (NVFP4, MXFP4 or NF4), with LoRA and bias."""
 
 from pallas_kernels.fp4_matmul.api import (
-    fp4_begin_norm,
     fp4_matmul,
     fp4_matmul_float32,
     fp4_matmul_with_shares,
+)
+from pallas_kernels.fp4_matmul.endings import (
+    fp4_begin_norm,
     fp4_swiglu,
-    kernel_runs,
-    load_kernel,
     serves_norm,
     serves_swiglu,
-    sum_of_shares,
 )
+from pallas_kernels.fp4_matmul.hopper import kernel_runs, load_kernel, sum_of_shares
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
 from pallas_kernels.fp4_matmul.reference import (
     BLOCK,

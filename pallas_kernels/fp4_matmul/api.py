@@ -2,20 +2,15 @@
 
 import dataclasses
 import functools
-import warnings
-from types import ModuleType
-from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.fp4_matmul import check, layout, reference, tiling
+from pallas_kernels.fp4_matmul import hopper, layout, reference, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
-
-_MAX_RANK = 512  # of an adapter inside the kernel; no larger one was tried
 
 
 def fp4_matmul(
@@ -51,10 +46,10 @@ def fp4_matmul(
     """
     _check(x, weight, lora, bias, implementation, config)
     if implementation is None:
-        implementation = "mosaic" if _suits_kernel(weight, x) else "xla"
+        implementation = "mosaic" if hopper.suits(weight, x) else "xla"
     if implementation == "mosaic":
         rows = x.reshape(-1, x.shape[-1])
-        inside = lora is None or _has_room(
+        inside = lora is None or hopper.has_room(
             len(rows), len(lora[1]), x.shape[-1], len(lora[0]), config
         )
         y = _kernel_matmul(rows, weight, lora if inside else None, bias, config)
@@ -66,16 +61,6 @@ def fp4_matmul(
     if bias is not None:
         y = y + bias.astype(x.dtype)
     return y
-
-
-def _has_room(m: int, n: int, k: int, rank: int, config: TileConfig | None = None) -> bool:
-    """Whether the kernel itself adds an adapter of this rank."""
-    rank = tiling.padded_rank(rank)
-    if rank > _MAX_RANK:
-        return False
-    if config is not None:
-        return rank <= config.block_k
-    return tiling.has_room(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
 
 
 def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -119,192 +104,15 @@ def fp4_matmul_with_shares(
             f"(S, {len(x)}, a multiple of {tiling.SHARE_COLUMNS})"
         )
     inside = (
-        _suits_kernel(weight, x)
+        hopper.suits(weight, x)
         and shares.shape[2] <= rank == tiling.padded_rank(rank)
-        and _has_room(len(x), len(b), x.shape[1], rank, config)
+        and hopper.has_room(len(x), len(b), x.shape[1], rank, config)
     )
     if not inside:
-        return fp4_matmul(x, weight, config=config) + reference.dot(sum_of_shares(shares, x, b), b)
-    return _run_kernel(x, weight, config, shares=shares, b=b)
-
-
-def fp4_swiglu(
-    x: jax.Array,
-    weight: Fp4Weight | Fp4Tiles,
-    b: jax.Array,
-    squares: jax.Array,
-    *,
-    shares: jax.Array | None = None,
-    a: jax.Array | None = None,
-    eps: float,
-    config: TileConfig | None = None,
-) -> jax.Array:
-    """Returns SwiGLU of x W^T + (x A^T) B^T behind a norm, where `serves_swiglu`.
-
-    Gate, what it multiplies, the activation and the product of the two are rounded to bfloat16.
-
-    Args:
-        x: bfloat16 [M, K], a row times the norm's scale, but not over its root mean square.
-        weight: [2 F, K]; the first half is the gate's.
-        b: see `fp4_matmul_with_shares`.
-        squares: float32 [S, M], whose sum over S is the mean square.
-        shares: see `fp4_matmul_with_shares`.
-        a: in their place, bfloat16 [R, K].
-        eps: of the norm.
-        config: the tiling of the kernel; None looks it up.
-
-    Returns:
-        [M, F].
-
-    Raises:
-        ValueError: arguments, or a tiling, with which the kernel cannot end with SwiGLU.
-    """
-    if problems := _misfits_of_swiglu(x, weight, b, squares, shares, a, config):
-        raise ValueError("fp4_swiglu: " + "; ".join(problems))
-    options = {"a": a, "b": b, "shares": shares, "squares": squares, "eps": eps}
-    return _run_kernel(x, weight, config, **options)
-
-
-def serves_swiglu(
-    x: jax.Array | jax.ShapeDtypeStruct,
-    weight: Fp4Weight | Fp4Tiles,
-    b: jax.Array,
-    squares: jax.Array | None = None,
-    *,
-    shares: jax.Array | None = None,
-    a: jax.Array | None = None,
-) -> bool:
-    """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu`.
-
-    With `a` only where the kernel makes x A^T, too; without squares for those of `fp4_begin_norm`.
-    """
-    if not _suits_kernel(weight, x) or _misfits_of_swiglu(x, weight, b, squares, shares, a):
-        return False
-    return a is None or _plan_of(x, weight, b.shape[1], paired=True).makes_shares(*a.shape)
-
-
-def _misfits_of_swiglu(x, weight, b, squares, shares, a, config=None):
-    """Why the kernel cannot end with SwiGLU, see `fp4_swiglu`."""
-    problems = _misfits_of_adapter(shares, a) + _misfits_of_ending(x, weight, b, config)
-    if problems:
-        return problems
-    (m, _), (n, rank) = x.shape, b.shape
-    config = _plan_of(x, weight, rank, config, paired=True).config
-    if not (m <= config.tile_m and tiling.takes_shares(config)):
-        problems.append(f"SwiGLU wants {m} tokens in one tile and room for shares, got {config}")
-    if m % 8 or n % (2 * tiling.TILE_ROWS):
-        wanted = f"a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs"
-        problems.append(f"SwiGLU wants {wanted}, got {m} and {n}")
-    for name, parts in (("squares", squares), ("shares", shares)):
-        if parts is not None and len(parts) < tiling.MIN_SHARES:
-            problems.append(f"{name} are {len(parts)}, expected at least {tiling.MIN_SHARES}")
-    if shares is not None and shares.shape[2] > rank:
-        problems.append(f"shares have {shares.shape[2]} columns, B {rank}")
-    return problems
-
-
-def fp4_begin_norm(
-    x: jax.Array,
-    weight: Fp4Weight | Fp4Tiles,
-    stream: jax.Array,
-    scale: jax.Array,
-    b: jax.Array,
-    *,
-    shares: jax.Array | None = None,
-    a: jax.Array | None = None,
-    config: TileConfig | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds x W^T + (x A^T) B^T to the residual stream and begins a norm, where `serves_norm`.
-
-    The product and the sum are rounded to bfloat16.
-
-    Args:
-        x: bfloat16 [M, K].
-        weight: [N, K].
-        stream: bfloat16 [M, N].
-        scale: float32 [N], of the norm.
-        b: see `fp4_matmul_with_shares`.
-        shares: likewise.
-        a: in their place, bfloat16 [R, K].
-        config: the tiling of the kernel; None looks it up.
-
-    Returns:
-        The sum and the sum times the scale, [M, N]; and float32 [S, M], whose sum over S is the
-        mean square of the former.
-
-    Raises:
-        ValueError: arguments, or a tiling, with which the kernel cannot begin a norm.
-    """
-    problems = _misfits_of_adapter(shares, a) + _misfits_of_norm(x, weight, b, config)
-    shape = len(x), len(b)
-    if stream.shape != shape or stream.dtype != x.dtype or scale.shape != shape[1:]:
-        problems.append(
-            f"stream is {stream.dtype} {stream.shape} and scale {scale.shape}, expected {x.dtype} "
-            f"{shape} and {shape[1:]}"
+        return fp4_matmul(x, weight, config=config) + reference.dot(
+            hopper.sum_of_shares(shares, x, b), b
         )
-    if problems:
-        raise ValueError("fp4_begin_norm: " + "; ".join(problems))
-    options = {"a": a, "b": b, "shares": shares, "stream": stream, "scale": scale}
-    return _run_kernel(x, weight, config, **options)
-
-
-def serves_norm(x: jax.Array, weight: Fp4Weight | Fp4Tiles, b: jax.Array) -> bool:
-    """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`.
-
-    Not with so many rows that a norm of its own is faster.
-    """
-    return (
-        len(x) <= tiling.MAX_ROWS_OF_NORM
-        and _suits_kernel(weight, x)
-        and not _misfits_of_norm(x, weight, b)
-    )
-
-
-def _misfits_of_norm(x, weight, b, config=None):
-    """Why the kernel cannot begin a norm, see `fp4_begin_norm`."""
-    if problems := _misfits_of_ending(x, weight, b, config):
-        return problems
-    m, (n, rank) = len(x), b.shape
-    plan = _plan_of(x, weight, rank, config)
-    if plan.config.tile_m != m:
-        problems.append(f"a norm wants tiles of {m} tokens, got {plan.config}")
-    elif not plan.adds_to_stream(m):
-        problems.append(f"no room for the sum and what is scaled: {plan.config}")
-    if n % tiling.TILE_ROWS:
-        problems.append(f"a norm wants a multiple of {tiling.TILE_ROWS} outputs, got {n}")
-    return problems
-
-
-def _misfits_of_adapter(shares, a):
-    return ["wants shares of x A^T or A, one of both"] if (shares is None) == (a is None) else []
-
-
-def _misfits_of_ending(x, weight, b, config):
-    """Why the kernel can do nothing more behind the product."""
-    if not isinstance(weight, Fp4Tiles) or x.dtype != jnp.bfloat16:
-        return [f"wants bfloat16 and Fp4Tiles, got {x.dtype} and {type(weight).__name__}"]
-    if config is not None and (problem := config.problem()):
-        return [problem]
-    n, rank = weight.shape[0], b.shape[1]
-    fits = b.shape == (n, tiling.padded_rank(rank))
-    if not fits or not _has_room(len(x), n, x.shape[1], rank, config):
-        wanted = f"{n} rows and a multiple of 64 columns that a stage holds"
-        return [f"B is {b.shape}, expected {wanted}"]
-    return []
-
-
-def _plan_of(x, weight, rank, config=None, *, paired=False):
-    """What the kernel does for x [M, K]."""
-    (m, k), n, count = x.shape, weight.divisor.shape[0], device.multiprocessors()
-    if config is None:
-        config = tiling.choose(m, n, k, rank=rank, multiprocessors=count)
-    return _kernel().make_plan(config, m, len(weight.codes), k, count, paired=paired)
-
-
-def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_shares`."""
-    product = shares.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
-    return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
+    return hopper.run(x, weight, config, shares=shares, b=b)
 
 
 def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
@@ -318,8 +126,8 @@ def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
         float32 [..., N].
     """
     _check(x, weight, None, None, None, None)
-    if _suits_kernel(weight, x):
-        return _run_kernel(x, weight, dtype=jnp.float32)
+    if hopper.suits(weight, x):
+        return hopper.run(x, weight, dtype=jnp.float32)
     return reference.matmul(x, _in_rows(weight, x), dtype=jnp.float32)
 
 
@@ -352,7 +160,7 @@ def _kernel_matmul(x, weight, lora, bias, config):
     if lora is None or len(x) > tiling.MAX_ROWS_OF_SHARES:
         return _kernel_matmul_fwd(x, weight, lora, bias, config)[0]
     a, b = (matrix.astype(x.dtype) for matrix in lora)
-    return _run_kernel(x, weight, config, bias=bias, a=a, b=_padded(b, len(a)))
+    return hopper.run(x, weight, config, bias=bias, a=a, b=hopper.padded(b, len(a)))
 
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config):
@@ -360,49 +168,9 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
     if lora is not None:
         a, b = (matrix.astype(x.dtype) for matrix in lora)
         xa = reference.dot(x, a)
-        adapter = {"b": _padded(b, len(a)), "xa": _padded(xa, len(a))}
-    y = _run_kernel(x, weight, config, bias=bias, **adapter)
+        adapter = {"b": hopper.padded(b, len(a)), "xa": hopper.padded(xa, len(a))}
+    y = hopper.run(x, weight, config, bias=bias, **adapter)
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
-
-
-def _padded(b, rank):
-    """B, or x A^T, of an adapter of this rank with the columns that the kernel reads."""
-    return jnp.pad(b, ((0, 0), (0, tiling.padded_rank(rank) - b.shape[1])))
-
-
-def _run_kernel(x, weight, config=None, *, a=None, b=None, shares=None, **options):
-    """The kernel's product for x [..., K], with the tiling that suits it.
-
-    It makes x A^T itself, or adds up shares of it, if there are few rows and room for that.
-    """
-    rows = x.reshape(-1, x.shape[-1])
-    rank = 0 if b is None else b.shape[1]
-    plan = _plan_of(rows, weight, rank, config, paired="squares" in options)
-    config = plan.config
-    if a is not None:
-        if plan.makes_shares(*a.shape):
-            options["a"] = a
-        elif _projects_in_shares(config, rows.shape[1]):
-            shares = _projection().project(rows, a)
-        else:
-            options["xa"] = _padded(reference.dot(rows, a), len(a))
-    if shares is not None and b is not None:
-        few = len(rows) <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
-        if few and tiling.takes_shares(config):
-            options["shares"] = shares
-        else:
-            options["xa"] = sum_of_shares(shares, rows, b)
-    y = _kernel().matmul(
-        rows, weight, config=config, multiprocessors=device.multiprocessors(), b=b, **options
-    )
-    return y if "stream" in options else y.reshape(*x.shape[:-1], -1)
-
-
-def _projects_in_shares(config, columns):
-    """Whether a kernel of its own makes x A^T, and leaves its sum over K to the product."""
-    if not tiling.takes_shares(config) or not device.has_triton():
-        return False
-    return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
 
 
 def _kernel_matmul_bwd(_, residuals, dy):
@@ -432,78 +200,13 @@ def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Ar
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
-    dense = _kernel().dequantize(weight, inputs=inputs, multiprocessors=device.multiprocessors())
+    dense = hopper.kernel().dequantize(
+        weight, inputs=inputs, multiprocessors=device.multiprocessors()
+    )
     return reference.dot(dy, dense.T)
 
 
 _kernel_matmul.defvjp(_kernel_matmul_fwd, _kernel_matmul_bwd)
-
-
-def _suits_kernel(
-    weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
-) -> TypeGuard[Fp4Tiles]:
-    if not isinstance(weight, Fp4Tiles) or not kernel_runs():
-        return False
-    if x.dtype != jnp.bfloat16:
-        _warn_once(f"the FP4 kernel multiplies bfloat16, not {x.dtype}: dequantising instead")
-        return False
-    return True
-
-
-@functools.cache
-def kernel_runs() -> bool:
-    """Whether the kernel serves this process: a Hopper GPU, on which it agrees with the definition.
-
-    The agreement is known where a table was tuned with this device, version of jax and kernel;
-    elsewhere a small product is computed once.
-    """
-    if device.cuda_capability() != 9.0:
-        return False
-    if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
-        return True
-    try:
-        error = self_check()
-    except Exception as problem:  # Whatever an untested version of jax raises.
-        first_line = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        _warn_once(f"the FP4 kernel does not run, dequantising instead ({first_line})")
-        return False
-    if not error < 1e-2:
-        _warn_once(f"the FP4 kernel is off by {error:.1e}, dequantising instead")
-        return False
-    return True
-
-
-def load_kernel() -> None:
-    """Loads what a compiled program with the kernel in it needs, if the kernel serves this process.
-
-    To lower such a program does so, too; one that another process compiled is not lowered.
-    """
-    if kernel_runs():
-        _kernel()
-
-
-def self_check() -> float:
-    """The relative error of small products of the kernel, see `check`."""
-    return check.relative_error(_kernel().matmul)
-
-
-def _kernel() -> ModuleType:
-    """The kernel's module. It uses an API of jax that may change: it is loaded when needed."""
-    from pallas_kernels.fp4_matmul import sm90
-
-    return sm90
-
-
-def _projection() -> ModuleType:
-    """Likewise."""
-    from pallas_kernels import projection
-
-    return projection
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=2)
 
 
 def _check(x, weight, lora, bias, implementation, config):

@@ -1,0 +1,176 @@
+"""Products by the Hopper kernel that end with what a kernel behind them would do."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.fp4_matmul import hopper, tiling
+from pallas_kernels.fp4_matmul.layout import Fp4Tiles
+from pallas_kernels.fp4_matmul.reference import Fp4Weight
+from pallas_kernels.fp4_matmul.tiling import TileConfig
+
+
+def fp4_swiglu(
+    x: jax.Array,
+    weight: Fp4Weight | Fp4Tiles,
+    b: jax.Array,
+    squares: jax.Array,
+    *,
+    shares: jax.Array | None = None,
+    a: jax.Array | None = None,
+    eps: float,
+    config: TileConfig | None = None,
+) -> jax.Array:
+    """Returns SwiGLU of x W^T + (x A^T) B^T behind a norm, where `serves_swiglu`.
+
+    Gate, what it multiplies, the activation and the product of the two are rounded to bfloat16.
+
+    Args:
+        x: bfloat16 [M, K], a row times the norm's scale, but not over its root mean square.
+        weight: [2 F, K]; the first half is the gate's.
+        b: see `fp4_matmul_with_shares`.
+        squares: float32 [S, M], whose sum over S is the mean square.
+        shares: see `fp4_matmul_with_shares`.
+        a: in their place, bfloat16 [R, K].
+        eps: of the norm.
+        config: the tiling of the kernel; None looks it up.
+
+    Returns:
+        [M, F].
+
+    Raises:
+        ValueError: arguments, or a tiling, with which the kernel cannot end with SwiGLU.
+    """
+    if problems := _misfits_of_swiglu(x, weight, b, squares, shares, a, config):
+        raise ValueError("fp4_swiglu: " + "; ".join(problems))
+    assert isinstance(weight, Fp4Tiles)  # as there are no problems
+    options = {"a": a, "b": b, "shares": shares, "squares": squares, "eps": eps}
+    return hopper.run(x, weight, config, **options)
+
+
+def serves_swiglu(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: Fp4Weight | Fp4Tiles,
+    b: jax.Array,
+    squares: jax.Array | None = None,
+    *,
+    shares: jax.Array | None = None,
+    a: jax.Array | None = None,
+) -> bool:
+    """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu`.
+
+    With `a` only where the kernel makes x A^T, too; without squares for those of `fp4_begin_norm`.
+    """
+    if not hopper.suits(weight, x) or _misfits_of_swiglu(x, weight, b, squares, shares, a):
+        return False
+    return a is None or hopper.plan_of(x, weight, b.shape[1], paired=True).makes_shares(*a.shape)
+
+
+def _misfits_of_swiglu(x, weight, b, squares, shares, a, config=None):
+    """Why the kernel cannot end with SwiGLU, see `fp4_swiglu`."""
+    problems = _misfits_of_adapter(shares, a) + _misfits_of_ending(x, weight, b, config)
+    if problems:
+        return problems
+    (m, _), (n, rank) = x.shape, b.shape
+    config = hopper.plan_of(x, weight, rank, config, paired=True).config
+    if not (m <= config.tile_m and tiling.takes_shares(config)):
+        problems.append(f"SwiGLU wants {m} tokens in one tile and room for shares, got {config}")
+    if m % 8 or n % (2 * tiling.TILE_ROWS):
+        wanted = f"a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs"
+        problems.append(f"SwiGLU wants {wanted}, got {m} and {n}")
+    for name, parts in (("squares", squares), ("shares", shares)):
+        if parts is not None and len(parts) < tiling.MIN_SHARES:
+            problems.append(f"{name} are {len(parts)}, expected at least {tiling.MIN_SHARES}")
+    if shares is not None and shares.shape[2] > rank:
+        problems.append(f"shares have {shares.shape[2]} columns, B {rank}")
+    return problems
+
+
+def fp4_begin_norm(
+    x: jax.Array,
+    weight: Fp4Weight | Fp4Tiles,
+    stream: jax.Array,
+    scale: jax.Array,
+    b: jax.Array,
+    *,
+    shares: jax.Array | None = None,
+    a: jax.Array | None = None,
+    config: TileConfig | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Adds x W^T + (x A^T) B^T to the residual stream and begins a norm, where `serves_norm`.
+
+    The product and the sum are rounded to bfloat16.
+
+    Args:
+        x: bfloat16 [M, K].
+        weight: [N, K].
+        stream: bfloat16 [M, N].
+        scale: float32 [N], of the norm.
+        b: see `fp4_matmul_with_shares`.
+        shares: likewise.
+        a: in their place, bfloat16 [R, K].
+        config: the tiling of the kernel; None looks it up.
+
+    Returns:
+        The sum and the sum times the scale, [M, N]; and float32 [S, M], whose sum over S is the
+        mean square of the former.
+
+    Raises:
+        ValueError: arguments, or a tiling, with which the kernel cannot begin a norm.
+    """
+    problems = _misfits_of_adapter(shares, a) + _misfits_of_norm(x, weight, b, config)
+    shape = len(x), len(b)
+    if stream.shape != shape or stream.dtype != x.dtype or scale.shape != shape[1:]:
+        problems.append(
+            f"stream is {stream.dtype} {stream.shape} and scale {scale.shape}, expected {x.dtype} "
+            f"{shape} and {shape[1:]}"
+        )
+    if problems:
+        raise ValueError("fp4_begin_norm: " + "; ".join(problems))
+    assert isinstance(weight, Fp4Tiles)  # as there are no problems
+    options = {"a": a, "b": b, "shares": shares, "stream": stream, "scale": scale}
+    return hopper.run(x, weight, config, **options)
+
+
+def serves_norm(x: jax.Array, weight: Fp4Weight | Fp4Tiles, b: jax.Array) -> bool:
+    """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`.
+
+    Not with so many rows that a norm of its own is faster.
+    """
+    return (
+        len(x) <= tiling.MAX_ROWS_OF_NORM
+        and hopper.suits(weight, x)
+        and not _misfits_of_norm(x, weight, b)
+    )
+
+
+def _misfits_of_norm(x, weight, b, config=None):
+    """Why the kernel cannot begin a norm, see `fp4_begin_norm`."""
+    if problems := _misfits_of_ending(x, weight, b, config):
+        return problems
+    m, (n, rank) = len(x), b.shape
+    plan = hopper.plan_of(x, weight, rank, config)
+    if plan.config.tile_m != m:
+        problems.append(f"a norm wants tiles of {m} tokens, got {plan.config}")
+    elif not plan.adds_to_stream(m):
+        problems.append(f"no room for the sum and what is scaled: {plan.config}")
+    if n % tiling.TILE_ROWS:
+        problems.append(f"a norm wants a multiple of {tiling.TILE_ROWS} outputs, got {n}")
+    return problems
+
+
+def _misfits_of_adapter(shares, a):
+    return ["wants shares of x A^T or A, one of both"] if (shares is None) == (a is None) else []
+
+
+def _misfits_of_ending(x, weight, b, config):
+    """Why the kernel can do nothing more behind the product."""
+    if not isinstance(weight, Fp4Tiles) or x.dtype != jnp.bfloat16:
+        return [f"wants bfloat16 and Fp4Tiles, got {x.dtype} and {type(weight).__name__}"]
+    if config is not None and (problem := config.problem()):
+        return [problem]
+    n, rank = weight.shape[0], b.shape[1]
+    fits = b.shape == (n, tiling.padded_rank(rank))
+    if not fits or not hopper.has_room(len(x), n, x.shape[1], rank, config):
+        wanted = f"{n} rows and a multiple of 64 columns that a stage holds"
+        return [f"B is {b.shape}, expected {wanted}"]
+    return []

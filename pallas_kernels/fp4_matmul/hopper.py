@@ -1,0 +1,163 @@
+"""Whether the kernel for Hopper GPUs serves a product, and the product by it, with its tiling."""
+
+import functools
+import warnings
+from types import ModuleType
+from typing import Any, TypeGuard
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device
+from pallas_kernels.fp4_matmul import check, reference, tiling
+from pallas_kernels.fp4_matmul.layout import Fp4Tiles
+from pallas_kernels.fp4_matmul.reference import Fp4Weight
+from pallas_kernels.fp4_matmul.tiling import TileConfig
+
+_MAX_RANK = 512  # of an adapter inside the kernel; no larger one was tried
+
+
+@functools.cache
+def kernel_runs() -> bool:
+    """Whether the kernel serves this process: a Hopper GPU, on which it agrees with the definition.
+
+    The agreement is known where a table was tuned with this device, version of jax and kernel;
+    elsewhere a small product is computed once.
+    """
+    if device.cuda_capability() != 9.0:
+        return False
+    if tiling.verified(jax.devices()[0].device_kind, jax.__version__):
+        return True
+    try:
+        error = self_check()
+    except Exception as problem:  # Whatever an untested version of jax raises.
+        first_line = f"{type(problem).__name__}: {problem}".splitlines()[0]
+        _warn_once(f"the FP4 kernel does not run, dequantising instead ({first_line})")
+        return False
+    if not error < 1e-2:
+        _warn_once(f"the FP4 kernel is off by {error:.1e}, dequantising instead")
+        return False
+    return True
+
+
+def load_kernel() -> None:
+    """Loads what a compiled program with the kernel in it needs, if the kernel serves this process.
+
+    To lower such a program does so, too; one that another process compiled is not lowered.
+    """
+    if kernel_runs():
+        kernel()
+
+
+def self_check() -> float:
+    """The relative error of small products of the kernel, see `check`."""
+    return check.relative_error(kernel().matmul)
+
+
+def suits(weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct) -> TypeGuard[Fp4Tiles]:
+    """Whether the kernel multiplies x by the weight; warns where only x's dtype is in the way."""
+    if not isinstance(weight, Fp4Tiles) or not kernel_runs():
+        return False
+    if x.dtype != jnp.bfloat16:
+        _warn_once(f"the FP4 kernel multiplies bfloat16, not {x.dtype}: dequantising instead")
+        return False
+    return True
+
+
+def has_room(m: int, n: int, k: int, rank: int, config: TileConfig | None = None) -> bool:
+    """Whether the kernel itself adds an adapter of this rank."""
+    rank = tiling.padded_rank(rank)
+    if rank > _MAX_RANK:
+        return False
+    if config is not None:
+        return rank <= config.block_k
+    return tiling.has_room(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
+
+
+def plan_of(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: Fp4Tiles,
+    rank: int,
+    config: TileConfig | None = None,
+    *,
+    paired: bool = False,
+) -> Any:
+    """The `Plan` of the kernel for x [M, K] and an adapter whose B has so many columns."""
+    (m, k), n, count = x.shape, weight.divisor.shape[0], device.multiprocessors()
+    if config is None:
+        config = tiling.choose(m, n, k, rank=rank, multiprocessors=count)
+    return kernel().make_plan(config, m, len(weight.codes), k, count, paired=paired)
+
+
+def run(
+    x: jax.Array,
+    weight: Fp4Tiles,
+    config: TileConfig | None = None,
+    *,
+    a: jax.Array | None = None,
+    b: jax.Array | None = None,
+    shares: jax.Array | None = None,
+    **options: Any,
+) -> Any:
+    """The kernel's product for x [..., K], see `sm90.matmul`; None looks its tiling up.
+
+    It makes x A^T itself, or adds up shares of it, if there are few rows and room for that.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    rank = 0 if b is None else b.shape[1]
+    plan = plan_of(rows, weight, rank, config, paired="squares" in options)
+    chosen = plan.config
+    if a is not None:
+        if plan.makes_shares(*a.shape):
+            options["a"] = a
+        elif _projects_in_shares(chosen, rows.shape[1]):
+            shares = _projection().project(rows, a)
+        else:
+            options["xa"] = padded(reference.dot(rows, a), len(a))
+    if shares is not None and b is not None:
+        few = len(rows) <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
+        if few and tiling.takes_shares(chosen):
+            options["shares"] = shares
+        else:
+            options["xa"] = sum_of_shares(shares, rows, b)
+    y = kernel().matmul(
+        rows, weight, config=chosen, multiprocessors=device.multiprocessors(), b=b, **options
+    )
+    return y if "stream" in options else y.reshape(*x.shape[:-1], -1)
+
+
+def _projects_in_shares(config, columns):
+    """Whether a kernel of its own makes x A^T, and leaves its sum over K to the product."""
+    if not tiling.takes_shares(config) or not device.has_triton():
+        return False
+    return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
+
+
+def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_shares`."""
+    product = shares.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
+    return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
+
+
+def padded(b: jax.Array, rank: int) -> jax.Array:
+    """B, or x A^T, of an adapter of this rank with the columns that the kernel reads."""
+    return jnp.pad(b, ((0, 0), (0, tiling.padded_rank(rank) - b.shape[1])))
+
+
+def kernel() -> ModuleType:
+    """The kernel's module. It uses an API of jax that may change: it is loaded when needed."""
+    from pallas_kernels.fp4_matmul import sm90
+
+    return sm90
+
+
+def _projection() -> ModuleType:
+    """Likewise."""
+    from pallas_kernels import projection
+
+    return projection
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=2)
