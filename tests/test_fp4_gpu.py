@@ -329,8 +329,10 @@ def norms():
             config.tile_m
         ):
             yield config, *shape
-    # The last block's run of shared steps is a whole tile.
-    yield TileConfig(16, rows=2, stages=6, stream=True), 16, 128 * 131, 1024
+    # The last block's run of shared steps is a whole tile; all have a whole tile and shared steps.
+    for tiles in (131, 200):
+        yield TileConfig(16, rows=2, stages=6, stream=True), 16, 128 * tiles, 1024
+    yield TileConfig(16, rows=1, stages=6), 16, 64 * 37, 384  # three shares, added up outside
 
 
 @pytest.mark.parametrize(("config", "m", "n", "k"), norms(), ids=str)
