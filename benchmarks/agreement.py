@@ -1,13 +1,13 @@
 r"""How far the rollout engine is from the trainer's forward pass, on real weights and prompts.
 
     uv run --extra cuda python -m benchmarks.agreement MODEL --data=gsm8k_test.jsonl \
-        --out=benchmarks/results/agreement.json
+        --out=benchmarks/results/rollout.json
 
 The engine completes the prompts at temperature 0 and at 1. The forward pass that trains then reads
 prompt and completion. At temperature 0 it says which token it would have chosen; where that is
 another one, the two logits are a tie within the rounding of bfloat16, or something is wrong: the
 largest gap between them is reported. At temperature 1 the log-probabilities are compared token by
-token.
+token. A row of --out, kind "agreement", has what `compare` returns.
 """
 
 import argparse
@@ -25,14 +25,28 @@ from qerl_jax.policy import transformer
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.folder import provenance, without_folders, write_atomic
+from qerl_jax.run.benchmark_subject import model_name
 from qerl_jax.run.random_policy import random_lora
+from qerl_jax.run.rollout_rows import merge, origin
 from qerl_jax.run.tasks import SYSTEM_PROMPT
-from qerl_jax.weights.load import load
+from qerl_jax.weights.load import FORMATS, load
 
 
 def compare(model, lora, prompts: list[list[int]], *, new_tokens: int, seed: int) -> dict:
-    """The figures of the module's docstring."""
+    """The figures of the module's docstring.
+
+    Args:
+        model: a LoadedModel.
+        lora: its adapter, or None.
+        prompts: token ids.
+        new_tokens: the most of a completion.
+        seed: of the draws.
+
+    Returns:
+        Of the tokens at temperature 0 how many there are, how many of them are not the likeliest in
+        the forward pass, and by how much a logit is at most over theirs; of those at temperature 1
+        how many there are, and the mean and the 99th percentile of the differences.
+    """
 
     def sampled(temperature: float) -> TrainBatch:
         rollout = generate(
@@ -81,7 +95,6 @@ def compare(model, lora, prompts: list[list[int]], *, new_tokens: int, seed: int
     )
     difference = np.abs(np.asarray(logprobs) - batch.rollout_logprobs)[mask]
     return {
-        "prompts": len(prompts),
         "greedy_tokens": int(drawn.sum()),
         "greedy_differ": int((gap > 0).sum()),
         "greedy_largest_gap": round(float(gap.max()), 4),
@@ -98,19 +111,28 @@ def main() -> None:
     )
     parser.add_argument("model", help="a folder, a .gguf file or a hub id")
     parser.add_argument("--data", required=True, help="FILE.jsonl with question and answer")
-    parser.add_argument("--format", default="nvfp4")
+    parser.add_argument("--format", choices=FORMATS, default="nvfp4")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--lora-rank", type=int, default=32, help="of a random adapter; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
+    for name, least in {"prompts": 1, "new_tokens": 2, "lora_rank": 0, "seed": 0}.items():
+        if (value := getattr(args, name)) < least:
+            parser.error(f"--{name.replace('_', '-')}={value}: it must be at least {least}")
+    problems = load_problems("", path=args.data)
+    if len(problems) < args.prompts:
+        parser.error(f"{args.data}: holds {len(problems)} problems; pass --prompts={len(problems)}")
+    device = jax.devices()[0].device_kind
+    merge(args.out, device, [])  # A file of another device is told before the work.
     model = load(args.model, format=args.format)
     encoded = encode_prompts(
-        load_problems("", path=args.data)[: args.prompts],
+        problems[: args.prompts],
         model.tokenizer,
         system_prompt=SYSTEM_PROMPT,
         max_prompt_tokens=model.config.max_position - args.new_tokens,
+        remedy="lower --new-tokens",
     )
     key = jax.random.key(args.seed)
     lora = random_lora(key, model.config, rank=args.lora_rank) if args.lora_rank else None
@@ -118,9 +140,16 @@ def main() -> None:
         model, lora, [p.ids for p in encoded], new_tokens=args.new_tokens, seed=args.seed
     )
     print(json.dumps(result), flush=True)
-    result |= {"format": args.format, "lora_rank": args.lora_rank} | provenance()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(args.out, without_folders(json.dumps(result, indent=1)) + "\n")
+    row = {
+        "kind": "agreement",
+        "model": model_name(args.model),
+        "format": args.format,
+        "lora_rank": args.lora_rank,
+        "prompts": args.prompts,
+        "max_new_tokens": args.new_tokens,
+        "seed": args.seed,
+    }
+    merge(args.out, device, [row | result | origin("benchmarks.agreement")])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import json
 import pathlib
 
 from pallas_kernels.fp4_matmul import benchmark, cases
-from qerl_jax.run.rollout_rows import by_policy
+from qerl_jax.run.parts import PARTS
+from qerl_jax.run.rollout_rows import by_policy, numbers_of
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -22,6 +23,9 @@ _KERNELS = {
     "dx_bf16": "bf16, gradient",
 }
 _BETWEEN = (40, 96, 160, 384)  # tokens that have no column
+# What the rollouts of the tables have in common.
+_SAME = {"chunk_steps": 16, "dequantize": "once"}
+_STEPS = _SAME | {"weights": "random", "prompt": 256, "new_tokens": 144}
 _BEGIN, _END = "<!-- tables: python -m benchmarks.tables -->", "<!-- end of tables -->"
 
 
@@ -104,7 +108,7 @@ def between_columns(result: dict) -> str:
 def rollout_table(result: dict) -> str:
     """Milliseconds of a decode step and tokens per second, a line for each policy and commit."""
     batches, policies = by_policy(
-        result["rows"],
+        _rows(result, "decode", _STEPS),
         lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})",
         fields=("commit",),
     )
@@ -115,6 +119,83 @@ def rollout_table(result: dict) -> str:
         for (model, numbers, rank, commit), cells in policies.items()
     )
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def parts_table(result: dict) -> str:
+    """Where the time of a decode step goes."""
+    rows = _rows(result, "parts", _STEPS)
+    names = [name for name in (*PARTS, "gaps") if any(row["parts"][name] for row in rows)]
+    lines = [["model", "weights", "rows", "step", *names, "kernels of a layer", "commit"]]
+    lines.append(["---"] * len(lines[0]))
+    for row in rows:
+        parts = row["parts"]
+        lines.append(
+            [
+                row["model"],
+                numbers_of(row),
+                str(row["batch"]),
+                f"{row['ms_per_step']:.2f}",
+                *(f"{parts[name]:.2f}" for name in names),
+                f"{parts['kernels_per_layer']:.0f}",
+                row["commit"][:8],
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def problems_table(result: dict) -> str:
+    """Whole rollouts of problems by a real model."""
+    lines = [
+        "| model | weights | prompts x completions | tokens, at most | seconds | tokens/s | "
+        "of a completion | compiling | peak memory | commit |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in _rows(result, "gsm8k", _SAME):
+        lines.append(
+            f"| {row['model']} | {numbers_of(row)} | {row['prompts']} x {row['group']} | "
+            f"{row['tokens']:,}, {row['max_new_tokens']} each | {row['seconds']:.1f} | "
+            f"**{row['tokens_per_s']:,.0f}** | {100 * row['live_share']:.1f} % | "
+            f"{row['compile_seconds']:.0f} s | {row['peak_gb']:.1f} GB | {row['commit'][:8]} |"
+        )
+    return "\n".join(lines)
+
+
+def startup_table(result: dict) -> str:
+    """Seconds from a command to the first tokens."""
+    lines = [
+        "| model | weights | prompts x completions | programs | kept by an earlier process | "
+        "weights there | compiled | first tokens | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in _rows(result, "startup", _SAME):
+        lines.append(
+            f"| {row['model']} | {numbers_of(row)} | {row['prompts']} x {row['group']} | "
+            f"{row['programs']} | {row['kept']} | {row['weights_s']:.1f} s | "
+            f"{row['compiled_s']:.1f} s | **{row['first_tokens_s']:.1f} s** | {row['commit'][:8]} |"
+        )
+    return "\n".join(lines)
+
+
+def agreement_table(result: dict) -> str:
+    """How far the engine is from the forward pass that trains."""
+    lines = [
+        "| model | weights | sampled tokens | difference of log-probabilities, mean | 99 % | "
+        "greedy tokens | not the likeliest | their logit lower by at most | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in _rows(result, "agreement", {}):
+        lines.append(
+            f"| {row['model']} | {row['format']} | {row['sampled_tokens']:,} | "
+            f"{row['logprob_diff_mean']:.4f} | {row['logprob_diff_p99']:.3f} | "
+            f"{row['greedy_tokens']:,} | {row['greedy_differ']} | "
+            f"{row['greedy_largest_gap']:.2f} | {row['commit'][:8]} |"
+        )
+    return "\n".join(lines)
+
+
+def _rows(result: dict, kind: str, same: dict) -> list[dict]:
+    same = {"kind": kind} | same
+    return [row for row in result["rows"] if all(row[k] == v for k, v in same.items() if k in row)]
 
 
 def accuracy_table(results: list[dict]) -> str:
@@ -151,9 +232,6 @@ def main() -> None:
     accuracies = [_read(f"gsm8k_qwen2.5-coder-1.5b_{form}_h200.json") for form in ("bf16", "nvfp4")]
     kernel, rollout = _read("kernel.json"), _read("rollout.json")
     commits = ", ".join(sorted({row["commit"][:8] for row in kernel["rows"]}))
-    (solved,) = (row for row in rollout["rows"] if row["kind"] == "gsm8k")
-    agreement = _read("agreement_qwen2.5-coder-1.5b_h200.json")
-    starts = {row["warm"]: row for row in rollout["rows"] if row["kind"] == "startup"}
     text = "\n\n".join(
         [
             "The default command, SmolLM2-135M in NVFP4 on one-digit sums "
@@ -179,29 +257,22 @@ def main() -> None:
             ),
             "A decode step in milliseconds, and tokens per second, by the rows that decode "
             f"together: 256 prompt tokens, 144 new ones, random weights ({rollout['device']}, jax "
-            f"{solved['versions']['jax']}, `experiments/benchmark_rollout.py`). A line is of the "
-            "commit it names; up to 1250415e a step was the difference of two generations, which "
-            "varies as the time of their prompts does:",
+            f"{rollout['rows'][0]['versions']['jax']}, `experiments/benchmark_rollout.py`). A line "
+            "is of the commit it names:",
             rollout_table(rollout),
-            "Whole rollouts of Qwen2.5-Coder-1.5B-Instruct in NVFP4 with an adapter of rank 32: "
-            f"{solved['prompts']} GSM8K problems, {solved['group']} completions each of at most "
-            f"{solved['max_new_tokens']} tokens, {solved['tokens']:,} tokens in "
-            f"{solved['seconds']:.1f} s, **{solved['tokens_per_s']:,.0f} tokens/s**; "
-            f"{100 * solved['live_share']:.0f} % of what was decoded belonged to a completion, and "
-            f"compiling took {solved['compile_seconds']:.0f} s before (commit "
-            f"{solved['commit'][:8]}).",
-            f"Its log-probabilities of {agreement['sampled_tokens']:,} tokens that it drew are "
-            f"{agreement['logprob_diff_mean']:.4f} from the trainer's in the mean; of "
-            f"{agreement['greedy_tokens']:,} greedy tokens {agreement['greedy_differ']} are not "
-            "the likeliest in the trainer's forward pass, whose logit for them is at most "
-            f"{agreement['greedy_largest_gap']:.2f} lower ({provenance(agreement)}, "
-            "`benchmarks/agreement.py`).",
-            "From `experiments.benchmark_rollout` to the first tokens of "
-            f"{starts[True]['prompts']} prompts x {starts[True]['group']}, "
-            f"{starts[True]['model']} with random weights, every program compiled: "
-            f"{starts[False]['first_tokens_s']:.0f} s, and {starts[True]['first_tokens_s']:.0f} s "
-            "with those of an earlier process in JAX_COMPILATION_CACHE_DIR, with which the folder "
-            f"of a run begins, too (commit {starts[True]['commit'][:8]}, `--startup`).",
+            "Where its milliseconds go (`--parts`, of another run), summed over the layers; gaps "
+            "are what no kernel fills:",
+            parts_table(rollout),
+            "Whole rollouts of GSM8K problems, with an adapter of rank 32 (`--data`); what was "
+            "decoded and belongs to no completion is of rows that had ended:",
+            problems_table(rollout),
+            "The engine against the forward pass that trains, on prompts of GSM8K, at temperature "
+            "1 and at 0 (`benchmarks/agreement.py`):",
+            agreement_table(rollout),
+            "From the command to the first tokens, every program compiled (`--startup`). Programs "
+            "of an earlier process are in JAX_COMPILATION_CACHE_DIR; a run keeps them in its "
+            "folder:",
+            startup_table(rollout),
             "The FP4 kernel on the fused projections of Qwen2.5, device time in microseconds by "
             f"the number of tokens (commit {commits}, {kernel['device']}, jax "
             f"{kernel['rows'][0]['versions']['jax']}, `pallas_kernels/fp4_matmul/benchmark.py`). "

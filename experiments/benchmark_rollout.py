@@ -16,8 +16,8 @@ Several commands may run at a time, as one measures after the other, if the memo
 (XLA_PYTHON_CLIENT_PREALLOCATE=false); --startup waits for no other.
 
 Every measurement prints a line, and writes its row to --out, {device, rows: [...]}, at once; a run
-replaces the rows of its own model, format, rank, batch and lengths and keeps the others. What the
-fields are is in `qerl_jax/run/benchmark_rollout.py`.
+replaces the rows of its own policy, options and lengths and keeps the others. What is in
+a row is told in `qerl_jax/run/benchmark_rollout.py`.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--batch", default="1,8,32,64,256", help="comma-separated (default: 1,8,32,64,256)")
     add("--prompt", type=int, default=256, help="tokens of each prompt (default: 256)")
     add("--new-tokens", type=int, default=144, help="of each row (default: 144)")
-    add("--parts", action="store_true", help="also split the step by part, on a GPU")
+    add("--parts", action="store_true", help="split the step by part, on a GPU")
 
     group = parser.add_argument_group("whole rollouts")
     add = group.add_argument

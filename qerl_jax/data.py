@@ -371,8 +371,17 @@ def encode_prompts(
     system_prompt: str = "",
     question_suffix: str = "",
     max_prompt_tokens: int,
+    remedy: str = "pass --config.data.max_prompt_tokens={longest}",
 ) -> list[Prompt]:
     """Renders and tokenises problems.
+
+    Args:
+        problems: to render.
+        tokenizer: its chat template renders them.
+        system_prompt: a message before each; '' is none.
+        question_suffix: follows each question.
+        max_prompt_tokens: the longest prompt.
+        remedy: what an error advises to do; {longest} is the tokens of the longest prompt.
 
     Raises:
         UserError: A prompt is over the limit.
@@ -387,8 +396,7 @@ def encode_prompts(
     over = sum(length > max_prompt_tokens for length in lengths)
     if over:
         raise UserError(
-            f"{over} of {len(prompts)} prompts are over data.max_prompt_tokens="
-            f"{max_prompt_tokens}; for the longest pass --config.data.max_prompt_tokens="
-            f"{max(lengths)}, or take them out"
+            f"{over} of {len(prompts)} prompts are over {max_prompt_tokens} tokens, the longest "
+            f"has {max(lengths)}; {remedy.format(longest=max(lengths))}, or take them out"
         )
     return prompts

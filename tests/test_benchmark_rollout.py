@@ -126,7 +126,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     returned = job.benchmark(dataclasses.replace(CONFIG, out=str(out)))
     (row,) = json.loads(out.read_text())["rows"]
     assert returned == [row]
-    policy = ["decode", "tiny", "nf4", 4, "bfloat16", ""]
+    policy = ["decode", "tiny", "nf4", "random", 4, "bfloat16", "", 8, "once"]
     assert [row[name] for name in rollout_rows.KEYS["decode"]] == [*policy, 3, 5, 18]
     assert row["ms_per_step"] == 2
     assert row["tokens_per_s"] == 1500
@@ -294,6 +294,8 @@ def test_kernels_of_a_profile():
         ({"parts": True}, "on an NVIDIA GPU only"),
         ({"startup": True, "formats": ("bf16", "nf4")}, "a process begins once"),
         ({"startup": True, "parts": True}, "--startup measures nothing else"),
+        ({"seed": -1}, "--seed=-1: it must be at least 0"),
+        ({"bandwidth": float("nan")}, "--bandwidth=nan: it must be at least 0"),
     ],
 )
 def test_what_cannot_be_measured(changes, message):

@@ -7,11 +7,15 @@ import pytest
 from qerl_jax.errors import UserError
 from qerl_jax.run import rollout_rows
 
+POLICY = {
+    "model": "m", "format": "bf16", "weights": "random", "lora_rank": 32, "head_format": "",
+    "kv_cache_dtype": "bfloat16", "chunk_steps": 16, "dequantize": "once",
+}  # fmt: skip
+
 
 def a_row(batch, time, **changes):
     row = {
-        "kind": "decode", "model": "m", "format": "bf16", "lora_rank": 32,
-        "kv_cache_dtype": "bfloat16", "batch": batch, "prompt": 256, "new_tokens": 144,
+        **POLICY, "kind": "decode", "batch": batch, "prompt": 256, "new_tokens": 144,
         "ms_per_step": time, "tokens_per_s": 1e3 * batch / time,
     }  # fmt: skip
     return row | changes
@@ -19,8 +23,8 @@ def a_row(batch, time, **changes):
 
 def test_a_run_replaces_its_own_rows(tmp_path):
     path = tmp_path / "results" / "rollout.json"
-    rollouts = {"kind": "gsm8k", "model": "m", "format": "bf16", "lora_rank": 32}
-    rollouts |= {"kv_cache_dtype": "bfloat16", "prompts": 64, "group": 16, "max_new_tokens": 1024}
+    rollouts = POLICY | {"kind": "gsm8k", "prompts": 64, "group": 16, "max_new_tokens": 1024}
+    rollouts |= {"rows": 1024}
     rollout_rows.merge(path, "H", [a_row(8, 1.0), a_row(64, 2.0), rollouts])
     quick = a_row(8, 2.5, head_format="nvfp4")
     rollout_rows.merge(path, "H", [a_row(8, 3.0), a_row(8, 4.0, lora_rank=0), quick])
@@ -38,9 +42,28 @@ def test_a_run_replaces_its_own_rows(tmp_path):
     assert result["rows"][-1]["tokens"] == 7
     with pytest.raises(UserError, match="holds rows of H, this is I"):
         rollout_rows.merge(path, "I", [])
-    path.write_text("[]")
-    with pytest.raises(UserError, match="holds no rows"):
-        rollout_rows.merge(path, "H", [])
+    for text in ("[]", '{"rows": []}', '{"device": "H", "rows": [{"kind": "decode"}]}'):
+        path.write_text(text)
+        with pytest.raises(UserError, match="holds no rows"):
+            rollout_rows.merge(path, "H", [])
+    for wrong in (tmp_path, path / "x.json"):
+        with pytest.raises(UserError, match="pass another --out"):
+            rollout_rows.merge(wrong, "H", [])
+
+
+OTHERS = [
+    {"weights": "real"}, {"chunk_steps": 8}, {"dequantize": "step"}, {"head_format": "nvfp4"},
+    {"kv_cache_dtype": "float8_e4m3fn"}, {"prompt": 64}, {"new_tokens": 18}, {"kind": "parts"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", OTHERS, ids=str)
+def test_a_row_of_something_else_is_kept(tmp_path, changes):
+    path = tmp_path / "rollout.json"
+    rollout_rows.merge(path, "H", [a_row(8, 1.0)])
+    rollout_rows.merge(path, "H", [a_row(8, 2.0, **changes)])
+    times = [row["ms_per_step"] for row in json.loads(path.read_text())["rows"]]
+    assert sorted(times) == [1.0, 2.0]
 
 
 def test_the_table():

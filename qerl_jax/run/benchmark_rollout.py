@@ -13,33 +13,28 @@ Rows of a decode benchmark:
                             a row in the middle of these steps take at the card's bandwidth, over
                             the step's
     padding_waste           of the positions that are computed, those without a token of a row
-    peak_gb                 the most memory in use; where an earlier row of the process used more,
-                            what is in use between the programs
-    parts                   a step's milliseconds by part, see `parts.per_step`
+    peak_gb                 the most memory in use, see `peak_memory.PeakMemory`
 
-and of rollouts of a file of problems, kind "gsm8k": tokens up to and including the end over the
-seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
+A row of kind "parts" has a decode row's fields, and in `parts` the milliseconds of a step by part,
+see `parts.per_step`.
+
+One of kind "gsm8k" is of rollouts of a file of problems: tokens up to and including the end over
+the seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
 "startup" see `startup.measure_startup`; `warm` is whether every program was kept by an earlier
 process, as they are on a GPU.
 """
 
 import contextlib
 import dataclasses
-import datetime
 import gc
 import itertools
 import math
 import pathlib
-import platform
-import shlex
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
 
 from pallas_kernels.gpu_lock import sole_use
@@ -48,7 +43,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.engine import Rollout, Statistics, generate
+from qerl_jax.rollout.engine import Rollout, Statistics, generate, live_share
 from qerl_jax.rollout.programs import (
     Programs,
     bound,
@@ -69,8 +64,8 @@ from qerl_jax.run.benchmark_subject import (
     random_prompts,
     sampling_of,
 )
-from qerl_jax.run.folder import provenance, without_folders
-from qerl_jax.run.rollout_rows import describe, merge, table
+from qerl_jax.run.peak_memory import PeakMemory
+from qerl_jax.run.rollout_rows import describe, merge, origin, table
 from qerl_jax.run.startup import measure_startup
 from qerl_jax.run.step_parts import step_parts
 
@@ -89,14 +84,14 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
     check(config)
     device = jax.devices()[0]
     print(device.device_kind, flush=True)
-    origin = _origin(config.commit)
+    where = origin("experiments.benchmark_rollout", config.commit)
     path, rows = pathlib.Path(config.out), []
     with sole_use():
         merge(path, device.device_kind, [])  # A file of another device is told before the work.
 
     def keep(row: dict) -> None:
         """The caller has sole use, of the file too."""
-        rows.append(row | origin)
+        rows.append(row | where)
         print(describe(row), flush=True)
         merge(path, device.device_kind, rows[-1:])
 
@@ -112,14 +107,13 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
                 else:
                     check_fits(subject, config)
                     programs = _compile(subject, config)
-                    measured = []
                     for batch in config.batches:
                         with sole_use():
-                            measured.append(measure_decoding(subject, batch, config, programs))
-                            keep(measured[-1])
-                    for row in measured if config.parts else ():
-                        with sole_use():
-                            keep(row | {"parts": step_parts(subject, row["batch"], config)})
+                            row = measure_decoding(subject, batch, config, programs)
+                            if config.parts:
+                                parts = step_parts(subject, batch, config)
+                                row |= {"kind": "parts", "parts": parts}
+                            keep(row)
             for leaf in jax.tree.leaves((subject.params, subject.lora)):
                 leaf.delete()
             del subject
@@ -139,7 +133,7 @@ def measure_decoding(
     costs: list[Statistics] = []
     looks: list[tuple[float, int]] = []  # when the host saw how many tokens of a row
 
-    def run(new_tokens: int) -> Rollout:
+    def run(new_tokens: int, programs: Programs = programs) -> Rollout:
         looks.clear()
         return generate(
             jax.random.key(config.seed),
@@ -163,20 +157,26 @@ def measure_decoding(
         chunks = math.ceil((config.new_tokens - tokens) / plan.steps)
         return (end - began) / (chunks * plan.steps)
 
-    with _peak_memory() as peak:
-        for new_tokens in (1, config.new_tokens):
-            run(new_tokens)
-        prefill = min(_seconds(run, 1) for _ in range(_REPEATS))
-        ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
+    def prefill() -> float:
+        began = time.perf_counter()
+        run(1)
+        return time.perf_counter() - began
+
+    peak = PeakMemory()
+    watched = peak.watched(programs)
+    for new_tokens in (1, config.new_tokens):
+        run(new_tokens, watched)
+    seconds = min(prefill() for _ in range(_REPEATS))
+    ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
     return described(subject, "decode", config) | {
         "batch": batch,
         "prompt": config.prompt,
         "new_tokens": config.new_tokens,
         "ms_per_step": round(ms_per_step, 4),
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
-        "prefill_tokens_per_s": round(batch * config.prompt / prefill, 1),
+        "prefill_tokens_per_s": round(batch * config.prompt / seconds, 1),
         "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.steps, config),
-        "peak_gb": peak(),
+        "peak_gb": peak.gigabytes,
         "padding_waste": padding_waste([len(p) for p in prompts], plan, costs[-1]),
     }
 
@@ -197,6 +197,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
             model.tokenizer,
             system_prompt=config.system_prompt,
             max_prompt_tokens=model.config.max_position - config.max_new_tokens,
+            remedy="lower --max-new-tokens",
         )
     ]
     lengths = [len(prompt) for prompt in prompts]
@@ -215,7 +216,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
     }
     costs: list[Statistics] = []
 
-    def run(number: int) -> Rollout:
+    def run(number: int, programs: Programs) -> Rollout:
         return generate(
             jax.random.fold_in(key, number),
             subject.params,
@@ -228,17 +229,16 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
             **how,
         )
 
-    with _peak_memory() as peak:
-        began = time.perf_counter()
-        programs = compile_ahead(key, subject.params, subject.lora, prompts=len(prompts), **how)
-        compile_seconds = time.perf_counter() - began
-        times, rollouts = [], []
-        with sole_use():
-            run(0)
-            for number in range(1, _REPEATS + 1):
-                began = time.perf_counter()
-                rollouts.append(run(number))
-                times.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    programs = compile_ahead(key, subject.params, subject.lora, prompts=len(prompts), **how)
+    compile_seconds = time.perf_counter() - began
+    times, rollouts, peak = [], [], PeakMemory()
+    with sole_use():
+        run(0, peak.watched(programs))
+        for number in range(1, _REPEATS + 1):
+            began = time.perf_counter()
+            rollouts.append(run(number, programs))
+            times.append(time.perf_counter() - began)
     rates = [r.lengths.sum() / t for r, t in zip(rollouts, times, strict=True)]
     best = int(np.argmax(rates))
     rollout, cost = rollouts[best], costs[1 + best]
@@ -250,24 +250,31 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         "tokens": int(rollout.lengths.sum()),
         "seconds": round(times[best], 3),
         "tokens_per_s": round(float(rates[best]), 1),
-        "live_share": round(cost.live / cost.decoded, 4) if cost.decoded else 1.0,
+        "live_share": round(live_share([cost]), 4),
         "finished": round(float(rollout.finished.mean()), 4),
         "mean_tokens": round(float(rollout.lengths.mean()), 1),
         "compile_seconds": round(compile_seconds, 1),
-        "peak_gb": peak(),
+        "peak_gb": peak.gigabytes,
         "padding_waste": padding_waste(lengths, plan, cost),
     }
 
 
 def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
     """The row of a process that has just begun."""
+    prompts = random_prompts(subject.config, config.prompts, config)
+    lengths = [config.prompt] * len(prompts)
+    plan = plan_of(
+        subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
+    )
     measured = measure_startup(
         config.began,
+        jax.random.key(config.seed),
         subject.params,
         subject.lora,
-        random_prompts(subject.config, config.prompts, config),
+        prompts,
         config=subject.config,
-        sampling=sampling_of(config, config.max_new_tokens, config.max_rows),
+        # The plan of an empty memory, as a run decides it.
+        sampling=sampling_of(config, config.max_new_tokens, plan.batches[0]),
         eos_ids=NOTHING_ENDS,
         group_size=config.group,
     )
@@ -278,6 +285,7 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
             "prompts": config.prompts,
             "group": config.group,
             "max_new_tokens": config.max_new_tokens,
+            "max_rows": config.max_rows,
             "warm": measured["kept"] == measured["programs"],
         }
     )
@@ -296,12 +304,6 @@ def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -
         longest = max(lengths[first : first + plan.prompts])
         computed += plan.prompts * next(width for width in plan.widths if width >= longest)
     return round(1 - (sum(lengths) + cost.live) / computed, 4)
-
-
-def _seconds(run: Callable[[int], Any], new_tokens: int) -> float:
-    began = time.perf_counter()
-    run(new_tokens)
-    return time.perf_counter() - began
 
 
 def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str = "") -> float:
@@ -340,39 +342,6 @@ def _roofline_share(subject, batch, ms_per_step, steps, config) -> float | None:
     return round(1e3 * moved / bandwidth / ms_per_step, 4)
 
 
-@contextlib.contextmanager
-def _peak_memory() -> Iterator[Callable[[], float | None]]:
-    """Watches the memory of the block; afterwards the function yielded gives its peak in GB.
-
-    A device tells the peak of the whole process. Where the block does not raise it, the memory in
-    use is looked at every few milliseconds.
-    """
-    device = jax.devices()[0]
-    before = device.memory_stats()
-    seen, over = [0], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.005):
-            seen.append(max(seen.pop(), (device.memory_stats() or {})["bytes_in_use"]))
-
-    def peak() -> float | None:
-        after = device.memory_stats()
-        if not before or not after:
-            return None
-        raised = after["peak_bytes_in_use"] > before["peak_bytes_in_use"]
-        return round((after["peak_bytes_in_use"] if raised else seen[0]) / 1e9, 3)
-
-    watcher = threading.Thread(target=look)
-    if before:
-        watcher.start()
-    try:
-        yield peak
-    finally:
-        over.set()
-        if before:
-            watcher.join()
-
-
 def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
@@ -393,19 +362,3 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
     seconds = time.perf_counter() - began
     print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
     return programs
-
-
-def _origin(commit: str) -> dict:
-    """What every row says of where it comes from; of paths only the last part."""
-    found = provenance()
-    arguments = without_folders(shlex.join(sys.argv[1:]))
-    return {
-        "commit": commit or (found["git"] or {}).get("commit", "unknown"),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "versions": {
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "python": platform.python_version(),
-        },
-        "command": f"python -m experiments.benchmark_rollout {arguments}",
-    }

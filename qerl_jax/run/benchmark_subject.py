@@ -123,10 +123,11 @@ def check(config: BenchmarkConfig) -> None:
         "group": (config.group, 1),
         "max-new-tokens": (config.max_new_tokens, 1),
         "max-rows": (config.max_rows, 0),
+        "seed": (config.seed, 0),
         "bandwidth": (config.bandwidth, 0),
     }
     for name, (value, least) in limits.items():
-        if value < least:
+        if not value >= least:
             raise UserError(f"--{name}={value}: it must be at least {least}")
     check_head_format(config.head_format)
     if config.data and not config.source:
@@ -136,6 +137,8 @@ def check(config: BenchmarkConfig) -> None:
         raise UserError("--startup: a process begins once; pass one --model, --format")
     if config.startup and (config.data or config.parts):
         raise UserError("--startup measures nothing else; drop --data and --parts")
+    if config.data and config.parts:
+        raise UserError("--parts is of decode steps on random prompts; drop --data")
     if config.parts and jax.default_backend() != "gpu":
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
     if config.parts and policies > 1:
@@ -144,13 +147,18 @@ def check(config: BenchmarkConfig) -> None:
         )
 
 
+def model_name(source: str) -> str:
+    """What rows call real weights: the last part of their source."""
+    return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+
+
 def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
     """Loads or draws a policy and its adapter."""
     began = time.perf_counter()
     key = jax.random.key(config.seed, impl="rbg")  # the fastest to draw
     if config.source:
         loaded = load(config.source, format=format)
-        name = config.source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
+        name = model_name(config.source)
         architecture, params = loaded.config, loaded.params
     else:
         loaded, name, architecture = None, model, ARCHITECTURES[model]

@@ -1,17 +1,31 @@
-"""The rows of the rollout benchmark: their file, and how they read as a line and as a table."""
+"""The rows of the rollout benchmarks: their file, and how they read as a line and as a table."""
 
+import datetime
 import json
 import pathlib
+import platform
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
-from qerl_jax.errors import UserError
-from qerl_jax.run.folder import write_atomic
+import jax
+import jaxlib
 
-_POLICY = ("kind", "model", "format", "lora_rank", "kv_cache_dtype", "head_format")
+from qerl_jax.errors import UserError
+from qerl_jax.run.folder import provenance, without_folders, write_atomic
+
+_POLICY = (
+    "kind", "model", "format", "weights", "lora_rank", "kv_cache_dtype", "head_format",
+    "chunk_steps", "dequantize",
+)  # fmt: skip
+_STEPS = (*_POLICY, "batch", "prompt", "new_tokens")
+_ROLLOUTS = (*_POLICY, "prompts", "group", "max_new_tokens")
 KEYS = {
-    "decode": (*_POLICY, "batch", "prompt", "new_tokens"),
-    "gsm8k": (*_POLICY, "prompts", "group", "max_new_tokens"),
-    "startup": (*_POLICY, "prompts", "group", "max_new_tokens", "warm"),
+    "decode": _STEPS,
+    "parts": _STEPS,
+    "gsm8k": (*_ROLLOUTS, "rows"),
+    "startup": (*_ROLLOUTS, "max_rows", "warm"),
+    "agreement": ("kind", "model", "format", "lora_rank", "prompts", "max_new_tokens", "seed"),
 }
 
 
@@ -25,32 +39,52 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
     if path.exists():
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            old = {_key(row): row for row in result["rows"]}
-        except (ValueError, KeyError, TypeError) as error:
+            holder, old = result["device"], {_key(row): row for row in result["rows"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: holds no rows of this benchmark; pass another --out"
             ) from error
-        if result["device"] != device:
-            raise UserError(
-                f"{path}: holds rows of {result['device']}, this is {device}; pass another --out"
-            )
+        if holder != device:
+            raise UserError(f"{path}: holds rows of {holder}, this is {device}; pass another --out")
     else:
         old = {}
     old |= {_key(row): row for row in rows}
     result["rows"] = [old[key] for key in sorted(old)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, json.dumps(result, indent=1) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"{path}: cannot write rows there ({error}); pass another --out") from error
 
 
 def _key(row: dict) -> tuple:
-    # Rows from before there was a choice of heads lack it.
-    return tuple(({"head_format": ""} | row)[name] for name in KEYS[row["kind"]])
+    return tuple(row[name] for name in KEYS[row["kind"]])
+
+
+def origin(module: str, commit: str = "") -> dict:
+    """What every row says of where it comes from; of paths only the last part.
+
+    Args:
+        module: that is run.
+        commit: instead of git's. Of files that differ from it `-dirty` tells, as with git describe.
+    """
+    git = provenance()["git"] or {"commit": "unknown", "dirty": None}
+    return {
+        "commit": commit or git["commit"] + ("-dirty" if git["dirty"] else ""),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "versions": {
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "python": platform.python_version(),
+        },
+        "command": f"python -m {module} {without_folders(shlex.join(sys.argv[1:]))}",
+    }
 
 
 def numbers_of(row: dict) -> str:
     """What the numbers of a row's policy are stored in: 'nvfp4', or 'nvfp4, float8 cache'."""
     text = row["format"]
-    if row.get("head_format"):
+    if row["head_format"]:
         text += f", {row['head_format']} head"
     if row["kv_cache_dtype"].startswith("float8"):
         text += ", float8 cache"

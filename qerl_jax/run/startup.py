@@ -11,12 +11,18 @@ from qerl_jax.rollout.programs import compilations, compile_ahead
 
 
 def measure_startup(
-    began: float, params: dict, lora: Lora | None, prompts: list[list[int]], **how: Any
+    began: float,
+    key: jax.Array,
+    params: dict,
+    lora: Lora | None,
+    prompts: list[list[int]],
+    **how: Any,
 ) -> dict:
     """Compiles all that rollouts of so many prompts can need, and samples.
 
     Args:
         began: `time.time()` when the command began.
+        key: of the draws.
         params: the policy.
         lora: its adapter, or None.
         prompts: token ids.
@@ -24,7 +30,7 @@ def measure_startup(
 
     Returns:
         Seconds since the command began until the weights were there, until all was compiled and
-        until the host saw the first chunk of tokens; the programs, and how many of them were kept
+        until the host saw the first tokens; the programs, and how many of them were kept
         by an earlier process.
     """
     row = {"weights_s": _since(began)}
@@ -33,7 +39,6 @@ def measure_startup(
         if tokens:
             row.setdefault("first_tokens_s", _since(began))
 
-    key = jax.random.key(0)
     how["prompt_width"] = max(map(len, prompts))
     with compilations() as compiled:
         programs = compile_ahead(key, params, lora, prompts=len(prompts), **how)
@@ -49,6 +54,7 @@ def measure_startup(
         on_progress=look,
         **how,
     )
+    row.setdefault("first_tokens_s", _since(began))  # One chunk was all.
     return row | {"programs": len(programs), "kept": len(programs) - len(compiled)}
 
 
