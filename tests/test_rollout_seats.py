@@ -35,6 +35,7 @@ def together():
 @pytest.fixture
 def chunks(monkeypatch):
     """The numbers of seats of the chunks that are decoded."""
+    together()  # Its chunks are none of these.
     seen, decode_chunk = [], decode.decode_chunk
 
     def recording(key, params, fused_lora, batch, needed, **options):
@@ -223,6 +224,20 @@ def letters(ids):
     return "".join(f"{chr(ord('a') + i % 16)}{chr(ord('A') + i // 16)}" for i in ids)
 
 
+def test_a_stop_string_is_found_behind_tokens_without_text():
+    def text(ids):
+        return letters([i for i in ids if i not in silent])
+
+    ids = together().tokens[np.argmax(together().lengths)]
+    silent = set(ids[3:16].tolist()) - {ids[2], ids[16]}
+    stop = text(ids[:17])[-4:]
+    assert len(text(ids[2:17])) == 4
+    assert len(text(ids[13:17])) == 2
+    for chunk_steps in (2, 23):
+        result = rollout(**LONG | {"chunk_steps": chunk_steps}, stop=(stop,), decode_text=text)
+        assert result.lengths[np.argmax(together().lengths)] == 17
+
+
 @pytest.mark.parametrize(("max_rows", "chunk_steps"), [(0, 5), (0, 23), (5, 2)])
 def test_a_stop_string_ends_a_completion_after_its_last_token(max_rows, chunk_steps):
     whole = together()
@@ -296,8 +311,10 @@ def test_an_8_bit_cache_takes_a_quarter_of_the_memory(chunks):
 
 def test_rows_follow_from_what_the_device_has_left(monkeypatch):
     class Device:
+        in_use = 150_000
+
         def memory_stats(self):
-            return {"bytes_limit": 400_000, "bytes_in_use": 150_000}
+            return {"bytes_limit": 400_000, "bytes_in_use": self.in_use}
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     row = SLOTS * POSITION + 4 * 4 * 48
@@ -305,6 +322,12 @@ def test_rows_follow_from_what_the_device_has_left(monkeypatch):
     assert (360_000 - 150_000 - prompts) // row == 15
     assert plan(prompts=9).batches[0] == 12
     assert plan(prompts=3).batches[0] == 12
+    monkeypatch.setattr(Device, "in_use", 360_000 - prompts - row)
+    assert plan(prompts=9).batches[0] == 1
+    monkeypatch.setattr(Device, "in_use", 360_000 - prompts - row + 1)
+    message = f"{prompts + row - 1} bytes .* {row} bytes for a row of {SLOTS} positions"
+    with pytest.raises(UserError, match=message):
+        plan(prompts=9)
     # What was asked for is not measured.
     assert plan(prompts=9, max_rows=33).batches[0] == 33
     assert plan(prompts=9, kv_cache_bytes=10**9).batches[0] == 36

@@ -394,11 +394,15 @@ class _Host:
     def _cut(self, old: np.ndarray, new: np.ndarray) -> int | None:
         """How many of the new tokens complete a stop string; None: all of them do not.
 
-        A string has no more tokens than bytes, so it begins that far before the new tokens.
+        It begins among as many bytes before the new tokens as it has. A token that has text has a
+        byte, special tokens have none.
         """
         stop, text = self._stop, self._decode_text
         assert text is not None
-        before = old[-max(len(s.encode()) for s in stop) :].tolist()
+        count = longest = max(len(s.encode()) for s in stop)
+        while count < len(old) and len(text(old[-count:].tolist())) < longest:
+            count *= 2
+        before = old[-count:].tolist()
 
         def complete(count: int) -> bool:
             found = text(before + new[:count].tolist())
