@@ -371,7 +371,8 @@ def encode_prompts(
     system_prompt: str = "",
     question_suffix: str = "",
     max_prompt_tokens: int,
-    remedy: str = "pass --config.data.max_prompt_tokens={longest}",
+    remedy: str = "instead of data.max_prompt_tokens={limit} pass "
+    "--config.data.max_prompt_tokens={longest}",
 ) -> list[Prompt]:
     """Renders and tokenises problems.
 
@@ -381,7 +382,8 @@ def encode_prompts(
         system_prompt: a message before each; '' is none.
         question_suffix: follows each question.
         max_prompt_tokens: the longest prompt.
-        remedy: what an error advises to do; {longest} is the tokens of the longest prompt.
+        remedy: what an error advises to do; {limit} and {longest} are the tokens of the limit
+            and of the longest prompt.
 
     Raises:
         UserError: A prompt is over the limit.
@@ -395,8 +397,9 @@ def encode_prompts(
     lengths = [len(prompt.ids) for prompt in prompts]
     over = sum(length > max_prompt_tokens for length in lengths)
     if over:
+        advice = remedy.format(limit=max_prompt_tokens, longest=max(lengths))
         raise UserError(
             f"{over} of {len(prompts)} prompts are over {max_prompt_tokens} tokens, the longest "
-            f"has {max(lengths)}; {remedy.format(longest=max(lengths))}, or take them out"
+            f"has {max(lengths)}; {advice}, or take them out"
         )
     return prompts

@@ -332,8 +332,8 @@ def test_a_prompt_over_the_limit_is_an_error():
     problems = [Problem("a " * count, "1") for count in (1, 9, 3, 4, 8)]
     assert len(data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=11)) == 5
     message = (
-        "2 of 5 prompts are over 6 tokens, the longest has 11; pass "
-        "--config.data.max_prompt_tokens=11, or take them out"
+        "2 of 5 prompts are over 6 tokens, the longest has 11; instead of "
+        "data.max_prompt_tokens=6 pass --config.data.max_prompt_tokens=11, or take them out"
     )
     with pytest.raises(UserError, match=re.escape(message)):
         data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)
