@@ -311,10 +311,8 @@ def test_an_8_bit_cache_takes_a_quarter_of_the_memory(chunks):
 
 def test_rows_follow_from_what_the_device_has_left(monkeypatch):
     class Device:
-        in_use = 150_000
-
         def memory_stats(self):
-            return {"bytes_limit": 400_000, "bytes_in_use": self.in_use}
+            return {"bytes_limit": 400_000, "bytes_in_use": 150_000}
 
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     row = SLOTS * POSITION + 4 * 4 * 48
@@ -322,12 +320,6 @@ def test_rows_follow_from_what_the_device_has_left(monkeypatch):
     assert (360_000 - 150_000 - prompts) // row == 15
     assert plan(prompts=9).batches[0] == 12
     assert plan(prompts=3).batches[0] == 12
-    monkeypatch.setattr(Device, "in_use", 360_000 - prompts - row)
-    assert plan(prompts=9).batches[0] == 1
-    monkeypatch.setattr(Device, "in_use", 360_000 - prompts - row + 1)
-    message = f"{prompts + row - 1} bytes .* {row} bytes for a row of {SLOTS} positions"
-    with pytest.raises(UserError, match=message):
-        plan(prompts=9)
     # What was asked for is not measured.
     assert plan(prompts=9, max_rows=33).batches[0] == 33
     assert plan(prompts=9, kv_cache_bytes=10**9).batches[0] == 36

@@ -144,13 +144,10 @@ def position_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
 def rows_left(
     params: dict, *, slots: int, config: ModelConfig, sampling: SamplingConfig, reserve: int = 0
 ) -> int | None:
-    """Rows that fit into what the device has left; None where it does not say.
+    """Rows that fit into what the device has left, at least 1; None where it does not say.
 
     A row has its slots of the cache and a few copies of its logits; the dense copy of packed
     weights, where there is one, comes before them, and so do `reserve` bytes.
-
-    Raises:
-        UserError: there is no room for one.
     """
     memory = jax.local_devices()[0].memory_stats() or {}
     if "bytes_limit" not in memory:
@@ -160,13 +157,7 @@ def rows_left(
         free -= dense_bytes(params)
     dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
     row = slots * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
-    if free < reserve + row:
-        raise UserError(
-            f"the device has {max(0, free)} bytes left beside the weights, and a rollout needs "
-            f"{reserve} for prompts that are read together and {row} bytes for a row of {slots} "
-            "positions: lower max_new_tokens or shorten the prompts, or free memory of the device"
-        )
-    return (free - reserve) // row
+    return max(1, int(free - reserve) // row)
 
 
 def dense_bytes(params: dict) -> int:
