@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.data import encode_prompts, load_problems
+from qerl_jax.data import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.benchmark_subject import model_name
+from qerl_jax.run.benchmark_subject import check_limits, first_problems, model_name
 from qerl_jax.run.random_policy import random_lora
 from qerl_jax.run.rollout_rows import merge, origin
 from qerl_jax.run.tasks import SYSTEM_PROMPT
@@ -118,17 +118,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
-    for name, least in {"prompts": 1, "new_tokens": 2, "lora_rank": 0, "seed": 0}.items():
-        if (value := getattr(args, name)) < least:
-            parser.error(f"--{name.replace('_', '-')}={value}: it must be at least {least}")
-    problems = load_problems("", path=args.data)
-    if len(problems) < args.prompts:
-        parser.error(f"{args.data}: holds {len(problems)} problems; pass --prompts={len(problems)}")
+    limits = {
+        "prompts": (args.prompts, 1),
+        "new-tokens": (args.new_tokens, 2),
+        "lora-rank": (args.lora_rank, 0),
+        "seed": (args.seed, 0),
+    }
+    check_limits(limits)
+    problems = first_problems(args.data, args.prompts)
     device = jax.devices()[0].device_kind
     merge(args.out, device, [])  # A file of another device is told before the work.
     model = load(args.model, format=args.format)
     encoded = encode_prompts(
-        problems[: args.prompts],
+        problems,
         model.tokenizer,
         system_prompt=SYSTEM_PROMPT,
         max_prompt_tokens=model.config.max_position - args.new_tokens,

@@ -6,6 +6,8 @@ uv run python -m benchmarks.tables
 import bisect
 import json
 import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from pallas_kernels.fp4_matmul import benchmark, cases
 from qerl_jax.run.parts import PARTS
@@ -31,44 +33,53 @@ _BEGIN, _END = "<!-- tables: python -m benchmarks.tables -->", "<!-- end of tabl
 
 def learning_table(result: dict) -> str:
     """Does the default run learn?"""
-    lines = [
-        "| run | seeds x steps | reward, first fifth | last fifth | Welch's t | "
-        "greedy pass@1 before | after | minutes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    lines = []
     for name, label in (("learning", "as it is"), ("control", "learning rate 0")):
         part = result[name]
         reward, evaluated = part["reward"], part["eval_accuracy"]
         lines.append(
-            f"| {label} | {part['runs']} x {part['steps']} | {reward['first_fifth']:.3f} | "
-            f"{reward['last_fifth']:.3f} | {reward['welch_t']:.1f} | {evaluated['before']:.3f} | "
-            f"{evaluated['after']:.3f} | {part['minutes']:.1f} |"
+            [
+                label,
+                f"{part['runs']} x {part['steps']}",
+                f"{reward['first_fifth']:.3f}",
+                f"{reward['last_fifth']:.3f}",
+                f"{reward['welch_t']:.1f}",
+                f"{evaluated['before']:.3f}",
+                f"{evaluated['after']:.3f}",
+                f"{part['minutes']:.1f}",
+            ]
         )
-    return "\n".join(lines)
+    header = (
+        "run", "seeds x steps", "reward, first fifth", "last fifth", "Welch's t",
+        "greedy pass@1 before", "after", "minutes",
+    )  # fmt: skip
+    return _markdown(header, lines)
 
 
 def run_table(result: dict) -> str:
     """What a step costs on a GPU."""
     median = result["median"]
-    return "\n".join(
-        [
-            "| steps | mean reward | s per step, median | fastest | rollout tok/s | train tok/s | "
-            "peak memory |",
-            "|---|---|---|---|---|---|---|",
-            f"| {result['steps']} | {result['reward_mean']:.3f} | {median['step_seconds']:.1f} | "
-            f"{result['fastest_step_seconds']:.1f} | "
-            f"{median['rollout_tokens_per_second']:.0f} | "
-            f"{median['train_tokens_per_second']:.0f} | "
-            f"{result['peak_memory_bytes'] / 1e9:.1f} GB |",
-        ]
-    )
+    line = [
+        str(result["steps"]),
+        f"{result['reward_mean']:.3f}",
+        f"{median['step_seconds']:.1f}",
+        f"{result['fastest_step_seconds']:.1f}",
+        f"{median['rollout_tokens_per_second']:.0f}",
+        f"{median['train_tokens_per_second']:.0f}",
+        f"{result['peak_memory_bytes'] / 1e9:.1f} GB",
+    ]
+    header = (
+        "steps", "mean reward", "s per step, median", "fastest", "rollout tok/s", "train tok/s",
+        "peak memory",
+    )  # fmt: skip
+    return _markdown(header, [line])
 
 
 def kernel_table(result: dict) -> str:
     """The FP4 kernel beside others, a line for each layer and implementation, by tokens."""
     rows = {(row["layer"], row["m"], row["impl"]): row for row in result["rows"]}
     counts = sorted({m for _, m, impl in rows if impl == "nvfp4" and m not in _BETWEEN})
-    lines = [["layer", "", *map(str, counts)], ["---"] * (2 + len(counts))]
+    lines = []
 
     def cell(layer: str, m: int, impl: str) -> str:
         row, own = (rows.get((layer, m, name)) for name in (impl, "nvfp4"))
@@ -86,7 +97,7 @@ def kernel_table(result: dict) -> str:
             cells = [cell(layer, m, impl) for m in counts]
             if any(cells):
                 lines.append(["" if impl != "nvfp4" else layer, name, *cells])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _markdown(["layer", "", *map(str, counts)], lines)
 
 
 def between_columns(result: dict) -> str:
@@ -112,107 +123,132 @@ def rollout_table(result: dict) -> str:
         lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})",
         fields=("commit",),
     )
-    lines = [["model", "weights", "adapter", *map(str, batches), "commit"]]
-    lines.append(["---"] * len(lines[0]))
-    lines += sorted(
+    lines = sorted(
         [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells, commit[:8]]
         for (model, numbers, rank, commit), cells in policies.items()
     )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _markdown(["model", "weights", "adapter", *map(str, batches), "commit"], lines)
 
 
 def parts_table(result: dict) -> str:
     """Where the time of a decode step goes."""
     rows = _rows(result, "parts", _STEPS)
     names = [name for name in (*PARTS, "gaps") if any(row["parts"][name] for row in rows)]
-    lines = [["model", "weights", "rows", "step", *names, "kernels of a layer", "commit"]]
-    lines.append(["---"] * len(lines[0]))
-    for row in rows:
-        parts = row["parts"]
-        lines.append(
-            [
-                row["model"],
-                numbers_of(row),
-                str(row["batch"]),
-                f"{row['ms_per_step']:.2f}",
-                *(f"{parts[name]:.2f}" for name in names),
-                f"{parts['kernels_per_layer']:.0f}",
-                row["commit"][:8],
-            ]
-        )
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [
+        [
+            row["model"],
+            numbers_of(row),
+            str(row["batch"]),
+            f"{row['ms_per_step']:.2f}",
+            *(f"{row['parts'][name]:.2f}" for name in names),
+            f"{row['parts']['kernels_per_layer']:.0f}",
+            row["commit"][:8],
+        ]
+        for row in rows
+    ]
+    header = ["model", "weights", "rows", "step", *names, "kernels of a layer", "commit"]
+    return _markdown(header, lines)
 
 
 def problems_table(result: dict) -> str:
     """Whole rollouts of problems by a real model."""
     lines = [
-        "| model | weights | prompts x completions | tokens, at most | seconds | tokens/s | "
-        "of a completion | compiling | peak memory | commit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        [
+            row["model"],
+            numbers_of(row),
+            f"{row['prompts']} x {row['group']}",
+            f"{row['tokens']:,}, {row['max_new_tokens']} each",
+            f"{row['seconds']:.1f}",
+            f"**{row['tokens_per_s']:,.0f}**",
+            f"{100 * row['live_share']:.1f} %",
+            f"{row['compile_seconds']:.0f} s",
+            f"{row['peak_gb']:.1f} GB",
+            row["commit"][:8],
+        ]
+        for row in _rows(result, "gsm8k", _SAME | {"lora_rank": 32})
     ]
-    for row in _rows(result, "gsm8k", _SAME):
-        lines.append(
-            f"| {row['model']} | {numbers_of(row)} | {row['prompts']} x {row['group']} | "
-            f"{row['tokens']:,}, {row['max_new_tokens']} each | {row['seconds']:.1f} | "
-            f"**{row['tokens_per_s']:,.0f}** | {100 * row['live_share']:.1f} % | "
-            f"{row['compile_seconds']:.0f} s | {row['peak_gb']:.1f} GB | {row['commit'][:8]} |"
-        )
-    return "\n".join(lines)
+    header = (
+        "model", "weights", "prompts x completions", "tokens, at most", "seconds", "tokens/s",
+        "of a completion", "compiling", "peak memory", "commit",
+    )  # fmt: skip
+    return _markdown(header, lines)
 
 
 def startup_table(result: dict) -> str:
     """Seconds from a command to the first tokens."""
     lines = [
-        "| model | weights | prompts x completions | programs | kept by an earlier process | "
-        "weights there | compiled | first tokens | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        [
+            row["model"],
+            numbers_of(row),
+            f"{row['prompts']} x {row['group']}",
+            str(row["programs"]),
+            str(row["kept"]),
+            f"{row['weights_s']:.1f} s",
+            f"{row['compiled_s']:.1f} s",
+            f"**{row['first_tokens_s']:.1f} s**",
+            row["commit"][:8],
+        ]
+        for row in _rows(result, "startup", _SAME)
     ]
-    for row in _rows(result, "startup", _SAME):
-        lines.append(
-            f"| {row['model']} | {numbers_of(row)} | {row['prompts']} x {row['group']} | "
-            f"{row['programs']} | {row['kept']} | {row['weights_s']:.1f} s | "
-            f"{row['compiled_s']:.1f} s | **{row['first_tokens_s']:.1f} s** | {row['commit'][:8]} |"
-        )
-    return "\n".join(lines)
+    header = (
+        "model", "weights", "prompts x completions", "programs", "kept by an earlier process",
+        "weights there", "compiled", "first tokens", "commit",
+    )  # fmt: skip
+    return _markdown(header, lines)
 
 
 def agreement_table(result: dict) -> str:
     """How far the engine is from the forward pass that trains."""
     lines = [
-        "| model | weights | sampled tokens | difference of log-probabilities, mean | 99 % | "
-        "greedy tokens | not the likeliest | their logit lower by at most | commit |",
-        "|---|---|---|---|---|---|---|---|---|",
+        [
+            row["model"],
+            row["format"],
+            f"{row['sampled_tokens']:,}",
+            f"{row['logprob_diff_mean']:.4f}",
+            f"{row['logprob_diff_p99']:.3f}",
+            f"{row['greedy_tokens']:,}",
+            str(row["greedy_differ"]),
+            f"{row['greedy_largest_gap']:.2f}",
+            row["commit"][:8],
+        ]
+        for row in _rows(result, "agreement", {})
     ]
-    for row in _rows(result, "agreement", {}):
-        lines.append(
-            f"| {row['model']} | {row['format']} | {row['sampled_tokens']:,} | "
-            f"{row['logprob_diff_mean']:.4f} | {row['logprob_diff_p99']:.3f} | "
-            f"{row['greedy_tokens']:,} | {row['greedy_differ']} | "
-            f"{row['greedy_largest_gap']:.2f} | {row['commit'][:8]} |"
-        )
-    return "\n".join(lines)
-
-
-def _rows(result: dict, kind: str, same: dict) -> list[dict]:
-    same = {"kind": kind} | same
-    return [row for row in result["rows"] if all(row[k] == v for k, v in same.items() if k in row)]
+    header = (
+        "model", "weights", "sampled tokens", "difference of log-probabilities, mean", "99 %",
+        "greedy tokens", "not the likeliest", "their logit lower by at most", "commit",
+    )  # fmt: skip
+    return _markdown(header, lines)
 
 
 def accuracy_table(results: list[dict]) -> str:
     """What a model solves in each format."""
-    lines = [
-        "| weights | problems | greedy accuracy, 95 % interval | answer in a box | tokens |",
-        "|---|---|---|---|---|",
-    ]
+    lines = []
     for result in results:
         task = result["tasks"]["gsm8k"]
         share = task["accuracy"]
         lines.append(
-            f"| {result['settings']['format']} | {task['problems']} | {100 * share['value']:.1f} % "
-            f"[{100 * share['low']:.1f}, {100 * share['high']:.1f}] | "
-            f"{100 * task['format']['value']:.1f} % | {task['mean_tokens']:.0f} |"
+            [
+                result["settings"]["format"],
+                str(task["problems"]),
+                f"{100 * share['value']:.1f} % "
+                f"[{100 * share['low']:.1f}, {100 * share['high']:.1f}]",
+                f"{100 * task['format']['value']:.1f} %",
+                f"{task['mean_tokens']:.0f}",
+            ]
         )
-    return "\n".join(lines)
+    header = "weights", "problems", "greedy accuracy, 95 % interval", "answer in a box", "tokens"
+    return _markdown(header, lines)
+
+
+def _rows(result: dict, kind: str, same: Mapping[str, Any]) -> list[dict]:
+    """The rows of a kind that have these fields."""
+    same = {"kind": kind, **same}
+    return [row for row in result["rows"] if same.items() <= row.items()]
+
+
+def _markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    table = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
 
 
 def provenance(result: dict) -> str:

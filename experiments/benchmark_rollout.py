@@ -16,8 +16,8 @@ Several commands may run at a time, as one measures after the other, if the memo
 (XLA_PYTHON_CLIENT_PREALLOCATE=false); --startup waits for no other.
 
 Every measurement prints a line, and writes its row to --out, {device, rows: [...]}, at once; a run
-replaces the rows of its own policy, options and lengths and keeps the others. What is in
-a row is told in `qerl_jax/run/benchmark_rollout.py`.
+replaces the rows of its own policy, options and lengths and keeps the others. What is in a row is
+told in `qerl_jax/run/benchmark_rollout.py`.
 """
 
 import argparse

@@ -399,10 +399,10 @@ class _Host:
         """
         stop, text = self._stop, self._decode_text
         assert text is not None
-        count = longest = max(len(s.encode()) for s in stop)
-        while count < len(old) and len(text(old[-count:].tolist())) < longest:
-            count *= 2
-        before = old[-count:].tolist()
+        window = longest = max(len(s.encode()) for s in stop)
+        while window < len(old) and len(text(old[-window:].tolist())) < longest:
+            window *= 2
+        before = old[-window:].tolist()
 
         def complete(count: int) -> bool:
             found = text(before + new[:count].tolist())

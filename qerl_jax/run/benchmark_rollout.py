@@ -38,12 +38,11 @@ import jax
 import numpy as np
 
 from pallas_kernels.gpu_lock import sole_use
-from qerl_jax.data import encode_prompts, load_problems
-from qerl_jax.errors import UserError
+from qerl_jax.data import encode_prompts
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.engine import Rollout, Statistics, generate, live_share
+from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generate, live_share
 from qerl_jax.rollout.programs import (
     Programs,
     bound,
@@ -58,6 +57,7 @@ from qerl_jax.run.benchmark_subject import (
     check,
     check_fits,
     described,
+    first_problems,
     make_subject,
     memory_errors,
     plan_of,
@@ -185,15 +185,10 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
     """The row of rollouts of a file of problems, see the module."""
     model = subject.loaded
     assert model is not None
-    problems = load_problems("", path=config.data)[: config.prompts]
-    if len(problems) < config.prompts:
-        raise UserError(
-            f"{config.data}: holds {len(problems)} problems; pass --prompts={len(problems)}"
-        )
     prompts = [
         prompt.ids
         for prompt in encode_prompts(
-            problems,
+            first_problems(config.data, config.prompts),
             model.tokenizer,
             system_prompt=config.system_prompt,
             max_prompt_tokens=model.config.max_position - config.max_new_tokens,
@@ -201,11 +196,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         )
     ]
     lengths = [len(prompt) for prompt in prompts]
-    plan = plan_of(
-        subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
-    )
-    # The plan of an empty memory, as a run decides it.
-    sampling = sampling_of(config, config.max_new_tokens, plan.batches[0])
+    plan, sampling = _planned(subject, lengths, config)
     key = jax.random.key(config.seed)
     how: dict[str, Any] = {
         "config": model.config,
@@ -262,10 +253,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
 def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
     """The row of a process that has just begun."""
     prompts = random_prompts(subject.config, config.prompts, config)
-    lengths = [config.prompt] * len(prompts)
-    plan = plan_of(
-        subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
-    )
+    _, sampling = _planned(subject, [config.prompt] * len(prompts), config)
     measured = measure_startup(
         config.began,
         jax.random.key(config.seed),
@@ -273,8 +261,7 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
         subject.lora,
         prompts,
         config=subject.config,
-        # The plan of an empty memory, as a run decides it.
-        sampling=sampling_of(config, config.max_new_tokens, plan.batches[0]),
+        sampling=sampling,
         eos_ids=NOTHING_ENDS,
         group_size=config.group,
     )
@@ -289,6 +276,16 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
             "warm": measured["kept"] == measured["programs"],
         }
     )
+
+
+def _planned(
+    subject: Subject, lengths: Sequence[int], config: BenchmarkConfig
+) -> tuple[budget.Plan, SamplingConfig]:
+    """The plan of whole rollouts in an empty memory, and the options that keep its rows."""
+    plan = plan_of(
+        subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
+    )
+    return plan, sampling_of(config, config.max_new_tokens, plan.batches[0])
 
 
 def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -> float:

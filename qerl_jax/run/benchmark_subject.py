@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.data import Problem, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
@@ -126,9 +127,7 @@ def check(config: BenchmarkConfig) -> None:
         "seed": (config.seed, 0),
         "bandwidth": (config.bandwidth, 0),
     }
-    for name, (value, least) in limits.items():
-        if not value >= least:
-            raise UserError(f"--{name}={value}: it must be at least {least}")
+    check_limits(limits)
     check_head_format(config.head_format)
     if config.data and not config.source:
         raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
@@ -145,6 +144,32 @@ def check(config: BenchmarkConfig) -> None:
         raise UserError(
             "--parts: CUDA graphs are slower behind a profiler; pass one --model, --format"
         )
+
+
+def check_limits(limits: Mapping[str, tuple[float, float]]) -> None:
+    """Refuses numbers that are too small.
+
+    Args:
+        limits: of flags, without their dashes: what was given, and the least.
+
+    Raises:
+        UserError: one is smaller, or no number.
+    """
+    for name, (value, least) in limits.items():
+        if not value >= least:
+            raise UserError(f"--{name}={value}: it must be at least {least}")
+
+
+def first_problems(path: str, count: int) -> list[Problem]:
+    """The first problems of a JSONL file.
+
+    Raises:
+        UserError: it cannot be read, or holds fewer than --prompts.
+    """
+    problems = load_problems("", path=path)
+    if len(problems) < count:
+        raise UserError(f"{path}: holds {len(problems)} problems; pass --prompts={len(problems)}")
+    return problems[:count]
 
 
 def model_name(source: str) -> str:

@@ -30,8 +30,8 @@ def measure_startup(
 
     Returns:
         Seconds since the command began until the weights were there, until all was compiled and
-        until the host saw the first tokens; the programs, and how many of them were kept
-        by an earlier process.
+        until the host saw the first tokens; the programs, and how many of them were kept by an
+        earlier process.
     """
     row = {"weights_s": _since(began)}
 
