@@ -47,6 +47,13 @@ _HEAD = plgpu.Layout.TILED(
     lane_dims=(-2,),
     vector_dim=-1,
 )
+# A number of each lane, which all warps have.
+_LANES = plgpu.Layout.TILED(
+    plgpu.Tiling(((32,), (1,))),
+    warp_dims=(plgpu.Replicated(4),),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
 
 
 def serves(keys: jax.Array, heads: int) -> bool:
@@ -177,7 +184,7 @@ class _Read(NamedTuple):
 
     Attributes:
         length: filled slots of the row.
-        squares: shares of its mean square.
+        squares: shares of its mean square, first by lanes, then those left over.
         queries: by eights of heads, the halves of their projection, each with its bias or None.
         key: likewise, the halves of one head.
         value: likewise.
@@ -186,7 +193,7 @@ class _Read(NamedTuple):
     """
 
     length: jax.Array
-    squares: list[jax.Array]
+    squares: tuple[list[jax.Array], list[jax.Array]]
     queries: list[list[tuple]]
     key: list[tuple]
     value: list[tuple]
@@ -214,7 +221,9 @@ def _read(gm: dict[str, Any], row: Any, head: Any, padded: int, *, simulated: bo
         return [read(name, (row,), layout) for name in ("cos", "sin")] + scales
 
     length = gm["lengths"][row]
-    squares = [gm["squares"][i, row] for i in range(gm["squares"].shape[0])]
+    count = gm["squares"].shape[0]
+    by_lanes = [read("squares", (pl.ds(i, 32), row), _LANES) for i in range(0, count - 31, 32)]
+    left = [gm["squares"][i, row] for i in range(count // 32 * 32, count)]
     key = projection(heads + head, _HEAD)
     value = projection(heads + kv_heads + head, _HEAD)
     first = head * (heads // kv_heads)
@@ -226,7 +235,7 @@ def _read(gm: dict[str, Any], row: Any, head: Any, padded: int, *, simulated: bo
         lax.broadcast_in_dim(x, (_QUERIES, x.shape[0]), (1,))
         for x in rotation(row if simulated else opaque(row), "q_norm", _HEADS.reduce(0))
     ]
-    return _Read(length, squares, queries, key, value, query_rotation, key_rotation)
+    return _Read(length, (by_lanes, left), queries, key, value, query_rotation, key_rotation)
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -340,7 +349,9 @@ def _attend(gm: dict[str, Any], sm: dict[str, Any], eps: float, *, simulated: bo
     last = tiles.last
     tiles.copy_first(lambda tile: tile < last)
 
-    factor = lax.rsqrt(sum(read.squares[1:], start=read.squares[0]) + eps)
+    by_lanes, left = read.squares
+    numbers = ([jnp.sum(sum(by_lanes[1:], start=by_lanes[0]))] if by_lanes else []) + left
+    factor = lax.rsqrt(sum(numbers[1:], start=numbers[0]) + eps)
     key = _rotated(_projected(read.key, factor), read.key_rotation, eps)
     for name, new in (("keys", key), ("values", _projected(read.value, factor))):
         for dims, half in zip(_HALVES, new, strict=True):

@@ -11,7 +11,7 @@ from pallas_kernels.fp4_matmul.endings import (
     serves_norm,
     serves_swiglu,
 )
-from pallas_kernels.fp4_matmul.hopper import kernel_runs, load_kernel, sum_of_shares
+from pallas_kernels.fp4_matmul.hopper import kernel_runs, load_kernel, makes_shares, sum_of_shares
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
 from pallas_kernels.fp4_matmul.reference import (
     BLOCK,
@@ -42,6 +42,7 @@ __all__ = [
     "from_tiles",
     "kernel_runs",
     "load_kernel",
+    "makes_shares",
     "padded_rank",
     "serves_norm",
     "serves_swiglu",

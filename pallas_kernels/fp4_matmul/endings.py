@@ -131,7 +131,9 @@ def fp4_begin_norm(
     return hopper.run(x, weight, config, **options)
 
 
-def serves_norm(x: jax.Array, weight: Fp4Weight | Fp4Tiles, b: jax.Array) -> bool:
+def serves_norm(
+    x: jax.Array | jax.ShapeDtypeStruct, weight: Fp4Weight | Fp4Tiles, b: jax.Array
+) -> bool:
     """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`.
 
     Not with so many rows that a norm of its own is faster.

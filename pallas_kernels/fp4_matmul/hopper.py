@@ -89,6 +89,21 @@ def plan_of(
     return kernel().make_plan(config, m, len(weight.codes), k, count, paired=paired)
 
 
+def makes_shares(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    weight: Fp4Weight | Fp4Tiles,
+    lora: tuple[jax.Array, jax.Array],
+) -> bool:
+    """Whether the kernel makes x A^T of an adapter, too, for x [M, K] and A and B of `fp4_matmul`.
+
+    Otherwise another one does so before.
+    """
+    a, b = lora
+    if not suits(weight, x) or not has_room(len(x), len(b), x.shape[1], b.shape[1]):
+        return False
+    return plan_of(x, weight, tiling.padded_rank(b.shape[1])).makes_shares(*a.shape)
+
+
 def run(
     x: jax.Array,
     weight: Fp4Tiles,

@@ -3,12 +3,13 @@
 It is the function of `transformer`'s layer, which defines it. Roundings differ, as the factor of an
 RMSNorm multiplies what the projection returns and not what it reads. With up to 128 rows it takes
 nine kernels: one less where attention does not split rows, one less where the product of gate and
-up, packed and with an adapter, ends with SwiGLU, and one less where the output projection adds to
-the residual stream and begins the norm. The output projection, down, or gate and up then make their
+up, packed and with an adapter, ends with SwiGLU, and one less for each norm that the projection in
+front of it begins, having added to the residual stream. A projection behind any of these makes its
 own x A^T; behind attention and SwiGLU a kernel does so where the tiling has no room for it.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,19 +38,71 @@ def serves(config: ModelConfig, dtype: jnp.dtype, keys: jax.Array) -> bool:
     )
 
 
-# One jit: the layers share a trace and a lowering.
-@functools.partial(jax.jit, static_argnames="config")
-def decode_layer(
-    layer: dict,
-    adapters: dict[str, tuple[jax.Array, jax.Array]],
-    keys: jax.Array,
-    values: jax.Array,
-    stream: tuple[jax.Array, jax.Array],
+class _Normed(NamedTuple):
+    """The residual stream with the next norm begun, see `pallas_kernels.decode.kernels.Normed`."""
+
+    residual: jax.Array
+    scaled: jax.Array
+    squares: jax.Array
+
+
+def decode_layers(
+    params: dict,
+    adapters: list[dict[str, tuple[jax.Array, jax.Array]]],
+    keys: list[jax.Array],
+    values: list[jax.Array],
+    x: jax.Array,
     lengths: jax.Array,
     angles: tuple[jax.Array, jax.Array],
     *,
     config: ModelConfig,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array]]:
+    """All blocks over one new token per row.
+
+    Args:
+        params: the policy.
+        adapters: `lora.fuse`.
+        keys: [B, K, S, H] of each layer; given away.
+        values: likewise.
+        x: bfloat16 [B, D], the embedded tokens.
+        lengths: int32 [B].
+        angles: `attention.rotary_angles` of the lengths.
+        config: the architecture.
+
+    Returns:
+        The residual stream [B, D], keys and values.
+    """
+    layers = params["layers"]
+    norms = [layer["input_layernorm"] for layer in layers]
+    stream: Any = x, jnp.zeros_like(x)
+    next_norms = [None] * len(layers)
+    if _down_begins_norms(layers, adapters, x, config):
+        stream = _first_norm(layers[0], adapters[0], x, config)
+        # The last of them is not read, but a layer without it would be another program.
+        next_norms = [*norms[1:], params["norm"]]
+    new_keys, new_values = [], []
+    for *layer, norm in zip(layers, adapters, keys, values, next_norms, strict=True):
+        stream, k, v = _decode_layer(*layer, stream, lengths, angles, norm, config=config)
+        new_keys.append(k)
+        new_values.append(v)
+    x = stream.residual if isinstance(stream, _Normed) else stream[0] + stream[1]
+    return x, new_keys, new_values
+
+
+# One jit: the layers share a trace and a lowering.
+@functools.partial(jax.jit, static_argnames="config")
+def _decode_layer(
+    layer: dict,
+    adapters: dict[str, tuple[jax.Array, jax.Array]],
+    keys: jax.Array,
+    values: jax.Array,
+    stream: tuple[jax.Array, jax.Array] | _Normed,
+    lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    next_norm: jax.Array | None,
+    *,
+    config: ModelConfig,
+) -> tuple[tuple[jax.Array, jax.Array] | _Normed, jax.Array, jax.Array]:
     """One block over one new token per row.
 
     Args:
@@ -57,13 +110,15 @@ def decode_layer(
         adapters: the layer of `lora.fuse`.
         keys: [B, K, S, H] of the layer; given away.
         values: likewise.
-        stream: the residual stream [B, D], and what is still to be added to it.
+        stream: the residual stream [B, D] and what is still to be added to it, or the stream with
+            the layer's first norm begun.
         lengths: int32 [B].
         angles: `attention.rotary_angles` of the lengths.
+        next_norm: [D], the scale of the norm that the layer is to begin at its end, or None.
         config: the architecture.
 
     Returns:
-        The stream, likewise in two parts, keys and values.
+        The stream, likewise, keys and values.
     """
     # They use an API of jax that may change, and are loaded when needed.
     from pallas_kernels.decode import kernels
@@ -79,10 +134,21 @@ def decode_layer(
     def project(name, x, shares):
         return linear_with_shares(x, layer[name], shares, b.get(name))
 
+    def add(name, x, residual, norm, shares, a):
+        weight = kernel_weight(layer[name])
+        with jax.named_scope("linears"):
+            return _Normed(
+                *fp4_matmul.fp4_begin_norm(x, weight, residual, norm, b[name], shares=shares, a=a)
+            )
+
     # The product with such a weight makes x A^T too: behind attention in one part nothing is left.
     in_tiles = isinstance(layer["o_proj"], QuantTensor) and layer["o_proj"].tiles is not None
-    first = begin(*stream, "input_layernorm", "qkv_proj")
-    qkv = project("qkv_proj", first.scaled, first.shares)
+    if isinstance(stream, _Normed):
+        first: _Normed | kernels.Normed = stream
+        qkv = linear(first.scaled, layer["qkv_proj"], lora=adapters["qkv_proj"])
+    else:
+        first = begin(*stream, "input_layernorm", "qkv_proj")
+        qkv = project("qkv_proj", first.scaled, first.shares)
     with jax.named_scope("attention"):
         attended, keys, values = kernels.attend(
             qkv,
@@ -104,16 +170,8 @@ def decode_layer(
             attended, shares = kernels.merge_project(attended, inside, dtype=qkv.dtype)
         inside = None
     if _begins_norm(layer, a, b, attended):
-        with jax.named_scope("linears"):
-            residual, scaled, squares = fp4_matmul.fp4_begin_norm(
-                attended,
-                kernel_weight(layer["o_proj"]),
-                first.residual,
-                layer["post_attention_layernorm"],
-                b["o_proj"],
-                shares=shares,
-                a=inside,
-            )
+        norm = layer["post_attention_layernorm"]
+        residual, scaled, squares = add("o_proj", attended, first.residual, norm, shares, inside)
         shares, inside = None, a["gate_up_proj"]
     else:
         if inside is None:
@@ -133,14 +191,54 @@ def decode_layer(
         a=inside,
         eps=eps,
     )
-    if hidden is not None:
+    if hidden is None:
+        assert inside is None  # `_begins_norm` had asked whether the product ends with SwiGLU
+        gate_up = project("gate_up_proj", scaled, shares)
+        with jax.named_scope("mlp"):
+            hidden, shares = kernels.silu_project(gate_up, squares, a.get("down_proj"), eps=eps)
+    else:
+        shares, inside = None, a.get("down_proj")
+    if next_norm is not None:
+        return add("down_proj", hidden, residual, next_norm, shares, inside), keys, values
+    if inside is None:
+        y = project("down_proj", hidden, shares)
+    else:
         y = linear(hidden, layer["down_proj"], lora=adapters.get("down_proj"))
-        return (residual, y), keys, values
-    assert inside is None  # `_begins_norm` had asked whether the product ends with SwiGLU
-    gate_up = project("gate_up_proj", scaled, shares)
-    with jax.named_scope("mlp"):
-        hidden, shares = kernels.silu_project(gate_up, squares, a.get("down_proj"), eps=eps)
-    return (residual, project("down_proj", hidden, shares)), keys, values
+    return (residual, y), keys, values
+
+
+def _first_norm(layer: dict, adapters: dict, x: jax.Array, config: ModelConfig) -> _Normed:
+    """The beginning of the first layer's norm, in as many shares as a down projection leaves."""
+    norm, (a, b) = layer["input_layernorm"], adapters["down_proj"]
+    begin = functools.partial(fp4_matmul.fp4_begin_norm, a=a)
+    args = _hidden(x, config), kernel_weight(layer["down_proj"]), x, norm, b
+    shares = jax.eval_shape(begin, *args)[2]
+    wide = x.astype(jnp.float32)
+    squares = jnp.zeros(shares.shape, shares.dtype).at[0].set(jnp.mean(wide * wide, axis=-1))
+    return _Normed(x, (wide * norm).astype(x.dtype), squares)
+
+
+def _down_begins_norms(
+    layers: list[dict], adapters: list[dict], x: jax.Array, config: ModelConfig
+) -> bool:
+    """Whether every down projection begins the norm behind it.
+
+    They do if the product behind each then makes x A^T.
+    """
+    names = "qkv_proj", "down_proj"
+    for layer, pairs in zip(layers, adapters, strict=True):
+        if not all(isinstance(layer[name], QuantTensor) and name in pairs for name in names):
+            return False
+        qkv, down = (kernel_weight(layer[name]) for name in names)
+        if not fp4_matmul.serves_norm(_hidden(x, config), down, pairs["down_proj"][1]):
+            return False
+        if not fp4_matmul.makes_shares(x, qkv, pairs["qkv_proj"]):
+            return False
+    return True
+
+
+def _hidden(x: jax.Array, config: ModelConfig) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((len(x), config.mlp_dim), x.dtype)
 
 
 def _begins_norm(layer: dict, a: dict, b: dict, attended: jax.Array) -> bool:

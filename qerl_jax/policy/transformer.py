@@ -15,7 +15,6 @@ The projections, and a head of its own, are dense arrays or `QuantTensor`s. The 
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,18 +148,19 @@ def decode_step(
     angles = rotary_angles(lengths[:, None], config)
     x = params["embed_tokens"][tokens]
     fused = fused_decode.serves(config, x.dtype, cache.keys[0])
-    stream: Any = (x, jnp.zeros_like(x)) if fused else x[:, None]
-    decode_layer = fused_decode.decode_layer if fused else _decode_layer
-    keys, values = [], []
-    for layer in zip(params["layers"], fused_lora, cache.keys, cache.values, strict=True):
-        stream, k, v = decode_layer(*layer, stream, lengths, angles, config=config)
-        keys.append(k)
-        values.append(v)
     if fused:
+        x, keys, values = fused_decode.decode_layers(
+            params, fused_lora, cache.keys, cache.values, x, lengths, angles, config=config
+        )
         # A head for a few rows is slow in some libraries, and never faster than for 16.
-        x = jnp.pad(stream[0] + stream[1], ((0, max(0, 16 - len(tokens))), (0, 0)))
+        x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
-        x = stream[:, 0]
+        x, keys, values = x[:, None], [], []
+        for layer in zip(params["layers"], fused_lora, cache.keys, cache.values, strict=True):
+            x, k, v = _decode_layer(*layer, x, lengths, angles, config=config)
+            keys.append(k)
+            values.append(v)
+        x = x[:, 0]
     x = _rms_norm(x, params["norm"], config.norm_eps)
     cache = KVCache(keys=keys, values=values, lengths=lengths + 1)
     return logits(params, x)[: len(tokens)], cache
