@@ -98,9 +98,9 @@ def test_norm_project(rows, width, rank, interpret):
             np.testing.assert_array_equal(again.shares[:, :rows], got.shares[:, :rows])
 
 
-def shares_of(factor):
-    """Mean squares of rows in three shares, by which a norm without eps has this factor."""
-    parts = jnp.asarray([0.5, 0.25, 0.25])[:, None]
+def shares_of(factor, count=3):
+    """Mean squares of rows in shares, by which a norm without eps has this factor."""
+    parts = jnp.arange(1, count + 1)[:, None] / (count * (count + 1) / 2)
     return (parts / factor**2).astype(jnp.float32)
 
 
@@ -215,7 +215,7 @@ def simulated():
 
 
 def check_attention_on_hopper(
-    kv_heads, group, slots, lengths, interpret, *, norm, multiprocessors, biased=True
+    kv_heads, group, slots, lengths, interpret, *, norm, multiprocessors, biased=True, shares=3
 ):
     lengths, head_dim = jnp.asarray(lengths, jnp.int32), attend_sm90.HEAD_DIM
     rows, heads = len(lengths), kv_heads * group
@@ -232,7 +232,7 @@ def check_attention_on_hopper(
     def run(keys, values):
         return attend_sm90.attend(
             qkv,
-            shares_of(factor) - 1e-6 / 3,
+            shares_of(factor, shares) - 1e-6 / shares,
             angles,
             keys,
             values,
@@ -266,7 +266,9 @@ def check_attention_on_hopper(
     ],
 )
 def test_attention_on_hopper(kv_heads, group, lengths, norm, biased, multiprocessors, simulated):
+    """Shares of the norm's mean squares are read by 32 of them and one by one."""
     options = {"norm": norm, "biased": biased, "multiprocessors": multiprocessors}
+    options["shares"] = 70 if norm else 3
     check_attention_on_hopper(kv_heads, group, 136, lengths, simulated, **options)
 
 
@@ -284,9 +286,8 @@ def test_attention_on_a_hopper_gpu(kv_heads, group, slots, rows, norm):
     fixed = [length for length in (0, 15, 16, 63, 64, 127, 128) if length < slots][: rows - 1]
     fixed.append(slots - 1)
     lengths = [*fixed, *np.random.default_rng(rows).integers(0, slots, rows - len(fixed))]
-    run, results = check_attention_on_hopper(
-        kv_heads, group, slots, lengths, None, norm=norm, biased=not norm, multiprocessors=132
-    )
+    options = {"norm": norm, "biased": not norm, "multiprocessors": 132, "shares": 8 * rows}
+    run, results = check_attention_on_hopper(kv_heads, group, slots, lengths, None, **options)
     caches = [draw(i, rows, kv_heads, slots, attend_sm90.HEAD_DIM) for i in (5, 6)]
     for _ in range(20):  # a race would show
         for new, old in zip(run(*caches), results, strict=True):
@@ -494,10 +495,14 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
         monkeypatch.setattr(fp4_matmul, "serves_swiglu", lambda *_, **__: True)
     if interpret or not begins_norm:
         monkeypatch.setattr(fp4_matmul, "serves_norm", lambda *_: begins_norm)
+        monkeypatch.setattr(fp4_matmul, "makes_shares", lambda *_: begins_norm)
     actual = step()
-    expected_products = [(2 * config.mlp_dim, config.embed_dim)]
-    if begins_norm:
-        expected_products.insert(0, (config.embed_dim, config.num_heads * config.head_dim))
+    o_proj = config.embed_dim, config.num_heads * config.head_dim
+    gate_up_proj = 2 * config.mlp_dim, config.embed_dim
+    down_proj = config.embed_dim, config.mlp_dim
+    expected_products = [o_proj, gate_up_proj] if begins_norm else [gate_up_proj]
+    if begins_norm and down == "packed":  # Asked for its shape first.
+        expected_products = [down_proj, *expected_products, down_proj]
     assert served == expected_products  # layers share a trace
     assert_close(actual, wide(expected), 2e-2)
 
@@ -532,3 +537,43 @@ def test_which_layers_begin_a_norm(dense, without, ends_with_swiglu, expected, m
         for i in (1, 0)
     )
     assert fused_decode._begins_norm(layer, a, b, draw(3, 8, 128)) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"dense": "qkv_proj"}, False),
+        ({"dense": "down_proj"}, False),
+        ({"without": "qkv_proj"}, False),
+        ({"without": "down_proj"}, False),
+        ({"serves_norm": False}, False),
+        ({"makes_shares": False}, False),
+    ],
+)
+def test_when_down_begins_the_norms(change, expected, monkeypatch):
+    """Where it, and the product behind the norm, are packed and have adapters in every layer."""
+
+    def serves_norm(x, weight, b):
+        assert (x.shape, b.shape) == ((8, 640), (512, 64))
+        return change.get("serves_norm", True)
+
+    def makes_shares(x, weight, lora):
+        assert (x.shape, *(part.shape for part in lora)) == ((8, 512), (32, 512), (768, 64))
+        return change.get("makes_shares", True)
+
+    monkeypatch.setattr(fp4_matmul, "serves_norm", serves_norm)
+    monkeypatch.setattr(fp4_matmul, "makes_shares", makes_shares)
+    config, _ = tiny_model.tiny_policy("llama", embed_dim=512, mlp_dim=640, head_dim=32)
+    packed = QuantTensor(packed=jnp.zeros((1, 1), jnp.uint8), scales=jnp.zeros((1, 1)))
+    whole = {"qkv_proj": packed, "down_proj": packed}
+    pairs = {
+        "qkv_proj": (draw(1, 32, 512), draw(2, 768, 64)),
+        "down_proj": (draw(3, 32, 640), draw(4, 512, 64)),
+    }
+    last, pairs_of_last = dict(whole), dict(pairs)
+    if "dense" in change:
+        last[change["dense"]] = draw(5, 1, 1)
+    pairs_of_last.pop(change.get("without"), None)
+    layers, adapters = [whole, last], [pairs, pairs_of_last]
+    assert fused_decode._down_begins_norms(layers, adapters, draw(6, 8, 512), config) == expected

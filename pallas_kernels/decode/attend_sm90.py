@@ -149,7 +149,7 @@ def self_check(interpret: plgpu.InterpretGPUParams | None = None) -> float:
     shapes = [(m, kv_heads * (group + 2) * HEAD_DIM), *[(m, kv_heads, slots, HEAD_DIM)] * 2]
     qkv, keys, values = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in shapes)
     lengths = np.array([150, 20], np.int32)
-    squares = np.full((4, m), 0.25, np.float32)  # for a factor of one
+    squares = np.full((36, m), 1 / 36, np.float32)  # for a factor of one
     angles = np.ones((m, HEAD_DIM // 2), np.float32), np.zeros((m, HEAD_DIM // 2), np.float32)
     run = functools.partial(attend, eps=0.0, multiprocessors=1, interpret=interpret)
     # The caller may be tracing a program, of which another thread knows nothing.
