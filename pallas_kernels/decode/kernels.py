@@ -9,9 +9,9 @@ its LoRA adapter:
     merge_project     the sum of attention's parts, the product with A
     silu_project      norm's factor, SwiGLU, the product with A
 
-The last one is not needed where `fp4_matmul.serves_swiglu`, the second of a layer's two norms where
-`fp4_matmul.serves_norm`, nor is `merge_project` where rows have one part: the next projection then
-makes x A^T itself, or `projection.project` does.
+The last one is not needed where `fp4_matmul.serves_swiglu`, the first where the product in front
+of a norm begins it (`fp4_matmul.serves_norm`), nor is `merge_project` where rows have one part: the
+next projection then makes x A^T itself, or `projection.project` does.
 
 The factor of an RMSNorm, one number for each row, passes through the linear maps: the projection
 reads x * scale, and who reads the projection multiplies by the factor. So no kernel waits for a
