@@ -153,6 +153,7 @@ def test_unknown_preset_lists_all(preset):
         ({"optimizer.warmup_steps": 600}, ["warmup_steps=600", "steps=600"]),
         ({"optimizer.final_fraction": -0.1}, ["final_fraction=-0.1", "at least 0"]),
         ({"rollout.kv_cache_bytes": -1}, ["kv_cache_bytes=-1", "at least 0"]),
+        ({"rollout.temperature": float("nan")}, ["temperature=nan", "at least 1e-06"]),
         ({"rollout.kv_cache_dtype": "int4"}, ["kv_cache_dtype='int4'", "'float8'"]),
         ({"rollout.head_format": "fp8"}, ["head_format='fp8'", "'nvfp4'"]),
         (

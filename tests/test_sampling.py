@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from qerl_jax.rollout.sampling import _truncate, entropy, row_keys, sample
+from qerl_jax.errors import UserError
+from qerl_jax.rollout.sampling import SamplingConfig, _truncate, entropy, row_keys, sample
 
 ROWS = 20000
 PROBABILITIES = np.array([0.05, 0.35, 0.2, 0.3, 0.1])
@@ -184,3 +185,26 @@ def test_keys_of_rows_and_positions_are_all_different():
     rows, positions = np.divmod(np.arange(64), 8)
     keys = jax.random.key_data(row_keys(KEY, jnp.asarray(rows), jnp.asarray(positions)))
     assert len(np.unique(keys, axis=0)) == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -1.0),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("stop", ("###", "")),
+        ("chunk_steps", 0),
+        ("max_rows", -1),
+        ("kv_cache_bytes", -1),
+        ("dequantize", "never"),
+    ],
+)
+def test_values_out_of_range(name, value):
+    with pytest.raises(UserError, match=f"^{name} is .*, expected "):
+        SamplingConfig(**{"max_new_tokens": 4} | {name: value})

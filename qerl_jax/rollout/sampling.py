@@ -1,9 +1,12 @@
 """Drawing the next token: temperature, top-k, top-p, and what the training needs to know of it."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
+
+from qerl_jax.errors import UserError
 
 _BLOCK = 128  # tokens of which one is drawn
 
@@ -25,6 +28,9 @@ class SamplingConfig:
         kv_cache_dtype: what keys and values are stored in, see `budget.cache_dtype`.
         dequantize: 'once' dequantises the packed weights once for a rollout, which needs room for a
             dense copy; 'step' does so in each step. Neither concerns weights that a kernel reads.
+
+    Raises:
+        UserError: a value out of its range.
     """
 
     max_new_tokens: int
@@ -37,6 +43,22 @@ class SamplingConfig:
     kv_cache_bytes: int = 0
     kv_cache_dtype: str = ""
     dequantize: str = "once"
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
+            "temperature": (0 <= self.temperature < math.inf, "a number of at least 0"),
+            "top_k": (self.top_k >= 0, "at least 0"),
+            "top_p": (0 < self.top_p <= 1, "over 0 and at most 1"),
+            "stop": ("" not in self.stop, "strings that are not empty"),
+            "chunk_steps": (self.chunk_steps >= 1, "at least 1"),
+            "max_rows": (self.max_rows >= 0, "at least 0"),
+            "kv_cache_bytes": (self.kv_cache_bytes >= 0, "at least 0"),
+            "dequantize": (self.dequantize in ("once", "step"), "'once' or 'step'"),
+        }
+        for name, (holds, expected) in limits.items():
+            if not holds:
+                raise UserError(f"{name} is {getattr(self, name)!r}, expected {expected}")
 
 
 def row_keys(key: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:

@@ -78,7 +78,7 @@ def check(config: ConfigDict) -> None:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens}: every completion is punished"
         )
     for name, (value, least) in limits.items():
-        if value < least:
+        if not value >= least:  # nor NaN
             raise UserError(f"{name}={value}: it must be at least {least}")
     if config.aqn.correction not in CORRECTIONS:
         raise UserError(
