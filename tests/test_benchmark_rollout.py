@@ -239,10 +239,13 @@ def test_the_parts_of_a_chunk(monkeypatch):
         return [(name, 12.0) for name, part in found.items() if part == "head"][:1]
 
     monkeypatch.setattr(step_parts, "device_kernels", kernels)
+    seconds = itertools.count(0.0, 0.03 * step_parts._CHUNKS)  # 30 ms for a chunk of 6 steps
+    clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
+    monkeypatch.setattr(step_parts, "time", clock)
     row = step_parts.step_parts(subject("bf16"), 2, CONFIG)
     assert row["head"] == 2.0
     assert row["linears"] == row["other"] == 0.0
-    assert row["gaps"] > -2.0
+    assert row["gaps"] == pytest.approx(30.0 / 6 - 2.0)
 
 
 @pytest.mark.parametrize(("dequantize", "packed"), [("once", False), ("step", True)])

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -323,6 +324,18 @@ def test_rows_follow_from_what_the_device_has_left(monkeypatch):
     # What was asked for is not measured.
     assert plan(prompts=9, max_rows=33).batches[0] == 33
     assert plan(prompts=9, kv_cache_bytes=10**9).batches[0] == 36
+
+
+def test_a_device_with_memory_for_one_row_or_none(monkeypatch):
+    needed = SLOTS * POSITION + 4 * 4 * 48 + 16 * POSITION
+    memory = {"bytes_limit": 400_000, "bytes_in_use": 360_000 - needed}
+    device = mock.Mock(memory_stats=lambda: memory)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert (plan(prompts=9).batches, plan(prompts=9).prompts) == ((1,), 1)
+    memory["bytes_in_use"] += 1
+    with pytest.raises(UserError, match=f"no memory for one row of {SLOTS} positions") as e:
+        plan(prompts=9)
+    assert "\n" not in str(e.value)
 
 
 def test_a_chunk_holds_the_cache_once():

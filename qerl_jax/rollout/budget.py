@@ -1,6 +1,7 @@
 """How many rows decode together, and in which few shapes: the memory arithmetic of a rollout."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -69,7 +70,8 @@ def make_plan(
         sampling: lengths, and the bounds of rows and memory.
 
     Raises:
-        UserError: a row is longer than the model's positions, or one row does not fit.
+        UserError: a row is longer than the model's positions, or one row does not fit into the
+            budget or the device.
     """
     if longest + sampling.max_new_tokens > config.max_position:
         raise UserError(
@@ -97,9 +99,15 @@ def make_plan(
             )
         most = min(most, _rounded_down(fitting))
     elif not sampling.max_rows:
-        fitting = rows_left(
-            params, slots=slots, reserve=read * width * position, config=config, sampling=sampling
-        )
+        left = functools.partial(rows_left, params, slots=slots, config=config, sampling=sampling)
+        fitting = left(reserve=read * width * position)
+        if fitting == 0:
+            read, fitting = 1, left(reserve=width * position)
+        if fitting == 0:
+            raise UserError(
+                f"beside the policy the device has no memory for one row of {slots} positions: "
+                "lower max_new_tokens, store the cache in 'float8', or take a smaller model"
+            )
         most = most if fitting is None else min(most, _rounded_down(fitting))
     # Equal chunks: the first token comes with the prompt.
     chunks = -(-(sampling.max_new_tokens - 1) // sampling.chunk_steps)
@@ -144,7 +152,7 @@ def position_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
 def rows_left(
     params: dict, *, slots: int, config: ModelConfig, sampling: SamplingConfig, reserve: int = 0
 ) -> int | None:
-    """Rows that fit into what the device has left, at least 1; None where it does not say.
+    """Rows that fit into what the device has left; None where it does not say.
 
     A row has its slots of the cache and a few copies of its logits; the dense copy of packed
     weights, where there is one, comes before them, and so do `reserve` bytes.
@@ -157,7 +165,7 @@ def rows_left(
         free -= dense_bytes(params)
     dtype = cache_dtype(sampling.kv_cache_dtype, params["embed_tokens"].dtype)
     row = slots * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
-    return max(1, int(free - reserve) // row)
+    return max(0, int(free - reserve) // row)
 
 
 def dense_bytes(params: dict) -> int:

@@ -388,7 +388,10 @@ def _judged(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
 
 
 def _fitting_rows(job: _Job) -> int:
-    """How many rows fit into the memory of a GPU, by a rough count; few on anything else."""
+    """How many rows fit into the memory of a GPU, by a rough count; few on anything else.
+
+    At least one: that may fit, as the count is rough.
+    """
     model = job.policy.model
     rows = rows_left(
         model.params,
@@ -398,7 +401,7 @@ def _fitting_rows(job: _Job) -> int:
             max_new_tokens=job.task.max_new_tokens, dequantize=_dequantize(model)
         ),
     )
-    return _CPU_ROWS if rows is None else min(rows, _MOST_ROWS)
+    return _CPU_ROWS if rows is None else min(max(1, rows), _MOST_ROWS)
 
 
 def _dequantize(model: LoadedModel) -> str:
