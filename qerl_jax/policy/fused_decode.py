@@ -131,7 +131,9 @@ def _decode_layer(
         with jax.named_scope("norms"):
             return kernels.norm_project(x, y, layer[norm], a.get(name))
 
-    def project(name, x, shares):
+    def project(name, x, shares, inside):
+        if inside is not None:
+            return linear(x, layer[name], lora=adapters[name])
         return linear_with_shares(x, layer[name], shares, b.get(name))
 
     def add(name, x, residual, norm, shares, a):
@@ -143,12 +145,13 @@ def _decode_layer(
 
     # The product with such a weight makes x A^T too: behind attention in one part nothing is left.
     in_tiles = isinstance(layer["o_proj"], QuantTensor) and layer["o_proj"].tiles is not None
+    # A product adds shares of x A^T, or makes them of A itself, which then is `inside`.
     if isinstance(stream, _Normed):
-        first: _Normed | kernels.Normed = stream
-        qkv = linear(first.scaled, layer["qkv_proj"], lora=adapters["qkv_proj"])
+        first, shares, inside = stream, None, a["qkv_proj"]
     else:
-        first = begin(*stream, "input_layernorm", "qkv_proj")
-        qkv = project("qkv_proj", first.scaled, first.shares)
+        residual, scaled, shares, squares = begin(*stream, "input_layernorm", "qkv_proj")
+        first, inside = _Normed(residual, scaled, squares), None
+    qkv = project("qkv_proj", first.scaled, shares, inside)
     with jax.named_scope("attention"):
         attended, keys, values = kernels.attend(
             qkv,
@@ -163,7 +166,6 @@ def _decode_layer(
             multiprocessors=multiprocessors(),
             finish=in_tiles and len(qkv) <= MAX_ROWS_OF_SHARES,
         )
-    # The next product adds shares of x A^T, or makes them of A itself.
     shares, inside = None, a.get("o_proj")
     if isinstance(attended, kernels.AttentionParts):
         with jax.named_scope("attention"):
@@ -174,10 +176,7 @@ def _decode_layer(
         residual, scaled, squares = add("o_proj", attended, first.residual, norm, shares, inside)
         shares, inside = None, a["gate_up_proj"]
     else:
-        if inside is None:
-            y = project("o_proj", attended, shares)
-        else:
-            y = linear(attended, layer["o_proj"], lora=adapters.get("o_proj"))
+        y = project("o_proj", attended, shares, inside)
         residual, scaled, shares, squares = begin(
             first.residual, y, "post_attention_layernorm", "gate_up_proj"
         )
@@ -193,18 +192,14 @@ def _decode_layer(
     )
     if hidden is None:
         assert inside is None  # `_begins_norm` had asked whether the product ends with SwiGLU
-        gate_up = project("gate_up_proj", scaled, shares)
+        gate_up = project("gate_up_proj", scaled, shares, inside)
         with jax.named_scope("mlp"):
             hidden, shares = kernels.silu_project(gate_up, squares, a.get("down_proj"), eps=eps)
     else:
         shares, inside = None, a.get("down_proj")
     if next_norm is not None:
         return add("down_proj", hidden, residual, next_norm, shares, inside), keys, values
-    if inside is None:
-        y = project("down_proj", hidden, shares)
-    else:
-        y = linear(hidden, layer["down_proj"], lora=adapters.get("down_proj"))
-    return (residual, y), keys, values
+    return (residual, project("down_proj", hidden, shares, inside)), keys, values
 
 
 def _first_norm(layer: dict, adapters: dict, x: jax.Array, config: ModelConfig) -> _Normed:
