@@ -14,7 +14,7 @@ from h200 import array, tiles
 from tiny_checkpoints import model_config
 
 from pallas_kernels import decode as decode_kernels
-from pallas_kernels import fp4_matmul
+from pallas_kernels import dense, fp4_matmul
 from pallas_kernels.decode import attend_sm90, kernels
 from pallas_kernels.fp4_matmul import cases, hopper
 from qerl_jax.policy import lora
@@ -106,6 +106,13 @@ def check(compile_for_h200, tmp_path):
 @pytest.mark.parametrize("kernel", [norm_project, attend, merge_project, silu_project])
 def test_kernel(kernel, model, rows, check):
     check(kernel.__name__, *kernel(cases.MODELS[model], rows))
+
+
+@pytest.mark.parametrize("layer", ["7b.qkv", "7b.down", "14b.down"])
+def test_matvec(layer, check):
+    model, name = layer.split(".")
+    n, k = cases.MODELS[model][name]
+    check("matvec", dense.matvec, (array(1, k), array(n, k)))
 
 
 @pytest.mark.parametrize(("dtype", "lines"), [(jnp.bfloat16, 2500), (jnp.float8_e4m3fn, 3500)])

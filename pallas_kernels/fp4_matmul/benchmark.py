@@ -10,7 +10,7 @@ is measured first, and at 790 TFLOP/s. Implementations:
 
     nvfp4          the kernel
     nvfp4_lora32   the kernel with an adapter of rank 32 for each fused projection, x A^T included
-    bf16           cuBLAS on a dense weight
+    bf16           cuBLAS on a dense weight, for one token `pallas_kernels.dense.matvec`
     xla            XLA's dequantise-and-dot of the packed weight
     nf4            bitsandbytes, if it is installed
     dx, dx_bf16    the gradient by x of nvfp4 and of bf16
@@ -44,6 +44,7 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
+from pallas_kernels import dense
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import api, cases, tiling
 from pallas_kernels.gpu_lock import sole_use
@@ -182,7 +183,7 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
         "nvfp4": kernel,
         "nvfp4_lora32": lambda x, w, lora: kernel(x, w, lora=lora),
         "xla": functools.partial(fp4.fp4_matmul, implementation="xla"),
-        "bf16": fp4.dot,
+        "bf16": dense.matmul,
         "dx": lambda dy, w: api.kernel_transposed(dy, w, inputs=k),
         "dx_bf16": lambda dy, w: jnp.dot(dy, w),
     }

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels import fp4_matmul
+from pallas_kernels import dense, fp4_matmul
 from qerl_jax.policy.quant import QuantTensor, kernel_weight
 
 
@@ -53,14 +53,18 @@ def linear_with_shares(
     Returns:
         [M, N] in x's dtype.
     """
-    if shares is None or b is None:
-        return linear(x, weight)
+    adapted = shares is not None and b is not None
     with jax.named_scope("linears"):
-        if isinstance(weight, QuantTensor):
+        if not isinstance(weight, QuantTensor):
+            y = dense.matmul(x, weight)
+        elif adapted:
             return fp4_matmul.fp4_matmul_with_shares(x, kernel_weight(weight), shares, b)
-        y = fp4_matmul.dot(x, weight)
-    with jax.named_scope("lora"):
-        return y + fp4_matmul.dot(fp4_matmul.sum_of_shares(shares, x, b), b)
+        else:
+            return fp4_matmul.fp4_matmul(x, kernel_weight(weight))
+    if adapted:
+        with jax.named_scope("lora"):
+            y = y + fp4_matmul.dot(fp4_matmul.sum_of_shares(shares, x, b), b)
+    return y
 
 
 def swiglu_behind_norm(

@@ -1,0 +1,59 @@
+"""Products of a dense weight; the kernel for one token in the interpreter and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dense, device
+
+BACKENDS = [
+    pytest.param(True, id="interpreter"),
+    pytest.param(False, marks=pytest.mark.gpu, id="gpu"),
+]
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(("n", "k"), [(64, 512), (7, 1101), (130, 40)])
+def test_matvec(n, k, interpret):
+    x, weight = normal(1, 1, k), normal(2, n, k)
+    y = jax.jit(functools.partial(dense.matvec, interpret=interpret))(x, weight)
+    assert y.shape == (1, n)
+    assert y.dtype == jnp.bfloat16
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    # Half a unit in the last place of bfloat16, and sums of float32 before.
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, rtol=2**-8, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "capability", "expected"),
+    [
+        (1, jnp.bfloat16, 9.0, True),
+        (1, jnp.bfloat16, 8.0, True),
+        (2, jnp.bfloat16, 9.0, False),
+        (1, jnp.float32, 9.0, False),
+        (1, jnp.bfloat16, 7.5, False),
+        (1, jnp.bfloat16, 0.0, False),
+    ],
+)
+def test_one_token_on_a_gpu_takes_the_kernel(rows, dtype, capability, expected, monkeypatch):
+    monkeypatch.setattr(device, "cuda_capability", lambda: capability)
+    x, weight = jnp.ones((rows, 64), dtype), jnp.ones((8, 64), dtype)
+    program = str(jax.make_jaxpr(lambda *args: dense.matmul(*args))(x, weight))  # not a cached one
+    assert ("matvec" in program) == expected
+    assert ("dot_general" in program) != expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2])
+def test_matmul_on_a_gpu(rows):
+    x, weight = normal(3, rows, 3584), normal(4, 512, 3584)
+    y = np.asarray(jax.jit(dense.matmul)(x, weight), np.float64)
+    expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    np.testing.assert_allclose(y, expected, rtol=2**-8, atol=1e-3)
