@@ -20,12 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.data import encode_prompts
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy import transformer
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.benchmark_subject import check_limits, first_problems, model_name
+from qerl_jax.run.benchmark_subject import first_problems, model_name
 from qerl_jax.run.random_policy import random_lora
 from qerl_jax.run.rollout_rows import merge, origin
 from qerl_jax.run.tasks import SYSTEM_PROMPT
@@ -119,10 +119,10 @@ def main() -> None:
     parser.add_argument("--out", type=pathlib.Path, required=True)
     args = parser.parse_args()
     limits = {
-        "prompts": (args.prompts, 1),
-        "new-tokens": (args.new_tokens, 2),
-        "lora-rank": (args.lora_rank, 0),
-        "seed": (args.seed, 0),
+        "--prompts": (args.prompts, 1),
+        "--new-tokens": (args.new_tokens, 2),
+        "--lora-rank": (args.lora_rank, 0),
+        "--seed": (args.seed, 0),
     }
     check_limits(limits)
     problems = first_problems(args.data, args.prompts)

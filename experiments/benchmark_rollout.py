@@ -1,7 +1,8 @@
 r"""How fast rollouts are: milliseconds of a decode step, and tokens per second.
 
     python -m experiments.benchmark_rollout --model=qwen2.5-7b,qwen2.5-14b --format=nvfp4,bf16
-    python -m experiments.benchmark_rollout --model=qwen2.5-7b --batch=64 --parts
+    python -m experiments.benchmark_rollout --model=qwen2.5-7b --format=bf16 --lora-rank=32,0
+    python -m experiments.benchmark_rollout --model=qwen2.5-7b --format=nvfp4 --batch=64 --parts
     python -m experiments.benchmark_rollout --source=MODEL --data=gsm8k_test.jsonl --prompts=64
     python -m experiments.benchmark_rollout --model=qwen2.5-7b --format=nvfp4 --startup
 
@@ -40,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default="qwen2.5-7b", help="comma-separated presets (default: qwen2.5-7b)")
     add("--source", default="", help="real weights instead: a folder, a .gguf file, a hub id")
     add("--format", default="nvfp4,bf16", help="comma-separated: nvfp4, mxfp4, nf4, bf16")
-    add("--lora-rank", type=int, default=32, help="of all seven projections; 0: no adapter")
+    add("--lora-rank", default="32", help="comma-separated, of all seven projections; 0: none")
     add("--chunk-steps", type=int, default=16, help="decode steps of a program (default: 16)")
     add("--dequantize", choices=("once", "step"), default="once", help="where no kernel runs")
     add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="")
@@ -76,18 +77,21 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.run.benchmark_subject import BenchmarkConfig
     from qerl_jax.run.tasks import SYSTEM_PROMPT
 
+    def numbers(flag: str, text: str) -> tuple[int, ...]:
+        try:
+            return tuple(int(number) for number in text.split(","))
+        except ValueError as error:
+            raise UserError(f"{flag}={text}: numbers with commas, like 1,8,32") from error
+
     given = dict(vars(arguments))
-    try:
-        batches = tuple(int(batch) for batch in given.pop("batch").split(","))
-    except ValueError as error:
-        raise UserError(f"--batch={arguments.batch}: numbers with commas, like 1,8,32") from error
     if given["system_prompt"] is None:
         given["system_prompt"] = SYSTEM_PROMPT
     benchmark(
         BenchmarkConfig(
             models=tuple(given.pop("model").split(",")),
             formats=tuple(given.pop("format").split(",")),
-            batches=batches,
+            batches=numbers("--batch", given.pop("batch")),
+            lora_ranks=numbers("--lora-rank", given.pop("lora_rank")),
             began=_BEGAN,
             **given,
         )

@@ -63,16 +63,14 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
     """The windows to calibrate with and those to measure on, None where there are none."""
-    from qerl_jax.errors import UserError
+    from qerl_jax.errors import UserError, check_limits
     from qerl_jax.run.perplexity import read_documents, windows
 
     if not arguments.calibrate and not arguments.perplexity:
         return None, None
     if checkpoint.tokenizer is None:
         raise UserError(f"{checkpoint.path}: a text needs a tokenizer, and there is none")
-    for option, least in (("windows", 1), ("width", 8)):
-        if getattr(arguments, option) < least:
-            raise UserError(f"--{option}={getattr(arguments, option)}: it must be at least {least}")
+    check_limits({"--windows": (arguments.windows, 1), "--width": (arguments.width, 8)})
     if arguments.width > checkpoint.config.max_position:
         raise UserError(
             f"--width={arguments.width}: the model knows {checkpoint.config.max_position} positions"

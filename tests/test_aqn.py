@@ -103,6 +103,51 @@ def test_own_schedule_by_import_path():
     assert values.dtype == np.float32
 
 
+def schedule_without_arguments():
+    return lambda step: 0.1
+
+
+def no_schedule(**_):
+    return 0.1
+
+
+def negative_schedule(**_):
+    return lambda step: -0.1
+
+
+def schedule_of_words(**_):
+    return lambda step: "low"
+
+
+def schedule_that_ends(**_):
+    return lambda step: [0.1, 0.2][step]
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (schedule_without_arguments, "when it was made: TypeError.*unexpected keyword argument"),
+        (no_schedule, "at step 0: TypeError: 'float' object is not callable"),
+        (negative_schedule, "at step 0: ValueError: sigma is -0.1"),
+        (schedule_of_words, "at step 0: "),
+    ],
+)
+def test_own_schedules_that_fail_are_one_line_at_the_start(function, message):
+    with pytest.raises(UserError, match=message) as caught:
+        sigmas(f"{__name__}:{function.__name__}", stages=5)
+    assert function.__name__ in str(caught.value)
+    assert "f(*, sigma_start, sigma_end, stages, total_steps)" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_own_schedule_that_fails_later_names_its_step():
+    options = {"sigma_start": START, "sigma_end": END, "stages": 5, "total_steps": 20}
+    schedule = aqn.sigma_schedule(f"{__name__}:schedule_that_ends", **options)
+    assert schedule(1) == np.float32(0.2)
+    with pytest.raises(UserError, match="at step 2: IndexError"):
+        schedule(2)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

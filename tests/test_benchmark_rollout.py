@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 from tiny_checkpoints import model_config
 
 from experiments import benchmark_rollout as command
@@ -41,7 +42,7 @@ CONFIG = benchmark_subject.BenchmarkConfig(
     batches=(3,),
     prompt=5,
     new_tokens=18,
-    lora_rank=4,
+    lora_ranks=(4,),
     chunk_steps=8,
     dequantize="once",
     kv_cache_dtype="",
@@ -73,7 +74,7 @@ def subject(format, head_format=""):
     params = random_params(KEY, config, format=format)
     params |= rollout_head(params, head_format)
     return benchmark_subject.Subject(
-        "tiny", format, config, params, random_lora(KEY, config, rank=4)
+        "tiny", format, config, params, 4, random_lora(KEY, config, rank=4)
     )
 
 
@@ -142,7 +143,59 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert {"date", "command", "peak_gb"} <= set(row)
     printed = capsys.readouterr().out
     assert "tiny nf4 lora 4, batch 3: " in printed
+    assert ", 15.4 % padding" in printed
     assert "model  format  lora  3" in printed
+
+
+def test_adapters_of_several_ranks_are_measured_in_one_process(tmp_path, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
+    measured = []
+
+    def row(subject, batch, config, programs):
+        measured.append((subject.lora_rank, subject.lora is None, batch))
+        described = benchmark_subject.described(subject, "decode", config)
+        times = {"ms_per_step": 1.0, "tokens_per_s": 1.0, "prefill_tokens_per_s": 1.0}
+        shares = {"roofline_share": None, "peak_gb": None, "padding_waste": 0.0}
+        return described | {"batch": batch, "prompt": 5, "new_tokens": 18} | times | shares
+
+    monkeypatch.setattr(job, "measure_decoding", row)
+    monkeypatch.setattr(job, "_compile", lambda *_: {})
+    out = tmp_path / "rollout.json"
+    config = dataclasses.replace(CONFIG, formats=("bf16",), lora_ranks=(4, 0), out=str(out))
+    job.benchmark(config)
+    assert measured == [(4, False, 3), (0, True, 3)]
+    assert [row["lora_rank"] for row in json.loads(out.read_text())["rows"]] == [0, 4]
+
+
+def test_rollouts_of_problems(tmp_path, capsys):
+    model = tiny_run.write_model(tmp_path / "model")
+    problems = tiny_run.write_problems(tmp_path / "problems.jsonl")
+    out = tmp_path / "rollout.json"
+    config = dataclasses.replace(
+        CONFIG,
+        source=str(model),
+        formats=("bf16",),
+        data=str(problems),
+        prompts=3,
+        max_rows=4,
+        out=str(out),
+    )
+    job.benchmark(config)
+    (row,) = job.benchmark(config)
+    assert json.loads(out.read_text())["rows"] == [row]  # which replaced its own
+    policy = ["gsm8k", "model", "bf16", "real", 4, "bfloat16", "", 8, "once"]
+    assert [row[name] for name in rollout_rows.KEYS["gsm8k"]] == [*policy, 3, 2, 12, 4]
+    assert 6 <= row["tokens"] <= 6 * 12
+    assert row["mean_tokens"] == pytest.approx(row["tokens"] / 6, abs=0.1)
+    assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["seconds"], rel=0.2)
+    assert 0 < row["live_share"] <= 1
+    assert 0 < row["padding_waste"] < 1
+    assert row["compile_seconds"] > 0
+    printed = capsys.readouterr().out
+    assert f"model bf16 lora 4, 3 x 2: {row['tokens_per_s']:,.0f} tokens/s" in printed
+    assert f"{100 * row['padding_waste']:.1f} % padding" in printed
+    with pytest.raises(UserError, match=r"holds 24 problems; pass --prompts=24"):
+        job.benchmark(dataclasses.replace(config, prompts=25))
 
 
 def test_a_startup(tmp_path, monkeypatch, capsys):
@@ -296,6 +349,8 @@ def test_kernels_of_a_profile():
         ({"data": "x.jsonl"}, "pass real ones with --source"),
         ({"parts": True}, "on an NVIDIA GPU only"),
         ({"startup": True, "formats": ("bf16", "nf4")}, "a process begins once"),
+        ({"startup": True, "lora_ranks": (4, 0)}, "a process begins once"),
+        ({"lora_ranks": (4, -1)}, "--lora-rank=-1: it must be at least 0"),
         ({"startup": True, "parts": True}, "--startup measures nothing else"),
         ({"seed": -1}, "--seed=-1: it must be at least 0"),
         ({"bandwidth": float("nan")}, "--bandwidth=nan: it must be at least 0"),
@@ -318,6 +373,8 @@ def test_a_batch_that_does_not_fit(monkeypatch):
 def test_flags():
     with pytest.raises(UserError, match="--batch=1,x: numbers with commas"):
         command.run(command.make_parser().parse_args(["--batch=1,x"]))
+    with pytest.raises(UserError, match="--lora-rank=32;0: numbers with commas"):
+        command.run(command.make_parser().parse_args(["--lora-rank=32;0"]))
     program = [sys.executable, "-m", "experiments.benchmark_rollout", "--model=x"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2

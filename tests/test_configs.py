@@ -8,8 +8,9 @@ import tiny_run
 
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
 from qerl_jax.errors import UserError
+from qerl_jax.run.checks import check
 from qerl_jax.run.folder import config_dict, default_folder
-from qerl_jax.run.setup import check, loss_from
+from qerl_jax.run.setup import loss_from
 from qerl_jax.run.train import train
 
 PRESETS = [*defaults.MODELS, *(f"qwen2.5-7b,{numerics}" for numerics in defaults.NUMERICS)]
@@ -151,7 +152,16 @@ def test_unknown_preset_lists_all(preset):
             ["'gspo'", "clip_low=0.0003", "clip_high=0.28"],
         ),
         ({"optimizer.warmup_steps": 600}, ["warmup_steps=600", "steps=600"]),
-        ({"optimizer.final_fraction": -0.1}, ["final_fraction=-0.1", "at least 0"]),
+        ({"optimizer.final_fraction": -0.1}, ["final_fraction=-0.1", "from 0 to 1"]),
+        ({"optimizer.b1": 1.0}, ["optimizer.b1=1.0", "from 0 to 0.999999"]),
+        ({"seed": -1}, ["seed=-1", "from 0 to 4294967295"]),
+        ({"reward_time_limit": float("inf")}, ["reward_time_limit=inf", "at least 0"]),
+        ({"rewards.format.weight": float("nan")}, ["rewards.format.weight=nan", "from -1000000.0"]),
+        ({"aqn.form": "relativ"}, ["aqn.form 'relativ'", "additive, relative"]),
+        ({"aqn.correction": "is"}, ["aqn.correction 'is'", "none, tis, noisy_forward"]),
+        ({"rl.advantage_scale": "std"}, ["rl.advantage_scale 'std'", "group, batch, none"]),
+        ({"model.dtype": "float64"}, ["model.dtype 'float64'", "bfloat16, float32"]),
+        ({"rollout.dequantize": "never"}, ["rollout.dequantize 'never'", "once, step"]),
         ({"rollout.kv_cache_bytes": -1}, ["kv_cache_bytes=-1", "at least 0"]),
         ({"rollout.temperature": float("nan")}, ["temperature=nan", "at least 1e-06"]),
         ({"rollout.kv_cache_dtype": "int4"}, ["kv_cache_dtype='int4'", "'float8'"]),

@@ -70,9 +70,14 @@ def test_no_path_means_the_default_folder(tmp_path, monkeypatch):
         assert run.path == folder.default_folder(make_config())
 
 
+def begin(path):
+    """Opens a run, which logs a step."""
+    with folder.open_run(path, make_config()):
+        (path / "metrics.jsonl").write_text("{}\n")
+
+
 def test_more_steps_extend_the_run_and_leave_the_schedules(tmp_path):
-    with folder.open_run(tmp_path / "a", make_config()):
-        pass
+    begin(tmp_path / "a")
     before = (tmp_path / "a" / "config.json").read_bytes()
     with folder.open_run(tmp_path / "a", make_config(steps=50)) as run:
         assert (run.schedule_steps, run.resumed) == (10, True)
@@ -80,8 +85,7 @@ def test_more_steps_extend_the_run_and_leave_the_schedules(tmp_path):
 
 
 def test_another_config_is_refused_by_field(tmp_path):
-    with folder.open_run(tmp_path / "a", make_config()):
-        pass
+    begin(tmp_path / "a")
     changed = make_config(
         rl__clip_high=0.2, lora__targets=("q_proj",), data__options={"digits": 2}, steps=99
     )
@@ -94,6 +98,27 @@ def test_another_config_is_refused_by_field(tmp_path):
     assert "steps" not in message
     assert "clip_low" not in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/", "programs/"])
+def test_a_start_that_failed_before_its_first_step_takes_another_config(left, tmp_path):
+    with folder.open_run(tmp_path / "a", make_config()):
+        path = tmp_path / "a" / left
+        path.mkdir() if left.endswith("/") else path.touch()
+    with folder.open_run(tmp_path / "a", make_config(seed=1, steps=20)) as run:
+        assert (run.schedule_steps, run.resumed) == (20, False)
+    saved = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (saved["config"]["seed"], saved["schedule_steps"]) == (1, 20)
+
+
+def test_a_checkpoint_begins_a_run(tmp_path):
+    with folder.open_run(tmp_path / "a", make_config()):
+        (tmp_path / "a" / "checkpoints" / "1").mkdir(parents=True)
+    with (
+        pytest.raises(UserError, match="another config"),
+        folder.open_run(tmp_path / "a", make_config(seed=1)),
+    ):
+        pass
 
 
 def test_interrupted_first_start_is_a_first_start(tmp_path):
@@ -116,6 +141,7 @@ def test_foreign_folder_is_refused_and_untouched(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", '{"config": {}}', "{"])
 def test_unreadable_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
     with (
         pytest.raises(UserError, match=r"config\.json cannot be read"),
         folder.open_run(tmp_path, make_config()),
@@ -146,8 +172,7 @@ time.sleep(60)
 
 
 def test_lock_keeps_a_second_process_out_and_dies_with_its_holder(tmp_path):
-    with folder.open_run(tmp_path, make_config()):
-        pass
+    begin(tmp_path)
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path)],
         stdout=subprocess.PIPE,

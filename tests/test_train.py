@@ -339,6 +339,23 @@ def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):
         assert len(expected) == 2
 
 
+def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
+    calls = iter(range(1000))
+
+    def failing(*_):
+        if next(calls) >= 8:  # the second step's
+            raise ZeroDivisionError("by zero")
+        return 1.0
+
+    config = tiny.config({"eval.every": 0, "steps": 4, "rl.overlong_buffer": 2})
+    folder, words = tmp_path / "run", "no completion has a reward.*for 8 of 8.*by zero"
+    with pytest.raises(UserError, match=words):
+        train(config, workdir=folder, rewards={"failing": (failing, 1.0)})
+    assert len(read_metrics(folder / "metrics.jsonl")) == 1
+    train(config, workdir=folder, rewards={"failing": (tiny_run.low_share, 1.0)})
+    assert len(read_metrics(folder / "metrics.jsonl")) == 4
+
+
 def test_no_reward_at_all(tiny, tmp_path):
     rewards = {"correctness": (lambda *_: None, 1.0)}
     run = train(tiny.config({"steps": 1}), workdir=tmp_path / "run", rewards=rewards)

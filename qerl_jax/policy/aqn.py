@@ -4,7 +4,9 @@ Adding noise to a norm's scale perturbs the input channels of every matmul behin
 packed 4-bit weight is explored around without being touched (QeRL, arXiv 2510.11696, Section 3.3).
 """
 
+import contextlib
 import functools
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 import optax
 from flax import struct
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.import_path import import_function
 
 SCHEDULES = ("exponential", "reference", "linear", "cosine", "logarithmic", "constant", "off")
@@ -50,21 +52,25 @@ def sigma_schedule(
 
     Args:
       name: one of the above, or 'package.module:function', a factory of one's own: called with the
-        same keyword arguments, it returns a schedule, which also decides about stage 0.
+        same keyword arguments, it returns a schedule, which also decides about stage 0. It is asked
+        outside of jit, with the step as an int.
       sigma_start: standard deviation of the noise in the first noisy stage.
       sigma_end: standard deviation towards which it goes.
       stages: number of stages, the silent first one included.
       total_steps: number of training steps.
 
     Raises:
-      UserError: an unknown name, a factory that cannot be imported, a value out of range.
+      UserError: an unknown name, a factory that cannot be imported, or one whose schedule fails at
+        step 0; a value out of range. The schedule raises it where a factory's own fails later.
     """
     if ":" in name:
-        factory = import_function(name, what="noise schedule")
-        schedule = factory(
-            sigma_start=sigma_start, sigma_end=sigma_end, stages=stages, total_steps=total_steps
+        return _own_schedule(
+            name,
+            sigma_start=sigma_start,
+            sigma_end=sigma_end,
+            stages=stages,
+            total_steps=total_steps,
         )
-        return lambda step: jnp.asarray(schedule(step), jnp.float32)
     for argument, value in (("stages", stages), ("total_steps", total_steps)):
         if value < 1:
             raise UserError(f"{argument} of the noise schedule is {value}: it must be at least 1")
@@ -76,6 +82,35 @@ def sigma_schedule(
         return jnp.asarray(sigmas)[jnp.clip(step // steps_per_stage, 0, stages - 1)]
 
     return schedule
+
+
+def _own_schedule(name: str, **arguments) -> optax.Schedule:
+    """The schedule of a user's factory; what it raises is an error of one line."""
+    factory = import_function(name, what="noise schedule")
+
+    @contextlib.contextmanager
+    def explained(where: str) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise UserError(
+                f"noise schedule {name!r} failed {where}: {type(error).__name__}: "
+                f"{first_line(error)}; it is called as f(*, {', '.join(arguments)}) and returns "
+                "a function from the step to sigma"
+            ) from error
+
+    with explained("when it was made"):
+        schedule = factory(**arguments)
+
+    def checked(step):
+        with explained(f"at step {step}"):
+            sigma = jnp.asarray(schedule(step), jnp.float32)
+            if sigma.shape or not 0 <= sigma < jnp.inf:
+                raise ValueError(f"sigma is {sigma}, expected a number of at least 0")
+        return sigma
+
+    checked(0)
+    return checked
 
 
 @struct.dataclass

@@ -31,7 +31,7 @@ import itertools
 import math
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -63,7 +63,9 @@ from qerl_jax.run.benchmark_subject import (
     plan_of,
     random_prompts,
     sampling_of,
+    with_adapter,
 )
+from qerl_jax.run.metrics import LiveLine
 from qerl_jax.run.peak_memory import PeakMemory
 from qerl_jax.run.rollout_rows import describe, merge, origin, table
 from qerl_jax.run.startup import measure_startup
@@ -99,29 +101,38 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
         for format in config.formats:
             with sole_use() if not config.startup else contextlib.nullcontext():
                 subject = make_subject(config, model, format)
-            with memory_errors(subject):
-                if config.startup or config.data:
-                    row = (_startup if config.startup else measure_rollouts)(subject, config)
-                    with sole_use():
-                        keep(row)
-                else:
-                    check_fits(subject, config)
-                    programs = _compile(subject, config)
-                    for batch in config.batches:
+            for rank in config.lora_ranks:
+                subject = with_adapter(subject, rank, config.seed)
+                with memory_errors(subject):
+                    if config.startup or config.data:
+                        row = (_startup if config.startup else measure_rollouts)(subject, config)
                         with sole_use():
-                            row = measure_decoding(subject, batch, config, programs)
-                            if config.parts:
-                                parts = step_parts(subject, batch, config)
-                                row |= {"kind": "parts", "parts": parts}
                             keep(row)
-            for leaf in jax.tree.leaves((subject.params, subject.lora)):
+                    else:
+                        _measure_batches(subject, config, keep)
+                for leaf in jax.tree.leaves(subject.lora):
+                    leaf.delete()
+                jax.clear_caches()
+                gc.collect()
+            for leaf in jax.tree.leaves(subject.params):
                 leaf.delete()
             del subject
-            programs = {}
-            jax.clear_caches()
-            gc.collect()
     print(table(rows), flush=True)
     return rows
+
+
+def _measure_batches(
+    subject: Subject, config: BenchmarkConfig, keep: Callable[[dict], None]
+) -> None:
+    """The rows of the decode benchmark of a policy."""
+    check_fits(subject, config)
+    programs = _compile(subject, config)
+    for batch in config.batches:
+        with sole_use():
+            row = measure_decoding(subject, batch, config, programs)
+            if config.parts:
+                row |= {"kind": "parts", "parts": step_parts(subject, batch, config)}
+            keep(row)
 
 
 def measure_decoding(
@@ -221,7 +232,15 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         )
 
     began = time.perf_counter()
-    programs = compile_ahead(key, subject.params, subject.lora, prompts=len(prompts), **how)
+    with _progress() as on_progress:
+        programs = compile_ahead(
+            key,
+            subject.params,
+            subject.lora,
+            prompts=len(prompts),
+            on_progress=on_progress,
+            **how,
+        )
     compile_seconds = time.perf_counter() - began
     times, rollouts, peak = [], [], PeakMemory()
     with sole_use():
@@ -254,17 +273,19 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
     """The row of a process that has just begun."""
     prompts = random_prompts(subject.config, config.prompts, config)
     _, sampling = _planned(subject, [config.prompt] * len(prompts), config)
-    measured = measure_startup(
-        config.began,
-        jax.random.key(config.seed),
-        subject.params,
-        subject.lora,
-        prompts,
-        config=subject.config,
-        sampling=sampling,
-        eos_ids=NOTHING_ENDS,
-        group_size=config.group,
-    )
+    with _progress() as on_compiled:
+        measured = measure_startup(
+            config.began,
+            jax.random.key(config.seed),
+            subject.params,
+            subject.lora,
+            prompts,
+            on_compiled=on_compiled,
+            config=subject.config,
+            sampling=sampling,
+            eos_ids=NOTHING_ENDS,
+            group_size=config.group,
+        )
     return (
         described(subject, "startup", config)
         | measured
@@ -339,6 +360,14 @@ def _roofline_share(subject, batch, ms_per_step, steps, config) -> float | None:
     return round(1e3 * moved / bandwidth / ms_per_step, 4)
 
 
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A line that says how many programs are compiled, on a terminal."""
+    live = LiveLine()
+    yield lambda done, total: live.update(f"rollout programs {done}/{total}")
+    live.clear()
+
+
 def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
@@ -355,7 +384,8 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
                 subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS
             ),
         )
-    programs = compile_programs(needed, policy)
+    with _progress() as on_progress:
+        programs = compile_programs(needed, policy, on_progress)
     seconds = time.perf_counter() - began
     print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
     return programs

@@ -3,14 +3,14 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.data import Problem, load_problems
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import budget
@@ -34,7 +34,7 @@ class BenchmarkConfig:
         batches: rows that decode together.
         prompt: tokens of each prompt.
         new_tokens: of each row.
-        lora_rank: of the adapter on all seven projections; 0 is none.
+        lora_ranks: of the adapters on all seven projections; 0 is none.
         chunk_steps: see `SamplingConfig`.
         dequantize: likewise.
         kv_cache_dtype: likewise.
@@ -61,7 +61,7 @@ class BenchmarkConfig:
     batches: tuple[int, ...]
     prompt: int
     new_tokens: int
-    lora_rank: int
+    lora_ranks: tuple[int, ...]
     chunk_steps: int
     dequantize: str
     kv_cache_dtype: str
@@ -90,7 +90,8 @@ class Subject:
         format: of its projections.
         config: the architecture.
         params: the parameter tree.
-        lora: its adapter, or None.
+        lora_rank: of its adapter.
+        lora: the adapter, or None where the rank is 0.
         loaded: the model that was loaded, or None for random weights.
     """
 
@@ -98,6 +99,7 @@ class Subject:
     format: str
     config: ModelConfig
     params: dict
+    lora_rank: int
     lora: Lora | None
     loaded: LoadedModel | None = None
 
@@ -115,25 +117,26 @@ def check(config: BenchmarkConfig) -> None:
         if format not in FORMATS:
             raise UserError(f"unknown format {format!r}: choose from {', '.join(FORMATS)}")
     limits = {
-        "batch": (min(config.batches, default=0), 1),
-        "prompt": (config.prompt, 1),
-        "new-tokens": (config.new_tokens, config.chunk_steps + 2),  # a second chunk
-        "lora-rank": (config.lora_rank, 0),
-        "chunk-steps": (config.chunk_steps, 1),
-        "prompts": (config.prompts, 1),
-        "group": (config.group, 1),
-        "max-new-tokens": (config.max_new_tokens, 1),
-        "max-rows": (config.max_rows, 0),
-        "seed": (config.seed, 0),
-        "bandwidth": (config.bandwidth, 0),
+        "--batch": (min(config.batches, default=0), 1),
+        "--prompt": (config.prompt, 1),
+        "--new-tokens": (config.new_tokens, config.chunk_steps + 2),  # a second chunk
+        "--lora-rank": (min(config.lora_ranks, default=-1), 0),
+        "--chunk-steps": (config.chunk_steps, 1),
+        "--prompts": (config.prompts, 1),
+        "--group": (config.group, 1),
+        "--max-new-tokens": (config.max_new_tokens, 1),
+        "--max-rows": (config.max_rows, 0),
+        "--seed": (config.seed, 0),
+        "--bandwidth": (config.bandwidth, 0),
     }
     check_limits(limits)
     check_head_format(config.head_format)
     if config.data and not config.source:
         raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
-    policies = len(config.formats) * (1 if config.source else len(config.models))
+    policies = len(config.formats) * len(config.lora_ranks)
+    policies *= 1 if config.source else len(config.models)
     if config.startup and policies > 1:
-        raise UserError("--startup: a process begins once; pass one --model, --format")
+        raise UserError("--startup: a process begins once; pass one --model, --format, --lora-rank")
     if config.startup and (config.data or config.parts):
         raise UserError("--startup measures nothing else; drop --data and --parts")
     if config.data and config.parts:
@@ -142,22 +145,9 @@ def check(config: BenchmarkConfig) -> None:
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
     if config.parts and policies > 1:
         raise UserError(
-            "--parts: CUDA graphs are slower behind a profiler; pass one --model, --format"
+            "--parts: CUDA graphs are slower behind a profiler; pass one --model, --format, "
+            "--lora-rank"
         )
-
-
-def check_limits(limits: Mapping[str, tuple[float, float]]) -> None:
-    """Refuses numbers that are too small.
-
-    Args:
-        limits: of flags, without their dashes: what was given, and the least.
-
-    Raises:
-        UserError: one is smaller, or no number.
-    """
-    for name, (value, least) in limits.items():
-        if not value >= least:
-            raise UserError(f"--{name}={value}: it must be at least {least}")
 
 
 def first_problems(path: str, count: int) -> list[Problem]:
@@ -178,7 +168,7 @@ def model_name(source: str) -> str:
 
 
 def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
-    """Loads or draws a policy and its adapter."""
+    """Loads or draws a policy without an adapter."""
     began = time.perf_counter()
     key = jax.random.key(config.seed, impl="rbg")  # the fastest to draw
     if config.source:
@@ -189,14 +179,27 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
         loaded, name, architecture = None, model, ARCHITECTURES[model]
         params = random_params(key, architecture, format=format)
     params = params | rollout_head(params, config.head_format)
-    lora = random_lora(key, architecture, rank=config.lora_rank) if config.lora_rank else None
-    jax.block_until_ready((params, lora))
+    jax.block_until_ready(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     seconds = time.perf_counter() - began
     print(f"{name} in {format}: {size / 1e9:.2f} GB of weights in {seconds:.0f} s", flush=True)
     return Subject(
-        model=name, format=format, config=architecture, params=params, lora=lora, loaded=loaded
+        model=name,
+        format=format,
+        config=architecture,
+        params=params,
+        lora_rank=0,
+        lora=None,
+        loaded=loaded,
     )
+
+
+def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
+    """The policy with a random adapter of a rank; 0 is none."""
+    lora = None
+    if rank:
+        lora = random_lora(jax.random.key(seed, impl="rbg"), subject.config, rank=rank)
+    return dataclasses.replace(subject, lora_rank=rank, lora=jax.block_until_ready(lora))
 
 
 def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
@@ -205,7 +208,7 @@ def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
         "kind": kind,
         "model": subject.model,
         "format": subject.format,
-        "lora_rank": config.lora_rank,
+        "lora_rank": subject.lora_rank,
         "weights": "real" if config.source else "random",
         "chunk_steps": config.chunk_steps,
         "dequantize": config.dequantize,

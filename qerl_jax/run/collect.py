@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from qerl_jax.data import Cursor, Prompt, next_problems
+from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, Scores, overlong_penalty, score
@@ -111,6 +112,9 @@ def collect(
 
     Returns:
         The experience, and the cursor after it.
+
+    Raises:
+        UserError: every reward of every completion of a rollout failed.
     """
     groups, group_size = config.prompts_per_step, config.group_size
     prompts, rollouts, rollout_seconds = [], [], 0.0
@@ -199,6 +203,11 @@ def _score(
         rollout.finished,
         time_limit=config.time_limit,
     )
+    if scores.errors and np.isnan(scores.total).all():
+        raise UserError(
+            f"no completion has a reward, nothing can be learned: {scores.errors[0]}; mend it and "
+            "run the same command again"
+        )
     if not config.overlong_buffer:
         return scores
     limit = config.sampling.max_new_tokens

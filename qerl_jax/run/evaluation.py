@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_limits
 from qerl_jax.run.folder import provenance, write_atomic
 from qerl_jax.run.restore import Policy
 from qerl_jax.run.tasks import Overrides, Task
@@ -68,17 +68,17 @@ class EvaluateConfig:
 
 def check(config: EvaluateConfig) -> None:
     """Raises a UserError for what cannot be evaluated."""
-    limits = {
-        "samples": (config.samples, 1),
-        "temperature": (config.temperature or 0.0, 0.0),
-        "top-p": (config.top_p, 1e-6),
-        "limit": (config.limit, 0),
-        "max-rows": (config.max_rows, 0),
-        "time-limit": (config.time_limit, 0.0),
-    }
-    for name, (value, least) in limits.items():
-        if not value >= least:
-            raise UserError(f"--{name}={value}: it must be at least {least}")
+    check_limits(
+        {
+            "--samples": (config.samples, 1),
+            "--temperature": (config.temperature or 0.0, 0.0),
+            "--top-p": (config.top_p, 1e-6, 1),
+            "--seed": (config.seed, 0, 2**32 - 1),
+            "--limit": (config.limit, 0),
+            "--max-rows": (config.max_rows, 0),
+            "--time-limit": (config.time_limit, 0.0),
+        }
+    )
     if config.samples > 1 and config.temperature == 0:
         raise UserError(
             f"--samples={config.samples} --temperature=0: greedy samples are all the same; raise "

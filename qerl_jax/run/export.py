@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from qerl_jax.data import Problem, Prompt, encode_prompts
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.lora import FUSED, Lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rl.rewards import resolve
@@ -138,8 +138,8 @@ def _check(config: ExportConfig) -> None:
         raise UserError(f"--format={config.format}: must be one of {', '.join(FORMATS)}")
     if config.onto not in ("", *ONTO):
         raise UserError(f"--onto={config.onto}: must be one of {', '.join(ONTO)}")
-    if config.score_problems is not None and config.score_problems < 0:
-        raise UserError(f"--score-problems={config.score_problems}: it must be at least 0")
+    if config.score_problems is not None:
+        check_limits({"--score-problems": (config.score_problems, 0)})
     if config.format == "peft" and config.onto:
         raise UserError(f"--onto={config.onto}: --format=peft merges nothing; leave it out")
     if config.format != "peft" and config.with_base:

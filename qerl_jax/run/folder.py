@@ -44,7 +44,7 @@ class RunFolder:
         path: the folder.
         schedule_steps: the steps that learning rate and noise schedules span: `config.steps` of the
           first start. A later start with more steps extends the run and leaves the schedules alone.
-        resumed: whether the folder held this run before.
+        resumed: whether the folder held this run before, with a step or more.
     """
 
     path: Path
@@ -79,8 +79,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[RunFolder]
 
     Args:
         path: the folder; None means `default_folder(config)`.
-        config: the resolved config. In an existing run it must equal the saved one, but for
-            `steps`.
+        config: the resolved config. In a run that has begun it must equal the saved one, but for
+            `steps`; a run without a step yet takes the new one.
 
     Yields:
         The open `RunFolder`.
@@ -98,11 +98,12 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[RunFolder]
     with lock:
         _acquire(lock, path)
         config_path = path / "config.json"
-        resumed = config_path.exists()
+        resumed = config_path.exists() and _has_begun(path)
         if resumed:
             schedule_steps = _check_same_run(config_path, config)
         else:
-            _check_empty(path)
+            if not config_path.exists():
+                _check_empty(path)
             schedule_steps = config.steps
             described = {"config": config_dict(config), "schedule_steps": schedule_steps}
             described |= provenance()
@@ -194,6 +195,13 @@ def _check_empty(path: Path) -> None:
             f"{path} is not a run folder: it has no config.json but holds {others[0]}; "
             "pass a new or empty folder as --workdir"
         )
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether a step was logged or saved; a start that failed before leaves nothing to keep."""
+    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    logged = metrics.exists() and metrics.stat().st_size > 0
+    return logged or (checkpoints.is_dir() and any(p.is_dir() for p in checkpoints.iterdir()))
 
 
 def _check_same_run(config_path: Path, config: ConfigDict) -> int:

@@ -102,11 +102,12 @@ def describe(row: dict) -> str:
             f"programs {row['compiled_s']:.1f}, {kept} of them kept from before"
         )
     memory = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
+    padding = f"{100 * row['padding_waste']:.1f} % padding"
     if row["kind"] == "gsm8k":
         return (
             f"{name}, {row['prompts']} x {row['group']}: {row['tokens_per_s']:,.0f} tokens/s, "
             f"{row['tokens']:,} in {row['seconds']:.1f} s, {100 * row['live_share']:.1f} % live, "
-            f"{100 * row['finished']:.0f} % finished{memory}"
+            f"{100 * row['finished']:.0f} % finished, {padding}{memory}"
         )
     share = row["roofline_share"]
     roofline = "" if share is None else f", {100 * share:.1f} % of the roofline"
@@ -114,7 +115,7 @@ def describe(row: dict) -> str:
     return (
         f"{name}, batch {row['batch']}: {row['ms_per_step']:.3f} ms a step, "
         f"{row['tokens_per_s']:,.0f} tokens/s, prefill {row['prefill_tokens_per_s']:,.0f}"
-        f"{roofline}{memory}{parts}"
+        f"{roofline}, {padding}{memory}{parts}"
     )
 
 

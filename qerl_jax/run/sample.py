@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from qerl_jax.data import Problem, encode_prompts
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.restore import Policy, open_policy
@@ -61,13 +61,15 @@ def sample(config: SampleConfig) -> None:
     """
     if not config.question.strip():
         raise UserError("the question is empty")
-    for name, value, least in (
-        ("temperature", config.temperature, 0.0),
-        ("top-p", config.top_p, 1e-6),
-        ("max-new-tokens", 1 if config.max_new_tokens is None else config.max_new_tokens, 1),
-    ):
-        if not value >= least:
-            raise UserError(f"--{name}={value}: it must be at least {least}")
+    new_tokens = 1 if config.max_new_tokens is None else config.max_new_tokens
+    check_limits(
+        {
+            "--temperature": (config.temperature, 0.0),
+            "--top-p": (config.top_p, 1e-6, 1),
+            "--max-new-tokens": (new_tokens, 1),
+            "--seed": (config.seed, 0, 2**32 - 1),
+        }
+    )
     for number, (name, policy, lora) in enumerate(_policies(config)):
         if name:
             print(f"{'\n' if number else ''}--- {name}", flush=True)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
-import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -15,15 +14,11 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import make_optimizer
-from qerl_jax.rollout.budget import cache_dtype, make_plan
+from qerl_jax.rollout.budget import make_plan
 from qerl_jax.rollout.engine import SamplingConfig
-from qerl_jax.rollout.head import check_head_format, rollout_head
+from qerl_jax.rollout.head import rollout_head
 from qerl_jax.run.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
-
-CORRECTIONS = ("none", "tis", "noisy_forward")
-
-_WIDEST_SEQUENCE_CLIP = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,83 +40,6 @@ class Setup:
     optimizer: optax.GradientTransformation
     sigma: optax.Schedule
     key: jax.Array
-
-
-def check(config: ConfigDict) -> None:
-    """Refuses what would fail after minutes, or never be noticed."""
-    limits = {
-        "steps": (config.steps, 1),
-        "rollout.prompts_per_step": (config.rollout.prompts_per_step, 1),
-        "rollout.group_size": (config.rollout.group_size, 2),
-        "rollout.max_new_tokens": (config.rollout.max_new_tokens, 1),
-        "rollout.chunk_steps": (config.rollout.chunk_steps, 1),
-        "rollout.temperature": (config.rollout.temperature, 1e-6),
-        "rl.updates_per_rollout": (config.rl.updates_per_rollout, 1),
-        "rl.dynamic_sampling_rounds": (config.rl.dynamic_sampling_rounds, 1),
-        "train.micro_batch_rows": (config.train.micro_batch_rows, 1),
-        "checkpoint.every": (config.checkpoint.every, 1),
-        "aqn.kl_rows": (config.aqn.kl_rows, 1),
-        "eval.every": (config.eval.every, 0),
-        "eval.max_new_tokens": (config.eval.max_new_tokens, 1),
-        "rollout.max_rows": (config.rollout.max_rows, 0),
-        "rollout.kv_cache_bytes": (config.rollout.kv_cache_bytes, 0),
-        "rollout.top_k": (config.rollout.top_k, 0),
-        "rollout.top_p": (config.rollout.top_p, 1e-6),
-        "rl.overlong_buffer": (config.rl.overlong_buffer, 0),
-        "optimizer.final_fraction": (config.optimizer.final_fraction, 0),
-        "data.max_question_chars": (config.data.max_question_chars, 0),
-        "optimizer.max_grad_norm": (config.optimizer.max_grad_norm, 1e-9),
-    }
-    if config.rl.overlong_buffer > config.rollout.max_new_tokens:
-        raise UserError(
-            f"rl.overlong_buffer={config.rl.overlong_buffer} is more than "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: every completion is punished"
-        )
-    for name, (value, least) in limits.items():
-        if not value >= least:  # nor NaN
-            raise UserError(f"{name}={value}: it must be at least {least}")
-    if config.aqn.correction not in CORRECTIONS:
-        raise UserError(
-            f"unknown aqn.correction {config.aqn.correction!r}: choose from "
-            f"{', '.join(CORRECTIONS)}"
-        )
-    if config.rl.loss == "dr_grpo" and config.rl.advantage_scale != "none":
-        raise UserError(
-            f"rl.loss='dr_grpo' with rl.advantage_scale={config.rl.advantage_scale!r}: Dr. GRPO "
-            "divides by no standard deviation, pass rl.advantage_scale=none; or, for its "
-            "denominator alone, rl.loss=grpo with rl.aggregation=constant"
-        )
-    clip = max(config.rl.clip_low, config.rl.clip_high)
-    clips = config.rl.updates_per_rollout > 1  # The ratio of the first update is 1.
-    if clips and config.rl.loss == "gspo" and clip > _WIDEST_SEQUENCE_CLIP:
-        raise UserError(
-            f"rl.loss='gspo' with rl.clip_low={config.rl.clip_low}, "
-            f"rl.clip_high={config.rl.clip_high}: the ratio of a whole sequence stays so close to "
-            f"1 that nothing beyond {_WIDEST_SEQUENCE_CLIP} is ever clipped; the paper has "
-            "rl.clip_low=3e-4, rl.clip_high=4e-4"
-        )
-    if config.rollout.dequantize not in ("once", "step"):
-        raise UserError(f"rollout.dequantize={config.rollout.dequantize!r}: 'once' or 'step'")
-    cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
-    check_head_format(config.rollout.head_format)
-    if config.rollout.head_format and config.train.parameters == "full":
-        raise UserError(
-            f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "
-            "head changes with every update, leave the first out"
-        )
-    if any(not isinstance(text, str) or not text for text in config.rollout.stop):
-        raise UserError(
-            f"rollout.stop={config.rollout.stop!r}: a tuple of strings that are not empty, such as "
-            "('</answer>',)"
-        )
-    if config.optimizer.warmup_steps >= config.steps:
-        raise UserError(
-            f"optimizer.warmup_steps={config.optimizer.warmup_steps} with steps={config.steps}: "
-            "the learning rate never gets to its value, lower the warm-up"
-        )
-    start, stop = config.profile.start, config.profile.stop
-    if (start, stop) != (0, 0) and not 1 <= start <= stop:
-        raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
 
 
 def loss_from(config: ConfigDict) -> LossConfig:

@@ -1,6 +1,7 @@
 """How long rollouts take to begin: from the command to the first tokens, every program compiled."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ def measure_startup(
     params: dict,
     lora: Lora | None,
     prompts: list[list[int]],
+    *,
+    on_compiled: Callable[[int, int], None] | None = None,
     **how: Any,
 ) -> dict:
     """Compiles all that rollouts of so many prompts can need, and samples.
@@ -26,6 +29,7 @@ def measure_startup(
         params: the policy.
         lora: its adapter, or None.
         prompts: token ids.
+        on_compiled: the `on_progress` of `compile_ahead`.
         **how: the arguments of `generate` that `compile_ahead` wants too.
 
     Returns:
@@ -41,7 +45,9 @@ def measure_startup(
 
     how["prompt_width"] = max(map(len, prompts))
     with compilations() as compiled:
-        programs = compile_ahead(key, params, lora, prompts=len(prompts), **how)
+        programs = compile_ahead(
+            key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
+        )
     row["compiled_s"] = _since(began)
     generate(
         key,

@@ -36,13 +36,14 @@ from qerl_jax.rl.train_step import (
 )
 from qerl_jax.rollout.programs import Programs, compilations, compile_ahead
 from qerl_jax.run.checkpoint import Checkpoints
+from qerl_jax.run.checks import check
 from qerl_jax.run.collect import Experience, collect
 from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.evaluate import greedy_accuracy
 from qerl_jax.run.folder import RunFolder, fingerprint, open_run, write_atomic
 from qerl_jax.run.metrics import LiveLine, MetricsLog, format_row
 from qerl_jax.run.plots import plot_run
-from qerl_jax.run.setup import Setup, check, prepare
+from qerl_jax.run.setup import Setup, prepare
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.weights.export import checkpoint_tensors, companion_files, write_checkpoint
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter

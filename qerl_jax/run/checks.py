@@ -1,0 +1,129 @@
+"""What a config may hold: refused at once is what would fail after minutes, or never be noticed."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from qerl_jax.errors import UserError, check_limits
+from qerl_jax.policy import aqn
+from qerl_jax.rl.advantages import SCALES
+from qerl_jax.rollout.budget import cache_dtype
+from qerl_jax.rollout.head import check_head_format
+from qerl_jax.weights.load import DTYPES
+
+_WIDEST_SEQUENCE_CLIP = 0.1
+
+# The least, and the most if there is one. What the parts of a run refuse at its start is not here.
+_LIMITS: dict[str, tuple[float, ...]] = {
+    "seed": (0, 2**32 - 1),
+    "steps": (1,),
+    "lora.rank": (1, 2**16),
+    "lora.alpha": (1e-6,),
+    "data.max_question_chars": (0,),
+    "rollout.prompts_per_step": (1,),
+    "rollout.group_size": (2,),
+    "rollout.max_new_tokens": (1,),
+    "rollout.temperature": (1e-6,),
+    "rollout.top_k": (0,),
+    "rollout.top_p": (1e-6, 1),
+    "rollout.max_rows": (0,),
+    "rollout.kv_cache_bytes": (0,),
+    "rollout.chunk_steps": (1,),
+    "reward_time_limit": (0,),
+    "aqn.stages": (1, 2**20),
+    "aqn.sigma_start": (0,),
+    "aqn.sigma_end": (0,),
+    "aqn.tis_cap": (1e-6,),
+    "aqn.kl_every": (0,),
+    "aqn.kl_rows": (1,),
+    "rl.advantage_eps": (0,),
+    "rl.updates_per_rollout": (1,),
+    "rl.dynamic_sampling_rounds": (1,),
+    "rl.overlong_buffer": (0,),
+    "rl.overlong_penalty": (0,),
+    "optimizer.learning_rate": (0, 1),
+    "optimizer.final_fraction": (0, 1),
+    "optimizer.warmup_steps": (0,),
+    "optimizer.b1": (0, 0.999999),
+    "optimizer.b2": (0, 0.999999),
+    "optimizer.eps": (0,),
+    "optimizer.weight_decay": (0,),
+    "optimizer.max_grad_norm": (1e-9,),
+    "train.micro_batch_rows": (1,),
+    "eval.every": (0,),
+    "eval.problems": (0,),
+    "eval.max_new_tokens": (1,),
+    "checkpoint.every": (1,),
+    "checkpoint.keep": (1,),
+    "log.completions": (0,),
+}
+
+_CHOICES = {
+    "model.dtype": tuple(DTYPES),
+    "rollout.dequantize": ("once", "step"),
+    "aqn.form": aqn.FORMS,
+    "aqn.correction": ("none", "tis", "noisy_forward"),
+    "rl.advantage_scale": SCALES,
+}
+
+
+def check(config: ConfigDict) -> None:
+    """Looks at every value that needs no model and no data.
+
+    Raises:
+        UserError: a value is out of range, or does not go with another.
+    """
+    check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
+    weights = {f"rewards.{name}.weight": reward.weight for name, reward in config.rewards.items()}
+    check_limits({name: (weight, -1e6, 1e6) for name, weight in weights.items()})
+    for name, choices in _CHOICES.items():
+        if _field(config, name) not in choices:
+            raise UserError(
+                f"unknown {name} {_field(config, name)!r}: choose from {', '.join(choices)}"
+            )
+    if config.rl.overlong_buffer > config.rollout.max_new_tokens:
+        raise UserError(
+            f"rl.overlong_buffer={config.rl.overlong_buffer} is more than "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: every completion is punished"
+        )
+    if config.rl.loss == "dr_grpo" and config.rl.advantage_scale != "none":
+        raise UserError(
+            f"rl.loss='dr_grpo' with rl.advantage_scale={config.rl.advantage_scale!r}: Dr. GRPO "
+            "divides by no standard deviation, pass rl.advantage_scale=none; or, for its "
+            "denominator alone, rl.loss=grpo with rl.aggregation=constant"
+        )
+    clip = max(config.rl.clip_low, config.rl.clip_high)
+    clips = config.rl.updates_per_rollout > 1  # The ratio of the first update is 1.
+    if clips and config.rl.loss == "gspo" and clip > _WIDEST_SEQUENCE_CLIP:
+        raise UserError(
+            f"rl.loss='gspo' with rl.clip_low={config.rl.clip_low}, "
+            f"rl.clip_high={config.rl.clip_high}: the ratio of a whole sequence stays so close to "
+            f"1 that nothing beyond {_WIDEST_SEQUENCE_CLIP} is ever clipped; the paper has "
+            "rl.clip_low=3e-4, rl.clip_high=4e-4"
+        )
+    cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
+    check_head_format(config.rollout.head_format)
+    if config.rollout.head_format and config.train.parameters == "full":
+        raise UserError(
+            f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "
+            "head changes with every update, leave the first out"
+        )
+    if any(not isinstance(text, str) or not text for text in config.rollout.stop):
+        raise UserError(
+            f"rollout.stop={config.rollout.stop!r}: a tuple of strings that are not empty, such as "
+            "('</answer>',)"
+        )
+    if config.optimizer.warmup_steps >= config.steps:
+        raise UserError(
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} with steps={config.steps}: "
+            "the learning rate never gets to its value, lower the warm-up"
+        )
+    start, stop = config.profile.start, config.profile.stop
+    if (start, stop) != (0, 0) and not 1 <= start <= stop:
+        raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
+
+
+def _field(config: ConfigDict, name: str) -> Any:
+    return functools.reduce(getattr, name.split("."), config)
