@@ -292,6 +292,7 @@ def test_the_parts_of_a_chunk(monkeypatch):
         return [(name, 12.0) for name, part in found.items() if part == "head"][:1]
 
     monkeypatch.setattr(step_parts, "device_kernels", kernels)
+    monkeypatch.setattr(step_parts, "graph_launches", lambda run: run() and 6)
     seconds = itertools.count(0.0, 0.03 * step_parts._CHUNKS)  # 30 ms for a chunk of 6 steps
     clock = types.SimpleNamespace(perf_counter=lambda: next(seconds))
     monkeypatch.setattr(step_parts, "time", clock)
@@ -299,6 +300,14 @@ def test_the_parts_of_a_chunk(monkeypatch):
     assert row["head"] == 2.0
     assert row["linears"] == row["other"] == 0.0
     assert row["gaps"] == pytest.approx(30.0 / 6 - 2.0)
+    assert row["graphs"] == 1.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["nvfp4", "bf16"])
+def test_a_step_is_one_graph(format):
+    row = step_parts.step_parts(subject(format), 2, CONFIG)
+    assert row["graphs"] == 1.0
 
 
 @pytest.mark.parametrize(("dequantize", "packed"), [("once", False), ("step", True)])
@@ -334,6 +343,22 @@ def test_kernels_of_a_profile():
     names, times = zip(*parts.kernels_in(profile), strict=True)
     assert names == ("loop_add", "gemm.2")
     assert times == pytest.approx((0.002, 0.003))
+
+
+def test_graphs_of_a_profile():
+    text = """
+    planes {
+      name: "/host:CPU"
+      lines { name: "python3" events { metadata_id: 1 } events { metadata_id: 1 }
+              events { metadata_id: 2 } }
+      event_metadata { key: 1 value { id: 1 name: "cuGraphLaunch (CudaGraph:268)" } }
+      event_metadata { key: 2 value { id: 2 name: "cuLaunchKernel" } }
+    }
+    """
+    profile = jax.profiler.ProfileData.from_serialized_xspace(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    )
+    assert parts.graph_launches_in(profile) == 2
 
 
 # --- Errors ---------------------------------------------------------------------------------------

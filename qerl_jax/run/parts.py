@@ -73,16 +73,38 @@ def device_kernels(run: Callable[[], Any]) -> Kernels:
     XLA's profiler says which instruction started a kernel, those of libraries too, unless the
     kernel is in a CUDA graph. Where it finds none, CUPTI gives the kernels' own names.
     """
+    kernels: Kernels = []
+    for profile in _profiles(run, host_tracer_level=0):
+        kernels += kernels_in(profile)
+    return kernels or _cupti_kernels(run)
+
+
+def graph_launches(run: Callable[[], Any]) -> int:
+    """How many CUDA graphs `run` launches, the second time."""
+    return sum(graph_launches_in(profile) for profile in _profiles(run, host_tracer_level=2))
+
+
+def graph_launches_in(profile: ProfileData) -> int:
+    """The launches of CUDA graphs in a profile."""
+    return sum(
+        event.name.startswith("cuGraphLaunch")
+        for plane in profile.planes
+        if plane.name.startswith("/host:")
+        for line in plane.lines
+        for event in line.events
+    )
+
+
+def _profiles(run: Callable[[], Any], *, host_tracer_level: int) -> list[ProfileData]:
+    """What XLA's profiler sees of `run`, the second time."""
     jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         options = ProfileOptions()
-        options.host_tracer_level = options.python_tracer_level = 0
+        options.host_tracer_level, options.python_tracer_level = host_tracer_level, 0
         with jax.profiler.trace(folder, profiler_options=options):
             jax.block_until_ready(run())
-        kernels: Kernels = []
-        for file in pathlib.Path(folder).rglob("*.xplane.pb"):
-            kernels += kernels_in(ProfileData.from_file(str(file)))
-    return kernels or _cupti_kernels(run)
+        files = pathlib.Path(folder).rglob("*.xplane.pb")
+        return [ProfileData.from_file(str(file)) for file in files]
 
 
 def kernels_in(profile: ProfileData) -> Kernels:

@@ -18,7 +18,7 @@ from qerl_jax.run.benchmark_subject import (
     plan_of,
     sampling_of,
 )
-from qerl_jax.run.parts import device_kernels, parts_of, per_step
+from qerl_jax.run.parts import device_kernels, graph_launches, parts_of, per_step
 from qerl_jax.run.random_policy import normal
 
 _REPEATS = 3
@@ -75,7 +75,11 @@ class Chunk:
 
 
 def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[str, float]:
-    """The parts of a decode step, out of chunks in the middle of the new tokens; {} if unknown."""
+    """The parts of a decode step, out of chunks in the middle of the new tokens; {} if unknown.
+
+    They are those of `parts.per_step`, and "graphs", how many CUDA graphs the engine's program
+    launches for a step.
+    """
     chunk = Chunk(subject, batch, config.new_tokens, config)
     steps = chunk.plan.steps
     middle = config.prompt + (config.new_tokens - steps) // 2
@@ -106,6 +110,7 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
         jax.block_until_ready(others)
         walls.append(1e3 * (time.perf_counter() - began) / _CHUNKS)
     try:
+        graphs = graph_launches(run)
         kernels = device_kernels(lambda: run(observed))
     except Exception as error:  # What profilers raise must not cost the row.
         print(f"no parts: {type(error).__name__}: {error}"[:200], flush=True)
@@ -116,4 +121,4 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
         wall_ms=min(walls),
         steps=steps,
         layers=subject.config.num_layers,
-    )
+    ) | {"graphs": graphs / steps}
