@@ -111,6 +111,7 @@ def _quiet() -> None:
     """Hides what libraries log through absl; warnings of Python and JAX stay."""
     logging.get_absl_logger().setLevel("ERROR")
     getLogger("jax").setLevel("WARNING")
+    getLogger("huggingface_hub").setLevel("ERROR")  # which tells of each of its retries, twice
 
 
 @contextlib.contextmanager

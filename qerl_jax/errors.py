@@ -1,7 +1,8 @@
 """The error that means: what was asked for cannot be done, and the message says what to change."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 
 
 class UserError(Exception):
@@ -22,6 +23,22 @@ def check_limits(limits: Mapping[str, tuple[float, ...]]) -> None:
         if not least <= value < math.inf or any(value > limit for limit in most):
             allowed = f"from {least} to {most[0]}" if most else f"at least {least}"
             raise UserError(f"{name}={value}: it must be {allowed}")
+
+
+@contextlib.contextmanager
+def memory_errors(message: str) -> Generator[None]:
+    """Turns what JAX raises where a device has no memory left into a UserError.
+
+    Args:
+        message: what did not fit, and what to lower.
+    """
+    try:
+        yield
+    except Exception as error:
+        # By name, as this module is imported where JAX is not.
+        if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(f"the device is out of memory: {message}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -356,6 +356,25 @@ def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
     assert len(read_metrics(folder / "metrics.jsonl")) == 4
 
 
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ("RESOURCE_EXHAUSTED: Out of memory\nwhile allocating", "micro_batch_rows=4.*max_rows"),
+        ("INTERNAL: a bug", None),
+    ],
+)
+def test_a_device_out_of_memory_is_one_line(message, words, tiny, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(qerl_jax.run.train, "train_step", full)
+    config = tiny.config({"eval.every": 0})
+    expected = UserError if words else jax.errors.JaxRuntimeError
+    with pytest.raises(expected, match=words) as caught:
+        train(config, workdir=tmp_path / "run")
+    assert words is None or "\n" not in str(caught.value)
+
+
 def test_no_reward_at_all(tiny, tmp_path):
     rewards = {"correctness": (lambda *_: None, 1.0)}
     run = train(tiny.config({"steps": 1}), workdir=tmp_path / "run", rewards=rewards)

@@ -26,6 +26,7 @@ process, as they are on a GPU.
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import math
@@ -39,6 +40,7 @@ import numpy as np
 
 from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.data import encode_prompts
+from qerl_jax.errors import memory_errors
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
@@ -59,7 +61,6 @@ from qerl_jax.run.benchmark_subject import (
     described,
     first_problems,
     make_subject,
-    memory_errors,
     plan_of,
     random_prompts,
     sampling_of,
@@ -75,6 +76,10 @@ BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # of a copy, bytes read and written per second
 
 _REPEATS = 2
+_TOO_LARGE = (
+    "does not fit with these options; pass smaller numbers to --batch or --max-rows, or lower "
+    "--new-tokens; what was measured is kept"
+)
 
 
 def benchmark(config: BenchmarkConfig) -> list[dict]:
@@ -99,11 +104,12 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
 
     for model in config.models if not config.source else (config.source,):
         for format in config.formats:
-            with sole_use() if not config.startup else contextlib.nullcontext():
+            explained = functools.partial(memory_errors, f"{model} in {format} {_TOO_LARGE}")
+            with explained(), sole_use() if not config.startup else contextlib.nullcontext():
                 subject = make_subject(config, model, format)
             for rank in config.lora_ranks:
-                subject = with_adapter(subject, rank, config.seed)
-                with memory_errors(subject):
+                with explained():
+                    subject = with_adapter(subject, rank, config.seed)
                     if config.startup or config.data:
                         row = (_startup if config.startup else measure_rollouts)(subject, config)
                         with sole_use():

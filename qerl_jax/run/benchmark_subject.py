@@ -1,9 +1,8 @@
 """What the rollout benchmark measures: its options, a policy, and the engine's arguments for it."""
 
-import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -272,17 +271,3 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
             f"--batch={batch}: beside {subject.model} in {subject.format} the memory holds "
             f"{fitting} rows of {plan.slots} tokens; take it out, or lower --new-tokens"
         )
-
-
-@contextlib.contextmanager
-def memory_errors(subject: Subject) -> Iterator[None]:
-    """Says in a line that the memory was not enough after all."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(
-            f"{subject.model} in {subject.format}: out of memory; pass smaller numbers to --batch "
-            "or --max-rows, or lower --new-tokens; what was measured is kept"
-        ) from error

@@ -43,7 +43,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "rl.dynamic_sampling_rounds": (1,),
     "rl.overlong_buffer": (0,),
     "rl.overlong_penalty": (0,),
-    "optimizer.learning_rate": (0, 1),
+    "optimizer.learning_rate": (0,),
     "optimizer.final_fraction": (0, 1),
     "optimizer.warmup_steps": (0,),
     "optimizer.b1": (0, 0.999999),

@@ -24,7 +24,7 @@ import numpy as np
 
 from qerl_jax.buckets import bucket
 from qerl_jax.data import Prompt, encode_prompts
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward, Scores, resolve, score
 from qerl_jax.rollout.budget import dense_bytes, rows_left
@@ -282,15 +282,11 @@ def _complete(
             continue
         began, before = time.perf_counter(), len(wanted & rows.keys())
         watch = _watch(live, job.task.name, before, len(wanted), received)
-        try:
+        with memory_errors(
+            f"{size * samples} rows do not fit; lower --max-rows={max_rows}, --samples={samples} "
+            "or --max-new-tokens"
+        ):
             drafts = _complete_wave(job, wave, size, watch)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            raise UserError(
-                f"{size * samples} rows do not fit into the memory of the device: lower "
-                f"--max-rows={max_rows}, --samples={samples} or --max-new-tokens"
-            ) from error
         rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
         new = _judged(job, [d for d in drafts if (d["problem"], d["sample"]) in missing])
         with path.open("a", encoding="utf-8") as file:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from qerl_jax.data import Problem, encode_prompts
-from qerl_jax.errors import UserError, check_limits
+from qerl_jax.errors import UserError, check_limits, memory_errors
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.restore import Policy, open_policy
@@ -70,10 +70,11 @@ def sample(config: SampleConfig) -> None:
             "--seed": (config.seed, 0, 2**32 - 1),
         }
     )
-    for number, (name, policy, lora) in enumerate(_policies(config)):
-        if name:
-            print(f"{'\n' if number else ''}--- {name}", flush=True)
-        _answer(config, policy, lora)
+    with memory_errors("pass a smaller model, --format=nvfp4 or a lower --max-new-tokens"):
+        for number, (name, policy, lora) in enumerate(_policies(config)):
+            if name:
+                print(f"{'\n' if number else ''}--- {name}", flush=True)
+            _answer(config, policy, lora)
 
 
 def stream_text(tokenizer: Tokenizer, write: Callable[[str], object]) -> Callable[..., None]:

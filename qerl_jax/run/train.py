@@ -20,7 +20,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Cursor
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.policy import aqn
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import Lora
@@ -100,6 +100,10 @@ def train(
         name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
     }
     with (
+        memory_errors(
+            f"lower --config.train.micro_batch_rows={config.train.micro_batch_rows} or, if it was "
+            "the rollout that did not fit, --config.rollout.max_rows"
+        ),
         open_run(workdir, config) as run,
         Checkpoints(run.path / "checkpoints", keep=config.checkpoint.keep) as checkpoints,
     ):
