@@ -313,6 +313,10 @@ def test_the_card(run, tmp_path):
         f"vllm serve {out}",
     ):
         assert part in body
+    training = body.partition("## Training")[2]
+    assert "| data.path " in training
+    assert "| data.source " not in training  # the file replaced it
+    assert str(tmp_path.parent) not in training
 
 
 def test_the_card_names_a_base_of_the_hub(run, tmp_path, monkeypatch):

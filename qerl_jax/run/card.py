@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.run.folder import without_folders
 from qerl_jax.run.merge import Kept
 from qerl_jax.run.statistics import wilson_interval
 
@@ -247,14 +248,18 @@ def _training(run: Mapping[str, Any], steps: int | None) -> list[str]:
         facts.append(f"commit {git['commit']}" + (" with changes" if git.get("dirty") else ""))
     facts.append(str(run["device"]["kind"]))
     facts += [f"{name} {run['versions'][name]}" for name in ("jax", "python")]
-    found = [(name, _lookup(run["config"], name)) for name in _SUMMARY]
+    found = {name: _lookup(run["config"], name) for name in _SUMMARY}
+    if found["data.path"]:
+        del found["data.source"]  # which it replaced
+    # Folders of the machine that trained mean nothing elsewhere.
+    shown = {name: without_folders(_show(v)) for name, v in found.items() if v not in (None, "")}
     return [
         "## Training",
         f"{done}: {', '.join(facts)}.",
-        _code("bash", run["command"]),
-        format_table(("field", "value"), [(n, _show(v)) for n, v in found if v not in (None, "")]),
+        _code("bash", without_folders(run["command"])),
+        format_table(("field", "value"), list(shown.items())),
         "<details><summary>The whole config</summary>",
-        _code("json", json.dumps(run["config"], indent=2)),
+        _code("json", without_folders(json.dumps(run["config"], indent=2))),
         "</details>",
     ]
 
