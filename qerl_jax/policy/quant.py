@@ -180,7 +180,8 @@ def _rounded(weights: Sequence[np.ndarray], format: str) -> list[np.ndarray]:
     if inputs % block:
         raise UserError(
             f"{format} needs a multiple of {block} inputs per row, got a weight of shape "
-            f"{weights[0].shape}; load the model with --config.model.format=bf16"
+            f"{weights[0].shape}; load the model in bf16 (of a run: "
+            "--config.model.format=bf16)"
         )
     return [np.asarray(w, _BFLOAT16) for w in weights]
 

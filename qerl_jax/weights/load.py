@@ -45,7 +45,7 @@ _HUB_FILES = (
 )
 # Stored by some checkpoints and not used.
 _IGNORED = (".rotary_emb.inv_freq", *packed.UNUSED)
-_REMEDY = "--config.model.source=/path/to/model"
+_REMEDY = "(of a run: --config.model.source=/path/to/model)"
 _SAMPLE_BYTES = 4096
 
 
@@ -118,9 +118,9 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
         UserError: the source cannot be found or read, is incomplete or is not supported.
     """
     if format not in (*FORMATS, "stored"):
-        raise UserError(f"model.format={format!r}: must be one of {', '.join(FORMATS)}")
+        raise UserError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
     if dtype not in DTYPES:
-        raise UserError(f"model.dtype={dtype!r}: must be one of {', '.join(DTYPES)}")
+        raise UserError(f"dtype {dtype!r}: must be one of {', '.join(DTYPES)}")
     checkpoint = open_checkpoint(source)
     path = checkpoint.path
     if checkpoint.tokenizer is None:
@@ -131,7 +131,9 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
     if format == "stored":
         format = "nvfp4" if checkpoint.packed else "bf16"
     if checkpoint.packed and format != "nvfp4":
-        raise UserError(f"{path}: holds NVFP4 weights; load it with --config.model.format=nvfp4")
+        raise UserError(
+            f"{path}: holds NVFP4 weights; load it in nvfp4 (of a run: --config.model.format=nvfp4)"
+        )
     return LoadedModel(
         config=checkpoint.config,
         params=_read_params(checkpoint, format=format, dtype=DTYPES[dtype]),
@@ -166,15 +168,15 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
         return path, str(path.resolve())
     if path.is_file() or not _HUB_ID.fullmatch(source):
         raise UserError(
-            f"model.source={source!r} is neither a folder, nor a .gguf file, nor a hub id; "
-            f"pass one with {_REMEDY}"
+            f"{source!r} is neither a folder, nor a .gguf file, nor a hub id; pass the path of "
+            f"one {_REMEDY}"
         )
     return _download(source), source
 
 
 def _package_file(package: str) -> tuple[pathlib.Path, str]:
     if package not in _PACKAGES:
-        raise UserError(f"model.source='package:{package}': known packages: {', '.join(_PACKAGES)}")
+        raise UserError(f"'package:{package}': known packages: {', '.join(_PACKAGES)}")
     group, base_model = _PACKAGES[package]
     try:
         files = importlib.metadata.files(package) or []
@@ -198,9 +200,8 @@ def _download(hub_id: str) -> pathlib.Path:
     except Exception as error:
         reason = first_line(error)
         raise UserError(
-            f"model.source='{hub_id}' is no local folder and could not be downloaded from the "
-            f"Hugging Face hub ({type(error).__name__}: {reason}); pass a local folder or .gguf "
-            f"file: {_REMEDY}"
+            f"'{hub_id}' is no local folder and could not be downloaded from the Hugging Face hub "
+            f"({type(error).__name__}: {reason}); pass a local folder or .gguf file {_REMEDY}"
         ) from error
     return pathlib.Path(folder)
 
