@@ -66,6 +66,33 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
     assert seen == (LENGTHS - prompts + 1).sum()
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_logits_of_a_step_agree_across_buckets(quantized):
+    """However many rows decode together, and however many slots a row has."""
+    config, params, lora, _ = logits_of("qwen3", quantized)
+    fused = lora_lib.fuse(lora, config, jnp.float32)
+    step = jax.jit(functools.partial(transformer.decode_step, config=config))
+
+    def steps(rows, slots):
+        which = np.arange(rows) % 3
+        lengths = np.array([3, 1, 2], np.int32)[which]
+        tokens = TOKENS[which]
+        logits, cache = transformer.prefill(
+            params, lora, tokens[:, :4], lengths, config=config, slots=slots
+        )
+        found = [logits]
+        for number in range(4):
+            logits, cache = step(params, fused, tokens[np.arange(rows), lengths + number], cache)
+            found.append(logits)
+        return np.asarray(found)
+
+    expected = steps(3, 16)
+    assert np.abs(expected).max() > 0.1
+    for rows, slots in [(1, 16), (3, 48), (4, 16), (12, 16), (12, 48)]:
+        repeated = expected[:, np.arange(rows) % 3]
+        np.testing.assert_allclose(steps(rows, slots), repeated, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("model_type", KINDS)
 def test_padding_does_not_matter(model_type):
     config, params, lora, expected = logits_of(model_type)
