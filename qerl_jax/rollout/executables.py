@@ -13,7 +13,7 @@ import os
 import pathlib
 import pickle
 import warnings
-from collections.abc import Generator, Hashable, Iterable
+from collections.abc import Collection, Generator, Hashable
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ def _keeps() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def paths(names: Iterable[Hashable], policy: Any) -> dict[Hashable, pathlib.Path]:
+def paths(names: Collection[Hashable], policy: Any) -> dict[Hashable, pathlib.Path]:
     """Where programs are kept; nowhere without a folder, or with a policy on several devices.
 
     Args:
