@@ -52,6 +52,9 @@ def main(
                 return rest
         except UserError as error:
             _fail(error)
+        except SystemExit as stopped:
+            asked = any(argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:])
+            sys.exit(0 if asked else stopped.code)  # absl exits with 1 behind its help
 
     def guarded(argv: Sequence[str]) -> None:
         del argv

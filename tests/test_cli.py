@@ -88,3 +88,15 @@ def test_bad_input_is_one_line_and_exit_code_2(command, argument, words):
 def test_interrupt_is_exit_code_130(command):
     result = command("--config.steps=8")
     assert (result.returncode, result.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--helpfull", "-?"])
+def test_help_is_no_failure(command, flag):
+    result = command(flag)
+    assert result.returncode == 0
+    assert "--workdir" in result.stdout
+
+
+def test_a_config_that_exits_keeps_its_code(command, tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\ndef get_config():\n    sys.exit(3)\n")
+    assert command(f"--config={tmp_path / 'exits.py'}").returncode == 3
