@@ -24,6 +24,8 @@ def make_config(**changes):
             "rl": {"clip_low": 0.2, "clip_high": 0.28},
             "lora": {"targets": ("q_proj", "v_proj")},
             "data": {"options": {}},
+            "log": {"completions": 4},
+            "checkpoint": {"every": 5},
         }
     )
     config.update_from_flattened_dict({k.replace("__", "."): v for k, v in changes.items()})
@@ -82,6 +84,13 @@ def test_more_steps_extend_the_run_and_leave_the_schedules(tmp_path):
     with folder.open_run(tmp_path / "a", make_config(steps=50)) as run:
         assert (run.schedule_steps, run.resumed) == (10, True)
     assert (tmp_path / "a" / "config.json").read_bytes() == before
+
+
+def test_a_run_goes_on_with_another_log_and_other_checkpoints(tmp_path):
+    begin(tmp_path / "a")
+    changed = make_config(log__completions=0, checkpoint__every=1)
+    with folder.open_run(tmp_path / "a", changed) as run:
+        assert run.resumed
 
 
 def test_another_config_is_refused_by_field(tmp_path):

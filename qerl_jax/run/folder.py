@@ -33,6 +33,7 @@ from ml_collections import ConfigDict
 from qerl_jax.errors import UserError
 
 _PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+_FREE = ("steps", "log", "checkpoint", "profile")  # what does not change how a run goes
 _SOURCE_ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -80,7 +81,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[RunFolder]
     Args:
         path: the folder; None means `default_folder(config)`.
         config: the resolved config. In a run that has begun it must equal the saved one, but for
-            `steps`; a run without a step yet takes the new one.
+            `steps` and for how it is logged, saved and profiled; a run without a step yet takes the
+            new one.
 
     Yields:
         The open `RunFolder`.
@@ -218,7 +220,8 @@ def _check_same_run(config_path: Path, config: ConfigDict) -> int:
     changes = [
         f"{key}: {_show(old, key)} -> {_show(new, key)}"
         for key in sorted(old.keys() | new.keys())
-        if key != "steps" and (key not in old or key not in new or old[key] != new[key])
+        if key.partition(".")[0] not in _FREE
+        and (key not in old or key not in new or old[key] != new[key])
     ]
     if changes:
         raise UserError(
