@@ -182,6 +182,15 @@ def test_combinations_that_are_not_what_they_are_called(changes, words):
         assert word in str(error.value)
 
 
+@pytest.mark.parametrize("reward", [{"function": "a:b"}, {"weight": 1.0}, "a:b", 1.0])
+def test_a_reward_is_a_function_and_a_weight(reward):
+    config = grpo_gsm8k.get_config()
+    with config.unlocked():
+        config.rewards.mine = reward
+    with pytest.raises(UserError, match=r"rewards\.mine=.*give it a function and a weight"):
+        check(config)
+
+
 def test_dr_grpos_denominator_alone_is_an_aggregation():
     config = grpo_gsm8k.get_config("qwen2.5-7b")
     config.update_from_flattened_dict({"rl.loss": "grpo", "rl.aggregation": "constant"})

@@ -76,8 +76,13 @@ def check(config: ConfigDict) -> None:
         UserError: a value is out of range, or does not go with another.
     """
     check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
-    weights = {f"rewards.{name}.weight": reward.weight for name, reward in config.rewards.items()}
-    check_limits({name: (weight, -1e6, 1e6) for name, weight in weights.items()})
+    for name, reward in config.rewards.to_dict().items():
+        if not isinstance(reward, dict) or reward.keys() != {"function", "weight"}:
+            raise UserError(
+                f"rewards.{name}={reward!r}: give it a function and a weight, "
+                "{'function': 'package.module:function', 'weight': 1.0}"
+            )
+        check_limits({f"rewards.{name}.weight": (reward["weight"], -1e6, 1e6)})
     for name, choices in _CHOICES.items():
         if _field(config, name) not in choices:
             raise UserError(
