@@ -1,7 +1,8 @@
 """Functions that a config names by import path, `package.module:function`."""
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from qerl_jax.errors import UserError, first_line
@@ -29,3 +30,18 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{what} {path!r}: {module_name} has no function {name!r}")
     return function
+
+
+@contextlib.contextmanager
+def own_errors(what: str, usage: str) -> Generator[None]:
+    """Turns whatever a user's function raises into a UserError.
+
+    Args:
+        what: of which function, and when, for example "noise schedule 'a:b' at step 3".
+        usage: how such a function is called, and what it returns.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{what} failed: {reason}; {usage}") from error

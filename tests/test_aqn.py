@@ -126,10 +126,10 @@ def schedule_that_ends(**_):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (schedule_without_arguments, "when it was made: TypeError.*unexpected keyword argument"),
-        (no_schedule, "at step 0: TypeError: 'float' object is not callable"),
-        (negative_schedule, "at step 0: ValueError: sigma is -0.1"),
-        (schedule_of_words, "at step 0: "),
+        (schedule_without_arguments, "failed: TypeError.*unexpected keyword argument"),
+        (no_schedule, "at step 0 failed: TypeError: 'float' object is not callable"),
+        (negative_schedule, "at step 0 failed: ValueError: sigma is -0.1"),
+        (schedule_of_words, "at step 0 failed: "),
     ],
 )
 def test_own_schedules_that_fail_are_one_line_at_the_start(function, message):
@@ -144,7 +144,7 @@ def test_an_own_schedule_that_fails_later_names_its_step():
     options = {"sigma_start": START, "sigma_end": END, "stages": 5, "total_steps": 20}
     schedule = aqn.sigma_schedule(f"{__name__}:schedule_that_ends", **options)
     assert schedule(1) == np.float32(0.2)
-    with pytest.raises(UserError, match="at step 2: IndexError"):
+    with pytest.raises(UserError, match="at step 2 failed: IndexError"):
         schedule(2)
 
 

@@ -35,6 +35,15 @@ def constant(mask, advantages, logprobs):
 
 def broken(mask, advantages, logprobs):
     return np.full_like(mask, np.inf)
+
+def of_two(mask, advantages):
+    return mask
+
+def raising(mask, advantages, logprobs):
+    raise ZeroDivisionError("no token\\nat all")
+
+def words(mask, advantages, logprobs):
+    return "all"
 """
 
 
@@ -107,11 +116,18 @@ def test_it_is_given_mask_advantages_and_logprobs(module):
 
 @pytest.mark.parametrize(
     ("function", "words"),
-    [("constant", r"shape \(\), \[B, C\] is \(2, 4\)"), ("broken", "not finite")],
+    [
+        ("constant", r"shape \(\), \[B, C\] is \(2, 4\)"),
+        ("broken", "not finite"),
+        ("of_two", r"failed: TypeError.*f\(mask, advantages, logprobs\)"),
+        ("raising", "failed: ZeroDivisionError: no token; "),
+        ("words", "failed: ValueError"),
+    ],
 )
 def test_bad_weights(module, function, words):
-    with pytest.raises(UserError, match=rf"'{module}:{function}'.*{words}"):
+    with pytest.raises(UserError, match=rf"'{module}:{function}'.*{words}") as caught:
         batch(f"{module}:{function}")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["absent_module:f", "my_ideas:absent"])

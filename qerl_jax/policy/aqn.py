@@ -4,9 +4,7 @@ Adding noise to a norm's scale perturbs the input channels of every matmul behin
 packed 4-bit weight is explored around without being touched (QeRL, arXiv 2510.11696, Section 3.3).
 """
 
-import contextlib
 import functools
-from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -15,8 +13,8 @@ import numpy as np
 import optax
 from flax import struct
 
-from qerl_jax.errors import UserError, first_line
-from qerl_jax.import_path import import_function
+from qerl_jax.errors import UserError
+from qerl_jax.import_path import import_function, own_errors
 
 SCHEDULES = ("exponential", "reference", "linear", "cosine", "logarithmic", "constant", "off")
 FORMS = ("additive", "relative")
@@ -88,22 +86,12 @@ def _own_schedule(name: str, **arguments) -> optax.Schedule:
     """The schedule of a user's factory; what it raises is an error of one line."""
     factory = import_function(name, what="noise schedule")
 
-    @contextlib.contextmanager
-    def explained(where: str) -> Generator[None]:
-        try:
-            yield
-        except Exception as error:
-            raise UserError(
-                f"noise schedule {name!r} failed {where}: {type(error).__name__}: "
-                f"{first_line(error)}; it is called as f(*, {', '.join(arguments)}) and returns "
-                "a function from the step to sigma"
-            ) from error
-
-    with explained("when it was made"):
+    usage = f"it is called as f(*, {', '.join(arguments)}) and returns a function of the step"
+    with own_errors(f"noise schedule {name!r}", usage):
         schedule = factory(**arguments)
 
     def checked(step):
-        with explained(f"at step {step}"):
+        with own_errors(f"noise schedule {name!r} at step {step}", usage):
             sigma = jnp.asarray(schedule(step), jnp.float32)
             if sigma.shape or not 0 <= sigma < jnp.inf:
                 raise ValueError(f"sigma is {sigma}, expected a number of at least 0")

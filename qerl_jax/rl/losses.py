@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function
+from qerl_jax.import_path import import_function, own_errors
 
 # What distinguishes the losses: the fields of LossConfig that the name decides.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -185,12 +185,12 @@ def own_weights(
       float32 [B, C], 0 outside of the mask.
 
     Raises:
-      UserError: it cannot be imported, or gives no finite weight for each token in the loss.
+      UserError: it cannot be imported, raises, or gives no finite weight for a token in the loss.
     """
-    given = import_function(function, what="loss weight")(
-        mask.copy(), advantages.copy(), logprobs.copy()
-    )
-    weights = np.asarray(given, np.float32)
+    own = import_function(function, what="loss weight")
+    usage = "it is called as f(mask, advantages, logprobs) and returns an array like the mask"
+    with own_errors(f"loss weight {function!r}", usage):
+        weights = np.asarray(own(mask.copy(), advantages.copy(), logprobs.copy()), np.float32)
     if weights.shape != mask.shape:
         raise UserError(
             f"loss weight {function!r}: it returned the shape {weights.shape}, [B, C] is "
