@@ -52,7 +52,7 @@ BUSY = {
     "optimizer.learning_rate": 0.01,
     "train.parameters": "lora+norms",  # The norms of the tiny model are 1 until they are trained.
     "eval.every": 1,
-    "eval.problems": 6,
+    "eval.problems": 12,
     "eval.max_new_tokens": 6,
     "profile.start": 2,
     "profile.stop": 2,
