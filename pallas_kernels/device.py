@@ -29,6 +29,15 @@ def has_triton() -> bool:
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
+def triton_runs(oldest: float = 8.0) -> bool:
+    """Whether Pallas's Triton kernels run on the default device.
+
+    Args:
+        oldest: the least compute capability; that of Ampere, the first with bfloat16.
+    """
+    return cuda_capability() >= oldest and has_triton()
+
+
 def multiprocessors() -> int:
     """Of a GPU; an H200's where programs are compiled for one elsewhere."""
     device = jax.devices()[0]

@@ -3,20 +3,11 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from triton_kernel import BACKENDS, normal
 
 from pallas_kernels import projection
-
-BACKENDS = [
-    pytest.param(True, id="interpreter"),
-    pytest.param(False, marks=pytest.mark.gpu, id="gpu"),
-]
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

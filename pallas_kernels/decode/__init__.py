@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import cuda_capability, has_triton
+from pallas_kernels.device import triton_runs
 
 
 def kernels_run(cache_dtype: jnp.dtype) -> bool:
@@ -11,8 +11,7 @@ def kernels_run(cache_dtype: jnp.dtype) -> bool:
 
     That is the Ampere generation or later, and for float8_e4m3fn Ada or later.
     """
-    oldest = 8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0
-    return cuda_capability() >= oldest and has_triton()
+    return triton_runs(8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0)
 
 
 def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

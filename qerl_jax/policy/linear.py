@@ -54,13 +54,13 @@ def linear_with_shares(
         [M, N] in x's dtype.
     """
     adapted = shares is not None and b is not None
-    with jax.named_scope("linears"):
-        if not isinstance(weight, QuantTensor):
-            y = dense.matmul(x, weight)
-        elif adapted:
+    if isinstance(weight, QuantTensor):
+        if not adapted:
+            return linear(x, weight)
+        with jax.named_scope("linears"):
             return fp4_matmul.fp4_matmul_with_shares(x, kernel_weight(weight), shares, b)
-        else:
-            return fp4_matmul.fp4_matmul(x, kernel_weight(weight))
+    with jax.named_scope("linears"):
+        y = dense.matmul(x, weight)
     if adapted:
         with jax.named_scope("lora"):
             y = y + fp4_matmul.dot(fp4_matmul.sum_of_shares(shares, x, b), b)

@@ -370,8 +370,10 @@ def _roofline_share(subject, batch, ms_per_step, steps, config) -> float | None:
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """A line that says how many programs are compiled, on a terminal."""
     live = LiveLine()
-    yield lambda done, total: live.update(f"rollout programs {done}/{total}")
-    live.clear()
+    try:
+        yield lambda done, total: live.update(f"rollout programs {done}/{total}")
+    finally:
+        live.clear()
 
 
 def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:

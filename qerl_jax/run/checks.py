@@ -15,7 +15,7 @@ from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1
 
-# The least, and the most if there is one. What the parts of a run refuse at its start is not here.
+# The least, and the most if there is one.
 _LIMITS: dict[str, tuple[float, ...]] = {
     "seed": (0, 2**32 - 1),
     "steps": (1,),
