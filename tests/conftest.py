@@ -23,7 +23,8 @@ def programs(request, compile_cache):
 
     Frees the programs of a module: each holds memory maps, of which a process has so many.
     """
-    quick = jax.default_backend() == "cpu" and not request.node.get_closest_marker("aot")
+    # Who asks for the backend loads CUDA's plugin: `h200.compiler` first tells it what it lacks.
+    quick = not request.node.get_closest_marker("aot") and jax.default_backend() == "cpu"
     jax.config.update("jax_disable_most_optimizations", quick)
     with cached_in(compile_cache) if quick else contextlib.nullcontext():
         yield

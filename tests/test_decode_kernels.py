@@ -467,6 +467,11 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
         wide = y.astype(jnp.float32)
         return y, (wide * scale).astype(x.dtype), jnp.mean(wide * wide, axis=1)[None]
 
+    def behind_norm(x, weight, lora, squares):
+        if not interpret:
+            return kernels_of["fp4_behind_norm"](x, weight, lora, squares)
+        return fp4_matmul.fp4_matmul(x, weight, lora=lora), squares.sum(axis=0)[None]
+
     def swiglu(x, weight, b, squares, *, eps, **adapter):
         served.append(weight.shape)
         assert (adapter["shares"] is None) == begins_norm
@@ -487,7 +492,11 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
     for name in ("norm_project", "attend", "merge_project"):
         patched = functools.partial(getattr(kernels, name), interpret=interpret)
         monkeypatch.setattr(kernels, name, patched)
-    stand_ins = {"fp4_begin_norm": begin_norm, "fp4_swiglu": swiglu}
+    stand_ins = {
+        "fp4_begin_norm": begin_norm,
+        "fp4_behind_norm": behind_norm,
+        "fp4_swiglu": swiglu,
+    }
     kernels_of = {name: getattr(fp4_matmul, name) for name in stand_ins}
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(fp4_matmul, name, stand_in)

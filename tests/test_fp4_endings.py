@@ -261,3 +261,35 @@ def test_arguments_without_the_beginning_of_a_norm(changed, message, monkeypatch
     given = {"x": x, "stream": stream, "scale": scale, "a": a, "b": b}
     with pytest.raises(ValueError, match=message):
         fp4.fp4_begin_norm(weight=fp4.to_tiles(weight), **(given | changed))
+
+
+@pytest.mark.usefixtures("simulated_api")
+def test_a_product_behind_a_norm():
+    x, weight, _, _, a, b = norm_inputs(16, 192, 512)
+    squares = jnp.asarray(np.random.default_rng(3).uniform(0.2, 2, (19, 16)), jnp.float32)
+    config = TileConfig(16, rows=1, block_k=256, stages=2)
+    tiles = fp4.to_tiles(weight)
+    y, total = fp4.fp4_behind_norm(x, tiles, (a, b), squares, config=config)
+    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
+    expected += float64(x) @ float64(a).T @ float64(b)[:, :32].T
+    assert relative_error(y, expected) < 2 * ROUNDING
+    np.testing.assert_allclose(float64(total), float64(squares).sum(axis=0)[None], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"squares": jnp.ones((3, 16))}, r"squares are \(3, 16\), expected \(4 or more, 16\)"),
+        ({"squares": jnp.ones((8, 8))}, r"squares are \(8, 8\), expected \(4 or more, 16\)"),
+        ({"x": normal(12, 512), "squares": jnp.ones((8, 12))}, "a multiple of 8 tokens, got 12"),
+        ({"lora": (normal(32, 512), normal(256, 40))}, r"B is \(256, 40\), expected 256 rows"),
+        ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
+        ({"config": TileConfig(16, rows=1, stages=1)}, r"no room to make x A\^T"),
+    ],
+)
+def test_arguments_without_a_product_behind_a_norm(changed, message, monkeypatch):
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    x, weight, _, _, a, b = norm_inputs(16, 256, 512)
+    given = {"x": x, "lora": (a, b), "squares": jnp.ones((8, 16))}
+    with pytest.raises(ValueError, match=message):
+        fp4.fp4_behind_norm(weight=fp4.to_tiles(weight), **(given | changed))

@@ -271,6 +271,8 @@ def swiglus():
     """Named shapes, and every kind of tiling with tiles beyond the weight."""
     for model in ("7b", "14b", "32b", "llama8b"):
         yield from ((None, m, *cases.MODELS[model]["gate_up"]) for m in (8, 24, 32, 64, 128))
+    # Few shares of the mean squares, and a width of 16 tokens.
+    yield from ((None, m, 512, 1024) for m in (8, 48))
     for config in CONFIGS[1:]:
         if tiling.takes_shares(config):
             yield config, 16, 128 * 37, 1024
@@ -379,6 +381,39 @@ def test_begin_norm(config, m, n, k):
         means = np.mean(float64(total) ** 2, axis=1)
         np.testing.assert_allclose(float64(squares).sum(axis=0), means, rtol=1e-5)
         assert not differs
+
+
+@pytest.mark.parametrize("shares", [5, 19, 324])
+@pytest.mark.parametrize("model", ["7b", "14b", "32b"])
+@pytest.mark.parametrize("m", [8, 16, 24, 32, 64])
+def test_behind_norm(m, model, shares):
+    """The product is the one without a norm, bit for bit, and squares are added up beside it."""
+    n, k = cases.MODELS[model]["qkv"]
+    rng = np.random.default_rng()
+    rank = cases.rank_of(f"{model}.qkv", 32)
+    x, a, b = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((m, k), (rank, k), (n, tiling.padded_rank(rank)))
+    )
+    squares = jnp.asarray(rng.uniform(0.5, 2, (2, shares, m)), jnp.float32)
+    tiles = fp4.to_tiles(random_weight(rng, n, k))
+    assert fp4.makes_shares(x, tiles, (a, b))
+
+    @jax.jit
+    def run(x, tiles, lora, squares):
+        expected = fp4.fp4_matmul(x, tiles, lora=lora, implementation="mosaic")
+
+        def behind_norm(i, outs):
+            y, total = fp4.fp4_behind_norm(x, tiles, lora, squares[i % 2])
+            return outs[0] | jnp.any(y != expected), outs[1].at[i].set(total[0])
+
+        zeros = jnp.zeros((20, m), jnp.float32)
+        return jax.lax.fori_loop(0, 20, behind_norm, (False, zeros))
+
+    differs, totals = run(x, tiles, (a, b), squares)
+    assert not differs
+    expected = np.tile(float64(squares).sum(axis=1), (10, 1))
+    np.testing.assert_allclose(float64(totals), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])

@@ -7,6 +7,7 @@ from pallas_kernels.fp4_matmul.api import (
 )
 from pallas_kernels.fp4_matmul.endings import (
     fp4_begin_norm,
+    fp4_behind_norm,
     fp4_swiglu,
     serves_norm,
     serves_swiglu,
@@ -35,6 +36,7 @@ __all__ = [
     "dot",
     "format_of",
     "fp4_begin_norm",
+    "fp4_behind_norm",
     "fp4_matmul",
     "fp4_matmul_float32",
     "fp4_matmul_with_shares",

@@ -18,9 +18,9 @@ def relative_error(matmul: Callable) -> float:
     """The largest relative error of small products with an adapter, in two tilings.
 
     One shares tiles, is given shares of x A^T, and ends with SwiGLU or begins a norm. The other
-    makes them, and has clusters with a tile for each block and an odd one, a bias, and an N within
-    a tile. A tile has more steps than the pipeline stages. Without slices and `ahead`, which few
-    tilings have: they take longer to lower.
+    makes them, and has clusters with a tile for each block and an odd one, a bias, an N within a
+    tile, and mean squares to pass on. A tile has more steps than the pipeline stages. Without
+    slices and `ahead`, which few tilings have: they take longer to lower.
 
     Args:
         matmul: `sm90.matmul`, which uses an API of jax that may change.
@@ -67,8 +67,9 @@ def relative_error(matmul: Callable) -> float:
         total, scaled, parts = matmul(half, config=shared, multiprocessors=5, **extra)
         return total, scaled, parts.sum(axis=0)
 
-    def makes_shares(tiles, _):
-        return matmul(tiles, config=split, multiprocessors=8, a=a, b=b, bias=bias)
+    def makes_shares(tiles, squares):
+        extra = {"a": a, "b": b, "bias": bias, "pass_squares": squares}
+        return matmul(tiles, config=split, multiprocessors=8, **extra)
 
     functions = (
         (dense, tiles),
@@ -104,7 +105,11 @@ def relative_error(matmul: Callable) -> float:
         pairs = (
             (run(1), _rounded(gate / (1 + np.exp(-gate))) * up),
             *zip(run(2), (total, total * scale, np.mean(total**2, axis=1)), strict=True),
-            (run(3), product + bias.astype(np.float64)),
+            *zip(
+                run(3),
+                (product + bias.astype(np.float64), squares.sum(axis=0, keepdims=True)),
+                strict=True,
+            ),
         )
     return float(np.max([np.linalg.norm(y - z) / np.linalg.norm(z) for y, z in pairs]))
 

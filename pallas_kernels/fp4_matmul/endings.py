@@ -131,6 +131,48 @@ def fp4_begin_norm(
     return hopper.run(x, weight, config, **options)
 
 
+def fp4_behind_norm(
+    x: jax.Array,
+    weight: Fp4Weight | Fp4Tiles,
+    lora: tuple[jax.Array, jax.Array],
+    squares: jax.Array,
+    *,
+    config: TileConfig | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns x W^T + (x A^T) B^T behind a norm that was begun, where `makes_shares`.
+
+    The norm's factor is left to who reads the product, and gets the mean squares for it.
+
+    Args:
+        x: bfloat16 [M, K], of `fp4_begin_norm`, what is scaled.
+        weight: [N, K].
+        lora: A and B of `fp4_matmul`.
+        squares: float32 [S, M], of `fp4_begin_norm`.
+        config: the tiling of the kernel; None looks it up.
+
+    Returns:
+        The product [M, N], and the sum of the squares, float32 [1, M].
+
+    Raises:
+        ValueError: arguments, or a tiling, with which the kernel does not make x A^T and add up.
+    """
+    a, b = lora
+    problems = _misfits_of_ending(x, weight, b, config)
+    if not problems:
+        assert isinstance(weight, Fp4Tiles)
+        if not hopper.plan_of(x, weight, b.shape[1], config).makes_shares(*a.shape):
+            problems.append(f"no room to make x A^T: A is {a.shape}")
+    if squares.ndim != 2 or squares.shape[1] != len(x) or len(squares) < tiling.MIN_SHARES:
+        wanted = f"({tiling.MIN_SHARES} or more, {len(x)})"
+        problems.append(f"squares are {squares.shape}, expected {wanted}")
+    if len(x) % 8:
+        problems.append(f"wants a multiple of 8 tokens, got {len(x)}")
+    if problems:
+        raise ValueError("fp4_behind_norm: " + "; ".join(problems))
+    assert isinstance(weight, Fp4Tiles)  # as there are no problems
+    return hopper.run(x, weight, config, a=a, b=b, pass_squares=squares)
+
+
 def serves_norm(
     x: jax.Array | jax.ShapeDtypeStruct, weight: Fp4Weight | Fp4Tiles, b: jax.Array
 ) -> bool:

@@ -138,7 +138,9 @@ def run(
     y = kernel().matmul(
         rows, weight, config=chosen, multiprocessors=device.multiprocessors(), b=b, **options
     )
-    return y if "stream" in options else y.reshape(*x.shape[:-1], -1)
+    if isinstance(y, tuple):
+        return y
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def _projects_in_shares(config, columns):

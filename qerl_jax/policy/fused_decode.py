@@ -145,17 +145,18 @@ def _decode_layer(
 
     # The product with such a weight makes x A^T too: behind attention in one part nothing is left.
     in_tiles = isinstance(layer["o_proj"], QuantTensor) and layer["o_proj"].tiles is not None
-    # A product adds shares of x A^T, or makes them of A itself, which then is `inside`.
     if isinstance(stream, _Normed):
-        first, shares, inside = stream, None, a["qkv_proj"]
+        residual, scaled, squares = stream
+        weight, lora = kernel_weight(layer["qkv_proj"]), adapters["qkv_proj"]
+        with jax.named_scope("linears"):
+            qkv, squares = fp4_matmul.fp4_behind_norm(scaled, weight, lora, squares)
     else:
         residual, scaled, shares, squares = begin(*stream, "input_layernorm", "qkv_proj")
-        first, inside = _Normed(residual, scaled, squares), None
-    qkv = project("qkv_proj", first.scaled, shares, inside)
+        qkv = project("qkv_proj", scaled, shares, None)
     with jax.named_scope("attention"):
         attended, keys, values = kernels.attend(
             qkv,
-            first.squares,
+            squares,
             (cosines, sines),
             keys,
             values,
@@ -166,6 +167,7 @@ def _decode_layer(
             multiprocessors=multiprocessors(),
             finish=in_tiles and len(qkv) <= MAX_ROWS_OF_SHARES,
         )
+    # A product adds shares of x A^T, or makes them of A itself, which then is `inside`.
     shares, inside = None, a.get("o_proj")
     if isinstance(attended, kernels.AttentionParts):
         with jax.named_scope("attention"):
@@ -173,12 +175,12 @@ def _decode_layer(
         inside = None
     if _begins_norm(layer, a, b, attended):
         norm = layer["post_attention_layernorm"]
-        residual, scaled, squares = add("o_proj", attended, first.residual, norm, shares, inside)
+        residual, scaled, squares = add("o_proj", attended, residual, norm, shares, inside)
         shares, inside = None, a["gate_up_proj"]
     else:
         y = project("o_proj", attended, shares, inside)
         residual, scaled, shares, squares = begin(
-            first.residual, y, "post_attention_layernorm", "gate_up_proj"
+            residual, y, "post_attention_layernorm", "gate_up_proj"
         )
         inside = None
     hidden = swiglu_behind_norm(

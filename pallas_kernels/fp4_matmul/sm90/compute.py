@@ -21,7 +21,7 @@ from pallas_kernels.fp4_matmul.sm90.make_shares import make_shares
 from pallas_kernels.fp4_matmul.sm90.multiply import add_product
 from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter
 from pallas_kernels.fp4_matmul.sm90.plan import Plan
-from pallas_kernels.fp4_matmul.sm90.shares import Shares, load_b
+from pallas_kernels.fp4_matmul.sm90.shares import Shares, load_b, operand
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
@@ -72,9 +72,9 @@ def compute(
         )
 
     def multiply_tile(acc, slot, j, decoded):
-        for half, operand in enumerate(decoded):
+        for half, weight in enumerate(decoded):
             place = slot, part, j, half
-            acc = add_product(acc, operand, sm["x"], *place, simulated=simulated)
+            acc = add_product(acc, weight, sm["x"], *place, simulated=simulated)
             if config.in_flight:
                 plgpu.wgmma_wait(config.in_flight)
         return acc
@@ -99,7 +99,7 @@ def compute(
         return lax.cond(i < count - 1, first_tile, nothing)
 
     def multiply(done, count):
-        """The products of so many stages, [64, T]."""
+        """The products of so many stages, [64, T], and the slot behind them."""
         first = lax.rem(done, config.stages)
         decoded = ()
         if config.ahead:
@@ -123,7 +123,7 @@ def compute(
             plgpu.barrier_arrive(sm["empty"].at[slot])
             return acc, plan.next_slot(slot), *decoded
 
-        return carry[0]
+        return carry[:2]
 
     def add_slices(value, index):
         """The sum of the slices' accumulators, in the warpgroup of the first."""
@@ -171,22 +171,20 @@ def compute(
             return swiglu.load_numbers(gm["divisor"], *pair(row_start), simulated=simulated)
         return read("divisor", pl.ds(row_start, TILE_ROWS))
 
-    def adapter(row_start):
-        """B [64, R] in parts of 64 columns."""
+    def adapter(row_start) -> list[Any]:
+        """B [64, R] in parts of 64 columns; with shares, what `operand` makes one of."""
         rows = pl.ds(row_start, TILE_ROWS)
         columns = [pl.ds(column, 64) for column in range(0, gm["b"].shape[1], 64)]
-        if plan.paired:
-            return [
-                swiglu.load_b(gm["b"].at[:, part], *pair(row_start), simulated=simulated)
-                for part in columns
-            ]
         if shares is not None:
-            return [load_b(gm["b"].at[rows, part]) for part in columns]
+            parts = pair(row_start) if plan.paired else [rows]
+            return [load_b(*(gm["b"].at[some, part] for some in parts)) for part in columns]
+        if plan.paired:  # and simulated
+            gate, other = pair(row_start)
+            return [swiglu.in_turn(gm["b"][gate, part], gm["b"][other, part]) for part in columns]
         return [read("b", rows, part) for part in columns]
 
-    def add_adapter(acc, b, done, first, row_start):
-        """Adds B xa^T, once or not at all; xa is in the next stage of the pipeline, if any is."""
-        slot = lax.rem(done, config.stages)
+    def add_adapter(acc, b, slot, first, row_start):
+        """Adds B xa^T, once or not at all; xa is in the stage at a slot, if any is."""
 
         @pl.loop(0, jnp.where(adds_adapter(first), 1, 0), init_carry=acc)
         def acc(_, acc):
@@ -197,9 +195,10 @@ def compute(
 
             @pl.loop(0, 1 if config.slices == 1 else jnp.where(part == 0, 1, 0), init_carry=acc)
             def acc(_, acc):
-                for j, operand in enumerate(columns):
+                for j, part_of_b in enumerate(columns):
+                    weight = part_of_b if shares is None else operand(part_of_b, slot)
                     place = slot, 0, j // 2, j % 2
-                    acc = add_product(acc, operand, sm["x"], *place, simulated=simulated)
+                    acc = add_product(acc, weight, sm["x"], *place, simulated=simulated)
                 plgpu.wgmma_wait(0)
                 return acc
 
@@ -346,7 +345,7 @@ def compute(
         b = adapter(begin) if "b" in gm and spare >= gm["b"].shape[1] // 4 else None
 
         with jax.named_scope("multiply"):
-            value = multiply(done, count)
+            value, slot = multiply(done, count)
         if config.slices > 1:
             with jax.named_scope("add slices"):
                 value = add_slices(value, index)
@@ -355,7 +354,7 @@ def compute(
         value *= over_tokens(layout.UNIT / divisor)
         if "b" in gm:
             with jax.named_scope("add adapter"):
-                value = add_adapter(value, b, done + count, first, begin)
+                value = add_adapter(value, b, slot, first, begin)
 
         if plan.paired and not simulated:
             # Not before anything is stored: x A^T is added up before the factor.

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
-from pallas_kernels.fp4_matmul.sm90 import swiglu
+from pallas_kernels.fp4_matmul.sm90 import mean_squares
 from pallas_kernels.fp4_matmul.sm90.begin_norm import SQUARES_OF_ROW_TILE
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.compute import compute
@@ -66,10 +66,11 @@ def matmul(
     eps: float = 0.0,
     stream: jax.Array | None = None,
     scale: jax.Array | None = None,
+    pass_squares: jax.Array | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, ...]:
     """Returns x W^T + xa B^T + bias; or what SwiGLU, or the beginning of a norm, makes of it.
 
     Args:
@@ -90,6 +91,7 @@ def matmul(
         eps: of that norm.
         stream: bfloat16 [M, N] to add the product to, where the plan `adds_to_stream`; no bias.
         scale: [N], of the norm behind the sum.
+        pass_squares: likewise squares, for who reads the result. With shares or a.
         dtype: of the result, bfloat16 or float32.
         trace: a folder for a file of what the warpgroups do and wait for, see `timeline`.
         interpret: simulate on a CPU. The decode is then plain jnp; x A^T, and the partial sums of a
@@ -97,7 +99,7 @@ def matmul(
 
     Returns:
         [M, N], or [M, N / 2] behind SwiGLU. With a stream, the sum, the sum times the norm's scale,
-        and shares [S, M] of the sum's mean squares.
+        and shares [S, M] of the sum's mean squares. With pass_squares, also their sum [1, M].
     """
     n, paired = weight.shape[0], squares is not None
     tokens, k = x.shape
@@ -160,6 +162,14 @@ def matmul(
         results["scaled"] = results["y"]
         shape = SQUARES_OF_ROW_TILE * plan.n_tiles * config.rows, tokens
         results["squares"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if pass_squares is not None and not simulated:
+        assert not paired
+        assert stream is None
+        assert xa is None  # Who adds up x A^T adds up these, too.
+        assert tokens % 8 == 0
+        assert len(pass_squares) >= MIN_SHARES
+        operands["squares"] = pass_squares
+        results["total"] = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
     assert (b is None) == (xa is None and shares is None and a is None)
     if b is not None:
         assert rank % 64 == 0
@@ -231,6 +241,9 @@ def matmul(
         if simulated:
             return begin_norm(y[:tokens, :n], stream, scale)
         return outs["y"], outs["scaled"], outs["squares"]
+    if pass_squares is not None:
+        total = pass_squares.sum(axis=0)[None] if simulated else outs["total"]
+        return y[:tokens, :n], total
     return y[:tokens, :n]
 
 
@@ -306,8 +319,10 @@ def _body(plan: Plan, rows: int, eps: float, names: tuple[str, ...], *refs, **sm
             with jax.named_scope("add shares"):
                 add_shares(plan.this_block(), shares, sm.get("made"))
             if plan.paired:
-                swiglu.write_factor(gm["squares"], sm["factor"], eps)
+                mean_squares.write_factor(gm["squares"], sm["factor"], eps)
                 plgpu.barrier_arrive(sm["factor_full"])
+            if "total" in gm:
+                mean_squares.write_total(gm["squares"], gm["total"], plan.this_block(), plan.blocks)
 
     @pl.when(warpgroup < warpgroups)
     def _():

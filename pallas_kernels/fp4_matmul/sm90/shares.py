@@ -60,8 +60,8 @@ class Shares(NamedTuple):
 
     Attributes:
         shares: float32 [S, M', R'], M' >= M and S >= MIN_SHARES.
-        xa: bfloat16 [M', R], R >= R'; its columns have the order that `load_b` wants, those from R'
-            on become 0.
+        xa: bfloat16 [M', R], R >= R'; its columns have the order that `operand` wants, and those
+            from R' on become 0.
         lock: int32 [1].
         rows: M.
         adders: how many blocks make shares or add them up, the first ones.
@@ -159,35 +159,47 @@ def await_shares(given: Shares, blocks: int) -> None:
     fence_async_proxy(nvvm.ProxyKind.async_global)
 
 
-def load_b(b: Any) -> jax.Array:
-    """B [64, 64] in global memory as an operand of wgmma that fits what `add_shares` wrote."""
-    return _operand((_READ,), [plgpu.load(b, layout=_READ, optimized=False)])
+def load_b(*b: Any) -> list[jax.Array]:
+    """Asks for B [64, 64] in global memory, or for twice [32, 64] whose rows take turns by eights.
+
+    Returns:
+        What `operand` takes. It fits what `add_shares` wrote.
+    """
+    return [plgpu.load(part, layout=_layout(len(b)), optimized=False) for part in b]
 
 
-def load_halves_of_b(b: Sequence) -> jax.Array:
-    """Likewise of twice [32, 64], whose rows take turns by eights."""
-    halves = [plgpu.load(half, layout=_READ_HALF, optimized=False) for half in b]
-    return _operand((_READ_HALF,) * 2, halves)
+def operand(read: Sequence[jax.Array], slot: jax.Array) -> jax.Array:
+    """B [64, 64] as an operand of wgmma.
 
+    Args:
+        read: by `load_b`.
+        slot: int32, not negative, which is known when the operand is wanted and not before. ptxas
+            would put the words in order as soon as they are asked for, and so wait for them.
+    """
+    layout = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
-def _operand(layouts: Sequence, read: Sequence[jax.Array]) -> jax.Array:
-    operand = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-
-    @plgpu.inline_mgpu(arg_types=tuple(layouts), return_type=operand)
-    def regroup(_, *read):
+    @plgpu.inline_mgpu(
+        arg_types=([_layout(len(read))] * len(read), plgpu.Layout.WG_SPLAT), return_type=layout
+    )
+    def regroup(_, read, slot):
         registers = [register for part in read for register in part.registers.flat]
-        pair = ir.VectorType.get((2,), ir.BF16Type.get())
-        words = ir.VectorType.get((4,), ir.IntegerType.get_signless(32))
+        i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
+        words = ir.VectorType.get((4,), i32)
+        zero = mgpu.utils.inline_ptx("shr.u32 $0, $1, 31;", slot.registers.item(), result_types=i32)
         out = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for half in range(2):  # the rows r and r + 8
             for part in range(2):  # columns 0..31 and 32..63
                 register = mgpu.utils.bitcast(registers[2 * half + part], words)
                 for i in range(4):
-                    word = vector.extract(register, [], [i])
+                    word = arith.ori(vector.extract(register, [], [i]), zero)
                     out[0, 4 * part + i, 0, 0, half] = mgpu.utils.bitcast(word, pair)
         return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return regroup(*read)
+    return regroup(list(read), slot)
+
+
+def _layout(parts: int) -> Any:
+    return _READ if parts == 1 else _READ_HALF
 
 
 def _rounded(sums: jax.Array) -> jax.Array:

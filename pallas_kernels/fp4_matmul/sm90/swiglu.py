@@ -2,7 +2,7 @@
 
 Row tiles are paired for it: by eights, their rows are those of the gate and of the other half of
 the weight in turn, as a thread has the rows r and r + 8 of the accumulator. A norm before the
-product is not yet divided by its root mean square; `write_factor` sums that up meanwhile.
+product is not yet divided by its root mean square; `mean_squares` sums that up meanwhile.
 """
 
 from typing import Any
@@ -11,26 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.fp4_matmul.sm90.shares import load_halves_of_b
-from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
-
 _LOG2_E = 1.4426950408889634
 _ROWS = 32  # of a paired tile, in each half of the weight
-_TOKENS = 8  # whose squares are added up at a time
 
-# Shares of the mean squares of eight tokens: a lane has one, and all warps have the same.
-_SQUARES = plgpu.Layout.TILED(
-    plgpu.Tiling(((MIN_SHARES, _TOKENS), (1,))),
-    warp_dims=(plgpu.Replicated(4),),
-    lane_dims=(-3, -2),
-    vector_dim=-1,
-)
 # A number for each of 32 rows: a warp has eight, a lane one.
 _NUMBERS = plgpu.Layout.TILED(
     plgpu.Tiling(((_ROWS,), (8,), (1,))),
@@ -47,37 +35,10 @@ _TRANSPOSED = plgpu.Layout.TILED(
 )
 
 
-def write_factor(squares: Any, factor: Any, eps: float) -> None:
-    """Writes 1 / sqrt(mean square + eps) of every token; a warpgroup calls it.
-
-    Args:
-        squares: float32 [S, M] in global memory, whose sum over S is the mean square.
-        factor: float32 [M'], M' >= M, in shared memory.
-        eps: of the norm.
-    """
-    count, tokens = squares.shape
-    zero = plgpu.layout_cast(jnp.zeros((MIN_SHARES, _TOKENS), jnp.float32), _SQUARES)
-
-    @pl.loop(0, tokens // _TOKENS)
-    def _(i):
-        place = pl.ds(i * _TOKENS, _TOKENS)
-        total = zero
-        for begin in range(0, count, MIN_SHARES):
-            # The last ones begin with what has been added before, if they are not enough.
-            first = min(begin, count - MIN_SHARES)
-            some = squares.at[pl.ds(first, MIN_SHARES), place]
-            value = plgpu.load(some, layout=_SQUARES, optimized=False)
-            if first < begin:
-                index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_SQUARES)
-                value = jnp.where(first + index >= begin, value, zero)
-            total += value
-        factor.at[place][...] = lax.rsqrt(total.sum(axis=0) + eps)
-
-
 def load_numbers(numbers: Any, gates: Any, others: Any, *, simulated: bool) -> jax.Array:
     """A number for each row [64] of a paired tile, from global memory."""
     if simulated:
-        return _in_turn(numbers[gates], numbers[others])
+        return in_turn(numbers[gates], numbers[others])
     result = plgpu.ShapeDtypeStruct(
         (2 * _ROWS,), numbers.dtype, layout=plgpu.Layout.WGMMA.reduce(1)
     )
@@ -92,13 +53,6 @@ def load_numbers(numbers: Any, gates: Any, others: Any, *, simulated: bool) -> j
     return both(
         [plgpu.load(numbers.at[i], layout=_NUMBERS, optimized=False) for i in (gates, others)]
     )
-
-
-def load_b(b: Any, gates: Any, others: Any, *, simulated: bool) -> jax.Array:
-    """B [64, 64] of a paired tile as an operand of wgmma, see `shares.load_b`."""
-    if simulated:
-        return _in_turn(b[gates], b[others])
-    return load_halves_of_b([b.at[i] for i in (gates, others)])
 
 
 def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
@@ -125,8 +79,8 @@ def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
     return (active.astype(jnp.float32) * up).astype(jnp.bfloat16)
 
 
-def _in_turn(gate: jax.Array, other: jax.Array) -> jax.Array:
-    """By eight rows."""
+def in_turn(gate: jax.Array, other: jax.Array) -> jax.Array:
+    """The rows [64] of a paired tile, of 32 of the gate and as many others: by eights."""
     shape = _ROWS // 8, 8, *gate.shape[1:]
     both = jnp.stack([gate.reshape(shape), other.reshape(shape)], axis=1)
     return both.reshape(2 * _ROWS, *gate.shape[1:])

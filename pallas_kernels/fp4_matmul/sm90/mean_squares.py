@@ -1,0 +1,116 @@
+"""The mean squares of a norm before a product, added up by the warpgroup that adds up x A^T.
+
+They come in shares, see `begin_norm`. Whoever applies the norm's factor, the inverse of its root
+mean square, would otherwise read all shares itself, and wait for them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
+
+
+class _Reading(NamedTuple):
+    """What a warpgroup reads at a time, of which a lane has one number.
+
+    Attributes:
+        shares: how many.
+        tokens: likewise.
+        layout: of [shares, tokens].
+    """
+
+    shares: int
+    tokens: int
+    layout: Any
+
+
+def _spread(*tiles: tuple[int, ...]) -> _Reading:
+    """Shares by warps and lanes, tokens by lanes."""
+    warp, *lanes = (-5, -3, -2) if len(tiles) == 3 else (-3, -2)
+    layout = plgpu.Layout.TILED(
+        plgpu.Tiling(tiles), warp_dims=(warp,), lane_dims=tuple(lanes), vector_dim=-1
+    )
+    shares, tokens = tiles[0]
+    return _Reading(shares, tokens, layout)
+
+
+_SPREAD = (
+    _spread((4, 32), (1,)),
+    _spread((8, 16), (2, 16), (1,)),
+    _spread((16, 8), (4, 8), (1,)),
+)
+# All warps read the same.
+_FEW = _Reading(
+    MIN_SHARES,
+    8,
+    plgpu.Layout.TILED(
+        plgpu.Tiling(((MIN_SHARES, 8), (1,))),
+        warp_dims=(plgpu.Replicated(4),),
+        lane_dims=(-3, -2),
+        vector_dim=-1,
+    ),
+)
+
+
+def write_factor(squares: Any, factor: Any, eps: float) -> None:
+    """Writes 1 / sqrt(mean square + eps) of every token; a warpgroup calls it.
+
+    Args:
+        squares: float32 [S, M] in global memory, whose sum over S is the mean square.
+        factor: float32 [M'], M' >= M, in shared memory.
+        eps: of the norm.
+    """
+    reading = _readings(*squares.shape)[0]
+
+    @pl.loop(0, squares.shape[1] // reading.tokens)
+    def _(i):
+        place = pl.ds(i * reading.tokens, reading.tokens)
+        factor.at[place][...] = lax.rsqrt(_total(squares, place, reading) + eps)
+
+
+def write_total(squares: Any, total: Any, block: Any, blocks: int) -> None:
+    """Writes this block's part of the mean squares; a warpgroup calls it.
+
+    Args:
+        squares: float32 [S, M] in global memory, whose sum over S is the mean square.
+        total: float32 [1, M], likewise.
+        block: of threads, the one that calls.
+        blocks: that call.
+    """
+    reading = _readings(*squares.shape)[-1]
+    parts = squares.shape[1] // reading.tokens
+
+    @pl.loop(0, jnp.where(block < parts, lax.div(parts - block + blocks - 1, blocks), 0))
+    def _(turn):
+        place = pl.ds((block + turn * blocks) * reading.tokens, reading.tokens)
+        total.at[0, place][...] = _total(squares, place, reading)
+
+
+def _readings(count: int, tokens: int) -> list[_Reading]:
+    """What can be read of so many shares and tokens, a multiple of 8; most tokens first.
+
+    A warp has other shares than the next one, if there are so many.
+    """
+    found = [r for r in _SPREAD if tokens % r.tokens == 0 and count >= r.shares]
+    return found or [_FEW]
+
+
+def _total(squares: Any, tokens: pl.Slice, reading: _Reading) -> jax.Array:
+    """The mean squares of as many tokens as are read at a time."""
+    count, (shares, width, layout) = squares.shape[0], reading
+    zero = plgpu.layout_cast(jnp.zeros((shares, width), jnp.float32), layout)
+    total = zero
+    for begin in range(0, count, shares):
+        # The last ones begin with what has been added before, if they are not enough.
+        first = min(begin, count - shares)
+        value = plgpu.load(squares.at[pl.ds(first, shares), tokens], layout=layout, optimized=False)
+        if first < begin:
+            index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout)
+            value = jnp.where(first + index >= begin, value, zero)
+        total += value
+    return total.sum(axis=0)
