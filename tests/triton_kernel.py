@@ -1,7 +1,8 @@
-"""What tests of a Triton kernel of Pallas share: where it runs, and random arguments."""
+"""What tests of a Triton kernel of Pallas share: where it runs, arguments, and a comparison."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 BACKENDS = [
@@ -13,3 +14,14 @@ BACKENDS = [
 def normal(seed, *shape):
     """Normal numbers in bfloat16."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def wide(x):
+    """In float64."""
+    return np.asarray(x, np.float64)
+
+
+def assert_close(actual, expected, tolerance=4e-3):
+    """That the relative error is small."""
+    error = np.linalg.norm(wide(actual) - expected) / np.linalg.norm(expected)
+    assert error < tolerance
