@@ -17,6 +17,7 @@ CASES = [
     (None, 100, 3584, 18944, 32, False),  # two tiles of tokens
     (None, 128, 1024, 3584, 48, False),  # likewise
     (None, 19, 576, 576, 16, False),  # shares have 128 columns
+    (None, 8, 4608, 3584, 192, True),  # x A^T in copies of 128 columns, the last of which is half
     # More units of a block than warpgroups, alone, in clusters, some of which make none, and with
     # shared tiles.
     (TileConfig(16, rows=1, block_k=512, stages=3, in_flight=1), 13, 4096, 8960, 96, True),

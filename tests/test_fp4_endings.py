@@ -1,8 +1,10 @@
 """Products that end with SwiGLU or begin a norm, by the simulated kernel, against float64."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from h200 import array, tiles
 from simulated_kernel import (
     ROUNDING,
     float64,
@@ -15,7 +17,7 @@ from simulated_kernel import (
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import hopper, layout, sm90
+from pallas_kernels.fp4_matmul import cases, hopper, layout, sm90
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
@@ -265,6 +267,7 @@ def test_arguments_without_the_beginning_of_a_norm(changed, message, monkeypatch
 
 @pytest.mark.usefixtures("simulated_api")
 def test_a_product_behind_a_norm():
+    """The simulation adds up the squares outside; the kernel's sum is tested on a GPU."""
     x, weight, _, _, a, b = norm_inputs(16, 192, 512)
     squares = jnp.asarray(np.random.default_rng(3).uniform(0.2, 2, (19, 16)), jnp.float32)
     config = TileConfig(16, rows=1, block_k=256, stages=2)
@@ -285,6 +288,9 @@ def test_a_product_behind_a_norm():
         ({"lora": (normal(32, 512), normal(256, 40))}, r"B is \(256, 40\), expected 256 rows"),
         ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
         ({"config": TileConfig(16, rows=1, stages=1)}, r"no room to make x A\^T"),
+        ({"lora": (normal(32, 256), normal(256, 64))}, r"A in bfloat16 \(32, 256\).* 512 columns"),
+        ({"lora": (normal(96, 512), normal(256, 64))}, "and 64 rows at most"),
+        ({"lora": (jnp.zeros((32, 512)), normal(256, 64))}, "A in float32"),
     ],
 )
 def test_arguments_without_a_product_behind_a_norm(changed, message, monkeypatch):
@@ -293,3 +299,30 @@ def test_arguments_without_a_product_behind_a_norm(changed, message, monkeypatch
     given = {"x": x, "lora": (a, b), "squares": jnp.ones((8, 16))}
     with pytest.raises(ValueError, match=message):
         fp4.fp4_behind_norm(weight=fp4.to_tiles(weight), **(given | changed))
+
+
+@pytest.mark.parametrize("rank", [8, 16, 32, 64, 128])
+@pytest.mark.parametrize("model", cases.MODELS)
+def test_whoever_begins_a_norm_has_a_product_behind_it(model, rank, monkeypatch):
+    """As a decode step asks: what follows must take the arguments, of which it has the shapes."""
+    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
+    served = 0
+    for m in (8, 16, 24, 32):
+        (n, k), (down_n, down_k) = (cases.MODELS[model][name] for name in ("qkv", "down"))
+        hidden, x = array(m, down_k), array(m, k)
+        stacked = cases.rank_of(f"{model}.qkv", rank)
+        adapter = array(stacked, k), array(n, fp4.padded_rank(stacked))
+        down_a, down_b = array(rank, down_k), array(down_n, fp4.padded_rank(rank))
+        down, qkv = tiles(down_n, down_k), tiles(n, k)
+        if not fp4.serves_norm(hidden, down, down_b) or not fp4.makes_shares(x, qkv, adapter):
+            continue
+        scale = array(down_n, dtype=jnp.float32)
+        _, scaled, squares = jax.eval_shape(
+            lambda a, *args: fp4.fp4_begin_norm(*args, a=a), down_a, hidden, down, x, scale, down_b
+        )
+        product, total = jax.eval_shape(fp4.fp4_behind_norm, scaled, qkv, adapter, squares)
+        assert product.shape == (m, n)
+        assert total.shape == (1, m)
+        served += 1
+    assert served or rank > 32

@@ -11,6 +11,7 @@ from triton_kernel import BACKENDS, assert_close, normal, wide
 
 from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.decode import kernels
+from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
 from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import PROJECTIONS
@@ -106,9 +107,12 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
             return kernels_of["fp4_begin_norm"](x, weight, stream, scale, b, **adapter)
         y = stream + product(x, weight, b, **adapter)
         wide = y.astype(jnp.float32)
-        return y, (wide * scale).astype(x.dtype), jnp.mean(wide * wide, axis=1)[None]
+        squares = jnp.stack([jnp.mean(wide * wide, axis=1) / 4] * 4)
+        return y, (wide * scale).astype(x.dtype), squares
 
     def behind_norm(x, weight, lora, squares):
+        served.append(weight.shape)
+        assert len(squares) >= MIN_SHARES
         if not interpret:
             return kernels_of["fp4_behind_norm"](x, weight, lora, squares)
         return fp4_matmul.fp4_matmul(x, weight, lora=lora), squares.sum(axis=0)[None]
@@ -152,7 +156,8 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
     down_proj = config.embed_dim, config.mlp_dim
     expected_products = [o_proj, gate_up_proj] if begins_norm else [gate_up_proj]
     if begins_norm and down == "packed":  # Asked for its shape first.
-        expected_products = [down_proj, *expected_products, down_proj]
+        qkv_proj = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, config.embed_dim
+        expected_products = [down_proj, qkv_proj, *expected_products, down_proj]
     assert served == expected_products  # layers share a trace
     assert_close(actual, wide(expected), 2e-2)
 

@@ -289,7 +289,7 @@ def attend(
 
     Args:
         qkv: bfloat16 [M, (N + 2 K) H], a projection that lacks its norm's factor and its bias.
-        squares: of `norm_project`.
+        squares: of `norm_project` or `fp4_matmul.fp4_behind_norm`.
         angles: cosines and sines, float32 [M, H/2], of the rotation of queries and keys.
         keys: [M, K, S, H], bfloat16 or float8_e4m3fn; given away.
         values: likewise; numbers, behind a row's filled slots too.

@@ -59,7 +59,7 @@ def relative_error(matmul: Callable) -> float:
         return reference.dequantize(layout.from_tiles(tiles), jnp.float32)
 
     def ends_with_swiglu(gate_up, squares):
-        extra = {"shares": shares, "b": b[: gate_up.shape[0]], "squares": squares}
+        extra = {"shares": shares, "b": b[: gate_up.shape[0]], "squares": squares[:few]}
         return matmul(gate_up, config=shared, multiprocessors=5, **extra)
 
     def begins_norm(half, _):
@@ -77,7 +77,8 @@ def relative_error(matmul: Callable) -> float:
         (begins_norm, gate_up),
         (makes_shares, tiles),
     )
-    squares = np.zeros((tiling.MIN_SHARES + 1, m), np.float32)  # no whole number of batches
+    few = tiling.MIN_SHARES + 1
+    squares = np.zeros((17, m), np.float32)  # 16 are read at a time; of a few, 4
     # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
     # as Python runs in one at a time; what is lowered compiles meanwhile.
     with concurrent.futures.ThreadPoolExecutor(5) as threads:
@@ -96,9 +97,9 @@ def relative_error(matmul: Callable) -> float:
 
         xa = shares.sum(axis=0).astype(jnp.bfloat16).astype(np.float64)
         product = x.astype(np.float64) @ run(0).T + xa @ b[:, :rank].astype(np.float64).T
-        squares += rng.uniform(0.5, 2, squares.shape) * np.mean(product**2) / len(squares)
+        squares += rng.uniform(0.5, 2, squares.shape) * np.mean(product**2) / few
         gate, up = (
-            _rounded(half / np.sqrt(squares.sum(axis=0, dtype=np.float64))[:, None])
+            _rounded(half / np.sqrt(squares[:few].sum(axis=0, dtype=np.float64))[:, None])
             for half in np.split(product[:, : gate_up.shape[0]], 2, axis=1)
         )
         total = _rounded(_rounded(product[:, : gate_up.shape[0]]) + stream.astype(np.float64))

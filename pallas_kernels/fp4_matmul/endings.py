@@ -67,7 +67,7 @@ def serves_swiglu(
 
 def _misfits_of_swiglu(x, weight, b, squares, shares, a, config=None):
     """Why the kernel cannot end with SwiGLU, see `fp4_swiglu`."""
-    problems = _misfits_of_adapter(shares, a) + _misfits_of_ending(x, weight, b, config)
+    problems = _misfits_of_adapter(shares, a, x, b) + _misfits_of_ending(x, weight, b, config)
     if problems:
         return problems
     (m, _), (n, rank) = x.shape, b.shape
@@ -117,7 +117,7 @@ def fp4_begin_norm(
     Raises:
         ValueError: arguments, or a tiling, with which the kernel cannot begin a norm.
     """
-    problems = _misfits_of_adapter(shares, a) + _misfits_of_norm(x, weight, b, config)
+    problems = _misfits_of_adapter(shares, a, x, b) + _misfits_of_norm(x, weight, b, config)
     shape = len(x), len(b)
     if stream.shape != shape or stream.dtype != x.dtype or scale.shape != shape[1:]:
         problems.append(
@@ -141,12 +141,13 @@ def fp4_behind_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x W^T + (x A^T) B^T behind a norm that was begun, where `makes_shares`.
 
-    The norm's factor is left to who reads the product, and gets the mean squares for it.
+    The norm's factor is left to who reads the product, and gets the mean squares for it. The tokens
+    are a multiple of 8.
 
     Args:
         x: bfloat16 [M, K], of `fp4_begin_norm`, what is scaled.
         weight: [N, K].
-        lora: A and B of `fp4_matmul`.
+        lora: A of `fp4_matmul`, and B of `fp4_matmul_with_shares`.
         squares: float32 [S, M], of `fp4_begin_norm`.
         config: the tiling of the kernel; None looks it up.
 
@@ -157,7 +158,7 @@ def fp4_behind_norm(
         ValueError: arguments, or a tiling, with which the kernel does not make x A^T and add up.
     """
     a, b = lora
-    problems = _misfits_of_ending(x, weight, b, config)
+    problems = _misfits_of_ending(x, weight, b, config) or _misfits_of_adapter(None, a, x, b)
     if not problems:
         assert isinstance(weight, Fp4Tiles)
         if not hopper.plan_of(x, weight, b.shape[1], config).makes_shares(*a.shape):
@@ -202,8 +203,15 @@ def _misfits_of_norm(x, weight, b, config=None):
     return problems
 
 
-def _misfits_of_adapter(shares, a):
-    return ["wants shares of x A^T or A, one of both"] if (shares is None) == (a is None) else []
+def _misfits_of_adapter(shares, a, x, b):
+    if (shares is None) == (a is None):
+        return ["wants shares of x A^T or A, one of both"]
+    rank, inputs = b.shape[1], x.shape[1]
+    fits = a is None or (a.ndim == 2 and a.shape[1] == inputs and len(a) <= rank)
+    if fits and (a is None or a.dtype == x.dtype) and b.dtype == x.dtype:
+        return []
+    found = f"B in {b.dtype}" if a is None else f"A in {a.dtype} {a.shape}, B in {b.dtype}"
+    return [f"{found}, expected {x.dtype}, and in A {inputs} columns and {rank} rows at most"]
 
 
 def _misfits_of_ending(x, weight, b, config):

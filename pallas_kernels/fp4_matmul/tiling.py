@@ -38,7 +38,7 @@ class TileConfig:
     """The static choices of one compiled kernel.
 
     A block of threads has rows * slices warpgroups that decode and multiply, one that copies, and
-    one that adds up shares, where x A^T comes in shares, and a norm's mean squares for SwiGLU.
+    one that adds up shares, where x A^T comes in shares, and a norm's mean squares.
 
     Attributes:
         tile_m: tokens of a tile, a multiple of 8 up to 256.

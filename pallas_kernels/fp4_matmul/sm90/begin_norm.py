@@ -1,7 +1,7 @@
 """The end of a product that adds to the residual stream and begins the RMSNorm behind it.
 
 The factor of the norm, one number for each token, is left to who reads the result: see
-`swiglu.write_factor`. So no block of threads waits for the outputs of another.
+`mean_squares.write_factor`. So no block of threads waits for the outputs of another.
 """
 
 from typing import Any

@@ -172,7 +172,7 @@ def compute(
         return read("divisor", pl.ds(row_start, TILE_ROWS))
 
     def adapter(row_start) -> list[Any]:
-        """B [64, R] in parts of 64 columns; with shares, what `operand` makes one of."""
+        """B [64, R] in parts of 64 columns; with shares, as `load_b` reads it."""
         rows = pl.ds(row_start, TILE_ROWS)
         columns = [pl.ds(column, 64) for column in range(0, gm["b"].shape[1], 64)]
         if shares is not None:

@@ -94,7 +94,7 @@ def write_total(squares: Any, total: Any, block: Any, blocks: int) -> None:
 def _readings(count: int, tokens: int) -> list[_Reading]:
     """What can be read of so many shares and tokens, a multiple of 8; most tokens first.
 
-    A warp has other shares than the next one, if there are so many.
+    Warps have different shares, but for few shares of a width for which these would be more.
     """
     found = [r for r in _SPREAD if tokens % r.tokens == 0 and count >= r.shares]
     return found or [_FEW]

@@ -13,9 +13,10 @@ but for the two endings below, which round where a kernel behind the product wou
 At the end of a piece of a tile the accumulator is scaled by the divisors of its rows; to the piece
 with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
 threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
-global memory. So is xa itself, where it comes in shares, by a warpgroup of its own; they are given,
-or made first. The product of a gate and of what it multiplies may end with SwiGLU, see `swiglu`;
-another one may add to the residual stream and begin the norm behind it, see `begin_norm`.
+global memory. So is xa itself, where it comes in shares, by a warpgroup of its own, which adds up a
+norm's mean squares, too; they are given, or made first. The product of a gate and of what it
+multiplies may end with SwiGLU, see `swiglu`; another one may add to the residual stream and begin
+the norm behind it, see `begin_norm`.
 """
 
 import functools
@@ -162,12 +163,15 @@ def matmul(
         results["scaled"] = results["y"]
         shape = SQUARES_OF_ROW_TILE * plan.n_tiles * config.rows, tokens
         results["squares"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    if pass_squares is not None and not simulated:
+    if pass_squares is not None:
         assert not paired
         assert stream is None
-        assert xa is None  # Who adds up x A^T adds up these, too.
+        assert b is not None  # Who adds up its shares adds up these, too.
+        assert xa is None
         assert tokens % 8 == 0
         assert len(pass_squares) >= MIN_SHARES
+        assert pass_squares.shape[1] == tokens
+    if pass_squares is not None and not simulated:
         operands["squares"] = pass_squares
         results["total"] = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
     assert (b is None) == (xa is None and shares is None and a is None)
@@ -194,10 +198,12 @@ def matmul(
         assert shares.shape[2] <= rank
         operands["shares"] = shares
     in_shares = xa is None and b is not None
+    # x A^T is copied 128 columns at a time. Of less than that, the copy engine makes up the rest.
+    copied = rank if rank < TILE_COLUMNS else -(-rank // TILE_COLUMNS) * TILE_COLUMNS
     if in_shares:
-        results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, rank), jnp.bfloat16)
+        results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, copied), jnp.bfloat16)
     if xa is not None:
-        operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, 0)))
+        operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, copied - rank)))
     if bias is not None:
         operands["bias"] = rows_of(bias)
     if plan.shared or (plan.split > 1 and simulated):

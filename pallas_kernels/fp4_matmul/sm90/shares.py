@@ -168,24 +168,24 @@ def load_b(*b: Any) -> list[jax.Array]:
     return [plgpu.load(part, layout=_layout(len(b)), optimized=False) for part in b]
 
 
-def operand(read: Sequence[jax.Array], slot: jax.Array) -> jax.Array:
+def operand(read: Sequence[jax.Array], late: jax.Array) -> jax.Array:
     """B [64, 64] as an operand of wgmma.
 
     Args:
         read: by `load_b`.
-        slot: int32, not negative, which is known when the operand is wanted and not before. ptxas
+        late: int32, not negative, which is known when the operand is wanted and not before. ptxas
             would put the words in order as soon as they are asked for, and so wait for them.
     """
-    layout = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
+    result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(
-        arg_types=([_layout(len(read))] * len(read), plgpu.Layout.WG_SPLAT), return_type=layout
+        arg_types=([_layout(len(read))] * len(read), plgpu.Layout.WG_SPLAT), return_type=result
     )
-    def regroup(_, read, slot):
+    def regroup(_, read, late):
         registers = [register for part in read for register in part.registers.flat]
         i32, pair = ir.IntegerType.get_signless(32), ir.VectorType.get((2,), ir.BF16Type.get())
         words = ir.VectorType.get((4,), i32)
-        zero = mgpu.utils.inline_ptx("shr.u32 $0, $1, 31;", slot.registers.item(), result_types=i32)
+        zero = mgpu.utils.inline_ptx("shr.u32 $0, $1, 31;", late.registers.item(), result_types=i32)
         out = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), dtype=object)
         for half in range(2):  # the rows r and r + 8
             for part in range(2):  # columns 0..31 and 32..63
@@ -195,7 +195,7 @@ def operand(read: Sequence[jax.Array], slot: jax.Array) -> jax.Array:
                     out[0, 4 * part + i, 0, 0, half] = mgpu.utils.bitcast(word, pair)
         return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return regroup(list(read), slot)
+    return regroup(list(read), late)
 
 
 def _layout(parts: int) -> Any:
