@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from triton_kernel import BACKENDS, assert_close, wide
+from triton_kernel import BACKENDS, assert_close, on_gpu, wide
 
 from pallas_kernels import decode, device
 from pallas_kernels.decode import attend_sm90, kernels, to_cache
 from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import attend_to_cache, rotate
 
-on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 EMPTY = float(np.finfo(np.float32).min)  # the largest score of no key
 
 

@@ -1,4 +1,4 @@
-"""Products that end with SwiGLU or begin a norm, by the simulated kernel, against float64."""
+"""Products that end with SwiGLU, begin a norm or follow one, simulated, against float64."""
 
 import jax
 import jax.numpy as jnp

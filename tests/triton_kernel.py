@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
     pytest.param(True, id="interpreter"),
-    pytest.param(False, marks=pytest.mark.gpu, id="gpu"),
+    pytest.param(False, marks=[pytest.mark.gpu, on_gpu], id="gpu"),
 ]
 
 

@@ -206,12 +206,14 @@ def _misfits_of_norm(x, weight, b, config=None):
 def _misfits_of_adapter(shares, a, x, b):
     if (shares is None) == (a is None):
         return ["wants shares of x A^T or A, one of both"]
-    rank, inputs = b.shape[1], x.shape[1]
+    problems, rank, inputs = [], b.shape[1], x.shape[1]
+    if b.dtype != x.dtype:
+        problems.append(f"B is {b.dtype}, expected {x.dtype}")
     fits = a is None or (a.ndim == 2 and a.shape[1] == inputs and len(a) <= rank)
-    if fits and (a is None or a.dtype == x.dtype) and b.dtype == x.dtype:
-        return []
-    found = f"B in {b.dtype}" if a is None else f"A in {a.dtype} {a.shape}, B in {b.dtype}"
-    return [f"{found}, expected {x.dtype}, and in A {inputs} columns and {rank} rows at most"]
+    if not fits or (a is not None and a.dtype != x.dtype):
+        wanted = f"{x.dtype}, {inputs} columns and {rank} rows at most"
+        problems.append(f"A in {a.dtype} {a.shape}, expected {wanted}")
+    return problems
 
 
 def _misfits_of_ending(x, weight, b, config):

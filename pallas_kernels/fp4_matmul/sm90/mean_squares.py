@@ -29,32 +29,20 @@ class _Reading(NamedTuple):
     layout: Any
 
 
-def _spread(*tiles: tuple[int, ...]) -> _Reading:
-    """Shares by warps and lanes, tokens by lanes."""
-    warp, *lanes = (-5, -3, -2) if len(tiles) == 3 else (-3, -2)
-    layout = plgpu.Layout.TILED(
-        plgpu.Tiling(tiles), warp_dims=(warp,), lane_dims=tuple(lanes), vector_dim=-1
-    )
-    shares, tokens = tiles[0]
+def _reading(shares: int, tokens: int, *inner: tuple, warps: Any, lanes: tuple) -> _Reading:
+    """Of tiles [shares, tokens] with inner tiles, of whose dimensions these are the warps'."""
+    tiling = plgpu.Tiling(((shares, tokens), *inner, (1,)))
+    layout = plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
     return _Reading(shares, tokens, layout)
 
 
 _SPREAD = (
-    _spread((4, 32), (1,)),
-    _spread((8, 16), (2, 16), (1,)),
-    _spread((16, 8), (4, 8), (1,)),
+    _reading(4, 32, warps=-3, lanes=(-2,)),
+    _reading(8, 16, (2, 16), warps=-5, lanes=(-3, -2)),
+    _reading(16, 8, (4, 8), warps=-5, lanes=(-3, -2)),
 )
 # All warps read the same.
-_FEW = _Reading(
-    MIN_SHARES,
-    8,
-    plgpu.Layout.TILED(
-        plgpu.Tiling(((MIN_SHARES, 8), (1,))),
-        warp_dims=(plgpu.Replicated(4),),
-        lane_dims=(-3, -2),
-        vector_dim=-1,
-    ),
-)
+_FEW = _reading(MIN_SHARES, 8, warps=plgpu.Replicated(4), lanes=(-3, -2))
 
 
 def write_factor(squares: Any, factor: Any, eps: float) -> None:

@@ -171,9 +171,9 @@ def matmul(
         assert tokens % 8 == 0
         assert len(pass_squares) >= MIN_SHARES
         assert pass_squares.shape[1] == tokens
-    if pass_squares is not None and not simulated:
-        operands["squares"] = pass_squares
-        results["total"] = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
+        if not simulated:
+            operands["squares"] = pass_squares
+            results["total"] = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
     assert (b is None) == (xa is None and shares is None and a is None)
     if b is not None:
         assert rank % 64 == 0
