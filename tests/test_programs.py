@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from test_engine import KEY, PAD, PROMPTS, policy
 
-from qerl_jax.rollout import executables, programs
+from qerl_jax.rollout import ahead, executables
 from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.compilation_cache import cached_in, programs_in
 
@@ -39,9 +39,9 @@ def compiled_ahead(folder, *, adapted=True, quantized=False, **changes):
     config, params, lora = policy(layers=1, quantized=quantized)
     how = {"prompt_width": 9, "config": config} | HOW | changes
     jax.clear_caches()
-    with cached_in(folder), programs.compilations() as compiled:
-        ahead = programs.compile_ahead(KEY, params, lora if adapted else None, prompts=3, **how)
-        return ahead, compiled
+    with cached_in(folder), ahead.compilations() as compiled:
+        programs = ahead.compile_ahead(KEY, params, lora if adapted else None, prompts=3, **how)
+        return programs, compiled
 
 
 def run(code, **environment):
@@ -53,9 +53,9 @@ def run(code, **environment):
     ).stdout
 
 
-def complete(ahead, *, quantized=False, **changes):
+def complete(programs, *, quantized=False, **changes):
     config, params, lora = policy(layers=1, quantized=quantized)
-    how = {"config": config, "pad_id": PAD, "compiled_ahead": ahead} | HOW | changes
+    how = {"config": config, "pad_id": PAD, "compiled_ahead": programs} | HOW | changes
     return generate(KEY, params, lora, PROMPTS, **how)
 
 
@@ -69,7 +69,7 @@ def test_what_one_process_compiled_the_next_one_loads(quantized, tmp_path):
     again, compiled = compiled_ahead(tmp_path, quantized=quantized)
     assert not compiled
     assert again.keys() == first.keys()
-    with programs.compilations() as compiled:
+    with ahead.compilations() as compiled:
         result = complete(again, quantized=quantized)
     assert not compiled
     for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
@@ -92,9 +92,9 @@ def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
 
     monkeypatch.setattr(pathlib.Path, "replace", full)
     with pytest.warns(UserWarning, match="not kept: no space left"):
-        ahead, _ = compiled_ahead(tmp_path)
+        programs, _ = compiled_ahead(tmp_path)
     assert not list(tmp_path.glob("rollout-*"))
-    assert complete(ahead).lengths.tolist() == complete({}).lengths.tolist()
+    assert complete(programs).lengths.tolist() == complete({}).lengths.tolist()
 
 
 def test_stopped_while_compiling(tmp_path):
@@ -104,8 +104,8 @@ def test_stopped_while_compiling(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         compiled_ahead(tmp_path, on_progress=stop)
     assert jax.config.jax_enable_compilation_cache
-    ahead, compiled = compiled_ahead(tmp_path)
-    assert len(compiled) < len(ahead)  # What was compiled until then is kept.
+    programs, compiled = compiled_ahead(tmp_path)
+    assert len(compiled) < len(programs)  # What was compiled until then is kept.
 
 
 def test_what_jit_had_from_the_cache_of_jax_is_not_written_again(tmp_path):
@@ -116,7 +116,7 @@ def test_what_jit_had_from_the_cache_of_jax_is_not_written_again(tmp_path):
         complete({})
         config, params, lora = policy(layers=1)
         how = {"prompts": 3, "prompt_width": 9, "config": config} | HOW
-        programs.compile_ahead(KEY, params, lora, **how)
+        ahead.compile_ahead(KEY, params, lora, **how)
     again, _ = compiled_ahead(tmp_path)
     for x, y in zip(jax.tree.leaves(complete(again)), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(x, y)
@@ -138,9 +138,9 @@ def test_a_policy_on_one_of_two_devices(tmp_path):
 def test_programs_of_packed_and_of_dense_weights_are_not_taken_for_each_other(tmp_path):
     compiled_ahead(tmp_path, quantized=True)
     how = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4, dequantize="step")}
-    ahead, compiled = compiled_ahead(tmp_path, quantized=True, **how)
+    programs, compiled = compiled_ahead(tmp_path, quantized=True, **how)
     assert sorted(compiled) == ["jit(decode_chunk)", "jit(read_prompts)", "jit(seat_rows)"]
-    assert complete(ahead, quantized=True, **how).lengths.tolist() == [9, 9, 9]
+    assert complete(programs, quantized=True, **how).lengths.tolist() == [9, 9, 9]
 
 
 @pytest.mark.parametrize("change", ["sources", "flags", "setting", "rules", "policy"])

@@ -16,8 +16,8 @@ from pallas_kernels.decode import to_cache
 from qerl_jax import buckets
 from qerl_jax.errors import UserError
 from qerl_jax.rollout import budget, decode
+from qerl_jax.rollout.ahead import compile_ahead
 from qerl_jax.rollout.engine import SamplingConfig, generate, live_share
-from qerl_jax.rollout.programs import compile_ahead
 
 policy = functools.partial(test_engine.policy, layers=1)
 rollout = functools.partial(test_engine.rollout, layers=1)

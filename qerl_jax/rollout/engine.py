@@ -19,7 +19,7 @@ from flax import struct
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout import budget, decode, programs
+from qerl_jax.rollout import ahead, budget, decode, programs
 from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.programs import Programs
 from qerl_jax.rollout.sampling import SamplingConfig
@@ -103,7 +103,7 @@ def generate(
         prompt_width: the longest prompt there is, if known: then one width is compiled.
         decode_text: token ids to text, for stop strings. A completion is cut after the token that
             completes one of them.
-        compiled_ahead: of `programs.compile_ahead`, for a policy of these shapes on this device;
+        compiled_ahead: of `ahead.compile_ahead`, for a policy of these shapes on this device;
             jit compiles what is not among them.
         compiled: whether all programs are compiled already; then compiling is an error.
         on_progress: called with the rows that have ended and the tokens drawn, after every chunk
@@ -416,7 +416,7 @@ class _Host:
 @contextlib.contextmanager
 def _no_compilation(plan: Plan) -> Generator[None]:
     """Raises at the end if one of the programs was compiled meanwhile."""
-    with programs.compilations() as compiled:
+    with ahead.compilations() as compiled:
         yield
     if compiled:
         raise RuntimeError(

@@ -1,43 +1,27 @@
-"""The programs of rollouts, for every shape that one needs, compiled ahead of time."""
+"""The programs of rollouts, for every shape that one needs."""
 
-import concurrent.futures
 import contextlib
 import functools
+import gc
 import itertools
-import os
-import pathlib
-import threading
-import warnings
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from pallas_kernels import fp4_matmul
 from qerl_jax.policy import transformer
-from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.rollout import budget, decode, executables
+from qerl_jax.rollout import decode
 from qerl_jax.rollout.budget import Plan
-from qerl_jax.rollout.sampling import SamplingConfig
 
 # Compiled programs of one policy, by the `Program.name` of each.
 Programs = Mapping[Hashable, jax.stages.Compiled]
 # Traces and lowers a program.
 Lowering = Callable[[], jax.stages.Lowered]
-
-_COMPILERS = max(4, (os.cpu_count() or 1) // 2)  # programs that compile at the same time
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
-_FUNCTIONS: tuple[Any, ...] = (
-    decode.dequantize,
-    decode.read_prompts,
-    decode.seat_rows,
-    decode.fuse_adapter,
-    decode.decode_chunk,
-    decode.take_rows,
-)
+# A key like those of rollouts, the policy and its adapter or None: bound arrays, or their shapes.
+Policy = tuple[Any, dict, Lora | None]
 
 
 class Program(NamedTuple):
@@ -111,66 +95,26 @@ def _program(function, static, *shapes) -> Program:
     return Program(function, static, (function.__name__, *shapes, *static.values()))
 
 
-def compile_ahead(
-    key: jax.Array,
-    params: dict,
-    lora: Lora | None,
-    *,
-    prompts: int,
-    prompt_width: int,
-    config: ModelConfig,
-    sampling: SamplingConfig,
-    eos_ids: Sequence[int],
-    group_size: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Programs:
-    """Compiles every program that `engine.generate` can need for so many prompts.
-
-    Args:
-        key: one like those that `generate` gets.
-        params: the policy.
-        lora: its adapter, or None.
-        prompts: P.
-        prompt_width: the longest prompt there is.
-        config: see `generate`.
-        sampling: likewise.
-        eos_ids: likewise.
-        group_size: G.
-        on_progress: called with the programs that are compiled, and all of them.
-
-    Returns:
-        What `generate` is given.
-
-    Raises:
-        UserError: see `generate`.
-    """
-    plan = budget.make_plan(
-        params,
-        prompts=prompts,
-        longest=prompt_width,
-        group_size=group_size,
-        config=config,
-        sampling=sampling,
-    )
-    rules = decode.rules(config, sampling, eos_ids)
-    policy = key, params, lora = bound((key, params, lora))
-    needed = lowerings(key, params, lora, plan, rules=rules)
-    return compile_programs(needed, policy, on_progress)
-
-
 def lowerings(
-    key: jax.Array, params: dict, lora: Lora | None, plan: Plan, *, rules: decode.Rules
+    policy: Policy, shapes: Iterable[tuple[Plan, decode.Rules]]
 ) -> dict[Hashable, Lowering]:
-    """What lowers each program of a rollout, by its name.
+    """What lowers each program of some rollouts, by its name.
 
     Args:
-        key: one like those that `generate` gets, bound.
-        params: the policy, likewise.
-        lora: its adapter, or None.
-        plan: the shapes.
-        rules: the rest.
+        policy: that of all of them.
+        shapes: of each, and the rest that its programs depend on.
     """
-    arguments = _Arguments(key, params, lora, plan, rules)
+    return {
+        program.name: functools.partial(_lower, program, *how)
+        for plan, rules in shapes
+        for program, *how in _needed(policy, plan, rules)
+    }
+
+
+def _needed(policy: Policy, plan: Plan, rules: decode.Rules) -> list[tuple[Any, ...]]:
+    """The programs of a rollout, and what the arguments of each are made by and from."""
+    _, params, _ = policy
+    arguments = _Arguments(*policy, plan, rules)
     needed: list[tuple[Any, ...]] = []
     if arguments.packed:
         needed.append((dequantize(params), arguments.dequantize))
@@ -186,7 +130,7 @@ def lowerings(
     for rows, smaller in itertools.pairwise(plan.batches):
         for x in jax.tree.leaves(arguments.batch(rows)):
             needed.append((take_rows(x, smaller), arguments.take_rows, x, smaller))
-    return {program.name: functools.partial(_lower, program, *how) for program, *how in needed}
+    return needed
 
 
 def _lower(program: Program, arguments: Callable, *shapes: Any) -> jax.stages.Lowered:
@@ -243,84 +187,6 @@ class _Arguments:
         return x, *_integers(count)
 
 
-def compile_programs(
-    needed: Mapping[Hashable, Lowering],
-    policy: Any,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Programs:
-    """Loads the programs that are kept, and compiles the others a few at a time.
-
-    Args:
-        needed: of `lowerings`.
-        policy: the key, the policy and its adapter, bound.
-        on_progress: as in `compile_ahead`.
-    """
-    paths = executables.paths(needed, policy)
-    kept = {name: path for name, path in paths.items() if path.exists()}
-    programs: dict[Hashable, jax.stages.Compiled] = {}
-
-    threads: set[int] = set()  # in which XLA compiled
-
-    def take(names):
-        for future in concurrent.futures.as_completed(names):
-            if (program := future.result()) is None:
-                continue
-            programs[names[future]] = program
-            if on_progress is not None:
-                on_progress(len(programs), len(needed))
-
-    uncached = executables.not_cached() if paths else contextlib.nullcontext()
-    with uncached, _on_compilation(lambda _: threads.add(threading.get_ident())):
-        pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
-        try:
-            if kept:
-                fp4_matmul.load_kernel()
-                devices = list(executables.devices_of(policy))
-                load = functools.partial(executables.load, devices=devices)
-                take({pool.submit(load, path): name for name, path in kept.items()})
-            # While one is lowered, which is Python's work, others are compiled.
-            take(
-                {
-                    pool.submit(_compile, lower(), paths.get(name), threads): name
-                    for name, lower in needed.items()
-                    if name not in programs
-                }
-            )
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return programs
-
-
-@contextlib.contextmanager
-def compilations() -> Generator[list[str]]:
-    """The programs of rollouts that are compiled while the block runs, not loaded, by name."""
-    names = {f"jit({function.__name__})" for function in _FUNCTIONS}
-    compiled: list[str] = []
-
-    def note(name):
-        if name in names:
-            compiled.append(name)
-
-    with _on_compilation(note):
-        yield compiled
-
-
-@contextlib.contextmanager
-def _on_compilation(note: Callable[[Any], None]) -> Generator[None]:
-    """Calls `note` with the name of what is compiled, in its thread, while the block runs."""
-
-    def listen(event: str, duration_secs: float, **where: str | int) -> None:
-        del duration_secs
-        if event == _COMPILATION:
-            note(where.get("fun_name"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def bound(tree: Any) -> Any:
     """The arrays bound to where they are: unbound ones would compile to programs of their own."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -332,16 +198,13 @@ def _integers(*shapes: int | tuple[int, ...]) -> list[np.ndarray]:
     return [np.zeros(shape, np.int32) for shape in shapes]
 
 
-def _compile(
-    lowered: jax.stages.Lowered, path: pathlib.Path | None, threads: set[int]
-) -> jax.stages.Compiled:
-    """Compiles a program, and keeps it unless jit had it already, maybe from JAX's cache."""
-    here = threading.get_ident()
-    threads.discard(here)
-    compiled = lowered.compile()
-    if path is not None and here in threads:
-        try:
-            executables.keep(compiled, path)
-        except Exception as error:  # A full disk, or what a backend cannot write.
-            warnings.warn(f"a compiled program is not kept: {error}", stacklevel=2)
-    return compiled
+@contextlib.contextmanager
+def uncollected() -> Generator[None]:
+    """Python's garbage collector off, which takes a tenth of the time that lowering does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -44,14 +44,9 @@ from qerl_jax.errors import memory_errors
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import budget, decode
+from qerl_jax.rollout.ahead import compile_ahead, compile_programs
 from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generate, live_share
-from qerl_jax.rollout.programs import (
-    Programs,
-    bound,
-    compile_ahead,
-    compile_programs,
-    lowerings,
-)
+from qerl_jax.rollout.programs import Programs, bound
 from qerl_jax.run.benchmark_subject import (
     NOTHING_ENDS,
     BenchmarkConfig,
@@ -379,21 +374,15 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
-    needed = {}
-    policy = key, params, lora = bound((jax.random.key(config.seed), subject.params, subject.lora))
+    shapes = []
+    policy = bound((jax.random.key(config.seed), subject.params, subject.lora))
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
-        needed |= lowerings(
-            key,
-            params,
-            lora,
-            dataclasses.replace(plan, batches=plan.batches[:1]),  # No row ends early.
-            rules=decode.rules(
-                subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS
-            ),
-        )
+        sampling = sampling_of(config, new_tokens, batch)
+        rules = decode.rules(subject.config, sampling, NOTHING_ENDS)
+        shapes.append((dataclasses.replace(plan, batches=plan.batches[:1]), rules))  # None ends.
     with _progress() as on_progress:
-        programs = compile_programs(needed, policy, on_progress)
+        programs = compile_programs(policy, shapes, on_progress)
     seconds = time.perf_counter() - began
     print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
     return programs

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from qerl_jax.policy.lora import Lora
+from qerl_jax.rollout.ahead import compilations, compile_ahead
 from qerl_jax.rollout.engine import generate
-from qerl_jax.rollout.programs import compilations, compile_ahead
 
 
 def measure_startup(

@@ -34,7 +34,8 @@ from qerl_jax.rl.train_step import (
     mean_kl,
     train_step,
 )
-from qerl_jax.rollout.programs import Programs, compilations, compile_ahead
+from qerl_jax.rollout.ahead import compilations, compile_ahead
+from qerl_jax.rollout.programs import Programs
 from qerl_jax.run.checkpoint import Checkpoints
 from qerl_jax.run.checks import check
 from qerl_jax.run.collect import Experience, collect

@@ -1,0 +1,142 @@
+"""Programs of rollouts that other processes compile."""
+
+import collections
+import contextlib
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from test_engine import KEY, policy
+from test_programs import HOW, compiled_ahead, complete
+
+from qerl_jax.rollout import ahead, budget, decode, executables, helpers, programs
+from qerl_jax.run.compilation_cache import cached_in
+
+NAMES = ["jit(decode_chunk)", "jit(fuse_adapter)", "jit(read_prompts)", "jit(seat_rows)"]
+# Takes all there is, and leaves nothing.
+IDLE = """
+import pickle, sys
+pickle.load(sys.stdin.buffer)
+print(flush=True)
+for _ in sys.stdin.buffer: print(flush=True)
+"""
+BROKEN = "import sys; print(flush=True); sys.stdin.buffer.read(100); sys.exit(3)"
+FAILED = "import sys; sys.exit(3)"
+
+
+class Awaited(helpers.Team):
+    """Helpers that take something, or end, before the process that needs it takes the rest."""
+
+    def __enter__(self):
+        wait_until(lambda: any(self._handed_out) or self._leading[0].done())
+        return self
+
+
+def wait_until(done):
+    began = time.monotonic()
+    while not done():
+        assert time.monotonic() < began + 120
+        time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(executables, "_keeps", lambda: True)
+
+
+@pytest.fixture
+def helped(monkeypatch):
+    monkeypatch.setattr(ahead, "_helpers_for", lambda names, *_: min(1, len(names)))
+    monkeypatch.setattr(helpers, "Team", Awaited)
+
+
+def assert_equal(result, expected):
+    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_a_helper_compiles_what_it_takes(quantized, tmp_path):
+    config, params, lora = policy(layers=1, quantized=quantized)
+    sampling, eos_ids = HOW["sampling"], HOW["eos_ids"]
+    plan = budget.make_plan(
+        params, prompts=3, longest=9, group_size=1, config=config, sampling=sampling
+    )
+    shapes = [(plan, decode.rules(config, sampling, eos_ids))]
+    bound = programs.bound((KEY, params, lora))
+    with cached_in(tmp_path):
+        paths = executables.paths(programs.lowerings(bound, shapes), bound)
+        queue = collections.deque(range(len(paths)))
+        with helpers.Team(1, helpers.task_for(bound, shapes, paths), queue) as team:
+            wait_until(lambda: not queue)
+            assert team.finish() == list(range(len(paths)))
+    loaded, compiled = compiled_ahead(tmp_path, quantized=quantized)
+    assert not compiled
+    assert_equal(complete(loaded, quantized=quantized), complete({}, quantized=quantized))
+
+
+def test_programs_of_helpers_are_loaded_and_count_as_compiled(helped, tmp_path, monkeypatch):
+    here, lower = [], programs._lower
+    monkeypatch.setattr(programs, "_lower", lambda *how: here.append(how) or lower(*how))
+    counts = []
+    ahead_of_time, compiled = compiled_ahead(
+        tmp_path, on_progress=lambda done, total: counts.append((done, total))
+    )
+    assert sorted(compiled) == NAMES
+    assert len(here) < len(NAMES)
+    assert counts == [(done, len(NAMES)) for done in range(1, len(NAMES) + 1)]
+    assert_equal(complete(ahead_of_time), complete({}))
+    assert not compiled_ahead(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("code", "warned"),
+    [(IDLE, False), (BROKEN, True), (FAILED, True)],
+    ids=["idle", "broken", "failed"],
+)
+def test_what_a_helper_leaves_undone_is_compiled(code, warned, helped, tmp_path, monkeypatch):
+    monkeypatch.setattr(helpers, "_COMMAND", (sys.executable, "-c", code))
+    with pytest.warns(UserWarning, match="exit code 3") if warned else contextlib.nullcontext():
+        ahead_of_time, compiled = compiled_ahead(tmp_path)
+    assert sorted(compiled) == NAMES
+    assert_equal(complete(ahead_of_time), complete({}))
+
+
+def test_helpers_end_with_what_they_help(helped, tmp_path, monkeypatch):
+    started, start = [], helpers._start
+    monkeypatch.setattr(helpers, "_start", lambda: started.append(start()) or started[-1])
+
+    def stop(done, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compiled_ahead(tmp_path, on_progress=stop)
+    (helper,) = started
+    assert helper.poll() is not None
+    assert jax.config.jax_enable_compilation_cache
+
+
+def test_a_helper_that_has_not_begun_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(helpers, "_COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(ahead, "_helpers_for", lambda names, *_: min(2, len(names)))
+    began = time.monotonic()
+    _, compiled = compiled_ahead(tmp_path)
+    assert sorted(compiled) == NAMES
+    assert time.monotonic() < began + 300
+
+
+def test_helpers_are_for_kernels_that_take_long_to_lower(tmp_path, monkeypatch):
+    _, params, lora = policy(layers=1)
+    bound = programs.bound((KEY, params, lora))
+    names = [("decode_chunk", rows) for rows in range(6)]
+    paths = dict.fromkeys(names, tmp_path)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 16)
+    assert ahead._helpers_for(names, paths, bound) == 0  # No kernel runs here.
+    monkeypatch.setattr(ahead.fp4_matmul, "kernel_runs", lambda: True)
+    assert ahead._helpers_for(names, paths, bound) == 2
+    assert ahead._helpers_for(names[1:], paths, bound) == 0
+    assert ahead._helpers_for(names, {}, bound) == 0
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: 4)
+    assert ahead._helpers_for(names, paths, bound) == 0
