@@ -6,12 +6,17 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_engine import KEY, policy
 from test_programs import HOW, compiled_ahead, complete
+from tiny_model import random_lora, random_tokens, tiny_policy
+from triton_kernel import on_gpu
 
+from qerl_jax.policy.quant import quantize, tile_order
 from qerl_jax.rollout import ahead, budget, decode, executables, helpers, programs
+from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.compilation_cache import cached_in
 
 NAMES = ["jit(decode_chunk)", "jit(fuse_adapter)", "jit(read_prompts)", "jit(seat_rows)"]
@@ -140,3 +145,31 @@ def test_helpers_are_for_kernels_that_take_long_to_lower(tmp_path, monkeypatch):
     assert ahead._helpers_for(names, {}, bound) == 0
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: 4)
     assert ahead._helpers_for(names, paths, bound) == 0
+
+
+@pytest.mark.gpu
+@on_gpu
+def test_kernels_of_a_gpu_that_a_helper_compiled(helped, tmp_path):
+    config, params = tiny_policy("llama", embed_dim=512, mlp_dim=640, head_dim=32)
+
+    def stored(x):
+        if x.ndim == 1:
+            return x
+        return tile_order(jax.tree.map(jnp.asarray, quantize([np.asarray(x)], format="nvfp4")))
+
+    params["layers"] = [{n: stored(x) for n, x in layer.items()} for layer in params["layers"]]
+    for name in {"embed_tokens", "lm_head"} & params.keys():
+        params[name] = params[name].astype(jnp.bfloat16)
+    lora, prompts = random_lora(config), np.asarray(random_tokens(64, 9)).tolist()
+    how = {"config": config, "eos_ids": (3,), "group_size": 2}
+    how["sampling"] = SamplingConfig(max_new_tokens=80, chunk_steps=4)
+
+    def rollout(**ahead_of_time):
+        return generate(KEY, params, lora, prompts, pad_id=0, **how, **ahead_of_time)
+
+    expected = rollout()
+    jax.clear_caches()
+    with cached_in(tmp_path), ahead.compilations() as compiled:
+        ready = ahead.compile_ahead(KEY, params, lora, prompts=64, prompt_width=9, **how)
+    assert len(compiled) == len(ready) == len(list(tmp_path.glob("rollout-*")))
+    assert_equal(rollout(compiled_ahead=ready, compiled=True), expected)
