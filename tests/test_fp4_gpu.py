@@ -143,7 +143,7 @@ def products():
     yield TileConfig(96, rows=3, stages=3, stream=True), (90, 3584, 4096), True, "nvfp4"
 
 
-@pytest.mark.parametrize(("config", "shape", "adapter", "form"), products(), ids=str)
+@pytest.mark.parametrize(("config", "shape", "adapter", "form"), list(products()), ids=str)
 def test_product(config, shape, adapter, form):
     m, n, k = shape
     rng = np.random.default_rng()  # other data every time
@@ -237,7 +237,7 @@ def adapters():
         yield config, 13, 4096, 1024, 32, tiling.takes_shares(config)
 
 
-@pytest.mark.parametrize(("config", "m", "n", "k", "rank", "inside"), adapters(), ids=str)
+@pytest.mark.parametrize(("config", "m", "n", "k", "rank", "inside"), list(adapters()), ids=str)
 def test_an_adapter_inside(config, m, n, k, rank, inside):
     """Twice with other adapters, and many times: all locks are zero after every call."""
     assert adapter_cases.plan_of(config, m, n, k, rank).makes_shares(rank, k) == inside
@@ -280,7 +280,7 @@ def swiglus():
     yield TileConfig(16, rows=2, stages=6, stream=True), 16, 128 * 262, 1024
 
 
-@pytest.mark.parametrize(("config", "m", "n", "k"), swiglus(), ids=str)
+@pytest.mark.parametrize(("config", "m", "n", "k"), list(swiglus()), ids=str)
 def test_swiglu(config, m, n, k):
     """Against float64, and many times in a row."""
     rng = np.random.default_rng()
@@ -337,7 +337,7 @@ def norms():
     yield TileConfig(16, rows=1, stages=6), 16, 64 * 37, 384  # three shares, added up outside
 
 
-@pytest.mark.parametrize(("config", "m", "n", "k"), norms(), ids=str)
+@pytest.mark.parametrize(("config", "m", "n", "k"), list(norms()), ids=str)
 def test_begin_norm(config, m, n, k):
     """With given shares and its own, bit for bit what the product and the sum are."""
     rng = np.random.default_rng()

@@ -3,10 +3,10 @@
 import collections
 import concurrent.futures
 import contextlib
-import functools
 import os
 import pathlib
 import threading
+import time
 import warnings
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any
@@ -21,9 +21,12 @@ from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.programs import Policy, Programs, bound
 from qerl_jax.rollout.sampling import SamplingConfig
 
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_COMPILERS = max(4, _CORES // 2)  # programs that compile at the same time
 _FEWEST_FOR_HELPERS = 6  # programs; fewer are lowered before a helper has begun
 _MOST_HELPERS = 3
 _CORES_OF_HELPER = 6
+_PATIENCE = 300.0  # seconds, with a helper that took programs and keeps none
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 _BY_HELPER = "/qerl_jax/rollout/compiled_by_helper"
 _FUNCTIONS: tuple[Any, ...] = (
@@ -96,107 +99,132 @@ def compile_programs(
         shapes: of `programs.lowerings`.
         on_progress: as in `compile_ahead`.
     """
-    lowerings = programs.lowerings(policy, shapes)
-    names: list[Any] = list(lowerings)
-    paths = executables.paths(names, policy)
-    load = functools.partial(executables.load, devices=list(executables.devices_of(policy)))
-    uncached = executables.not_cached() if paths else contextlib.nullcontext()
-    compilers = _Compilers(len(names), on_progress)
-    with uncached, _on_compilation(compilers.note), compilers:
-
-        def load_kept(some: Iterable[Hashable]) -> None:
-            if kept := [name for name in some if paths[name].exists()]:
-                fp4_matmul.load_kernel()
-                for name in kept:
-                    compilers.submit(name, load, paths[name])
-                compilers.wait()
-
-        def compile_missing(some: Iterable[Hashable]) -> None:
-            for name in some:
-                if name not in compilers.programs:
-                    compilers.compile(name, lowerings[name](), paths.get(name))
-            compilers.wait()
-
-        load_kept(paths)
-        missing = [number for number, name in enumerate(names) if name not in compilers.programs]
+    with _Compilation(policy, shapes, on_progress) as work:
+        work.load_kept(work.names)
         with programs.uncollected():
-            if count := _helpers_for([names[number] for number in missing], paths, policy):
-                queue = collections.deque(missing)
-                with helpers.Team(count, helpers.task_for(policy, shapes, paths), queue) as team:
-                    compile_missing(names[number] for number in helpers.taken(queue))
-                    handed_out = [names[number] for number in team.finish()]
-                load_kept(handed_out)
-                for name in handed_out:
-                    if name in compilers.programs:
-                        jax.monitoring.record_event(_BY_HELPER, fun_name=f"jit({name[0]})")
-            compile_missing(names)
-        return compilers.programs
+            work.compile_with_helpers(policy, shapes)
+            work.compile_missing(work.names)
+        return work.programs
 
 
-def _helpers_for(
-    names: Sequence[Any], paths: Mapping[Hashable, pathlib.Path], policy: Policy
-) -> int:
-    """How many helpers save time: with kernels of Hopper, to lower takes longer than to begin."""
-    slow = sum(name[0] in ("read_prompts", "decode_chunk") for name in names)
-    if not paths or slow < _FEWEST_FOR_HELPERS or not fp4_matmul.kernel_runs():
-        return 0
-    shardings = {type(leaf.sharding) for leaf in jax.tree.leaves(policy)}
-    if shardings != {jax.sharding.SingleDeviceSharding}:
-        return 0
-    return min(_MOST_HELPERS, (os.cpu_count() or 1) // _CORES_OF_HELPER)
-
-
-class _Compilers:
+class _Compilation:
     """Threads that load or compile programs, until the block is left.
 
     Attributes:
+        names: of all programs, in the order of `programs.lowerings`.
         programs: what is done, by name.
     """
 
-    def __init__(self, total: int, on_progress: Callable[[int, int], None] | None) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        shapes: Sequence[tuple[Plan, decode.Rules]],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
         self.programs: dict[Any, jax.stages.Compiled] = {}
-        self._total, self._on_progress = total, on_progress
-        self._pool = concurrent.futures.ThreadPoolExecutor(helpers.COMPILERS)
-        self._names: dict[concurrent.futures.Future, Hashable] = {}  # of what is not taken yet
+        self._lowerings = programs.lowerings(policy, shapes)
+        self.names: list[Any] = list(self._lowerings)
+        self._paths = executables.paths(self.names, policy)
+        self._devices = list(executables.devices_of(policy))
+        self._on_progress = on_progress
+        self._pending: dict[concurrent.futures.Future, Any] = {}  # names
         self._threads: set[int] = set()  # in which XLA compiled
+        self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "_Compilers":
+    def __enter__(self) -> "_Compilation":
+        if self._paths:
+            self._stack.enter_context(executables.not_cached())
+        note = _on_compilation(lambda _: self._threads.add(threading.get_ident()))
+        self._stack.enter_context(note)
+        self._pool = concurrent.futures.ThreadPoolExecutor(_COMPILERS)
+        self._stack.callback(self._pool.shutdown, cancel_futures=True)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
-    def note(self, _: Any) -> None:
-        """Of `_on_compilation`."""
-        self._threads.add(threading.get_ident())
+    def load_kept(self, names: Iterable[Any]) -> set[Any]:
+        """Loads the programs that are kept, and returns the names of these."""
+        kept = {name for name in names if name in self._paths and self._paths[name].exists()}
+        if kept:
+            fp4_matmul.load_kernel()
+        for name in kept:
+            self._submit(name, executables.load, self._paths[name], self._devices)
+        self._wait()
+        return kept
 
-    def submit(self, name: Hashable, function: Callable, *arguments: Any) -> None:
-        """Lets a thread make a program; takes those that are done."""
-        self._names[self._pool.submit(function, *arguments)] = name
-        self._take([future for future in self._names if future.done()])
+    def compile_missing(self, names: Iterable[Any]) -> None:
+        """Compiles the programs that are not there; takes names while others are compiled."""
+        for name in names:
+            if name not in self.programs:
+                self._submit(name, self._compile, self._lowerings[name](), self._paths.get(name))
+        self._wait()
 
-    def compile(
-        self, name: Hashable, lowered: jax.stages.Lowered, path: pathlib.Path | None
+    def compile_with_helpers(
+        self, policy: Policy, shapes: Sequence[tuple[Plan, decode.Rules]]
     ) -> None:
-        """Likewise; the program is kept unless jit had it already, maybe from JAX's cache."""
-        self.submit(name, self._compile, lowered, path)
+        """Compiles what is missing beside helpers, if they save time, all but what they fail at."""
+        missing = [number for number, name in enumerate(self.names) if name not in self.programs]
+        count = _helpers_for([self.names[number] for number in missing], self._paths, policy)
+        if not count:
+            return
+        queue = collections.deque(missing)
+        task = helpers.task_for(policy, shapes, self._paths, max(2, _COMPILERS // 2))
+        with helpers.Team(count, task, queue) as team:
+            self.compile_missing(self.names[number] for number in helpers.taken(queue))
+            self._load_from(team)
+            for reason in team.failures():
+                warnings.warn(
+                    f"a process that helps to compile rollout programs ended: {reason}; what it "
+                    "left undone is compiled here",
+                    stacklevel=2,
+                )
 
-    def wait(self) -> None:
-        """Takes all programs."""
-        self._take(concurrent.futures.as_completed(list(self._names)))
+    def _load_from(self, team: helpers.Team) -> None:
+        """Loads what helpers keep until they have kept all, have ended, or seem to hang."""
+        missing, news = {self.names[number] for number in team.dismiss()}, time.monotonic()
+        while missing:
+            at_work = team.at_work()
+            if kept := self.load_kept(missing):
+                missing, news = missing - kept, time.monotonic()
+                for function, *_ in kept & self.programs.keys():
+                    jax.monitoring.record_event(_BY_HELPER, fun_name=f"jit({function})")
+            elif not at_work or time.monotonic() - news > _PATIENCE:
+                break
+            else:
+                self._report()
+                time.sleep(0.1)
+        if missing and at_work:
+            warnings.warn(
+                f"processes that help to compile rollout programs kept none for {_PATIENCE:.0f} s; "
+                "what they left undone is compiled here",
+                stacklevel=2,
+            )
+            team.end()
+
+    def _submit(self, name: Any, function: Callable, *arguments: Any) -> None:
+        """Lets a thread make a program; takes those that are done."""
+        self._pending[self._pool.submit(function, *arguments)] = name
+        self._take([future for future in self._pending if future.done()])
+
+    def _wait(self) -> None:
+        self._take(concurrent.futures.as_completed(list(self._pending)))
 
     def _take(self, futures: Iterable[concurrent.futures.Future]) -> None:
         for future in futures:
-            name = self._names.pop(future)
-            if (program := future.result()) is None:
-                continue  # What is kept cannot be loaded.
-            self.programs[name] = program
-            if self._on_progress is not None:
-                self._on_progress(len(self.programs), self._total)
+            name = self._pending.pop(future)
+            if (program := future.result()) is not None:  # else it cannot be loaded
+                self.programs[name] = program
+                self._report()
+
+    def _report(self) -> None:
+        if self._on_progress is not None:
+            self._on_progress(len(self.programs), len(self.names))
 
     def _compile(
         self, lowered: jax.stages.Lowered, path: pathlib.Path | None
     ) -> jax.stages.Compiled:
+        """Compiles a program, and keeps it unless jit had it already, maybe from JAX's cache."""
         here = threading.get_ident()
         self._threads.discard(here)
         compiled = lowered.compile()
@@ -208,9 +236,25 @@ class _Compilers:
         return compiled
 
 
+def _helpers_for(
+    names: Sequence[Any], paths: Mapping[Hashable, pathlib.Path], policy: Policy
+) -> int:
+    """How many helpers save time: with kernels of Hopper, to lower takes longer than to begin."""
+    slow = sum(name[0] in ("read_prompts", "decode_chunk") for name in names)
+    if not paths or slow < _FEWEST_FOR_HELPERS or not fp4_matmul.kernel_runs():
+        return 0
+    sharding, *others = {leaf.sharding for leaf in jax.tree.leaves(policy)}
+    if others or not isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return 0
+    return min(_MOST_HELPERS, _CORES // _CORES_OF_HELPER)
+
+
 @contextlib.contextmanager
 def compilations() -> Generator[list[str]]:
-    """The programs of rollouts that are compiled while the block runs, not loaded, by name."""
+    """The programs of rollouts that are compiled while the block runs, not loaded, by name.
+
+    Those that helpers compile are among them.
+    """
     names = {f"jit({function.__name__})" for function in _FUNCTIONS}
     compiled: list[str] = []
 
@@ -218,8 +262,16 @@ def compilations() -> Generator[list[str]]:
         if name in names:
             compiled.append(name)
 
-    with _on_compilation(note):
-        yield compiled
+    def listen_to_helpers(event: str, **where: str | int) -> None:
+        if event == _BY_HELPER:
+            note(where.get("fun_name"))
+
+    jax.monitoring.register_event_listener(listen_to_helpers)
+    try:
+        with _on_compilation(note):
+            yield compiled
+    finally:
+        jax.monitoring.unregister_event_listener(listen_to_helpers)
 
 
 @contextlib.contextmanager
@@ -231,14 +283,8 @@ def _on_compilation(note: Callable[[Any], None]) -> Generator[None]:
         if event == _COMPILATION:
             note(where.get("fun_name"))
 
-    def listen_to_helpers(event: str, **where: str | int) -> None:
-        if event == _BY_HELPER:
-            note(where.get("fun_name"))
-
     jax.monitoring.register_event_duration_secs_listener(listen)
-    jax.monitoring.register_event_listener(listen_to_helpers)
     try:
         yield
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-        jax.monitoring.unregister_event_listener(listen_to_helpers)

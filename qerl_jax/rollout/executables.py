@@ -44,8 +44,8 @@ def paths(names: Collection[Hashable], policy: Any) -> dict[Hashable, pathlib.Pa
         return {}
     if len(devices_of(policy)) > 1:
         return {}
-    origin = _origin(policy)
-    digests = {name: hashlib.sha256(f"{origin} {name}".encode()).hexdigest() for name in names}
+    made_by = origin(policy)
+    digests = {name: hashlib.sha256(f"{made_by} {name}".encode()).hexdigest() for name in names}
     return {name: pathlib.Path(folder, f"rollout-{digests[name]}") for name in names}
 
 
@@ -54,8 +54,12 @@ def devices_of(policy: Any) -> set[jax.Device]:
     return {one for leaf in jax.tree.leaves(policy) for one in leaf.sharding.device_set}
 
 
-def _origin(policy: Any) -> str:
-    """All that programs depend on beside their names."""
+def origin(policy: Any) -> str:
+    """All that the programs of a policy depend on beside their names.
+
+    Args:
+        policy: its arrays, or their shapes with shardings.
+    """
     leaves, treedef = jax.tree.flatten(policy)
     shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
     settings = {
@@ -100,12 +104,17 @@ def keep(compiled: jax.stages.Compiled, path: pathlib.Path) -> None:
     program, *treedefs = serialize_executable.serialize(compiled)
     trees = [jax.tree.unflatten(treedef, range(treedef.num_leaves)) for treedef in treedefs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    written = unfinished(path, os.getpid())
     try:
-        unfinished.write_bytes(pickle.dumps((program, trees)))
-        unfinished.replace(path)
+        written.write_bytes(pickle.dumps((program, trees)))
+        written.replace(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
+
+
+def unfinished(path: pathlib.Path, pid: int) -> pathlib.Path:
+    """Where a process writes what is then renamed to a path."""
+    return path.with_name(f"{path.name}.{pid}")
 
 
 def load(path: pathlib.Path, devices: list[jax.Device]) -> jax.stages.Compiled | None:

@@ -3,7 +3,7 @@
 To trace and lower a program with kernels of Pallas in it takes Python seconds, and Python does one
 thing at a time. A helper does it in a process of its own, and leaves the executable in its file
 (`executables`), from which the process that needs it loads it. Helpers take programs from the same
-queue as that process; what they leave undone, as they ended early, is left to it.
+queue as that process, and what they leave undone, as they ended early, is left to it.
 """
 
 import collections
@@ -15,6 +15,8 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import tempfile
+import threading
 import warnings
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from typing import IO, Any, BinaryIO
@@ -24,8 +26,8 @@ import jax
 from qerl_jax.rollout import decode, executables, programs
 from qerl_jax.rollout.budget import Plan
 
-COMPILERS = max(4, (os.cpu_count() or 1) // 2)  # programs that compile at the same time
-_COMMAND = (sys.executable, "-m", __name__)
+# -P: not what the working directory has by the name, but what this process imports.
+_COMMAND = (sys.executable, "-P", "-m", __name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,34 +37,51 @@ class Task:
     Attributes:
         policy: the shapes of its arrays.
         device: where it lies, among `jax.devices()`.
+        memory_kind: likewise, of the device.
         shapes: see `programs.lowerings`.
         paths: where each of those programs is to be kept, in their order.
         settings: those of JAX.
+        origin: of `executables.origin`, which the helper must agree with.
+        compilers: programs that it compiles at the same time.
     """
 
     policy: programs.Policy
     device: int
+    memory_kind: str | None
     shapes: Sequence[tuple[Plan, decode.Rules]]
     paths: Sequence[pathlib.Path]
     settings: Mapping[str, Any]
+    origin: str
+    compilers: int
 
 
 def task_for(
     policy: programs.Policy,
     shapes: Sequence[tuple[Plan, decode.Rules]],
     paths: Mapping[Hashable, pathlib.Path],
+    compilers: int,
 ) -> Task:
     """The task of helpers of this process.
 
     Args:
-        policy: bound, all of it to one device.
+        policy: bound, all of it to one device in the same way.
         shapes: see `programs.lowerings`.
         paths: of `executables.paths`.
+        compilers: programs that a helper compiles at the same time.
     """
-    (device,) = executables.devices_of(policy)
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), policy)
-    settings = dict(jax.config.values)
-    return Task(abstract, jax.devices().index(device), shapes, list(paths.values()), settings)
+    (sharding,) = {leaf.sharding for leaf in jax.tree.leaves(policy)}
+    (device,) = sharding.device_set
+    plain = bool, int, float, str, type(None)
+    return Task(
+        policy=jax.eval_shape(lambda x: x, policy),
+        device=jax.devices().index(device),
+        memory_kind=sharding.memory_kind,
+        shapes=shapes,
+        paths=list(paths.values()),
+        settings={k: v for k, v in jax.config.values.items() if isinstance(v, plain)},
+        origin=executables.origin(policy),
+        compilers=compilers,
+    )
 
 
 def taken(queue: collections.deque) -> Generator[Any]:
@@ -84,86 +103,140 @@ class Team:
     """
 
     def __init__(self, count: int, task: Task, queue: collections.deque[int]) -> None:
-        self._queue = queue
-        self._handed_out: list[list[int]] = [[] for _ in range(count)]
-        self._helpers = [_start() for _ in range(count)]
-        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, count))
-        told = pickle.dumps(task)
-        self._leading = [
-            self._pool.submit(self._lead, helper, numbers, told)
-            for helper, numbers in zip(self._helpers, self._handed_out, strict=True)
-        ]
+        self._count, self._paths, self._queue = count, task.paths, queue
+        self._pickled = pickle.dumps(task)
+        self._lock = threading.Lock()
+        self._pool = concurrent.futures.ThreadPoolExecutor(count)
+        self._helpers: list[_Helper] = []
+        self._served: list[concurrent.futures.Future] = []
 
     def __enter__(self) -> "Team":
+        try:
+            for _ in range(self._count):
+                self._helpers.append(_Helper())
+                self._served.append(self._pool.submit(self._serve, self._helpers[-1]))
+        except OSError as error:
+            warnings.warn(f"a process that would help to compile: {error}", stacklevel=2)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        for helper in self._helpers:
-            helper.kill()
+        self.end()
         self._pool.shutdown()
+        for helper in self._helpers:
+            helper.errors.close()
+            for number in helper.numbers:  # It may have been writing.
+                with contextlib.suppress(OSError):
+                    executables.unfinished(self._paths[number], helper.process.pid).unlink()
 
-    def finish(self) -> list[int]:
-        """Waits for what was handed out, when nothing is left to hand out, and returns it."""
-        for helper, numbers, leading in zip(
-            self._helpers, self._handed_out, self._leading, strict=True
-        ):
-            code = helper.poll()
-            if not numbers:  # It has not begun yet.
-                helper.kill()
-            leading.result()
-            if code or (numbers and helper.returncode):
-                warnings.warn(
-                    "a helper that compiles programs of rollouts ended with exit code "
-                    f"{helper.returncode}; what it left undone is compiled here",
-                    stacklevel=2,
-                )
-        return [number for numbers in self._handed_out for number in numbers]
+    def handed_out(self) -> list[int]:
+        """The programs that helpers took."""
+        with self._lock:
+            return [number for helper in self._helpers for number in helper.numbers]
 
-    def _lead(self, helper: subprocess.Popen[bytes], numbers: list[int], told: bytes) -> None:
+    def dismiss(self) -> list[int]:
+        """Ends helpers that have not begun, as nothing is left in the queue; the rest as above."""
+        with self._lock:
+            for helper in self._helpers:
+                if not helper.numbers:
+                    helper.end()
+        return self.handed_out()
+
+    def at_work(self) -> bool:
+        """Whether a helper has not ended."""
+        return not all(served.done() for served in self._served)
+
+    def end(self) -> None:
+        """Ends helpers in the middle of their work."""
+        for helper in self._helpers:
+            helper.end()
+
+    def failures(self) -> list[str]:
+        """Why helpers ended that neither this process nor the end of the queue ended."""
+        for served in self._served:
+            served.result()
+        return [reason for helper in self._helpers if (reason := helper.failure())]
+
+    def _serve(self, helper: "_Helper") -> None:
+        """Gives a helper its task, and a program whenever it asks for one."""
+        left = taken(self._queue)
         # A helper ends where its pipe is closed, which the block does, and waits.
-        with contextlib.suppress(BrokenPipeError), helper:
-            _write(helper.stdin, told)
-            left = taken(self._queue)
-            while helper.stdout.readline():  # pyrefly: ignore[missing-attribute]
-                if (number := next(left, None)) is None:
-                    return
-                numbers.append(number)
-                _write(helper.stdin, b"%d\n" % number)
+        with contextlib.suppress(BrokenPipeError), helper.process:
+            helper.tell(self._pickled)
+            while helper.asks():
+                with self._lock:
+                    if helper.ended or (number := next(left, None)) is None:
+                        return
+                    helper.numbers.append(number)
+                helper.tell(b"%d\n" % number)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        _COMMAND,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=os.environ
-        | {
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-            # The memory is that of the process that needs the programs.
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        },
-        start_new_session=True,  # Ctrl-C is for that process, which ends its helpers.
-    )
+class _Helper:
+    """A process.
+
+    Attributes:
+        process: that.
+        errors: what it wrote about them.
+        numbers: the programs that it took.
+        ended: whether this process ended it.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.ended = False
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115
+        self.process = subprocess.Popen(
+            _COMMAND,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                # The memory is that of the process that needs the programs.
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
+            start_new_session=True,  # Ctrl-C is for that process, which ends its helpers.
+        )
+
+    def tell(self, what: bytes) -> None:
+        pipe: IO[bytes] = self.process.stdin  # pyrefly: ignore[bad-assignment]
+        pipe.write(what)
+        pipe.flush()
+
+    def asks(self) -> bool:
+        """Waits until it asks for a program; False where it has ended."""
+        return bool(self.process.stdout.readline())  # pyrefly: ignore[missing-attribute]
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.ended = True
+            self.process.kill()
+
+    def failure(self) -> str:
+        if self.ended or not self.process.returncode:
+            return ""
+        self.errors.seek(0)
+        last = self.errors.read().decode(errors="replace").strip().splitlines()[-1:]
+        return "".join(last) or f"exit code {self.process.returncode}"
 
 
-def _write(pipe: IO[bytes] | None, what: bytes) -> None:
-    assert pipe is not None
-    pipe.write(what)
-    pipe.flush()
-
-
-def _serve(given: BinaryIO) -> None:
-    """Reads a task, and numbers of its programs, a line each, until EOF; a line asks for one."""
+def _help(given: BinaryIO, ask: IO[str]) -> None:
+    """Reads a task, and the numbers of programs until EOF, and asks for each with a line."""
     task: Task = pickle.load(given)
     for name, value in task.settings.items():
-        if jax.config.values[name] != value:
+        if jax.config.values.get(name, value) != value:
             jax.config.update(name, value)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[task.device])
-    policy = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), task.policy
+    sharding = jax.sharding.SingleDeviceSharding(
+        jax.devices()[task.device], memory_kind=task.memory_kind
     )
+    policy = jax.tree.map(lambda x: x.update(sharding=sharding), task.policy)
+    if executables.origin(policy) != task.origin:
+        sys.exit("here programs would be others: edited sources, another version or setting")
     lowerings = list(programs.lowerings(policy, task.shapes).values())
+    compiling: list[concurrent.futures.Future] = []
 
     def compile_and_keep(number: int, lowered: jax.stages.Lowered) -> None:
         executables.keep(lowered.compile(), task.paths[number])
@@ -171,14 +244,21 @@ def _serve(given: BinaryIO) -> None:
     with (
         executables.not_cached(),
         programs.uncollected(),
-        concurrent.futures.ThreadPoolExecutor(COMPILERS) as pool,
+        concurrent.futures.ThreadPoolExecutor(task.compilers) as pool,
     ):
-        print(flush=True)
+        print(file=ask, flush=True)
         for line in given:
             number = int(line)
-            pool.submit(compile_and_keep, number, lowerings[number]())
-            print(flush=True)
+            compiling.append(pool.submit(compile_and_keep, number, lowerings[number]()))
+            for future in compiling:
+                if future.done():
+                    future.result()
+            print(file=ask, flush=True)
+        for future in compiling:
+            future.result()
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin.buffer)
+    _asking = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # What compilers print asks for nothing.
+    _help(sys.stdin.buffer, _asking)
