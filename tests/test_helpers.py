@@ -64,11 +64,6 @@ def helped(monkeypatch):
     monkeypatch.setattr(helpers, "Team", Awaited)
 
 
-def assert_equal(result, expected):
-    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
 @pytest.fixture
 def lowered_here(monkeypatch):
     """What this process lowers, a helper does not."""
@@ -103,7 +98,11 @@ def test_a_helper_compiles_what_it_takes(quantized, tmp_path):
         assert team.handed_out() == list(range(len(told.paths)))
     loaded, compiled = compiled_ahead(tmp_path, quantized=quantized)
     assert not compiled
-    assert_equal(complete(loaded, quantized=quantized), complete({}, quantized=quantized))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        complete(loaded, quantized=quantized),
+        complete({}, quantized=quantized),
+    )
 
 
 @pytest.mark.parametrize("change", ["sources", "folder"])
@@ -132,7 +131,7 @@ def test_programs_of_helpers_are_loaded_and_count_as_compiled(helped, lowered_he
     assert len(lowered_here) < len(NAMES)
     assert set(counts) >= {(done, len(NAMES)) for done in range(1, len(NAMES) + 1)}
     assert counts == sorted(counts)
-    assert_equal(complete(ahead_of_time), complete({}))
+    jax.tree.map(np.testing.assert_array_equal, complete(ahead_of_time), complete({}))
     assert not compiled_ahead(tmp_path)[1]
 
 
@@ -147,7 +146,7 @@ def test_what_a_helper_leaves_undone_is_compiled(code, warning, helped, tmp_path
     with pytest.warns(UserWarning, match=warning) if warning else contextlib.nullcontext():
         ahead_of_time, compiled = compiled_ahead(tmp_path)
     assert sorted(compiled) == NAMES
-    assert_equal(complete(ahead_of_time), complete({}))
+    jax.tree.map(np.testing.assert_array_equal, complete(ahead_of_time), complete({}))
 
 
 def test_without_another_process_all_is_compiled(helped, tmp_path, monkeypatch):
@@ -222,4 +221,6 @@ def test_kernels_of_a_gpu_that_a_helper_compiled(helped, lowered_here, tmp_path)
     with cached_in(tmp_path), ahead.compilations() as compiled:
         ready = ahead.compile_ahead(KEY, params, lora, prompts=64, prompt_width=9, **how)
     assert len(lowered_here) < len(compiled) == len(ready) == len(list(tmp_path.glob("rollout-*")))
-    assert_equal(rollout(compiled_ahead=ready, compiled=True), expected)
+    jax.tree.map(
+        np.testing.assert_array_equal, rollout(compiled_ahead=ready, compiled=True), expected
+    )

@@ -72,8 +72,7 @@ def test_what_one_process_compiled_the_next_one_loads(quantized, tmp_path):
     with ahead.compilations() as compiled:
         result = complete(again, quantized=quantized)
     assert not compiled
-    for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 def test_a_broken_file_is_compiled_again(tmp_path):
@@ -118,8 +117,7 @@ def test_what_jit_had_from_the_cache_of_jax_is_not_written_again(tmp_path):
         how = {"prompts": 3, "prompt_width": 9, "config": config} | HOW
         ahead.compile_ahead(KEY, params, lora, **how)
     again, _ = compiled_ahead(tmp_path)
-    for x, y in zip(jax.tree.leaves(complete(again)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(x, y)
+    jax.tree.map(np.testing.assert_array_equal, complete(again), expected)
 
 
 def test_a_policy_on_one_of_two_devices(tmp_path):

@@ -102,7 +102,7 @@ def compile_programs(
     with _Compilation(policy, shapes, on_progress) as work:
         work.load_kept(work.names)
         with programs.uncollected():
-            work.compile_with_helpers(policy, shapes)
+            work.compile_with_helpers()
             work.compile_missing(work.names)
         return work.programs
 
@@ -122,6 +122,7 @@ class _Compilation:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self.programs: dict[Any, jax.stages.Compiled] = {}
+        self._policy, self._shapes = policy, shapes
         self._lowerings = programs.lowerings(policy, shapes)
         self.names: list[Any] = list(self._lowerings)
         self._paths = executables.paths(self.names, policy)
@@ -160,16 +161,14 @@ class _Compilation:
                 self._submit(name, self._compile, self._lowerings[name](), self._paths.get(name))
         self._wait()
 
-    def compile_with_helpers(
-        self, policy: Policy, shapes: Sequence[tuple[Plan, decode.Rules]]
-    ) -> None:
+    def compile_with_helpers(self) -> None:
         """Compiles what is missing beside helpers, if they save time, all but what they fail at."""
         missing = [number for number, name in enumerate(self.names) if name not in self.programs]
-        count = _helpers_for([self.names[number] for number in missing], self._paths, policy)
+        count = _helpers_for([self.names[number] for number in missing], self._paths, self._policy)
         if not count:
             return
         queue = collections.deque(missing)
-        task = helpers.task_for(policy, shapes, self._paths, max(2, _COMPILERS // 2))
+        task = helpers.task_for(self._policy, self._shapes, self._paths, max(2, _COMPILERS // 2))
         with helpers.Team(count, task, queue) as team:
             self.compile_missing(self.names[number] for number in helpers.taken(queue))
             self._load_from(team)

@@ -116,7 +116,7 @@ class Team:
                 self._helpers.append(_Helper())
                 self._served.append(self._pool.submit(self._serve, self._helpers[-1]))
         except OSError as error:
-            warnings.warn(f"a process that would help to compile: {error}", stacklevel=2)
+            warnings.warn(f"no process helps to compile rollout programs: {error}", stacklevel=2)
         except BaseException:
             self.__exit__()
             raise
