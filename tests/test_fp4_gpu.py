@@ -291,7 +291,9 @@ def test_swiglu(config, m, n, k):
     product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
     product += float64(xa) @ float64(b).T
     # Two norms, by which the calls take turns: who reads a factor too early has the other's.
-    squares = rng.uniform(0.5, 2, (2, k // 128 + 1, m)) * np.mean(product**2) / (k // 128)
+    # In as many shares as a product of K outputs leaves, or in few.
+    count = k // 16 if k > 1024 else k // 128 + 1
+    squares = rng.uniform(0.5, 2, (2, count, m)) * np.mean(product**2) / count
     squares = squares.astype(np.float32)
     expected = []
     for parts in float64(squares):

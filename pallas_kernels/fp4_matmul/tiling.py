@@ -16,9 +16,8 @@ SHARE_COLUMNS = 32  # of x A^T, that are added up together
 MIN_SHARES = 4  # one for each warp that adds up x A^T
 # Rows of shares that the kernel adds up itself: few parts of them for each block of threads.
 MAX_ROWS_OF_SHARES = 128
-# Rows up to which a product begins the norm behind it. With 64 a step of 14B takes 1.8 % longer for
-# it, and one of 32B 0.6 %.
-MAX_ROWS_OF_NORM = 32
+# Rows up to which a product begins the norm behind it; with more it was not measured.
+MAX_ROWS_OF_NORM = 64
 SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers and the like take some
 
 # By the products of a stage, how many are in flight, and whether the next ones are decoded ahead.

@@ -12,6 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
 from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
 
 
@@ -55,7 +56,8 @@ def write_factor(squares: Any, factor: Any, eps: float) -> None:
     """
     reading = _readings(*squares.shape)[0]
 
-    @pl.loop(0, squares.shape[1] // reading.tokens)
+    # LLVM would unroll two turns, and ask for the shares of both, with registers for half of them.
+    @pl.loop(0, opaque(jnp.int32(squares.shape[1] // reading.tokens)))
     def _(i):
         place = pl.ds(i * reading.tokens, reading.tokens)
         factor.at[place][...] = lax.rsqrt(_total(squares, place, reading) + eps)
