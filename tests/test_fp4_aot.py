@@ -103,7 +103,7 @@ def test_config(name, adapter, build):
 def test_swiglu(inside, model, m, build):
     n, k = cases.MODELS[model]["gate_up"]
     config = tiling.choose(m, n, k, rank=64)
-    # Mean squares come in shares as the product before, which begins the norm, or its kernel leaves.
+    # As many shares of mean squares as the product that begins the norm leaves, or a kernel.
     count = k // (16 if inside else tiling.TILE_COLUMNS)
     extra = {"b": array(n, 64), "squares": array(count, m, dtype=jnp.float32)}
     if inside:

@@ -204,17 +204,20 @@ def test_which_layers_begin_a_norm(dense, without, ends_with_swiglu, expected, m
         ({"without": "down_proj"}, False),
         ({"serves_norm": False}, False),
         ({"makes_shares": False}, False),
+        ({"rows": 48}, True),
+        ({"rows": 64}, False),
     ],
 )
 def test_when_down_begins_the_norms(change, expected, monkeypatch):
-    """Where it, and the product behind the norm, are packed and have adapters in every layer."""
+    """With few rows, where it and the product behind it are packed and have adapters everywhere."""
+    rows = change.get("rows", 8)
 
     def serves_norm(x, weight, b):
-        assert (x.shape, b.shape) == ((8, 640), (512, 64))
+        assert (x.shape, b.shape) == ((rows, 640), (512, 64))
         return change.get("serves_norm", True)
 
     def makes_shares(x, weight, lora):
-        assert (x.shape, *(part.shape for part in lora)) == ((8, 512), (32, 512), (768, 64))
+        assert (x.shape, *(part.shape for part in lora)) == ((rows, 512), (32, 512), (768, 64))
         return change.get("makes_shares", True)
 
     monkeypatch.setattr(fp4_matmul, "serves_norm", serves_norm)
@@ -231,4 +234,5 @@ def test_when_down_begins_the_norms(change, expected, monkeypatch):
         last[change["dense"]] = normal(5, 1, 1)
     pairs_of_last.pop(change.get("without"), None)
     layers, adapters = [whole, last], [pairs, pairs_of_last]
-    assert fused_decode._down_begins_norms(layers, adapters, normal(6, 8, 512), config) == expected
+    x = normal(6, rows, 512)
+    assert fused_decode._down_begins_norms(layers, adapters, x, config) == expected

@@ -179,7 +179,7 @@ def serves_norm(
 ) -> bool:
     """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`.
 
-    Not with so many rows that a norm of its own is faster.
+    Only for as many rows as it was measured with.
     """
     return (
         len(x) <= tiling.MAX_ROWS_OF_NORM
