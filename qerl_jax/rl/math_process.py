@@ -9,12 +9,13 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+
+from qerl_jax import worker_process
 
 SECONDS = 20.0  # for one comparison; a shorter limit is the caller's, see `verify`
 _MEMORY_BYTES = 4 << 30
@@ -57,15 +58,8 @@ def verify(answer: str, text: str) -> bool:
 @functools.cache
 def start() -> subprocess.Popen[str]:
     """The worker, started if there is none; it takes seconds until it has imported sympy."""
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        encoding="utf-8",
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        start_new_session=True,  # Ctrl-C is for the run, which saves first.
-    )
+    command = worker_process.module_command(__name__)
+    return worker_process.start(command, text=True, encoding="utf-8")
 
 
 def _stop(worker: subprocess.Popen[str]) -> None:

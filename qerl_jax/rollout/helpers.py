@@ -13,7 +13,6 @@ import dataclasses
 import os
 import pathlib
 import pickle
-import subprocess
 import sys
 import tempfile
 import threading
@@ -23,11 +22,11 @@ from typing import IO, Any, BinaryIO
 
 import jax
 
+from qerl_jax import worker_process
 from qerl_jax.rollout import decode, executables, programs
 from qerl_jax.rollout.budget import Plan
 
-# -P: not what the working directory has by the name, but what this process imports.
-_COMMAND = (sys.executable, "-P", "-m", __name__)
+_COMMAND = worker_process.module_command(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,19 +186,9 @@ class _Helper:
         self.numbers: list[int] = []
         self.ended = False
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
-        self.process = subprocess.Popen(
-            _COMMAND,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-                # The memory is that of the process that needs the programs.
-                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            },
-            start_new_session=True,  # Ctrl-C is for that process, which ends its helpers.
-        )
+        # The memory is that of the process that needs the programs.
+        env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self.process = worker_process.start(_COMMAND, stderr=self.errors, env=env)
 
     def tell(self, what: bytes) -> None:
         pipe: IO[bytes] = self.process.stdin  # pyrefly: ignore[bad-assignment]
