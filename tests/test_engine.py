@@ -5,6 +5,9 @@ Who decodes together, and in what memory, is in test_rollout_seats.py.
 
 import functools
 import inspect
+import os
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -214,3 +217,29 @@ def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperatur
 
     assert max(difference(noisy)) < 1e-4
     assert min(difference(params)) > 1e-2
+
+
+EXITS_WITH_A_CHUNK_UNDER_WAY = """
+import jax
+from tiny_model import tiny_policy
+from qerl_jax.rollout.engine import SamplingConfig, generate
+
+config, params = tiny_policy("llama", max_position=4096)
+generate(
+    jax.random.key(0), params, None, [[1, 2, 3]], config=config, pad_id=0,
+    sampling=SamplingConfig(max_new_tokens=2000, chunk_steps=500),
+    eos_ids=range(config.vocab_size),
+)
+print("done")
+"""
+
+
+def test_a_process_may_end_behind_a_rollout():
+    """All rows end in the first chunk, and the next is on its way: XLA aborts who leaves it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", EXITS_WITH_A_CHUNK_UNDER_WAY],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr

@@ -151,6 +151,7 @@ def generate(
             decode_text=decode_text,
             on_tokens=on_tokens,
         )
+        stack.callback(host.leave)
         while not host.ended.all():
             host.seat_waiting()
             older = len(host.unseen)
@@ -360,6 +361,12 @@ class _Host:
             self._keep(rows, jax.device_get(drawn))
             if self._on_tokens is not None:
                 self._on_tokens(self.rollout.tokens.copy(), self.rollout.lengths.copy())
+
+    def leave(self) -> None:
+        """On a CPU, waits for the chunk that nobody needs: to exit while it runs is to abort."""
+        device, *_ = self._params["embed_tokens"].devices()
+        if device.platform == "cpu":
+            jax.block_until_ready([drawn for _, drawn in self.unseen])
 
     def _expect(self, rows: np.ndarray, drawn: decode.Drawn) -> None:
         for array in jax.tree.leaves(drawn):
