@@ -15,8 +15,10 @@ SIGINT and SIGTERM.
 import argparse
 import contextlib
 import errno
+import os
 import re
 import sys
+import traceback
 from collections.abc import Callable, Generator, Sequence
 from logging import getLogger
 from typing import NoReturn
@@ -24,9 +26,12 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.run.overrides import check_overrides
 from qerl_jax.run.signals import StoppedError
+
+# As which ml_collections imports the file of --config, and `sweep` that of a sweep.
+_CONFIG_MODULES = "config_config", "sweep_config"
 
 
 def main(
@@ -71,14 +76,29 @@ def config_errors() -> Generator[None]:
     """Turns what a bad config file or flag raises into a UserError."""
     try:
         yield
-    except flags.Error as error:
-        raise UserError(str(error)) from error
-    except OSError as error:
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_config_message(error)) from error
+
+
+def _config_message(error: Exception) -> str:
+    told = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {told}"
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") in _CONFIG_MODULES:
+            return f"{frame.f_code.co_filename}:{line}: {told}"
+    if isinstance(error, OSError):
         # The flag's error for an unreadable config file ends with the system's message.
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise UserError(f"cannot read the config: {reason}") from error
-    except (AttributeError, KeyError) as error:
-        raise UserError(f"the config has no such field: {_key_message(error)}") from error
+        return f"cannot read the config: {str(error).strip().splitlines()[-1].strip()}"
+    if isinstance(error, AttributeError) and error.name == "get_config":
+        return "the config file has no get_config(): experiments/configs/grpo_gsm8k.py shows one"
+    if isinstance(error, AttributeError | KeyError):
+        return f"the config has no such field: {_key_message(error)}"
+    if isinstance(error, flags.Error):
+        return str(error)
+    raise error
 
 
 def announce_stand_in(config: ConfigDict, instead: str) -> None:
@@ -114,7 +134,9 @@ def _quiet() -> None:
     """Hides what libraries log through absl; warnings of Python and JAX stay."""
     logging.get_absl_logger().setLevel("ERROR")
     getLogger("jax").setLevel("WARNING")
-    getLogger("huggingface_hub").setLevel("ERROR")  # which tells of each of its retries, twice
+    # They set their levels when they are imported; the hub tells of each of its retries, twice.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
 
 
 @contextlib.contextmanager

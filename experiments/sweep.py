@@ -131,10 +131,12 @@ def _load_sweep(file: str) -> list[Overrides]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if not hasattr(module, "get_sweep"):
-        raise UserError(f"{path} has no get_sweep(): experiments/configs/aqn_ablation.py shows one")
-    sweep = module.get_sweep(preset) if colon else module.get_sweep()
+    with cli.config_errors():
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_sweep"):
+            example = "experiments/configs/aqn_ablation.py shows one"
+            raise UserError(f"{path} has no get_sweep(): {example}")
+        sweep = module.get_sweep(preset) if colon else module.get_sweep()
     if not sweep:
         raise UserError(f"get_sweep() of {path} returns no runs")
     return sweep

@@ -22,6 +22,8 @@ def check_limits(limits: Mapping[str, tuple[float, ...]]) -> None:
     for name, (value, least, *most) in limits.items():
         if not least <= value < math.inf or any(value > limit for limit in most):
             allowed = f"from {least} to {most[0]}" if most else f"at least {least}"
+            if value == math.inf:
+                allowed = f"finite and {allowed}"
             raise UserError(f"{name}={value}: it must be {allowed}")
 
 

@@ -97,6 +97,23 @@ def test_help_is_no_failure(command, flag):
     assert "--workdir" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("import os\n\ndef get_config():\n    os.pathh", "bad.py:4: AttributeError: module 'os' has"),
+        ("def get_config():\n    return {}['key']", "bad.py:2: KeyError: 'key'"),
+        ("def get_config(", "bad.py:1: SyntaxError: "),
+        ("import absent", "bad.py:1: ModuleNotFoundError: "),
+        ("", "no get_config(): experiments/configs/grpo_gsm8k.py shows one"),
+    ],
+)
+def test_errors_of_a_config_file_say_where(command, tmp_path, source, message):
+    (tmp_path / "bad.py").write_text(source)
+    result = command("--config=bad.py")
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert message in result.stderr
+
+
 def test_a_config_that_exits_keeps_its_code(command, tmp_path):
     (tmp_path / "exits.py").write_text("import sys\ndef get_config():\n    sys.exit(3)\n")
     assert command(f"--config={tmp_path / 'exits.py'}").returncode == 3

@@ -155,8 +155,12 @@ def test_unknown_preset_lists_all(preset):
         ({"optimizer.final_fraction": -0.1}, ["final_fraction=-0.1", "from 0 to 1"]),
         ({"optimizer.b1": 1.0}, ["optimizer.b1=1.0", "from 0 to 0.999999"]),
         ({"seed": -1}, ["seed=-1", "from 0 to 4294967295"]),
-        ({"reward_time_limit": float("inf")}, ["reward_time_limit=inf", "at least 0"]),
+        ({"reward_time_limit": float("inf")}, ["reward_time_limit=inf", "finite and at least 0"]),
         ({"rewards.format.weight": float("nan")}, ["rewards.format.weight=nan", "from -1000000.0"]),
+        (
+            {"rewards.format.weight": 0.0, "rewards.correctness.weight": 0.0},
+            ["no reward has a weight", "rewards.correctness.weight=1"],
+        ),
         ({"aqn.form": "relativ"}, ["aqn.form 'relativ'", "additive, relative"]),
         ({"aqn.correction": "is"}, ["aqn.correction 'is'", "none, tis, noisy_forward"]),
         ({"rl.advantage_scale": "std"}, ["rl.advantage_scale 'std'", "group, batch, none"]),

@@ -99,7 +99,7 @@ def read_events(folder):
 
 def test_tensorboard_has_sections_and_purges_on_resume(tmp_path):
     with open_log(tmp_path, tensorboard=True) as log:
-        log.write({"step": 1, "reward": 0.5, "reward/format": 1.0, "sigma": None, "loss": 2})
+        log.write({"step": 1, "reward": 0.5, "format": 0.9, "reward/format": 1.0, "loss": 2})
         log.write({"step": 2, "reward": 0.6, "train_seconds": 3.0})
     with open_log(tmp_path, tensorboard=True) as log:
         log.truncate(1)
@@ -109,7 +109,8 @@ def test_tensorboard_has_sections_and_purges_on_resume(tmp_path):
     scalars = {(v.tag, e.step): v.simple_value for e in events for v in e.summary.value}
     assert scalars == {
         ("reward/reward", 1): 0.5,
-        ("reward/format", 1): 1.0,
+        ("reward/format", 1): pytest.approx(0.9),
+        ("rewards/format", 1): 1.0,
         ("train/loss", 1): 2.0,
         ("time/train_seconds", 2): 3.0,
         ("reward/reward", 2): pytest.approx(0.7),

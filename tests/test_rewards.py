@@ -356,6 +356,7 @@ def leave(*_):
         (leave, "SystemExit: 3 (test_rewards.py:"),
         (lambda *_: float("nan"), "ValueError: it returned nan"),
         (lambda *_: float("inf"), "ValueError: it returned inf"),
+        (lambda *_: -1e300, "ValueError: it returned -1e+300"),
         (lambda *_: "high", "ValueError: could not convert string to float: 'high'"),
         (lambda: 1.0, "TypeError"),
     ],

@@ -33,6 +33,7 @@ Reward = Callable[[str, str, str, int, bool], float | None]
 
 _ARGUMENTS = "(prompt, completion, answer, num_tokens, finished)"
 _TOLERANCE = Decimal("1e-6")
+_LARGEST = 1e9  # value of a reward: the squares of some more would be infinite
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)}])[-+])?\\?\$?"  # `5-3` holds an operator, not a sign
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -166,8 +167,8 @@ def _limited(seconds: float) -> Generator[None]:
 
 def _finite(value: float) -> float:
     number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"it returned {number}")
+    if not abs(number) <= _LARGEST:
+        raise ValueError(f"it returned {number:g}, a reward is a number up to {_LARGEST:g}")
     return number
 
 

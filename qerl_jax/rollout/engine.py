@@ -309,7 +309,9 @@ class _Host:
             free = free[count:]
             self._waiting += count
             if self._waiting == end:
-                self._read, self._first_read = None, self._first_read + plan.prompts
+                # None of these may live on while others are read.
+                self._read = read = None
+                self._first_read += plan.prompts
 
     def _read_prompts(self) -> decode.Prompts:
         plan = self._plan

@@ -83,6 +83,12 @@ def check(config: ConfigDict) -> None:
                 "{'function': 'package.module:function', 'weight': 1.0}"
             )
         check_limits({f"rewards.{name}.weight": (reward["weight"], -1e6, 1e6)})
+    weights = {name: reward["weight"] for name, reward in config.rewards.to_dict().items()}
+    if not any(weights.values()):
+        raise UserError(
+            f"no reward has a weight ({', '.join(weights) or 'there is none'}), nothing can be "
+            "learned: set one, such as rewards.correctness.weight=1"
+        )
     for name, choices in _CHOICES.items():
         if _field(config, name) not in choices:
             raise UserError(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -207,6 +208,11 @@ def _score(
         raise UserError(
             f"no completion has a reward, nothing can be learned: {scores.errors[0]}; mend it and "
             "run the same command again"
+        )
+    if np.isnan(scores.total).all():
+        warnings.warn(
+            "no completion has a reward, nothing is learned of these: every function returned None",
+            stacklevel=2,
         )
     if not config.overlong_buffer:
         return scores

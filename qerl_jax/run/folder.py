@@ -92,20 +92,20 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[RunFolder]
           another config.
     """
     path = default_folder(config) if path is None else Path(path)
+    config_path = path / "config.json"
     try:
         path.mkdir(parents=True, exist_ok=True)
+        if not config_path.exists():
+            _check_empty(path)
         lock = (path / "lock").open("a+")
     except OSError as error:
         raise UserError(f"cannot use {path} as a run folder: {error}") from error
     with lock:
         _acquire(lock, path)
-        config_path = path / "config.json"
         resumed = config_path.exists() and _has_begun(path)
         if resumed:
             schedule_steps = _check_same_run(config_path, config)
         else:
-            if not config_path.exists():
-                _check_empty(path)
             schedule_steps = config.steps
             described = {"config": config_dict(config), "schedule_steps": schedule_steps}
             described |= provenance()

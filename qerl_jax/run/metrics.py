@@ -22,10 +22,18 @@ from qerl_jax.errors import UserError
 from qerl_jax.run.folder import write_atomic
 
 _SECTIONS = {
-    "reward": ("reward", "reward_std", "accuracy", "format", "advantage_zero_groups"),
+    "reward": (
+        "reward",
+        "reward_std",
+        "accuracy",
+        "format",
+        "advantage_zero_groups",
+        "sampled_groups",
+        "rewards_missing",
+    ),
     "rollout": ("length", "finished", "entropy", "rollout_tokens", "rollout_live_share"),
     "noise": ("sigma", "perturbed_norms", "noise_kl"),
-    "eval": ("eval_accuracy",),
+    "eval": ("eval_accuracy", "eval_accuracy_before"),
 }
 _SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
 
@@ -266,6 +274,8 @@ def _json_value(value: Any, name: str) -> Any:
 
 def _tag(key: str) -> str:
     """The section and name under which TensorBoard and the trackers show a key."""
+    if key.startswith("reward/"):  # of one function, whose name may be that of a metric
+        return key.replace("reward/", "rewards/", 1)
     if "/" in key:
         return key
     if key.endswith(("_seconds", "_per_second")):
