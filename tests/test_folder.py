@@ -144,7 +144,7 @@ def test_foreign_folder_is_refused_and_untouched(tmp_path):
         folder.open_run(tmp_path, make_config()),
     ):
         pass
-    assert not (tmp_path / "config.json").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"config": {}}', "{"])

@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.compilation_cache import compress_executable, decompress_executable
 from test_engine import KEY, PAD, PROMPTS, policy
 
 from qerl_jax.rollout import ahead, executables
@@ -193,19 +195,57 @@ def test_the_folder_of_a_run_shares_with_the_cache_of_jax(tmp_path, monkeypatch)
     common.mkdir()
     run.mkdir(parents=True)
     for folder in (common, run):
-        (folder / "of-both-cache").write_text(folder.name)
-    (common / "older-cache").touch()
+        (folder / "of-both-cache").write_bytes(compress_executable(folder.name.encode()))
+    (common / "older-cache").write_bytes(compress_executable(b"older"))
     (common / "rollout-0.123").touch()  # which another process is writing
     with cached_in(common):
         with programs_in(run):
             assert jax.config.jax_compilation_cache_dir == str(run)
-            (run / "newer-cache").touch()
+            (run / "newer-cache").write_bytes(compress_executable(b"newer"))
         assert jax.config.jax_compilation_cache_dir == str(common)
     names = {"of-both-cache", "older-cache", "newer-cache"}
     assert {file.name for file in run.iterdir()} == names
     assert {file.name for file in common.iterdir()} == names | {"rollout-0.123"}
     for folder in (common, run):
-        assert (folder / "of-both-cache").read_text() == folder.name
+        content = (folder / "of-both-cache").read_bytes()
+        assert decompress_executable(content) == folder.name.encode()
+
+
+def test_a_program_that_was_not_written_to_its_end_is_written_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    common = tmp_path / "common"
+    hits = []
+
+    def session(run):
+        jax.clear_caches()
+        with programs_in(run):
+            jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8)))
+        return list(run.glob("*-cache"))
+
+    def listen(event, **_):
+        hits.append(event == "/jax/compilation_cache/cache_hits")
+
+    with cached_in(common):
+        for file in session(tmp_path / "killed"):
+            for copy in (file, common / file.name):  # a killed run links nothing
+                copy.unlink()
+            file.write_bytes(b"torn")
+        session(tmp_path / "killed")
+        jax.monitoring.register_event_listener(listen)
+        try:
+            programs = session(tmp_path / "killed")
+            assert sum(hits) == len(programs) > 0
+            session(tmp_path / "another")
+        finally:
+            jax.monitoring.unregister_event_listener(listen)
+    assert sum(hits) == 2 * len(programs)
+
+
+def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    (tmp_path / "file").touch()
+    with cached_in(tmp_path / "file"), programs_in(tmp_path / "run"):
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "run")
 
 
 def test_a_run_without_the_cache_of_jax_has_its_own_folder(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ import collections
 import contextlib
 import dataclasses
 import inspect
-import math
 import os
 import re
 import signal

@@ -12,6 +12,7 @@ import hashlib
 import os
 import pathlib
 import pickle
+import socket
 import warnings
 from collections.abc import Collection, Generator, Hashable
 from typing import Any
@@ -113,8 +114,8 @@ def keep(compiled: jax.stages.Compiled, path: pathlib.Path) -> None:
 
 
 def unfinished(path: pathlib.Path, pid: int) -> pathlib.Path:
-    """Where a process writes what is then renamed to a path."""
-    return path.with_name(f"{path.name}.{pid}")
+    """Where a process of this host writes what is then renamed to a path."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}-{pid}")
 
 
 def load(path: pathlib.Path, devices: list[jax.Device]) -> jax.stages.Compiled | None:

@@ -1,10 +1,11 @@
 """Where compiled programs are kept."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 
 import jax
+from jax._src.compilation_cache import decompress_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 
@@ -19,6 +20,7 @@ def programs_in(path: Path) -> Generator[None]:
     if jax.default_backend() != "gpu":
         yield
         return
+    _remove_torn(path.glob("*"))
     common = jax.config.jax_compilation_cache_dir
     if not common or "://" in common:
         with cached_in(path):
@@ -34,11 +36,33 @@ def programs_in(path: Path) -> Generator[None]:
 
 def _link_files(source: Path, target: Path) -> None:
     """Links the files of a folder into another one, but those that it has; unfinished ones not."""
-    target.mkdir(parents=True, exist_ok=True)
-    for file in source.glob("*") if source.is_dir() else ():
+    with contextlib.suppress(OSError):  # What has no folder gets no link either.
+        target.mkdir(parents=True, exist_ok=True)
+    _remove_torn(source.glob("*"))
+    for file in source.glob("*"):
         if file.is_file() and not file.suffix:
             with contextlib.suppress(OSError):  # It is there, or on another file system.
                 (target / file.name).hardlink_to(file)
+
+
+def _remove_torn(files: Iterable[Path]) -> None:
+    """Removes programs of JAX's cache that a killed process, or a full disk, left unfinished.
+
+    JAX would compile them again each time, and never write them anew. What is linked was looked at.
+    """
+    for file in files:
+        with contextlib.suppress(OSError):
+            if file.name.endswith("-cache") and file.stat().st_nlink == 1 and _is_torn(file):
+                file.unlink()
+
+
+def _is_torn(file: Path) -> bool:
+    content = file.read_bytes()
+    try:
+        decompress_executable(content)
+    except Exception:  # of one of the packages that it may have been compressed by
+        return True
+    return False
 
 
 @contextlib.contextmanager

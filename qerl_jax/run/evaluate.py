@@ -269,6 +269,7 @@ def _complete(
     """
     samples, longest_first = job.config.samples, _longest_first(job.prompts)
     size = min(max(1, max_rows // samples), len(longest_first))
+    max_rows = min(max_rows, size * samples)  # fewer than the samples of a problem wait for seats
     wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
     found = read_metrics(path) if path.exists() else []
     rows: _Rows = {(row["problem"], row["sample"]): row for row in found}
@@ -283,10 +284,10 @@ def _complete(
         began, before = time.perf_counter(), len(wanted & rows.keys())
         watch = _watch(live, job.task.name, before, len(wanted), received)
         with memory_errors(
-            f"{size * samples} rows do not fit; lower --max-rows={max_rows}, --samples={samples} "
-            "or --max-new-tokens"
+            f"{max_rows} rows do not fit; lower --max-rows={max_rows}, --samples={samples} or "
+            "--max-new-tokens"
         ):
-            drafts = _complete_wave(job, wave, size, watch)
+            drafts = _complete_wave(job, wave, size, max_rows, watch)
         rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
         new = _judged(job, [d for d in drafts if (d["problem"], d["sample"]) in missing])
         with path.open("a", encoding="utf-8") as file:
@@ -325,7 +326,11 @@ def _watch(
 
 
 def _complete_wave(
-    job: _Job, wave: list[int], size: int, on_progress: Callable[[int, int], None]
+    job: _Job,
+    wave: list[int],
+    size: int,
+    max_rows: int,
+    on_progress: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
     """The completions of problems that are generated together."""
     config, samples, prompts = job.config, job.config.samples, job.prompts
@@ -339,7 +344,7 @@ def _complete_wave(
             max_new_tokens=job.task.max_new_tokens,
             temperature=evaluation.temperature_of(config),
             top_p=config.top_p,
-            max_rows=size * samples,
+            max_rows=max_rows,
             dequantize=_dequantize(job.policy.model),
         ),
         samples=samples,

@@ -159,16 +159,25 @@ def prepare(
     )
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     head = rollout_head(model.params, config.rollout.head_format)
+
     # Decided once, with nothing but the weights in memory: a resumed run decides the same.
-    plan = make_plan(
-        model.params | head,
-        prompts=config.rollout.prompts_per_step,
-        longest=prompt_width,
-        group_size=config.rollout.group_size,
-        config=model.config,
-        sampling=sampling,
-    )
-    sampling = dataclasses.replace(sampling, max_rows=plan.batches[0])
+    def fitting_rows(sampling: SamplingConfig) -> int:
+        plan = make_plan(
+            model.params | head,
+            prompts=config.rollout.prompts_per_step,
+            longest=prompt_width,
+            group_size=config.rollout.group_size,
+            config=model.config,
+            sampling=sampling,
+        )
+        return plan.batches[0]
+
+    eval_sampling = dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
+    rows = eval_rows = fitting_rows(sampling)
+    if prompts.get("eval") and eval_sampling.max_new_tokens > sampling.max_new_tokens:
+        eval_rows = min(rows, fitting_rows(eval_sampling))
+    sampling = dataclasses.replace(sampling, max_rows=rows)
+    eval_sampling = dataclasses.replace(eval_sampling, max_rows=eval_rows)
     return Setup(
         config=config,
         model=model,
@@ -190,7 +199,7 @@ def prepare(
             prompt_width=prompt_width,
             data_seed=config.seed,
         ),
-        eval_sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
+        eval_sampling=eval_sampling,
         loss=loss,
         optimizer=optimizer,
         sigma=sigma,
