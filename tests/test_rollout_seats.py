@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import weakref
 from unittest import mock
 
 import jax
@@ -108,6 +109,21 @@ def test_a_prompt_is_read_once_however_its_rows_are_seated(monkeypatch):
     costs = []
     same(rollout(**LONG, max_rows=3, on_statistics=costs.append), together())
     assert costs[0].prompts_read == 3
+
+
+def test_what_was_read_is_gone_when_others_are_read(monkeypatch):
+    kept, read_prompts = [], decode.read_prompts
+
+    def recording(*arguments, **options):
+        assert all(keys() is None for keys in kept)
+        read = read_prompts(*arguments, **options)
+        kept.append(weakref.ref(read.cache.keys[0]))
+        return read
+
+    monkeypatch.setattr(decode, "read_prompts", recording)
+    monkeypatch.setattr(budget, "_READ_TOKENS", 1)  # one prompt at a time, all at once seated
+    same(rollout(**LONG), together())
+    assert len(kept) == 3
 
 
 def test_prompts_are_read_in_full_batches_of_few_widths(monkeypatch):
