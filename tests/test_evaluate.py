@@ -21,6 +21,7 @@ from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.rollout import budget
 from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.collect import decode
 from qerl_jax.run.evaluate import evaluate, greedy_accuracy
@@ -458,6 +459,21 @@ def test_a_run_is_evaluated_as_it_does_itself(run, tiny):
     )
     assert figures["accuracy"]["value"] == own
     assert figures["problems"] == 8
+
+
+def test_a_run_evaluates_in_the_rows_that_fit(tiny, monkeypatch):
+    """Which are fewer where its completions may be longer than those of rollouts."""
+    config = tiny.config({"eval.problems": 8})
+
+    def rows_left(*_, sampling, **__):
+        return 8 if sampling.max_new_tokens == config.rollout.max_new_tokens else 2
+
+    monkeypatch.setattr(budget, "rows_left", rows_left)
+    for longer, rows in ((0, 8), (1, 2)):
+        config.eval.max_new_tokens = config.rollout.max_new_tokens + longer
+        setup = prepare(config, {"correctness": (tiny_run.even_end, 1.0)}, schedule_steps=4)
+        assert setup.collect.sampling.max_rows == 8
+        assert setup.eval_sampling.max_rows == rows
 
 
 def test_base_and_adapter_are_compared(run, tmp_path, capsys):

@@ -112,7 +112,7 @@ def test_a_prompt_is_read_once_however_its_rows_are_seated(monkeypatch):
 
 
 def test_what_was_read_is_gone_when_others_are_read(monkeypatch):
-    kept, read_prompts = [], decode.read_prompts
+    expected, kept, read_prompts = together(), [], decode.read_prompts
 
     def recording(*arguments, **options):
         assert all(keys() is None for keys in kept)
@@ -122,7 +122,7 @@ def test_what_was_read_is_gone_when_others_are_read(monkeypatch):
 
     monkeypatch.setattr(decode, "read_prompts", recording)
     monkeypatch.setattr(budget, "_READ_TOKENS", 1)  # one prompt at a time, all at once seated
-    same(rollout(**LONG), together())
+    same(rollout(**LONG), expected)
     assert len(kept) == 3
 
 
