@@ -339,6 +339,14 @@ def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):
         assert len(expected) == 2
 
 
+def test_a_step_without_any_reward_is_told(tiny, tmp_path, capsys):
+    config = tiny.config({"eval.every": 0, "steps": 2})
+    rewards = {"silent": (lambda *_: None, 1.0), "logged": (tiny_run.low_share, 0.0)}
+    train(config, workdir=tmp_path / "run", rewards=rewards)
+    line = "warning: no completion has a reward: every function that counts returned None"
+    assert capsys.readouterr().err.splitlines() == [line] * 2
+
+
 def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
     calls = iter(range(1000))
 

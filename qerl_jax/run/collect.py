@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -210,10 +209,7 @@ def _score(
             "run the same command again"
         )
     if np.isnan(scores.total).all():
-        warnings.warn(
-            "no completion has a reward, nothing is learned of these: every function returned None",
-            stacklevel=2,
-        )
+        scores.errors.append("no completion has a reward: every function that counts returned None")
     if not config.overlong_buffer:
         return scores
     limit = config.sampling.max_new_tokens
