@@ -215,7 +215,7 @@ def test_the_beginning_of_a_norm(made):
 def test_where_the_kernel_begins_a_norm(monkeypatch):
     """Not where it does not run, nor for arguments that it does not take."""
     monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, *_, b = norm_inputs(64, 3584, 512)
+    x, weight, *_, b = norm_inputs(72, 3584, 512)
     tiles = fp4.to_tiles(weight)
 
     def serves(m=32, weight=tiles, b=b):
@@ -226,7 +226,8 @@ def test_where_the_kernel_begins_a_norm(monkeypatch):
     assert serves()
     assert serves(m=8)
     assert not serves(m=12)
-    assert not serves(m=64)
+    assert serves(m=64)
+    assert not serves(m=72)
     assert not serves(weight=weight)
     assert not serves(weight=fp4.to_tiles(random_weight(200, 512)))
     assert not serves(b=b[:, :40])

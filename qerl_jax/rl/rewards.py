@@ -32,7 +32,7 @@ Reward = Callable[[str, str, str, int, bool], float | None]
 
 _ARGUMENTS = "(prompt, completion, answer, num_tokens, finished)"
 _TOLERANCE = Decimal("1e-6")
-_LARGEST = 1e9  # value of a reward: the squares of some more would be infinite
+_LARGEST = 3e38  # value of a reward: training computes in float32
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)}])[-+])?\\?\$?"  # `5-3` holds an operator, not a sign
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
