@@ -134,7 +134,8 @@ def _quiet() -> None:
     """Hides what libraries log through absl; warnings of Python and JAX stay."""
     logging.get_absl_logger().setLevel("ERROR")
     getLogger("jax").setLevel("WARNING")
-    # They set their levels when they are imported; the hub tells of each of its retries, twice.
+    getLogger("datasets").setLevel("ERROR")
+    # Levels that are set when these are imported; the hub tells of each of its retries, twice.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
 
