@@ -203,12 +203,12 @@ def _score(
         rollout.finished,
         time_limit=config.time_limit,
     )
-    if scores.errors and np.isnan(scores.total).all():
-        raise UserError(
-            f"no completion has a reward, nothing can be learned: {scores.errors[0]}; mend it and "
-            "run the same command again"
-        )
     if np.isnan(scores.total).all():
+        if scores.errors:
+            raise UserError(
+                f"no completion has a reward, nothing can be learned: {scores.errors[0]}; mend it "
+                "and run the same command again"
+            )
         scores.errors.append("no completion has a reward: every function that counts returned None")
     if not config.overlong_buffer:
         return scores

@@ -1,7 +1,7 @@
 """Where compiled programs are kept."""
 
 import contextlib
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from pathlib import Path
 
 import jax
@@ -20,7 +20,7 @@ def programs_in(path: Path) -> Generator[None]:
     if jax.default_backend() != "gpu":
         yield
         return
-    _remove_torn(path.glob("*"))
+    _remove_torn(path)
     common = jax.config.jax_compilation_cache_dir
     if not common or "://" in common:
         with cached_in(path):
@@ -36,23 +36,27 @@ def programs_in(path: Path) -> Generator[None]:
 
 def _link_files(source: Path, target: Path) -> None:
     """Links the files of a folder into another one, but those that it has; unfinished ones not."""
-    with contextlib.suppress(OSError):  # What has no folder gets no link either.
+    try:
         target.mkdir(parents=True, exist_ok=True)
-    _remove_torn(source.glob("*"))
+        if source.stat().st_dev != target.stat().st_dev:
+            return  # Nothing can be linked, so all that is there need not be read.
+    except OSError:  # One of them cannot be there.
+        return
+    _remove_torn(source)
     for file in source.glob("*"):
         if file.is_file() and not file.suffix:
-            with contextlib.suppress(OSError):  # It is there, or on another file system.
+            with contextlib.suppress(OSError):  # It is there, or links are not possible.
                 (target / file.name).hardlink_to(file)
 
 
-def _remove_torn(files: Iterable[Path]) -> None:
+def _remove_torn(folder: Path) -> None:
     """Removes programs of JAX's cache that a killed process, or a full disk, left unfinished.
 
     JAX would compile them again each time, and never write them anew. What is linked was looked at.
     """
-    for file in files:
+    for file in folder.glob("*-cache"):
         with contextlib.suppress(OSError):
-            if file.name.endswith("-cache") and file.stat().st_nlink == 1 and _is_torn(file):
+            if file.stat().st_nlink == 1 and _is_torn(file):
                 file.unlink()
 
 
