@@ -120,7 +120,7 @@ def decode_product(
 
     Up to 128 rows the product of gate and up ends with SwiGLU, and leaves x A^T to that of down.
     So does attention to the output projection, with more than eight; what that one may add to its
-    product, the beginning of a norm, is not timed, but up to 32 rows gate and up make x A^T behind
+    product, the beginning of a norm, is not timed, but up to 64 rows gate and up make x A^T behind
     it. Otherwise shares of x A^T are given, but for so many rows that the kernel does not add them
     up.
 
