@@ -117,6 +117,7 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=32, help="of a random adapter; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--commit", default="", help="instead of git's")
     args = parser.parse_args()
     limits = {
         "--prompts": (args.prompts, 1),
@@ -151,7 +152,7 @@ def main() -> None:
         "max_new_tokens": args.new_tokens,
         "seed": args.seed,
     }
-    merge(args.out, device, [row | result | origin("benchmarks.agreement")])
+    merge(args.out, device, [row | result | origin("benchmarks.agreement", args.commit)])
 
 
 if __name__ == "__main__":
