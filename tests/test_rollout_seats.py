@@ -291,7 +291,7 @@ SLOTS = 16 + 24  # of the longest prompt in its bucket, and its completion
 POSITION = 2 * 1 * 2 * 16 * 4  # keys and values, layers, heads, dimensions, bytes
 
 
-def plan(*, prompts=3, longest=9, group_size=4, **options):
+def plan(*, prompts=3, longest=9, group_size=4, reserve=0, **options):
     config, params, _ = policy()
     sampling = SamplingConfig(**{"max_new_tokens": 24, "chunk_steps": 4} | options)
     return budget.make_plan(
@@ -301,6 +301,7 @@ def plan(*, prompts=3, longest=9, group_size=4, **options):
         group_size=group_size,
         config=config,
         sampling=sampling,
+        reserve=reserve,
     )
 
 
@@ -337,6 +338,7 @@ def test_rows_follow_from_what_the_device_has_left(monkeypatch):
     assert (360_000 - 150_000 - prompts) // row == 15
     assert plan(prompts=9).batches[0] == 12
     assert plan(prompts=3).batches[0] == 12
+    assert plan(prompts=9, reserve=7 * row).batches[0] == 8
     # What was asked for is not measured.
     assert plan(prompts=9, max_rows=33).batches[0] == 33
     assert plan(prompts=9, kv_cache_bytes=10**9).batches[0] == 36

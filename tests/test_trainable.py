@@ -12,7 +12,9 @@ from tiny_model import random_lora, random_tokens, tiny_policy
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
+from qerl_jax.rollout import budget
 from qerl_jax.run.restore import open_policy
+from qerl_jax.run.setup import first_trainable, prepare
 from qerl_jax.run.train import train
 
 CHANGES = {"steps": 4, "checkpoint.every": 2, "rl.updates_per_rollout": 2}
@@ -137,6 +139,18 @@ def test_the_trainer_meets_the_policy_that_sampled(changes, correction, tiny, tm
 
 class KilledError(BaseException):
     """Ends a run abruptly."""
+
+
+def test_rollouts_leave_memory_to_what_is_trained(tiny, monkeypatch):
+    """To itself, its two moments, and the policy that it makes."""
+    reserved, sizes = [], []
+    monkeypatch.setattr(budget, "rows_left", lambda *_, reserve, **__: reserved.append(reserve))
+    for changes in ({"model.format": "bf16"}, FULL):
+        config = tiny.config(changes | {"eval.every": 0})
+        setup = prepare(config, {"low": (tiny_run.low_share, 1.0)}, schedule_steps=4)
+        trained = first_trainable(config, setup.model, setup.lora_config, setup.key)
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(trained)))
+    assert reserved[1] - reserved[0] == 4 * (sizes[1] - sizes[0]) > 0
 
 
 def test_resume(whole, tiny, tmp_path):

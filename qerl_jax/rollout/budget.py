@@ -58,6 +58,7 @@ def make_plan(
     group_size: int,
     config: ModelConfig,
     sampling: SamplingConfig,
+    reserve: int = 0,
 ) -> Plan:
     """Decides on the shapes.
 
@@ -68,6 +69,7 @@ def make_plan(
         group_size: completions of each prompt.
         config: the architecture.
         sampling: lengths, and the bounds of rows and memory.
+        reserve: bytes of the device that something else will take.
 
     Raises:
         UserError: a row is longer than the model's positions, or one row does not fit into the
@@ -100,9 +102,9 @@ def make_plan(
         most = min(most, _rounded_down(fitting))
     elif not sampling.max_rows:
         left = functools.partial(rows_left, params, slots=slots, config=config, sampling=sampling)
-        fitting = left(reserve=read * width * position)
+        fitting = left(reserve=reserve + read * width * position)
         if fitting == 0:
-            read, fitting = 1, left(reserve=width * position)
+            read, fitting = 1, left(reserve=reserve + width * position)
         if fitting == 0:
             raise UserError(
                 f"beside the policy the device has no memory for one row of {slots} positions: "

@@ -1,7 +1,7 @@
 """From a config to everything that a run needs and that does not change while it runs."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import optax
@@ -10,15 +10,18 @@ from ml_collections import ConfigDict
 from qerl_jax.data import Prompt, encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
+from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import make_optimizer
+from qerl_jax.rl.train_step import init_state, make_optimizer
 from qerl_jax.rollout.budget import make_plan
 from qerl_jax.rollout.engine import SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.run.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.peft import load_peft_adapter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +162,8 @@ def prepare(
     )
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     head = rollout_head(model.params, config.rollout.head_format)
+    key = jax.random.key(config.seed, impl="threefry2x32")
+    reserve = _training_bytes(lambda: first_trainable(config, model, lora_config, key), optimizer)
 
     # Decided once, with nothing but the weights in memory: a resumed run decides the same.
     def fitting_rows(sampling: SamplingConfig) -> int:
@@ -169,6 +174,7 @@ def prepare(
             group_size=config.rollout.group_size,
             config=model.config,
             sampling=sampling,
+            reserve=reserve,
         )
         return plan.batches[0]
 
@@ -203,5 +209,40 @@ def prepare(
         loss=loss,
         optimizer=optimizer,
         sigma=sigma,
-        key=jax.random.key(config.seed, impl="threefry2x32"),
+        key=key,
     )
+
+
+def first_trainable(
+    config: ConfigDict, model: LoadedModel, lora_config: LoraConfig, key: jax.Array
+) -> Trainable:
+    """What is trained, before it is: a new adapter or a given one, and the parameters beside it.
+
+    Raises:
+        UserError: the given adapter cannot be read, or is not one that `config` asks for.
+    """
+    parameters = config.train.parameters
+    if parameters == "full":
+        return Trainable(lora=None, params=trained_params(model.params, parameters))
+    if not config.lora.init:
+        # The steps fold non-negative numbers into the key.
+        lora = lora_lib.init(jax.random.fold_in(key, 2**32 - 1), model.config, lora_config)
+        return Trainable(lora=lora, params=trained_params(model.params, parameters))
+    given = load_peft_adapter(config.lora.init, model.config, lora_config)
+    if given.params and parameters == "lora":
+        raise UserError(
+            f"{config.lora.init}: the adapter comes with trained norms: pass "
+            "--config.train.parameters=lora+norms"
+        )
+    policy = current_policy(model.params, given)
+    return Trainable(lora=given.lora, params=trained_params(policy, parameters))
+
+
+def _training_bytes(make: Callable[[], Trainable], optimizer: optax.GradientTransformation) -> int:
+    """What training keeps on the device during a rollout, beside the weights it began with.
+
+    What is trained counts twice: every rollout has it rounded to the policy's dtype, too.
+    """
+    state = jax.eval_shape(lambda: init_state(make(), optimizer))
+    leaves = jax.tree.leaves((state, state.trainable))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -22,9 +22,8 @@ from ml_collections import ConfigDict
 from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.policy import aqn
-from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
+from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.batch import longest_first, make_batch, micro_batches
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rl.train_step import (
@@ -44,10 +43,10 @@ from qerl_jax.run.evaluate import greedy_accuracy
 from qerl_jax.run.folder import RunFolder, fingerprint, open_run, write_atomic
 from qerl_jax.run.metrics import LiveLine, MetricsLog, format_row
 from qerl_jax.run.plots import plot_run
-from qerl_jax.run.setup import Setup, prepare
+from qerl_jax.run.setup import Setup, first_trainable, prepare
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.weights.export import checkpoint_tensors, companion_files, write_checkpoint
-from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
+from qerl_jax.weights.peft import save_peft_adapter
 
 _SKIPS_THAT_STOP = 3
 _STEPS_THAT_COMPILE = 2  # of a process; to compile a rollout again in a later one is an error
@@ -287,7 +286,9 @@ def _step(
         final_norm=config.aqn.final_norm,
     )
     clean = current_policy(setup.model.params, trainable)
-    noisy = current_policy(setup.model.params, trainable, noise)
+    noisy = aqn.perturb_norms(
+        noise.key, clean, noise.sigma, form=noise.form, final_norm=noise.final_norm
+    )
     perturbed = aqn.count_perturbed(clean, noisy)
     if sigma > 0 and not perturbed:
         raise UserError(f"the noise of sigma={sigma} changed no norm: float32 rounds it away")
@@ -414,31 +415,10 @@ def _samples(experience: Experience, group_size: int, count: int) -> list[dict]:
 
 
 def _start(setup: Setup) -> _Progress:
-    trainable = _first_trainable(setup)
+    trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
     # Bound to its device, as a restored state is: both compile to the same programs.
     state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
     return _Progress(step=0, state=state, cursor=Cursor(), best_accuracy=-1.0)
-
-
-def _first_trainable(setup: Setup) -> Trainable:
-    """What is trained, before it is: a new adapter or a given one, and the parameters beside it."""
-    parameters, params = setup.config.train.parameters, setup.model.params
-    if parameters == "full":
-        return Trainable(lora=None, params=trained_params(params, parameters))
-    if not setup.config.lora.init:
-        # The steps fold non-negative numbers into the key.
-        key = jax.random.fold_in(setup.key, 2**32 - 1)
-        lora = lora_lib.init(key, setup.model.config, setup.lora_config)
-        return Trainable(lora=lora, params=trained_params(params, parameters))
-    given = load_peft_adapter(setup.config.lora.init, setup.model.config, setup.lora_config)
-    if given.params and parameters == "lora":
-        raise UserError(
-            f"{setup.config.lora.init}: the adapter comes with trained norms: pass "
-            "--config.train.parameters=lora+norms"
-        )
-    return Trainable(
-        lora=given.lora, params=trained_params(current_policy(params, given), parameters)
-    )
 
 
 def _restore(setup: Setup, checkpoints: Checkpoints) -> _Progress | None:
