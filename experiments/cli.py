@@ -9,7 +9,7 @@ Those that train take
 and those that work on what was trained take arguments of their own (`run_command`).
 
 Exit codes: 0 done, 2 bad input (one line on stderr says what to change), 130 and 143 stopped by
-SIGINT and SIGTERM.
+SIGINT and SIGTERM, 141 where nobody reads the output any more.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import contextlib
 import errno
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
@@ -142,11 +143,18 @@ def _quiet() -> None:
 
 @contextlib.contextmanager
 def _one_line_errors() -> Generator[None]:
-    """Ends the process on bad input, a full disk or a signal; a bug keeps its traceback."""
+    """Ends the process on bad input, a full disk or a signal; a bug keeps its traceback.
+
+    And on a closed output, as `| head` leaves one.
+    """
     try:
         yield
+        sys.stdout.flush()
     except UserError as error:
         _fail(error)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise

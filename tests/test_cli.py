@@ -1,5 +1,6 @@
 """Flags and errors of the command line, in processes of their own."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -43,12 +44,13 @@ def command(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG)
     (tmp_path / "experiment.py").write_text(EXPERIMENT)
 
-    def run(*arguments):
+    def run(*arguments, stdout=subprocess.PIPE):
         return subprocess.run(
             [sys.executable, "experiment.py", *arguments],
             cwd=tmp_path,
             env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
             text=True,
         )
 
@@ -83,6 +85,14 @@ def test_bad_input_is_one_line_and_exit_code_2(command, argument, words):
     assert result.stderr.count("\n") == 1
     for word in words:
         assert word in result.stderr
+
+
+def test_a_closed_output_is_no_traceback(command):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write) as closed:
+        done = command(stdout=closed)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_interrupt_is_exit_code_130(command):

@@ -397,11 +397,18 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(tmp_path):
         load.load(str(tmp_path))
 
 
-@pytest.mark.parametrize("content", [None, "{", "[1]"])
-def test_a_folder_without_a_readable_config(tmp_path, content):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"has no config.json: pass a folder as transformers saves"),
+        ("{", r"config.json: malformed"),
+        ("[1]", r"config.json: malformed"),
+    ],
+)
+def test_a_folder_without_a_readable_config(tmp_path, content, message):
     if content is not None:
         (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UserError, match=r"config.json"):
+    with pytest.raises(UserError, match=message):
         load.load(str(tmp_path))
 
 

@@ -73,6 +73,11 @@ def test_other_saved_modules(tmp_path):
         peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG)
 
 
+def test_a_folder_that_is_no_adapter(tmp_path):
+    with pytest.raises(UserError, match=r"has no adapter_config.json: pass a folder as PEFT"):
+        peft.read_peft_config(tmp_path / "nowhere")
+
+
 def test_what_is_written(tmp_path):
     folder, adapter = saved(tmp_path)
     lora = adapter.lora

@@ -9,8 +9,12 @@ from qerl_jax.errors import UserError, first_line
 _MAX_BYTES = 16 << 20
 
 
-def read_object(path: pathlib.Path) -> dict[str, Any]:
+def read_object(path: pathlib.Path, *, remedy: str = "restore it") -> dict[str, Any]:
     """The JSON object in a file.
+
+    Args:
+        path: the file.
+        remedy: what to do where its folder does not have it.
 
     Raises:
         UserError: the file cannot be read, is too large, or holds anything else.
@@ -20,6 +24,8 @@ def read_object(path: pathlib.Path) -> dict[str, Any]:
         if size > _MAX_BYTES:
             raise UserError(f"{path}: {size} bytes; at most {_MAX_BYTES} are read")
         return parse_object(path, path.read_bytes())
+    except FileNotFoundError as error:
+        raise UserError(f"{path.parent} has no {path.name}: {remedy}") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
 

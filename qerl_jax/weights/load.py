@@ -221,7 +221,10 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
 
 
 def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
-    hf = json_file.read_object(path / "config.json")
+    hf = json_file.read_object(
+        path / "config.json",
+        remedy="pass a folder as transformers saves a model, a .gguf file or a hub id",
+    )
     try:
         config = from_hf_config(hf)
     except UserError as error:
