@@ -9,7 +9,7 @@ Those that train take
 and those that work on what was trained take arguments of their own (`run_command`).
 
 Exit codes: 0 done, 2 bad input (one line on stderr says what to change), 130 and 143 stopped by
-SIGINT and SIGTERM, 141 where nobody reads the output any more.
+SIGINT and SIGTERM, 141 where nobody reads stdout any more.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import contextlib
 import errno
 import os
 import re
+import select
 import signal
 import sys
 import traceback
@@ -149,10 +150,13 @@ def _one_line_errors() -> Generator[None]:
     """
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except UserError as error:
         _fail(error)
     except BrokenPipeError:
+        if not _stdout_has_no_reader():
+            raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
         sys.exit(128 + signal.SIGPIPE)
     except OSError as error:
@@ -164,6 +168,12 @@ def _one_line_errors() -> Generator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
+
+
+def _stdout_has_no_reader() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:

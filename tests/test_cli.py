@@ -33,6 +33,8 @@ def run(config, workdir):
         raise KeyboardInterrupt
     if config.steps == 9:
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    if config.steps == 10:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     print(config.preset, config.rl.clip_high, config.targets, workdir, "jax" in sys.modules)
 
 cli.main(run, sys.path[0] + "/config.py")
@@ -93,6 +95,8 @@ def test_a_closed_output_is_no_traceback(command):
     with os.fdopen(write) as closed:
         done = command(stdout=closed)
     assert (done.returncode, done.stderr) == (141, "")
+    done = command("--config.steps=10")  # another pipe, not that of the output
+    assert (done.returncode, "BrokenPipeError" in done.stderr) == (1, True)
 
 
 def test_interrupt_is_exit_code_130(command):

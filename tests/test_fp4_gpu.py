@@ -316,10 +316,10 @@ def test_swiglu(config, m, n, k):
     first, differs = run(x, tiles, b, squares)
     assert first.shape == (2, m, n // 2)
     for y, exact_y in zip(first, expected, strict=True):
-        # Gate, what it multiplies, its activation and the result are rounded. Of few columns some
-        # products weigh most: roundings alone were off by 0.0044 in 300 draws of 8 x 256.
+        # Gate, what it multiplies, its activation and the result are rounded. Where there are few,
+        # some weigh most: roundings alone were off by 0.0044 in 300 draws of 8 x 256 results.
         error = np.linalg.norm(float64(y) - exact_y) / np.linalg.norm(exact_y)
-        assert error < 2.5 * ROUNDING
+        assert error < (2 if n > 512 else 2.5) * ROUNDING
     assert not differs
 
 

@@ -350,6 +350,8 @@ def test_a_device_with_memory_for_one_row_or_none(monkeypatch):
     device = mock.Mock(memory_stats=lambda: memory)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert (plan(prompts=9).batches, plan(prompts=9).prompts) == ((1,), 1)
+    with pytest.raises(UserError, match="beside the policy and what trains it"):
+        plan(prompts=9, reserve=1)
     memory["bytes_in_use"] += 1
     with pytest.raises(UserError, match=f"no memory for one row of {SLOTS} positions") as e:
         plan(prompts=9)

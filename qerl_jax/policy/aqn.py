@@ -163,6 +163,13 @@ def perturb_norms(
     return params
 
 
+def add_noise(params: dict[str, Any], noise: Noise) -> dict[str, Any]:
+    """`perturb_norms` with a draw."""
+    return perturb_norms(
+        noise.key, params, noise.sigma, form=noise.form, final_norm=noise.final_norm
+    )
+
+
 def count_perturbed(params: dict[str, Any], noisy: dict[str, Any]) -> int:
     """Returns how many norms of `noisy` differ from those of `params`, q_norm and k_norm too."""
     scales = [

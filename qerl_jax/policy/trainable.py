@@ -69,11 +69,7 @@ def current_policy(params: dict, trainable: Trainable, noise: aqn.Noise | None =
         noise: the noise on the norm scales, or None.
     """
     params = _replace(params, trainable.params)
-    if noise is None:
-        return params
-    return aqn.perturb_norms(
-        noise.key, params, noise.sigma, form=noise.form, final_norm=noise.final_norm
-    )
+    return params if noise is None else aqn.add_noise(params, noise)
 
 
 def _replace(old: Any, new: Any) -> Any:

@@ -106,8 +106,9 @@ def make_plan(
         if fitting == 0:
             read, fitting = 1, left(reserve=reserve + width * position)
         if fitting == 0:
+            policy = "the policy and what trains it" if reserve else "the policy"
             raise UserError(
-                f"beside the policy the device has no memory for one row of {slots} positions: "
+                f"beside {policy} the device has no memory for one row of {slots} positions: "
                 "lower max_new_tokens, store the cache in 'float8', or take a smaller model"
             )
         most = most if fitting is None else min(most, _rounded_down(fitting))

@@ -241,7 +241,8 @@ def first_trainable(
 def _training_bytes(make: Callable[[], Trainable], optimizer: optax.GradientTransformation) -> int:
     """What training keeps on the device during a rollout, beside the weights it began with.
 
-    What is trained counts twice: every rollout has it rounded to the policy's dtype, too.
+    What is trained counts twice: every rollout has it rounded to the policy's dtype, too, which
+    takes at most as much.
     """
     state = jax.eval_shape(lambda: init_state(make(), optimizer))
     leaves = jax.tree.leaves((state, state.trainable))

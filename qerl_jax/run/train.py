@@ -286,9 +286,7 @@ def _step(
         final_norm=config.aqn.final_norm,
     )
     clean = current_policy(setup.model.params, trainable)
-    noisy = aqn.perturb_norms(
-        noise.key, clean, noise.sigma, form=noise.form, final_norm=noise.final_norm
-    )
+    noisy = aqn.add_noise(clean, noise)
     perturbed = aqn.count_perturbed(clean, noisy)
     if sigma > 0 and not perturbed:
         raise UserError(f"the noise of sigma={sigma} changed no norm: float32 rounds it away")
