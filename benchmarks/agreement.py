@@ -7,7 +7,8 @@ The engine completes the prompts at temperature 0 and at 1. The forward pass tha
 prompt and completion. At temperature 0 it says which token it would have chosen; where that is
 another one, the two logits are a tie within the rounding of bfloat16, or something is wrong: the
 largest gap between them is reported. At temperature 1 the log-probabilities are compared token by
-token. A row of --out, kind "agreement", has what `compare` returns.
+token. A row of --out, kind "agreement", has what `compare` returns. Where a copy has no history,
+QERL_COMMIT names its commit.
 """
 
 import argparse
@@ -117,7 +118,6 @@ def main() -> None:
     parser.add_argument("--lora-rank", type=int, default=32, help="of a random adapter; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--commit", default="", help="instead of git's")
     args = parser.parse_args()
     limits = {
         "--prompts": (args.prompts, 1),
@@ -152,7 +152,7 @@ def main() -> None:
         "max_new_tokens": args.new_tokens,
         "seed": args.seed,
     }
-    merge(args.out, device, [row | result | origin("benchmarks.agreement", args.commit)])
+    merge(args.out, device, [row | result | origin("benchmarks.agreement")])
 
 
 if __name__ == "__main__":

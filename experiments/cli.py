@@ -144,9 +144,9 @@ def _quiet() -> None:
 
 @contextlib.contextmanager
 def _one_line_errors() -> Generator[None]:
-    """Ends the process on bad input, a full disk or a signal; a bug keeps its traceback.
+    """Ends the process on bad input, a full disk, a signal, or a stdout closed as by `| head`.
 
-    And on a closed output, as `| head` leaves one.
+    A bug keeps its traceback.
     """
     try:
         yield

@@ -137,10 +137,6 @@ def test_the_trainer_meets_the_policy_that_sampled(changes, correction, tiny, tm
     assert max(apart) < 1e-4 if correction == "noisy_forward" else min(apart) > 1e-2
 
 
-class KilledError(BaseException):
-    """Ends a run abruptly."""
-
-
 def test_rollouts_leave_memory_to_what_is_trained(tiny, monkeypatch):
     """To itself, its two moments, and the policy that it makes."""
     reserved, sizes = [], []
@@ -151,6 +147,10 @@ def test_rollouts_leave_memory_to_what_is_trained(tiny, monkeypatch):
         trained = first_trainable(config, setup.model, setup.lora_config, setup.key)
         sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(trained)))
     assert reserved[1] - reserved[0] == 4 * (sizes[1] - sizes[0]) > 0
+
+
+class KilledError(BaseException):
+    """Ends a run abruptly."""
 
 
 def test_resume(whole, tiny, tmp_path):

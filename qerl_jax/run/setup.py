@@ -1,7 +1,7 @@
 """From a config to everything that a run needs and that does not change while it runs."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 import optax
@@ -15,7 +15,7 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import init_state, make_optimizer
+from qerl_jax.rl.train_step import TrainState, init_state, make_optimizer
 from qerl_jax.rollout.budget import make_plan
 from qerl_jax.rollout.engine import SamplingConfig
 from qerl_jax.rollout.head import rollout_head
@@ -28,7 +28,8 @@ from qerl_jax.weights.peft import load_peft_adapter
 class Setup:
     """What does not change during a run.
 
-    A rollout's policy is the trained one | `rollout_head`.
+    A rollout's policy is the trained one | `rollout_head`. `state_shapes` are those of the state
+    that changes.
     """
 
     config: ConfigDict
@@ -41,6 +42,7 @@ class Setup:
     eval_sampling: SamplingConfig
     loss: LossConfig
     optimizer: optax.GradientTransformation
+    state_shapes: TrainState
     sigma: optax.Schedule
     key: jax.Array
 
@@ -163,7 +165,9 @@ def prepare(
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     head = rollout_head(model.params, config.rollout.head_format)
     key = jax.random.key(config.seed, impl="threefry2x32")
-    reserve = _training_bytes(lambda: first_trainable(config, model, lora_config, key), optimizer)
+    state_shapes = jax.eval_shape(
+        lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
+    )
 
     # Decided once, with nothing but the weights in memory: a resumed run decides the same.
     def fitting_rows(sampling: SamplingConfig) -> int:
@@ -174,7 +178,7 @@ def prepare(
             group_size=config.rollout.group_size,
             config=model.config,
             sampling=sampling,
-            reserve=reserve,
+            reserve=_training_bytes(state_shapes),
         )
         return plan.batches[0]
 
@@ -208,6 +212,7 @@ def prepare(
         eval_sampling=eval_sampling,
         loss=loss,
         optimizer=optimizer,
+        state_shapes=state_shapes,
         sigma=sigma,
         key=key,
     )
@@ -238,12 +243,11 @@ def first_trainable(
     return Trainable(lora=given.lora, params=trained_params(policy, parameters))
 
 
-def _training_bytes(make: Callable[[], Trainable], optimizer: optax.GradientTransformation) -> int:
+def _training_bytes(state: TrainState) -> int:
     """What training keeps on the device during a rollout, beside the weights it began with.
 
     What is trained counts twice: every rollout has it rounded to the policy's dtype, too, which
     takes at most as much.
     """
-    state = jax.eval_shape(lambda: init_state(make(), optimizer))
     leaves = jax.tree.leaves((state, state.trainable))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

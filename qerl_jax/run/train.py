@@ -420,7 +420,7 @@ def _start(setup: Setup) -> _Progress:
 
 
 def _restore(setup: Setup, checkpoints: Checkpoints) -> _Progress | None:
-    restored = checkpoints.restore_latest(jax.eval_shape(lambda: _start(setup).state))
+    restored = checkpoints.restore_latest(setup.state_shapes)
     if restored is None:
         return None
     step, state, meta = restored

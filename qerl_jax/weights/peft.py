@@ -20,7 +20,6 @@ from qerl_jax.weights.staging import make_readable, staged_folder
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LARGEST_ALPHA = 1e6
-_REMEDY = "pass a folder as PEFT saves one, of a run its adapter or best_adapter"
 # What PEFT can say about an adapter beyond our options, at the only value that we write and read.
 _PLAIN = {
     "peft_type": "LORA",
@@ -83,7 +82,7 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
         UserError: adapter_config.json cannot be read, or asks for what is not supported.
     """
     folder = pathlib.Path(folder)
-    stored = json_file.read_object(folder / CONFIG_FILE, remedy=_REMEDY)
+    stored = _read_config(folder)
     rank, alpha, targets = (stored.get(key) for key in ("r", "lora_alpha", "target_modules"))
     rslora, base = stored.get("use_rslora", False), stored.get("base_model_name_or_path") or ""
     if (
@@ -120,7 +119,7 @@ def load_peft_adapter(
             message lists the differing fields.
     """
     folder = pathlib.Path(folder)
-    stored = json_file.read_object(folder / CONFIG_FILE, remedy=_REMEDY)
+    stored = _read_config(folder)
     _check_config(folder, stored, lora_config)
     tensors = safetensors.read_file(folder / WEIGHTS_FILE)
     shapes = projection_shapes(config)
@@ -164,6 +163,13 @@ def _peft_config(lora_config: LoraConfig, base_model: str, *, norms: bool) -> di
         "task_type": "CAUSAL_LM",
         "use_rslora": lora_config.rslora,
     }
+
+
+def _read_config(folder: pathlib.Path) -> dict[str, Any]:
+    return json_file.read_object(
+        folder / CONFIG_FILE,
+        remedy="pass a folder as PEFT saves one, of a run its adapter or best_adapter",
+    )
 
 
 def _check_config(folder: pathlib.Path, stored: dict[str, Any], lora_config: LoraConfig) -> None:
