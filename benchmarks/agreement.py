@@ -15,25 +15,26 @@ import argparse
 import json
 import pathlib
 import sys
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.rollout.random_policy import random_lora
+from benchmarks.rollout.results import merge, origin
+from benchmarks.rollout.subject import first_problems, model_name
 from qerl_jax.data import encode_prompts
 from qerl_jax.errors import UserError, check_limits
+from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy import transformer
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.benchmark_subject import first_problems, model_name
-from qerl_jax.run.random_policy import random_lora
-from qerl_jax.run.rollout_rows import merge, origin
-from qerl_jax.run.tasks import SYSTEM_PROMPT
 from qerl_jax.weights.load import FORMATS, load
 
 
-def compare(model, lora, prompts: list[list[int]], *, new_tokens: int, seed: int) -> dict:
+def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, seed: int) -> dict:
     """The figures of the module's docstring.
 
     Args:

@@ -9,9 +9,9 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.rollout.profile import PARTS
+from benchmarks.rollout.results import by_policy, numbers_of
 from pallas_kernels.fp4_matmul import benchmark, cases
-from qerl_jax.run.parts import PARTS
-from qerl_jax.run.rollout_rows import by_policy, numbers_of
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -88,7 +88,7 @@ def kernel_table(result: dict) -> str:
         if impl == "nvfp4":
             return f"{row['device_us']:.1f} ({100 * row['floor_us'] / row['device_us']:.0f} %)"
         compared = own and own["commit"] == row["commit"] and impl in ("bf16", "nf4")
-        times = f" ({row['device_us'] / own['device_us']:.2f}x)" if compared else ""
+        times = f" ({row['device_us'] / own['device_us']:.2f}x)" if compared and own else ""
         return f"{row['device_us']:.1f}{times}"
 
     measured = {layer for layer, *_ in rows}

@@ -29,8 +29,8 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.errors import UserError, first_line
-from qerl_jax.run.overrides import check_overrides
 from qerl_jax.run.signals import StoppedError
+from qerl_jax.training.overrides import check_overrides
 
 # As which ml_collections imports the file of --config, and `sweep` that of a sweep.
 _CONFIG_MODULES = "config_config", "sweep_config"

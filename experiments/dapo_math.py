@@ -21,7 +21,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     cli.announce_stand_in(
         config, "train on BigMath: --config=experiments/configs/dapo_math.py:qwen2.5-7b"
     )
-    from qerl_jax.run.train import train
+    from qerl_jax.training.loop import train
 
     train(config, workdir=workdir)
 

@@ -14,7 +14,7 @@ and judged by its own rewards; a model is asked GSM8K, with the system message
 Completions are greedy, one a problem; --samples=K draws K at temperature 1 and gives their mean
 accuracy (avg@K), pass@1..K and the majority's (maj@K). All intervals are for 95 %. The folder of
 results is printed: results.json and every completion. The same command continues where it was
-stopped; `qerl_jax/run/tasks.py` and `qerl_jax/run/statistics.py` say what is asked and counted.
+stopped; `qerl_jax/evaluation/tasks.py` and `qerl_jax/statistics.py` say what is asked and counted.
 """
 
 import argparse
@@ -61,9 +61,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates."""
-    from qerl_jax.run.evaluate import evaluate
-    from qerl_jax.run.evaluation import EvaluateConfig
-    from qerl_jax.run.tasks import Overrides
+    from qerl_jax.evaluation.evaluate import evaluate
+    from qerl_jax.evaluation.results_folder import EvaluateConfig
+    from qerl_jax.evaluation.tasks import Overrides
 
     given = dict(vars(arguments))
     names = ("data", "system_prompt", "question_suffix", "judge", "format_judge", "max_new_tokens")

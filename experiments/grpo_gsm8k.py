@@ -21,7 +21,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     cli.announce_stand_in(
         config, "train on GSM8K: --config=experiments/configs/grpo_gsm8k.py:qwen2.5-1.5b"
     )
-    from qerl_jax.run.train import train
+    from qerl_jax.training.loop import train
 
     train(config, workdir=workdir)
 

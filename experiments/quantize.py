@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> None:
 def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
     """The windows to calibrate with and those to measure on, None where there are none."""
     from qerl_jax.errors import UserError, check_limits
-    from qerl_jax.run.perplexity import read_documents, windows
+    from qerl_jax.evaluation.perplexity import read_documents, windows
 
     if not arguments.calibrate and not arguments.perplexity:
         return None, None
@@ -115,7 +115,7 @@ def _print_perplexities(arguments: argparse.Namespace, tokens: Any, *, calibrate
     import jax
     import numpy as np
 
-    from qerl_jax.run.perplexity import window_losses
+    from qerl_jax.evaluation.perplexity import window_losses
     from qerl_jax.weights.load import load
 
     models = {"bfloat16": (arguments.model, "bf16")}

@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Asks."""
-    from qerl_jax.run.sample import SampleConfig, sample
+    from qerl_jax.evaluation.sample import SampleConfig, sample
 
     given = dict(vars(arguments))
     if arguments.question == "-":

@@ -41,10 +41,10 @@ from experiments import cli
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, lock_holder, write_atomic
 from qerl_jax.run.metrics import LiveLine, read_metrics
-from qerl_jax.run.overrides import check_overrides
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import Overrides, Run, format_table, is_finished, make_table, settings
+from qerl_jax.training.overrides import check_overrides
 
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
 _LONGEST_NAME = 100

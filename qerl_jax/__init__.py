@@ -21,7 +21,7 @@ _PUBLIC = {
     "perturb_norms": "qerl_jax.policy.aqn",
     "quantize": "qerl_jax.policy.quant",
     "sigma_schedule": "qerl_jax.policy.aqn",
-    "train": "qerl_jax.run.train",
+    "train": "qerl_jax.training.loop",
 }
 
 __all__ = list(_PUBLIC)  # pyrefly: ignore

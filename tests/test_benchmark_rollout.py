@@ -17,21 +17,24 @@ import pytest
 import tiny_run
 from tiny_checkpoints import model_config
 
-from experiments import benchmark_rollout as command
+from benchmarks.rollout import __main__ as command
+from benchmarks.rollout import benchmark as job
+from benchmarks.rollout import profile as parts
+from benchmarks.rollout import results as rollout_rows
+from benchmarks.rollout import step_breakdown as step_parts
+from benchmarks.rollout import subject as benchmark_subject
+from benchmarks.rollout.random_policy import random_lora, random_params
 from experiments.configs import defaults
 from pallas_kernels.fp4_matmul import cases
 from qerl_jax.errors import UserError
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.rollout import executables
 from qerl_jax.rollout.budget import Plan
 from qerl_jax.rollout.engine import Statistics
 from qerl_jax.rollout.head import rollout_head
-from qerl_jax.run import benchmark_rollout as job
-from qerl_jax.run import benchmark_subject, parts, rollout_rows, step_parts
-from qerl_jax.run.architectures import ARCHITECTURES
 from qerl_jax.run.compilation_cache import cached_in
-from qerl_jax.run.random_policy import random_lora, random_params
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KEY = jax.random.key(0, impl="rbg")
@@ -400,7 +403,7 @@ def test_flags():
         command.run(command.make_parser().parse_args(["--batch=1,x"]))
     with pytest.raises(UserError, match="--lora-rank=32;0: numbers with commas"):
         command.run(command.make_parser().parse_args(["--lora-rank=32;0"]))
-    program = [sys.executable, "-m", "experiments.benchmark_rollout", "--model=x"]
+    program = [sys.executable, "-m", "benchmarks.rollout", "--model=x"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.startswith("error: unknown model 'x': choose from smollm2-135m")

@@ -11,8 +11,8 @@ import optax
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.run import checkpoint
-from qerl_jax.run.checkpoint import Checkpoints
+from qerl_jax.run import checkpoints as checkpoint
+from qerl_jax.run.checkpoints import Checkpoints
 
 
 @flax.struct.dataclass

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from ml_collections import ConfigDict
 
-import qerl_jax.run.train
+import qerl_jax.training.loop
 from experiments import grpo_gsm8k
 from experiments.configs.grpo_gsm8k import get_config
 
@@ -73,8 +73,8 @@ def unread(tiny, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("cwd"))
         # To compare a value with its limits is not to use it.
-        check = qerl_jax.run.train.check
-        patch.setattr(qerl_jax.run.train, "check", lambda config: check(config.config))
+        check = qerl_jax.training.loop.check
+        patch.setattr(qerl_jax.training.loop, "check", lambda config: check(config.config))
         grpo_gsm8k.run(recorded, None)
     return fields(config) - recorded.reads
 

@@ -8,10 +8,10 @@ import tiny_run
 
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
 from qerl_jax.errors import UserError
-from qerl_jax.run.checks import check
 from qerl_jax.run.folder import config_dict, default_folder
-from qerl_jax.run.setup import loss_from
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
+from qerl_jax.training.setup import loss_from
+from qerl_jax.training.validate import check
 
 PRESETS = [*defaults.MODELS, *(f"qwen2.5-7b,{numerics}" for numerics in defaults.NUMERICS)]
 

@@ -13,7 +13,7 @@ import tiny_run
 from absl import flags
 
 from experiments import cli, grpo_gsm8k
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
 
 CONFIG = tiny_run.ROOT / "experiments" / "configs" / "grpo_gsm8k.py"
 CHANGES = {"steps": 3, "eval.every": 0, "aqn.kl_every": 0}

@@ -16,22 +16,21 @@ import tiny_checkpoints
 import tiny_run
 from tiny_model import random_lora
 
-import qerl_jax.run.evaluate
+import qerl_jax.evaluation.evaluate
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.evaluate import evaluate, greedy_accuracy
+from qerl_jax.evaluation.results_folder import EvaluateConfig
+from qerl_jax.evaluation.tasks import Overrides
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout import budget
-from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.collect import decode
-from qerl_jax.run.evaluate import evaluate, greedy_accuracy
-from qerl_jax.run.evaluation import EvaluateConfig
+from qerl_jax.rollout.engine import SamplingConfig, detokenize, generate
 from qerl_jax.run.folder import open_run
 from qerl_jax.run.metrics import read_metrics
-from qerl_jax.run.setup import prepare
 from qerl_jax.run.signals import StoppedError
-from qerl_jax.run.statistics import interval, majority, pass_at_k
-from qerl_jax.run.tasks import Overrides
+from qerl_jax.statistics import interval, majority, pass_at_k
+from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
@@ -73,7 +72,7 @@ def waves(monkeypatch):
         seen.append((len(prompts), max(map(len, prompts))))
         return generate(key, params, lora, prompts, **options)
 
-    monkeypatch.setattr(qerl_jax.run.evaluate, "generate", recording)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate", recording)
     return seen
 
 
@@ -83,7 +82,7 @@ def results_of(folder):
 
 def stop_at_chunk(number, monkeypatch):
     """SIGTERM between two chunks of decoding."""
-    watch = qerl_jax.run.evaluate._watch
+    watch = qerl_jax.evaluation.evaluate._watch
     calls = iter(range(1, 100))
 
     def stopping(*arguments):
@@ -96,7 +95,7 @@ def stop_at_chunk(number, monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(qerl_jax.run.evaluate, "_watch", stopping)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_watch", stopping)
 
 
 def test_greedy_accuracy_is_the_share_of_greedy_completions(tiny):
@@ -117,7 +116,10 @@ def test_greedy_accuracy_is_the_share_of_greedy_completions(tiny):
         eos_ids=model.tokenizer.eos_ids,
         pad_id=model.tokenizer.pad_id,
     )
-    expected = [tiny_run.even_end("", text, "", 1, True) for text in decode(model, rollout)]
+    expected = [
+        tiny_run.even_end("", text, "", 1, True)
+        for text in detokenize(rollout, model.tokenizer.decode)
+    ]
     assert found == np.mean(expected)
     assert 0 < found < 1
 
@@ -226,10 +228,10 @@ def test_a_continued_evaluation_is_one_that_was_not_interrupted(
 
 
 def test_a_continued_evaluation_keeps_its_waves(settings, waves, monkeypatch):
-    monkeypatch.setattr(qerl_jax.run.evaluate, "_fitting_rows", lambda job: 6)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 6)
     (folder,) = evaluate(settings(max_rows=0, limit=3))
     assert results_of(folder)["tasks"]["problems"]["max_rows"] == 6
-    monkeypatch.setattr(qerl_jax.run.evaluate, "_fitting_rows", lambda job: 99)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 99)
     evaluate(settings(max_rows=0, limit=5))
     assert [size for size, _ in waves] == [2, 2, 2, 2]
     waves.clear()
@@ -264,15 +266,15 @@ def test_rows_follow_from_the_memory(
     prompt, task = mock.Mock(ids=range(6)), mock.Mock(max_new_tokens=4)
     job = mock.Mock(policy=mock.Mock(model=model), prompts=[prompt], task=task)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    assert qerl_jax.run.evaluate._fitting_rows(job) == rows
-    assert qerl_jax.run.evaluate._dequantize(model) == dequantize
+    assert qerl_jax.evaluation.evaluate._fitting_rows(job) == rows
+    assert qerl_jax.evaluation.evaluate._dequantize(model) == dequantize
 
 
 def test_too_many_rows_is_one_line(settings, monkeypatch):
     def full(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
 
-    monkeypatch.setattr(qerl_jax.run.evaluate, "generate", full)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate", full)
     with pytest.raises(UserError, match=r"9 rows do not fit.*--max-rows=9, --samples=3"):
         evaluate(settings())
 

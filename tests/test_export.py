@@ -18,9 +18,10 @@ from tiny_checkpoints import model_config, random_tensors, write_folder
 from qerl_jax.errors import UserError
 from qerl_jax.policy.attention import rotary_frequencies
 from qerl_jax.policy.config import RopeScaling
-from qerl_jax.weights import export, names, safetensors, staging
-from qerl_jax.weights.export import checkpoint_tensors, companion_files, write_checkpoint
+from qerl_jax.weights import names, safetensors, staging
+from qerl_jax.weights import save as export
 from qerl_jax.weights.load import load
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -293,7 +294,7 @@ def test_a_full_disk_leaves_nothing_and_is_one_line(tmp_path):
     program = (
         "import resource, sys, numpy as np\n"
         "from qerl_jax.errors import UserError\n"
-        "from qerl_jax.weights.export import write_checkpoint\n"
+        "from qerl_jax.weights.save import write_checkpoint\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
         "try:\n"
         f"    write_checkpoint({str(tmp_path / 'out')!r}, [('a', np.zeros(9999))], files={{}})\n"
@@ -311,7 +312,7 @@ def test_a_full_disk_leaves_nothing_and_is_one_line(tmp_path):
 def test_a_killed_export_leaves_no_model_and_the_next_one_cleans_up(tmp_path):
     program = (
         "import os, signal, numpy as np\n"
-        "from qerl_jax.weights.export import write_checkpoint\n"
+        "from qerl_jax.weights.save import write_checkpoint\n"
         "def tensors():\n"
         "    yield 'a', np.zeros(9)\n"
         "    yield 'b', np.zeros(9)\n"

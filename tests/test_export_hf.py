@@ -18,13 +18,13 @@ import tiny_run
 
 from experiments import export_hf
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.export import export as export_lib
+from qerl_jax.export import merge
+from qerl_jax.export.export import ExportConfig, export
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import projection_shapes
-from qerl_jax.run import export as export_lib
-from qerl_jax.run import merge
-from qerl_jax.run.export import ExportConfig, export
-from qerl_jax.run.restore import open_policy
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
 from qerl_jax.weights.load import load
 
 GOLDEN = Path(__file__).parent / "golden"

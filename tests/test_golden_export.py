@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.restore import open_policy
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 FOLDER = GOLDEN / "export_logits"

@@ -14,8 +14,8 @@ import pytest
 from experiments.configs import grpo_gsm8k
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.losses import LossConfig, loss_config, policy_loss, token_weights
-from qerl_jax.run.checks import check
-from qerl_jax.run.setup import loss_from
+from qerl_jax.training.setup import loss_from
+from qerl_jax.training.validate import check
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MAX_NEW_TOKENS = 9  # TRL's max_completion_length and verl's loss_scale_factor

@@ -21,10 +21,10 @@ from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.batch import make_batch, micro_batches
 from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.train_step import batch_logprobs, init_state, make_optimizer, train_step
-from qerl_jax.weights.export import checkpoint_tensors
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module, peft_tensor
 from qerl_jax.weights.peft import load_peft_adapter
+from qerl_jax.weights.save import checkpoint_tensors
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 STEP = GOLDEN / "trl_step"

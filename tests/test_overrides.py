@@ -11,12 +11,12 @@ from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
 from test_config_reads import Recorded, fields
 
-import qerl_jax.run.train
+import qerl_jax.training.loop
 from experiments.configs import grpo_gsm8k
 from qerl_jax.data import load_problems
 from qerl_jax.errors import UserError
-from qerl_jax.run.overrides import NEEDS, check_overrides, need
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
+from qerl_jax.training.overrides import NEEDS, check_overrides, need
 
 # Everything that can be off is off,
 QUIET = {
@@ -169,8 +169,8 @@ def test_what_it_calls_read_is_read(tiny, tmp_path, monkeypatch, mode):
     config = with_changes(tiny.config(), BUSY if mode == "busy" else MODES[mode])
     recorded = Recorded(config, set())
     # To compare a value with its limits is not to use it.
-    check = qerl_jax.run.train.check
-    monkeypatch.setattr(qerl_jax.run.train, "check", lambda config: check(config.config))
+    check = qerl_jax.training.loop.check
+    monkeypatch.setattr(qerl_jax.training.loop, "check", lambda config: check(config.config))
     train(recorded, workdir=tmp_path / "run")
     read = {field for field in fields(config) if not (found := need(field)) or found[1](config)}
     # They name the run folder, where no other is given.

@@ -2,7 +2,7 @@
 
 import types
 
-from qerl_jax.run import peak_memory
+from benchmarks.rollout import peak_memory
 
 
 class Device:

@@ -12,8 +12,8 @@ from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 from tokenizers import processors
 
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.perplexity import read_documents, window_losses, windows
 from qerl_jax.policy import transformer
-from qerl_jax.run.perplexity import read_documents, window_losses, windows
 from qerl_jax.weights.load import load
 
 

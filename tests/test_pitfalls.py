@@ -29,7 +29,7 @@ import tiny_run
 from qerl_jax.errors import UserError
 from qerl_jax.rl.rewards import overlong_penalty
 from qerl_jax.run.metrics import read_metrics
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
 
 
 @pytest.fixture(scope="module")

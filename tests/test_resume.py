@@ -11,9 +11,9 @@ import jax
 import pytest
 import tiny_run
 
-import qerl_jax.run.train
+import qerl_jax.training.loop
 from qerl_jax.run.signals import StoppedError
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
 
 CHANGES = {
     "seed": 30,
@@ -158,7 +158,7 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
     def plot_run(folder):
         raise KilledError
 
-    monkeypatch.setattr(qerl_jax.run.train, "plot_run", plot_run)
+    monkeypatch.setattr(qerl_jax.training.loop, "plot_run", plot_run)
     with pytest.raises(KilledError):
         train(tiny.config(CHANGES), workdir=tmp_path / "run")
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from qerl_jax.policy.quant import dequantize, quantize
 from qerl_jax.policy.transformer import dequantize_params, forward, logits
 from qerl_jax.rollout import head as head_lib
 from qerl_jax.rollout.head import rollout_head
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from benchmarks.rollout import results as rollout_rows
 from qerl_jax.errors import UserError
-from qerl_jax.run import rollout_rows
 
 POLICY = {
     "model": "m", "format": "bf16", "weights": "random", "lora_rank": 32, "head_format": "",

@@ -14,11 +14,11 @@ from tiny_model import random_tokens, tiny_policy
 
 from experiments import sample as command
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation import sample as sample_lib
+from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.evaluation.sample import SampleConfig, sample, stream_text
 from qerl_jax.policy import transformer
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run import sample as sample_lib
-from qerl_jax.run.restore import open_policy
-from qerl_jax.run.sample import SampleConfig, sample, stream_text
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
 

@@ -23,13 +23,13 @@ from qerl_jax.run.sweep import (
     Run,
     chain,
     format_table,
-    half_interval,
     make_table,
     product,
     settings,
     zipped,
 )
-from qerl_jax.run.train import train
+from qerl_jax.statistics import half_interval
+from qerl_jax.training.loop import train
 
 # --- Overrides ----------------------------------------------------------------------------------
 

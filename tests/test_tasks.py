@@ -9,15 +9,15 @@ import pytest
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.data import Problem, load_problems
 from qerl_jax.errors import UserError
-from qerl_jax.rl import rewards
-from qerl_jax.run.folder import config_dict
-from qerl_jax.run.tasks import (
+from qerl_jax.evaluation.tasks import (
     BENCHMARKS,
     SYSTEM_PROMPT,
     Overrides,
     extracted_answer,
     make_tasks,
 )
+from qerl_jax.rl import rewards
+from qerl_jax.run.folder import config_dict
 
 REWARDS = "qerl_jax.rl.rewards:"
 ROWS = {

@@ -10,7 +10,7 @@ from pallas_kernels import fp4_matmul
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import quant, transformer
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.weights.export import checkpoint_tensors
+from qerl_jax.weights.save import checkpoint_tensors
 
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 60, (2, 9)), jnp.int32)
 LENGTHS = jnp.asarray([9, 5], jnp.int32)

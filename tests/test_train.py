@@ -10,11 +10,11 @@ import pytest
 import tiny_run
 from safetensors.numpy import load_file, save_file
 
-import qerl_jax.run.setup
-import qerl_jax.run.train
+import qerl_jax.training.loop
+import qerl_jax.training.setup
 from qerl_jax.errors import UserError
 from qerl_jax.run.metrics import read_metrics
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
 
 ALWAYS = {
     "step", "reward", "reward_std", "accuracy", "format", "reward/correctness", "reward/format",
@@ -103,13 +103,13 @@ def test_same_config_gives_the_same_metrics(finished, tiny, tmp_path):
 def test_more_steps_extend_a_finished_run(finished, tiny, tmp_path, monkeypatch):
     run = shutil.copytree(finished, tmp_path / "run")
     spans = []
-    make_optimizer = qerl_jax.run.setup.make_optimizer
+    make_optimizer = qerl_jax.training.setup.make_optimizer
 
     def recording(**options):
         spans.append(options["total_updates"])
         return make_optimizer(**options)
 
-    monkeypatch.setattr(qerl_jax.run.setup, "make_optimizer", recording)
+    monkeypatch.setattr(qerl_jax.training.setup, "make_optimizer", recording)
     changes = {"log.tensorboard": True, "aqn.stages": 4, "steps": 8}
     train(tiny.config(changes), workdir=run)
     rows = tiny_run.results(run)
@@ -128,7 +128,7 @@ def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
         adapters.append(jax.device_get(lora))
         return next(accuracies)
 
-    monkeypatch.setattr(qerl_jax.run.train, "greedy_accuracy", greedy_accuracy)
+    monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
     for steps in (2, 4):  # The best is remembered where a run goes on.
         run = train(tiny.config({"eval.every": 1, "steps": steps}), workdir=tmp_path / "run")
     rows = tiny_run.results(run)
@@ -278,13 +278,13 @@ def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
 
 
 def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeypatch, capsys):
-    compiled, collect = [], qerl_jax.run.train.collect
+    compiled, collect = [], qerl_jax.training.loop.collect
 
     def recording(*arguments, **options):
         compiled.append(options["compiled"])
         return collect(*arguments, **options)
 
-    monkeypatch.setattr(qerl_jax.run.train, "collect", recording)
+    monkeypatch.setattr(qerl_jax.training.loop, "collect", recording)
     changes = {
         "seed": 3,
         "steps": 4,
@@ -375,7 +375,7 @@ def test_a_device_out_of_memory_is_one_line(message, words, tiny, tmp_path, monk
     def full(*_, **__):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(qerl_jax.run.train, "train_step", full)
+    monkeypatch.setattr(qerl_jax.training.loop, "train_step", full)
     config = tiny.config({"eval.every": 0})
     expected = UserError if words else jax.errors.JaxRuntimeError
     with pytest.raises(expected, match=words) as caught:

@@ -10,12 +10,12 @@ import tiny_run
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rollout import budget
-from qerl_jax.run.restore import open_policy
-from qerl_jax.run.setup import first_trainable, prepare
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
+from qerl_jax.training.setup import first_trainable, prepare
 
 CHANGES = {"steps": 4, "checkpoint.every": 2, "rl.updates_per_rollout": 2}
 FULL = {"train.parameters": "full", "model.format": "bf16"}

@@ -10,7 +10,7 @@ import tiny_run
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
 from qerl_jax.rl.batch import make_batch
-from qerl_jax.run.train import train
+from qerl_jax.training.loop import train
 
 MODULE = """
 import numpy as np

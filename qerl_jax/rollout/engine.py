@@ -167,6 +167,14 @@ def generate(
     return host.rollout
 
 
+def detokenize(rollout: Rollout, decode_text: Callable[[Sequence[int]], str]) -> list[str]:
+    """Returns the B completions of a rollout as text; `decode_text` maps token ids to text."""
+    return [
+        decode_text(tokens[:length].tolist())
+        for tokens, length in zip(rollout.tokens, rollout.lengths, strict=True)
+    ]
+
+
 def live_share(costs: Sequence[Statistics]) -> float:
     """Of the row-steps that rollouts decoded, those that drew a token; 1 where none was decoded."""
     decoded = sum(cost.decoded for cost in costs)

@@ -1,1 +1,1 @@
-"""How a run lives: the loop, its folder, its logs and its checkpoints."""
+"""What lies in a run folder: metrics, checkpoints, pictures; and how a run is stopped."""

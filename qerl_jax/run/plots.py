@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.run.metrics import read_metrics
-from qerl_jax.run.sweep import half_interval
+from qerl_jax.statistics import half_interval
 
 
 def plot_run(folder: str | Path) -> Path | None:

@@ -28,7 +28,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.run.metrics import read_metrics
-from qerl_jax.run.statistics import standard_error
+from qerl_jax.statistics import half_interval
 
 Overrides = dict[str, Any]
 # Fields with the values of each, in all combinations; or a list that is made already.
@@ -224,13 +224,6 @@ def _over_seeds(values: Iterable[float | None]) -> dict[str, Any]:
         "interval": half_interval(present) if n > 1 else None,
         "n": n,
     }
-
-
-def half_interval(values: np.ndarray) -> float:
-    """Half the width of the 95 % interval of the mean of n > 1 values, by Student's t."""
-    from scipy import stats
-
-    return float(stats.t.ppf(0.975, len(values) - 1)) * standard_error(values)
 
 
 def _cell(value: Mapping[str, Any], spec: str) -> str:

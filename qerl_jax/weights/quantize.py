@@ -12,8 +12,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
-from qerl_jax.weights.export import checkpoint_tensors, companion_files, write_checkpoint
 from qerl_jax.weights.load import DTYPES, Checkpoint, each_layer, read_layer
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 _BFLOAT16 = DTYPES["bfloat16"]
 

@@ -38,16 +38,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.gpu_lock import sole_use
-from qerl_jax.data import encode_prompts
-from qerl_jax.errors import memory_errors
-from qerl_jax.policy.lora import FUSED
-from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.ahead import compile_ahead, compile_programs
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generate, live_share
-from qerl_jax.rollout.programs import Programs, bound
-from qerl_jax.run.benchmark_subject import (
+from benchmarks.rollout.peak_memory import PeakMemory
+from benchmarks.rollout.results import describe, merge, origin, table
+from benchmarks.rollout.startup import measure_startup
+from benchmarks.rollout.step_breakdown import step_parts
+from benchmarks.rollout.subject import (
     NOTHING_ENDS,
     BenchmarkConfig,
     Subject,
@@ -61,11 +56,16 @@ from qerl_jax.run.benchmark_subject import (
     sampling_of,
     with_adapter,
 )
+from pallas_kernels.gpu_lock import sole_use
+from qerl_jax.data import encode_prompts
+from qerl_jax.errors import memory_errors
+from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.rollout import budget, decode
+from qerl_jax.rollout.ahead import compile_ahead, compile_programs
+from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generate, live_share
+from qerl_jax.rollout.programs import Programs, bound
 from qerl_jax.run.metrics import LiveLine
-from qerl_jax.run.peak_memory import PeakMemory
-from qerl_jax.run.rollout_rows import describe, merge, origin, table
-from qerl_jax.run.startup import measure_startup
-from qerl_jax.run.step_parts import step_parts
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # of a copy, bytes read and written per second
@@ -86,7 +86,7 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
     check(config)
     device = jax.devices()[0]
     print(device.device_kind, flush=True)
-    where = origin("experiments.benchmark_rollout", config.commit)
+    where = origin("benchmarks.rollout", config.commit)
     path, rows = pathlib.Path(config.out), []
     with sole_use():
         merge(path, device.device_kind, [])  # A file of another device is told before the work.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError, check_limits
+from qerl_jax.evaluation.load_policy import Policy
+from qerl_jax.evaluation.tasks import Overrides, Task
 from qerl_jax.run.folder import provenance, write_atomic
-from qerl_jax.run.restore import Policy
-from qerl_jax.run.tasks import Overrides, Task
 from qerl_jax.weights import json_file, peft
 
 _RESULTS = "results.json"

@@ -25,20 +25,19 @@ import numpy as np
 from qerl_jax.buckets import bucket
 from qerl_jax.data import Prompt, encode_prompts
 from qerl_jax.errors import UserError, memory_errors
+from qerl_jax.evaluation import results_folder as evaluation
+from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
+from qerl_jax.evaluation.results_folder import EvaluateConfig
+from qerl_jax.evaluation.summary import bounds, format_table, task_figures
+from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward, Scores, resolve, score
 from qerl_jax.rollout.budget import dense_bytes, rows_left
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, generate
-from qerl_jax.run import evaluation
-from qerl_jax.run.collect import decode
-from qerl_jax.run.evaluation import EvaluateConfig
-from qerl_jax.run.figures import bounds, format_table, task_figures
+from qerl_jax.rollout.engine import Rollout, SamplingConfig, detokenize, generate
 from qerl_jax.run.folder import write_atomic
 from qerl_jax.run.metrics import LiveLine, read_metrics
-from qerl_jax.run.restore import Policy, open_policy, read_run
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.run.statistics import paired_difference
-from qerl_jax.run.tasks import Task, extracted_answer, make_tasks
+from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.load import LoadedModel
 
 _CPU_ROWS = 32
@@ -80,7 +79,7 @@ def greedy_accuracy(
     scores = _judge(
         {"correct": correctness},
         problems,
-        decode(model, rollout),
+        detokenize(rollout, model.tokenizer.decode),
         rollout.lengths,
         rollout.finished,
         time_limit=time_limit,
@@ -351,7 +350,7 @@ def _complete_wave(
         prompt_ids=filled,
         on_progress=on_progress,
     )
-    texts = decode(job.policy.model, rollout)
+    texts = detokenize(rollout, job.policy.model.tokenizer.decode)
     return [
         {
             "task": job.task.name,

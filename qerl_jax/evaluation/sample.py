@@ -12,9 +12,9 @@ import numpy as np
 
 from qerl_jax.data import Problem, encode_prompts
 from qerl_jax.errors import UserError, check_limits, memory_errors
+from qerl_jax.evaluation.load_policy import Policy, open_policy
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.restore import Policy, open_policy
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 

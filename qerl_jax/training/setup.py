@@ -19,7 +19,7 @@ from qerl_jax.rl.train_step import TrainState, init_state, make_optimizer
 from qerl_jax.rollout.budget import make_plan
 from qerl_jax.rollout.engine import SamplingConfig
 from qerl_jax.rollout.head import rollout_head
-from qerl_jax.run.collect import CollectConfig
+from qerl_jax.training.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
 

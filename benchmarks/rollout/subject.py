@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.rollout.random_policy import random_lora, random_params
 from qerl_jax.data import Problem, load_problems
 from qerl_jax.errors import UserError, check_limits
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import budget
 from qerl_jax.rollout.engine import SamplingConfig
 from qerl_jax.rollout.head import check_head_format, rollout_head
-from qerl_jax.run.architectures import ARCHITECTURES
-from qerl_jax.run.random_policy import random_lora, random_params
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 NOTHING_ENDS = (-1,)  # no token has this id

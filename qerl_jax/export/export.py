@@ -20,11 +20,11 @@ import numpy as np
 
 from qerl_jax.data import Problem, Prompt, encode_prompts
 from qerl_jax.errors import UserError, check_limits
-from qerl_jax.policy.lora import FUSED, Lora
-from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.rl.rewards import resolve
-from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.card import (
+from qerl_jax.evaluation.evaluate import greedy_accuracy
+from qerl_jax.evaluation.load_policy import Policy, open_policy
+from qerl_jax.evaluation.tasks import Overrides, make_tasks
+from qerl_jax.export.merge import completion_logprobs, mean_kl, merged_layers, norms_kept
+from qerl_jax.export.model_card import (
     FORMAT_NAMES,
     Card,
     divergence_table,
@@ -32,14 +32,14 @@ from qerl_jax.run.card import (
     model_card,
     serve_lines,
 )
-from qerl_jax.run.evaluate import greedy_accuracy
-from qerl_jax.run.merge import completion_logprobs, mean_kl, merged_layers, norms_kept
+from qerl_jax.policy.lora import FUSED, Lora
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.rl.rewards import resolve
+from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.run.metrics import LiveLine
-from qerl_jax.run.restore import Policy, open_policy
-from qerl_jax.run.tasks import Overrides, make_tasks
 from qerl_jax.weights import json_file, names, peft
-from qerl_jax.weights.export import checkpoint_tensors, companion_files, fill_checkpoint
 from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
 from qerl_jax.weights.staging import check_free, staged_folder
 
 FORMATS = ("peft", "merged", "nvfp4")

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError, memory_errors
+from qerl_jax.evaluation.evaluate import greedy_accuracy
 from qerl_jax.policy import aqn
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
@@ -35,18 +36,17 @@ from qerl_jax.rl.train_step import (
 )
 from qerl_jax.rollout.ahead import compilations, compile_ahead
 from qerl_jax.rollout.programs import Programs
-from qerl_jax.run.checkpoint import Checkpoints
-from qerl_jax.run.checks import check
-from qerl_jax.run.collect import Experience, collect
+from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
-from qerl_jax.run.evaluate import greedy_accuracy
 from qerl_jax.run.folder import RunFolder, fingerprint, open_run, write_atomic
 from qerl_jax.run.metrics import LiveLine, MetricsLog, format_row
 from qerl_jax.run.plots import plot_run
-from qerl_jax.run.setup import Setup, first_trainable, prepare
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.weights.export import checkpoint_tensors, companion_files, write_checkpoint
+from qerl_jax.training.collect import Experience, collect
+from qerl_jax.training.setup import Setup, first_trainable, prepare
+from qerl_jax.training.validate import check
 from qerl_jax.weights.peft import save_peft_adapter
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 _SKIPS_THAT_STOP = 3
 _STEPS_THAT_COMPILE = 2  # of a process; to compile a rollout again in a later one is an error

@@ -106,3 +106,10 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     most = max(map(len, voters.values()), default=0)
     winners = [np.mean(verdicts) for verdicts in voters.values() if len(verdicts) == most]
     return float(np.mean(winners)) if winners else 0.0
+
+
+def half_interval(values: np.ndarray) -> float:
+    """Half the width of the 95 % interval of the mean of n > 1 values, by Student's t."""
+    from scipy import stats
+
+    return float(stats.t.ppf(0.975, len(values) - 1)) * standard_error(values)

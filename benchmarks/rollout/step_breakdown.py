@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.rollout import decode
-from qerl_jax.rollout.programs import bound, dequantized
-from qerl_jax.run.benchmark_subject import (
+from benchmarks.rollout.profile import device_kernels, graph_launches, parts_of, per_step
+from benchmarks.rollout.random_policy import normal
+from benchmarks.rollout.subject import (
     NOTHING_ENDS,
     BenchmarkConfig,
     Subject,
     plan_of,
     sampling_of,
 )
-from qerl_jax.run.parts import device_kernels, graph_launches, parts_of, per_step
-from qerl_jax.run.random_policy import normal
+from qerl_jax.rollout import decode
+from qerl_jax.rollout.programs import bound, dequantized
 
 _REPEATS = 3
 _CHUNKS = 4  # that are timed together for the parts

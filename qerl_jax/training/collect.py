@@ -16,6 +16,7 @@ from qerl_jax.rollout.engine import (
     Rollout,
     SamplingConfig,
     Statistics,
+    detokenize,
     generate,
     live_share,
     progress_after,
@@ -144,7 +145,7 @@ def collect(
         )
         rollout_seconds += time.perf_counter() - started
         rows = [prompt for prompt in drawn for _ in range(group_size)]
-        decoded = decode(model, rollout)
+        decoded = detokenize(rollout, model.tokenizer.decode)
         prompts += rows
         texts += decoded
         rollouts.append(rollout)
@@ -181,14 +182,6 @@ def collect(
         advantages=advantages.reshape(-1),
         metrics=metrics,
     ), cursor
-
-
-def decode(model: LoadedModel, rollout: Rollout) -> list[str]:
-    """The completions as text, without special tokens."""
-    return [
-        model.tokenizer.decode(tokens[:length].tolist())
-        for tokens, length in zip(rollout.tokens, rollout.lengths, strict=True)
-    ]
 
 
 def _score(

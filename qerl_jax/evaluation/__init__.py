@@ -1,0 +1,1 @@
+"""How good a policy is: accuracy on problems, perplexity, a single answer."""

@@ -1,0 +1,1 @@
+"""How a run trains: from a config, one step after the other."""
