@@ -9,7 +9,7 @@ import pytest
 import tiny_run
 from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
-from test_config_reads import Recorded, fields
+from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
 from experiments.configs import grpo_gsm8k

@@ -1,0 +1,51 @@
+"""A config that records which fields a run reads."""
+
+import dataclasses
+
+from ml_collections import ConfigDict
+
+# Options of a task of reasoning_gym, which reads them itself.
+TABLES = ("data.options",)
+
+
+@dataclasses.dataclass
+class Recorded:
+    """A config that records which of its fields are read; copying all of it is not a read."""
+
+    config: ConfigDict
+    reads: set
+    prefix: str = ""
+
+    def __getattr__(self, name):
+        return self[name] if name in self.config else getattr(self.config, name)
+
+    def __getitem__(self, name):
+        value, path = self.config[name], self.prefix + name
+        if isinstance(value, ConfigDict) and path not in TABLES:
+            return Recorded(value, self.reads, f"{path}.")
+        self.reads.add(path)
+        return value
+
+    def __contains__(self, name):
+        return name in self.config
+
+    def __iter__(self):
+        return iter(self.config)
+
+    def items(self):
+        return [(name, self[name]) for name in self.config]
+
+    def values(self):
+        return [self[name] for name in self.config]
+
+
+def fields(config, prefix=""):
+    """The paths of all fields of a config."""
+    paths = set()
+    for name, value in config.items():
+        path = prefix + name
+        if isinstance(value, ConfigDict) and path not in TABLES:
+            paths |= fields(value, f"{path}.")
+        else:
+            paths.add(path)
+    return paths
