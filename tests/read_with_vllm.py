@@ -4,7 +4,7 @@
     python tests/read_with_vllm.py checkpoint FOLDER
 
 Prints one JSON object: of an adapter its options and the shapes that each module's A and B have; of
-a checkpoint what vLLM takes its quantisation for.
+a checkpoint what vLLM takes its quantization for.
 """
 
 import json

@@ -44,7 +44,7 @@ def model_config(model_type="llama", **changes):
 
 
 def random_tensors(config, *, dtype=ml_dtypes.bfloat16, seed=0):
-    """Every tensor of an unquantised checkpoint."""
+    """Every tensor of an unquantized checkpoint."""
     rng = np.random.default_rng(seed)
     return {
         name: rng.standard_normal(shape, np.float32).astype(dtype)
@@ -64,14 +64,14 @@ def write_folder(folder, config, tensors, **config_extra):
 
 
 def write_packed(folder, config, tensors, *, dense=(), also=(), change=None, **quantization):
-    """A compressed-tensors folder with the projections of `tensors`, each quantised alone.
+    """A compressed-tensors folder with the projections of `tensors`, each quantized alone.
 
     Args:
         folder: where to.
         config: the architecture.
         tensors: the dense tensors.
         dense: parts of the names of projections that stay as they are.
-        also: names of other tensors to quantise.
+        also: names of other tensors to quantize.
         change: called with the tensors as they are stored.
         quantization: fields of the quantization_config.
     """

@@ -1,4 +1,4 @@
-"""Runs that take seconds: a random model of two layers, a few problems, and rewards that vary."""
+"""Training runs of seconds: a random model of two layers, a few problems, rewards that vary."""
 
 import dataclasses
 import itertools
@@ -85,7 +85,7 @@ def write_problems(path, *, count=24):
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """What runs start from: a model folder, a JSONL file, and a cache of what XLA compiled."""
+    """The inputs of runs: a model folder, a JSONL file of problems, and JAX's compilation cache."""
 
     model: pathlib.Path
     problems: pathlib.Path
@@ -125,7 +125,7 @@ class Tiny:
 
 
 def write_tiny(folder, compile_cache):
-    """Writes what runs start from."""
+    """Writes a tiny model and problems to a folder."""
     return Tiny(
         model=write_model(folder / "model"),
         problems=write_problems(folder / "problems.jsonl"),
@@ -177,7 +177,7 @@ def rare(prompt, completion, answer, num_tokens, finished):
     """1.0 when one of the first two words of the vocabulary occurs.
 
     With TINY_RUN_PAUSE=NUMBER:PATH in the environment, the call of this number makes the file and
-    waits until somebody removes it.
+    waits until it is removed.
     """
     number, _, path = os.environ.get("TINY_RUN_PAUSE", "0:").partition(":")
     if next(_calls) == int(number):

@@ -80,7 +80,7 @@ def generate(folder: pathlib.Path) -> None:
     def read(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         model(torch.ones((1, 1), dtype=torch.long))  # decompresses
-        return torch.nn.Module.float(model)  # a quantised model's own method refuses
+        return torch.nn.Module.float(model)  # a quantized model's own method refuses
 
     found = {}
     for form in FORMATS:

@@ -94,7 +94,7 @@ def write_logits(folder: pathlib.Path) -> None:
     def read(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         model(ids[None])  # decompresses
-        return torch.nn.Module.float(model)  # a quantised model's own method refuses
+        return torch.nn.Module.float(model)  # a quantized model's own method refuses
 
     with torch.no_grad():
         for name in NAMES:

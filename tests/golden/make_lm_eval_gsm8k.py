@@ -6,7 +6,7 @@ Each entry holds `completion`, `answer` (the reference) and, for both filters, w
 and whether it is right.
 
 The first entries are what SmolLM2-135M-Instruct wrote on short sums and on test problems of GSM8K
-(MIT licence, Copyright (c) 2021 OpenAI; the problems are not in the file), the others are made up.
+(MIT license, Copyright (c) 2021 OpenAI; the problems are not in the file), the others are made up.
 Three stages, because lm-eval is no dependency; the last one needs Python 3.11 and lm-eval==0.4.13.
 FOLDER is any folder, GSM8K.jsonl the test set:
 
@@ -57,7 +57,7 @@ CRAFTED = [
     ("The answer is 007", "7"),
     (r"\boxed{1{,}018}", "1018"),
     (r"\boxed{1\,018}", "1018"),
-    # More text behind the answer.
+    # More text after the answer.
     (r"\boxed{18} eggs in 2 days.", "18"),
     ("#### 18\nWhat are 2 and 3?", "18"),
     ("<answer>18</answer> in 2 days", "18"),

@@ -2,7 +2,7 @@
 
 Each folder is a checkpoint as ModelOpt exports it (config.json, hf_quant_config.json,
 model.safetensors) of the bfloat16 model in nvfp4_*/source_bf16.safetensors, with a tokenizer and
-expected.safetensors: every projection as ModelOpt dequantises it, in float32 and under its own
+expected.safetensors: every projection as ModelOpt dequantizes it, in float32 and under its own
 name, `ids` [T], and the float32 `logits` [T, V] that transformers computes from these weights.
 
 - modelopt_qwen2: tied; 4-bit activations (their input_scale is stored) and an FP8 KV cache.
@@ -47,7 +47,7 @@ def write_source(folder, name):
 
 
 def dequantized(tensors):
-    """Every packed projection as ModelOpt dequantises it."""
+    """Every packed projection as ModelOpt dequantizes it."""
     weights = {}
     for name, scale_2 in tensors.items():
         if not name.endswith(".weight_scale_2"):

@@ -1,4 +1,4 @@
-"""Writes nf4.npz: the bytes and the values of bitsandbytes' NF4 without double quantisation.
+"""Writes nf4.npz: the bytes and the values of bitsandbytes' NF4 without double quantization.
 
 For each NAME, `NAME.source` is a weight [N, K] as the bits of bfloat16, `NAME.packed` uint8 [N K/2]
 and `NAME.absmax` float32 [N K/64] what `quantize_4bit` makes of it on a CPU, and `NAME.float32`

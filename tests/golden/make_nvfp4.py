@@ -1,12 +1,12 @@
 """Writes nvfp4_*/: tiny NVFP4A16 checkpoints made by llm-compressor, and what they decode to.
 
 Each folder is a compressed-tensors checkpoint (config.json, model.safetensors, a tokenizer) plus
-source_bf16.safetensors, the bfloat16 model that was quantised, and logits.safetensors: `ids` [T]
+source_bf16.safetensors, the bfloat16 model that was quantized, and logits.safetensors: `ids` [T]
 and the float32 logits [T, V] that transformers computes from the decompressed weights, once as
 compressed-tensors decompresses them (`logits_bf16`: each weight rounded to bfloat16 after its
 scales) and once without that rounding (`logits_float32`).
 
-Besides random weights, the source has what a quantiser may get wrong: blocks of zeros and of
+Besides random weights, the source has what a quantizer may get wrong: blocks of zeros and of
 negative zeros, blocks whose scale underflows, an outlier, rounding ties, and fused projections that
 differ in their largest weight.
 

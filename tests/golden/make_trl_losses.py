@@ -5,7 +5,7 @@ masked out, one token has no rollout log-probability) and advantages [B] (one is
 both sides of both clip bounds. For each VARIANT, `VARIANT.loss` is the loss and `VARIANT.grad`
 [B, C] its gradient with respect to logprobs. LOSS is grpo, dapo, bnpo (in micro-batches of two
 rows), dr_grpo (completions of at most 9 tokens), gspo (importance_sampling_level="sequence") or
-cispo (epsilon_high=1.1, where TRL's bound is of the ratio itself and there is none below):
+cispo (epsilon_high=1.1, where TRL's bound bounds the ratio itself and nothing bounds it below):
 
     LOSS              beta = 0
     LOSS_k3           beta = 0.04, use_bias_correction_kl=False
@@ -106,7 +106,7 @@ def make_inputs():
 
 
 def trl_loss(inputs, args, *, tis, micro_batches, num_tokens, accelerator):
-    """The loss of these rows, one of so many micro-batches; has a graph to inputs['logprobs']."""
+    """The loss of one of `micro_batches`, with a graph to inputs['logprobs']."""
     trainer = types.SimpleNamespace(
         args=args,
         loss_type=args.loss_type,

@@ -1,4 +1,4 @@
-"""Writes trl_step/: whole optimiser steps of TRL's GRPOTrainer with a PEFT adapter.
+"""Writes trl_step/: whole optimizer steps of TRL's GRPOTrainer with a PEFT adapter.
 
 A tiny random Qwen2 (config.json, model.safetensors in float32, a tokenizer) with a LoRA on its
 seven projections (adapter/, as PEFT saves it, B not zero) and a fixed rollout (rollout.json:
