@@ -71,8 +71,8 @@ def test_jsonl_rows(tmp_path, row, problem):
         (b'{"answer": "1"}', "train.jsonl:1: no field question or problem or prompt; it has answ"),
         (b'{"question": "q"}', "train.jsonl:1: no field answer or solution; it has question"),
         (b"{}", "it has none"),
-        (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a text, not None"),
-        (b'{"question": "q", "answer": true}', "train.jsonl:1: answer must be a text, not True"),
+        (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a string, not None"),
+        (b'{"question": "q", "answer": true}', "train.jsonl:1: answer must be a string, not True"),
         (b'{"question": " ", "answer": "1"}', "train.jsonl:1: the question is empty"),
         (b'{"question": "q", "answer": ""}', "train.jsonl: no problems"),
     ],
@@ -135,7 +135,7 @@ def test_levels(tmp_path, form):
 @pytest.mark.parametrize("row", [{}, {"level": "hard"}, {"level": None}])
 def test_rows_without_a_level(tmp_path, row):
     path = write(tmp_path / "math.jsonl", [{"question": "q", "answer": "1"} | row])
-    with pytest.raises(UserError, match=r"math.jsonl:1: data.levels=\[3\], but its level is"):
+    with pytest.raises(UserError, match=r"math.jsonl:1: data.levels=\[3\], but the level of this"):
         data.load_problems("", path=path, levels=(3,))
 
 
@@ -151,7 +151,7 @@ def test_long_questions_are_not_trained_on(tmp_path, monkeypatch):
 
 
 def test_generated_problems_have_no_level():
-    with pytest.raises(UserError, match=r"data.levels=\[3\]: its problems have none"):
+    with pytest.raises(UserError, match=r"data.levels=\[3\], but generated problems have no level"):
         chain_sum(levels=(3,))
 
 

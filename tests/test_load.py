@@ -400,7 +400,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"has no config.json: pass a folder as transformers saves"),
+        (None, r"has no config.json: pass a model folder that transformers"),
         ("{", r"config.json: malformed"),
         ("[1]", r"config.json: malformed"),
     ],
