@@ -162,7 +162,7 @@ def in_machine_order(layer: dict) -> dict:
 
     The order is that of the Hopper kernel where the kernel runs, otherwise that of checkpoints.
     """
-    if not fp4_matmul.kernel_runs():
+    if not fp4_matmul.supports_device():
         return layer
     return {
         name: tile_order(leaf) if isinstance(leaf, QuantTensor) else leaf
