@@ -55,7 +55,7 @@ def interval(values: np.ndarray, *, samples: int, z: float = Z95) -> tuple[float
     mean, problems = float(values.mean()), len(values)
     variance = standard_error(values) ** 2
     effective = mean * (1 - mean) / variance if variance else math.inf
-    if mean in (0.0, 1.0):  # The values show no spread.
+    if mean in (0.0, 1.0):  # The values do not show how samples of a problem differ.
         effective = problems
     return wilson_interval(mean, min(max(effective, problems), problems * samples), z=z)
 
@@ -99,15 +99,15 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Returns 1 if the most frequent answer is correct, 0 if not, and a fraction for a tie.
+    """Returns how correct the most frequent answer is.
 
     Args:
         answers: the answer of each sample; None does not vote.
         correct: whether each sample is correct.
 
     Returns:
-        A value in [0, 1]: for a tie the fraction of the tied answers that is correct, and 0 where
-        no sample has an answer.
+        A value in [0, 1]: the mean of `correct` over the samples with the most frequent answer,
+        averaged over answers that tie; 0 where no sample has an answer.
     """
     scores = collections.defaultdict(list)
     for answer, score in zip(answers, correct, strict=True):

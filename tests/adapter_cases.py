@@ -18,7 +18,7 @@ CASES = [
     (None, 100, 3584, 18944, 32, False),  # two tiles of tokens
     (None, 128, 1024, 3584, 48, False),  # two tiles of tokens
     (None, 19, 576, 576, 16, False),  # K is not a multiple of 128, the columns of x in a partial
-    (None, 8, 4608, 3584, 192, True),  # x A^T is copied by 128 columns
+    (None, 8, 4608, 3584, 192, True),  # x A^T in copies of 128 columns; the last has 64
     # A CTA has more work units than warpgroups: without clusters, in clusters of which some compute
     # no unit, and with split tiles.
     (TileConfig(16, warpgroups_n=1, block_k=512, stages=3, in_flight=1), 13, 4096, 8960, 96, True),

@@ -40,7 +40,7 @@ def test_samples_that_agree_count_as_one():
 def test_samples_that_do_not_depend_on_the_problem_count_each():
     # Every problem has the same fraction of correct samples, so problems do not differ.
     assert interval(np.full(10, 0.25), samples=8) == wilson_interval(0.25, 80)
-    # All samples are correct or all are wrong, so the values show no spread.
+    # All samples are correct, so the values do not show how samples of a problem differ.
     assert interval(np.full(10, 1.0), samples=8) == wilson_interval(1.0, 10)
     low, high = interval(np.full(10, 0.0), samples=8)
     assert low == pytest.approx(0, abs=1e-12)

@@ -75,7 +75,7 @@ def current_policy(params: dict, trainable: Trainable, noise: aqn.Noise | None =
 
 
 def _replace(old: Any, new: Any) -> Any:
-    """Returns `old` with the leaves that `new` has taken from `new`."""
+    """Returns `old` with those leaves replaced that `new` also has."""
     if isinstance(new, dict):
         return old | {name: _replace(old[name], value) for name, value in new.items()}
     if isinstance(new, list):

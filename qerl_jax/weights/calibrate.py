@@ -3,8 +3,8 @@
 AWQ (https://arxiv.org/abs/2306.00978) multiplies the columns of a weight by s and divides the
 parameters that produce its inputs by s. The model computes the same, but columns with large inputs
 keep more of their precision. Here s = mean|x|^alpha for each input channel, and alpha is the value
-among 0, 1/20 ... 19/20 that changes the outputs of the projection least. These parameters produce
-the inputs and are divided:
+among 0, 1/20 ... 19/20 that changes the outputs of the projection least. The parameters that are
+divided are, for each projection:
 
     q, k, v     the scale of input_layernorm
     o           the rows of v (the query heads of one key head share their scales)
@@ -63,10 +63,10 @@ def scaled_layers(
     The device holds one layer at a time and the activations of the whole text.
 
     Args:
-        checkpoint: the model, whose weights must not be packed.
+        checkpoint: the model, with weights that are not packed.
         tokens: int32 [B, T] token ids, one window of the text in each row.
-        clip: whether to clip blocks of weights, too. If not, the layers compute the same outputs as
-            those of the checkpoint.
+        clip: whether to clip blocks of weights, too. Without clipping, the layers compute the same
+            outputs as the layers of the checkpoint.
 
     Yields:
         The layers in order.

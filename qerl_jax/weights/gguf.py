@@ -95,7 +95,10 @@ class GgufFile:
 
 
 def open_gguf(path: pathlib.Path | str) -> GgufFile:
-    """Opens a file and reads its metadata; tensors are read when asked for.
+    """Opens a GGUF file and reads its metadata; tensors are read later by `GgufFile.read`.
+
+    Args:
+        path: the path of the file.
 
     Raises:
         UserError: the file is missing, truncated or not a GGUF file, or its architecture or one of

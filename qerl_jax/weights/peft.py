@@ -92,7 +92,7 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
         The options, and the hub id or path of the base model ('' where the file names none).
 
     Raises:
-        UserError: adapter_config.json cannot be read, or asks for what is not supported.
+        UserError: adapter_config.json cannot be read, or an option is not supported.
     """
     folder = pathlib.Path(folder)
     stored = _read_config(folder)

@@ -36,7 +36,7 @@ def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
     """Rounds the layers of a checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
 
     Args:
-        checkpoint: the model, whose weights must not be packed.
+        checkpoint: the model, with weights that are not packed.
 
     Returns:
         An iterator over the quantized layers in order.

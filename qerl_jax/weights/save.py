@@ -254,7 +254,8 @@ def _describes(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
     quantization = hf.get("quantization_config")
     if not packed:
         return quantization is None and stored == dtype
-    # A config that also asks for quantized activations does not: exports quantize weights alone.
+    # A config that asks for quantized activations does not describe an export: only weights are
+    # quantized.
     return stored == dtype and _weights_alone(quantization)
 
 

@@ -37,7 +37,7 @@ class Tokenizer:
     Attributes:
         backend: the tokenizer of the `tokenizers` package.
         chat_template: the chat template in Jinja, or None.
-        special_tokens: texts by the names that the template may use ('bos_token', 'eos_token' ...).
+        special_tokens: texts of special tokens by their name in templates, such as 'eos_token'.
         eos_ids: every id that ends a reply, ascending.
         pad_id: the id that pads rows; its positions are never read.
     """
@@ -91,6 +91,9 @@ class Tokenizer:
 def from_folder(folder: pathlib.Path | str) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face folder.
 
+    Args:
+        folder: folder with tokenizer.json or vocab.json and, optionally, the other tokenizer files.
+
     Raises:
         UserError: the folder has no tokenizer, or one of its files is malformed.
     """
@@ -119,6 +122,9 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
 
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Builds the tokenizer that a GGUF file's metadata describes.
+
+    Args:
+        metadata: the key-value pairs of the file.
 
     Raises:
         UserError: the metadata is incomplete, or describes a tokenizer that is not supported.
