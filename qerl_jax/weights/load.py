@@ -358,12 +358,12 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
     threads = min(4, os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         layers = tqdm.trange(num_layers, desc=label, unit="layer", leave=False, disable=None)
-        ahead: collections.deque[concurrent.futures.Future] = collections.deque()
+        pending: collections.deque[concurrent.futures.Future] = collections.deque()
         for layer in range(num_layers + threads):
             if layer < num_layers:
-                ahead.append(pool.submit(function, layer))
+                pending.append(pool.submit(function, layer))
             if layer >= threads:
-                yield ahead.popleft().result()
+                yield pending.popleft().result()
                 layers.update()
         layers.close()
 

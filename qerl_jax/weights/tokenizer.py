@@ -136,9 +136,9 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             f"GGUF tokenizer {model!r:.50} with pre-tokenizer {pre!r:.50} is not supported; "
             "supported: 'gpt2' with 'smollm', 'qwen2' or 'llama-bpe'"
         )
-    tokens = _listed(metadata, "tokens", str)
-    types = _listed(metadata, "token_type", int)
-    merges = [tuple(merge.split(" ")) for merge in _listed(metadata, "merges", str)]
+    tokens = _metadata_list(metadata, "tokens", str)
+    types = _metadata_list(metadata, "token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in _metadata_list(metadata, "merges", str)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if not tokens or len(types) != len(tokens) or any(len(merge) != 2 for merge in merges):
         raise UserError("the tokenizer metadata of the GGUF file is incomplete or malformed")
@@ -242,7 +242,7 @@ def _finish(
     )
 
 
-def _listed(metadata: Mapping[str, Any], name: str, kind: type) -> list:
+def _metadata_list(metadata: Mapping[str, Any], name: str, kind: type) -> list:
     """Returns a list from a GGUF file's metadata, or [] where it is absent."""
     found = metadata.get(f"tokenizer.ggml.{name}", [])
     if not isinstance(found, list) or not all(type(item) is kind for item in found):
