@@ -297,7 +297,7 @@ def _load_hub_test(source: str, size: int) -> list[Problem]:
 def _hub_splits(source: str, local_field: str) -> Any:
     """Loads the splits of a dataset on the hub, by name.
 
-    Errors advise to set the config field `local_field` to a local file instead.
+    Error messages advise to set the config field `local_field` to a local file instead.
     """
     import datasets
 

@@ -74,7 +74,7 @@ def test_other_saved_modules(tmp_path):
 
 
 def test_a_folder_that_is_not_an_adapter(tmp_path):
-    with pytest.raises(UserError, match=r"has no adapter_config.json: pass a folder as PEFT"):
+    with pytest.raises(UserError, match=r"has no adapter_config.json: pass a folder that PEFT"):
         peft.read_peft_config(tmp_path / "nowhere")
 
 

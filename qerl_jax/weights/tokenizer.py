@@ -50,7 +50,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
+        """One more than the largest id, including the ids of added tokens."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
