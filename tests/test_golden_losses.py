@@ -1,4 +1,4 @@
-"""Losses, advantages and the recipes equal those of TRL, of verl and of the papers' equations.
+"""Losses, advantages and the recipes equal TRL's, verl's and the papers' equations.
 
 Generators: golden/make_trl_losses.py, golden/make_verl_losses.py.
 """
