@@ -202,7 +202,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """Returns the content of the last closed `<answer>...</answer>`, or None if there is none."""
+    """Returns the content of the last closed `<answer>...</answer>`, or None without such a tag."""
     span = _last_tagged_span(text)
     return None if span is None else text[span[0] : span[1]]
 
@@ -225,7 +225,7 @@ def _last_boxed_span(text: str) -> tuple[int, int] | None:
     if "\\boxed" not in text:
         return None
     span = None
-    opened: list[int | None] = []  # where the box of each open brace begins; None if it opens no box
+    opened: list[int | None] = []  # per open brace: start of its box, None without a box
     for token in _BOX_TOKEN.finditer(text):
         if token[0].startswith("\\boxed"):
             opened.append(token.end())
