@@ -97,7 +97,8 @@ class TaskOverrides:
         system_prompt: system messages, as in `Task`.
         question_suffix: texts that are appended to every question.
         scorer: import paths of rewards that decide whether a completion is correct.
-        format_scorer: import paths of rewards that decide whether the format is right; '' for none.
+        format_scorer: import paths of rewards that decide whether the format is right; '' scores no
+            format.
         max_new_tokens: limits on new tokens per completion.
     """
 
@@ -114,11 +115,11 @@ def make_tasks(
 ) -> list[Task]:
     """Loads the problems of tasks and determines their prompts and scorers.
 
-    A benchmark has a scorer of its own, so that every policy is scored in the same way. A file and
-    `run` have the scorer of the run, if the policy comes from a run. Without a run, a file is
-    scored by number if all its answers are numbers, and by math-verify otherwise. The system
-    message, the suffix and the scorer of the format are those of the run; without a run they are
-    `SYSTEM_PROMPT`, no suffix, and `boxed_format`.
+    A benchmark has a fixed scorer, so that every policy is scored in the same way. A file and `run`
+    have the scorer of the run, if the policy comes from a run. Without a run, a file is scored by
+    number if all its answers are numbers, and by math-verify otherwise. The system message, the
+    suffix and the scorer of the format come from the run; without a run they are `SYSTEM_PROMPT`,
+    no suffix, and `boxed_format`.
 
     Args:
         names: names of `BENCHMARKS`, files that end in .jsonl, or 'run'. Without names, the task is

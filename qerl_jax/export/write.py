@@ -101,7 +101,7 @@ def export(config: ExportConfig) -> Path:
     else:
         card = _export_model(config, policy, out)
     if card.kept:
-        print(f"what rounding keeps of the update:\n{kept_table(card.kept)}", flush=True)
+        print(f"the part of the update that rounding keeps:\n{kept_table(card.kept)}", flush=True)
     if card.divergences:
         print(f"KL of the trained policy to:\n{divergence_table(card.divergences)}", flush=True)
     print(f"{out}: complete" if base_out is None else f"{out}, {base_out}: complete")

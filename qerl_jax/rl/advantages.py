@@ -8,7 +8,7 @@ SCALES = ("group", "batch", "none")
 
 
 def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 1e-4) -> np.ndarray:
-    """Returns the advantage of each completion: its reward relative to its group's.
+    """Returns the advantage of each completion: its reward relative to the rewards of its group.
 
     GRPO's advantage (arXiv 2402.03300, Eq. 3 ff.),
 
@@ -20,9 +20,9 @@ def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 
 
     Args:
         rewards: [P, G] rewards; a value that is not finite (usually NaN) is a missing reward.
-        scale: the standard deviation to divide by: 'group' for the standard deviation of the
-            group's rewards, 'batch' for that of all rewards of the batch (not of their distances
-            from the group means), 'none' for no division.
+        scale: standard deviation to divide by. 'group' is the standard deviation of the group's
+            rewards, 'batch' is the standard deviation of all rewards of the batch (not of their
+            distances from the group means), and 'none' leaves out the division.
         eps: constant that is added to the standard deviation.
 
     Returns:

@@ -32,8 +32,8 @@ class TrainBatch:
         loss_mask: float32 [B, C] mask, 1 for the tokens in the loss.
         advantages: float32 [B] advantages.
         weights: float32 [B, C] weight of each token in the loss, 0 outside the mask.
-        rollout_logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN where it
-            recorded none, 0 past the end of a completion.
+        rollout_logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN for a
+            token without a record, 0 past the end of a completion.
         old_logprobs: float32 [B, C] log-probabilities under the policy before the first update of
             this rollout, as the trainer computes them, or None.
         ref_logprobs: float32 [B, C] log-probabilities under the reference policy, or None.
@@ -71,12 +71,13 @@ def make_batch(
     that is masked out does not count in a denominator over tokens.
 
     Args:
-        prompts: B lists of token ids, none of them empty.
+        prompts: B non-empty lists of token ids.
         completions: int [B, M] sampled token ids; M is the limit on sampled tokens.
         lengths: int [B] completion lengths in tokens, EOS included; may be 0.
         finished: bool [B] flags, True where the completion ended by itself.
         advantages: [B] advantages.
-        rollout_logprobs: [B, M] log-probabilities that the sampler recorded.
+        rollout_logprobs: [B, M] log-probabilities that the sampler recorded; NaN for a token
+            without a record.
         mask_truncated: whether unfinished completions are left out of the loss (DAPO's overlong
             filtering).
         aggregation: how the token losses become one, as in `losses.token_weights`, or the import

@@ -184,8 +184,8 @@ def custom_weights(
         mask: float32 [B, C] mask, 1 for the tokens in the loss.
         function: import path 'package.module:function'.
         advantages: float32 [B] advantages.
-        logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN where it recorded
-            none.
+        logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN for a token
+            without a record.
 
     Returns:
         float32 [B, C] weights, 0 outside the mask.
@@ -243,7 +243,7 @@ def policy_loss(
         w L + kl_coef KL,    L = -min(r A, c(r) A)            'clipped_ratio'
                              L = -stop_gradient(c(r)) A new   'clipped_weight'
 
-    With dual_clip, L is at most -dual_clip A where A is negative. The factor
+    With dual_clip, L is at most -dual_clip A if A is negative. The factor
     w = min(exp(old - rollout), tis_cap) corrects for a policy that sampled with other kernels or
     with noise, and therefore differs from the old one.
 
@@ -327,8 +327,8 @@ def _clipped_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Returns L of `policy_loss` [B, C] and the metrics of the ratio and its clipping.
 
-    The clip fractions count the tokens whose gradient the clip removes; for 'clipped_weight', where
-    it removes none, they count the tokens whose ratio it changes.
+    The clip fractions count the tokens whose gradient the clip removes. In 'clipped_weight' the
+    clip removes no gradient, so they count the tokens whose ratio it changes.
     """
     advantages = advantages.astype(jnp.float32)[:, None]
     clipped_ratio = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)

@@ -61,7 +61,7 @@ def verify(answer: str, text: str) -> bool:
 
 @functools.cache
 def start() -> subprocess.Popen[str]:
-    """Returns the worker, after starting it if none runs; importing sympy takes it seconds."""
+    """Returns the worker, and starts it first if needed; its import of sympy takes seconds."""
     command = worker_process.module_command(__name__)
     return worker_process.start(command, text=True, encoding="utf-8")
 

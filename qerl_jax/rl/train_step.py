@@ -54,8 +54,8 @@ def make_optimizer(
         schedule: course of the learning rate after the warm-up: 'constant', or a decay to
             `final_fraction * learning_rate` along a 'cosine' or a 'linear' curve.
         final_fraction: fraction of the learning rate that remains at the end of the decay.
-        warmup_updates: number of updates N of the linear warm-up; update i = 0, 1, ... of them has
-            (i + 1) / (N + 1) of the learning rate, so the first one is not lost.
+        warmup_updates: number N of updates of the linear warm-up, in which update i = 0, 1, ... has
+            (i + 1) / (N + 1) of the learning rate, so that the first update is not lost.
         total_updates: number of updates until the decay ends, warm-up included.
         b1: decay rate of the first moment.
         b2: decay rate of the second moment.
