@@ -17,7 +17,7 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.import_path import import_function, own_errors
 
-# The fields of LossConfig that the name of a loss decides: the losses differ in nothing else.
+# The named losses differ in these fields of LossConfig only.
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "sequence"},  # arXiv 2402.03300, Eq. 3
     "dapo": {"aggregation": "token"},  # arXiv 2503.14476, Eq. 8
@@ -46,16 +46,18 @@ class LossConfig:
             import path 'package.module:function' of a user function, as in `custom_weights`.
         ratio: granularity of the probability ratio between the new and the old policy: 'token' for
             one ratio per token, or 'sequence' for the geometric mean over the tokens of a row.
-        objective: 'clipped_ratio' is PPO's clipped surrogate. 'clipped_weight' is REINFORCE
-            weighted with the clipped ratio, in which every token keeps a gradient.
-        clip_low: the ratio is clipped from below at 1 - clip_low; 1 or more never clips.
-        clip_high: the ratio is clipped from above at 1 + clip_high; a value larger than clip_low is
-            DAPO's clip-higher.
+        objective: form of the loss of a token. 'clipped_ratio' is PPO's clipped surrogate;
+            'clipped_weight' is REINFORCE weighted with the clipped ratio, in which every token
+            keeps a gradient.
+        clip_low: distance from 1 at which the ratio is clipped from below, at 1 - clip_low; 1 or
+            more never clips.
+        clip_high: distance from 1 at which the ratio is clipped from above, at 1 + clip_high; a
+            value larger than clip_low is DAPO's clip-higher.
         dual_clip: largest factor that a negative advantage is multiplied with (arXiv 1912.09729),
             above 1; None sets no bound. Only 'clipped_ratio' takes one.
         kl_coef: factor of the KL to the reference policy; 0 leaves the KL out.
         kl_grad: how the KL is estimated. 'k3' is the plain estimator, whose gradient differs from
-            the gradient of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond.
+            the gradient of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond 10.
             'unbiased' is k3 times the ratio, whose expected gradient is the gradient of the KL.
         tis_cap: upper bound of the truncated importance weight (TIS), the probability ratio of the
             old policy to the policy that sampled; None applies no weight.
@@ -243,9 +245,10 @@ def policy_loss(
         w L + kl_coef KL,    L = -min(r A, c(r) A)            'clipped_ratio'
                              L = -stop_gradient(c(r)) A new   'clipped_weight'
 
-    With dual_clip, L is at most -dual_clip A if A is negative. The factor
-    w = min(exp(old - rollout), tis_cap) corrects for a policy that sampled with other kernels or
-    with noise, and therefore differs from the old one.
+    KL is the estimate that kl_grad selects. With dual_clip, L is at most -dual_clip A if A is
+    negative. The factor w = min(exp(old - rollout), tis_cap) corrects for a policy that sampled
+    with other kernels or with noise, and therefore differs from the old one; without tis_cap, w
+    is 1.
 
     Log-probabilities outside the mask may have any value, NaN included. Nothing else is clamped: a
     ratio that overflows float32 makes the gradient non-finite.
