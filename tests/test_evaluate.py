@@ -45,7 +45,7 @@ ROW = {
 
 @pytest.fixture
 def settings(tiny, tmp_path):
-    """Returns a config: 8 problems with 3 samples each, in 3 batches of up to 3 problems."""
+    """Makes configs of 8 problems with 3 samples each, in batches of 3 problems, with changes."""
 
     def make(**changes):
         overrides = {"system_prompt": ("",), "max_new_tokens": ("6",)} | SCORERS
@@ -281,7 +281,7 @@ def test_too_many_rows_is_one_line(settings, monkeypatch):
         evaluate(settings())
 
 
-def test_other_draws_with_another_seed(settings, tmp_path):
+def test_another_seed_gives_other_samples(settings, tmp_path):
     texts = []
     for seed in (0, 1):
         (folder,) = evaluate(settings(seed=seed, out=str(tmp_path / str(seed))))
@@ -289,7 +289,7 @@ def test_other_draws_with_another_seed(settings, tmp_path):
     assert sum(a == b for a, b in zip(*texts, strict=True)) < 8
 
 
-def test_the_same_question_twice_has_its_own_draws(settings, tmp_path):
+def test_the_same_question_twice_has_different_samples(settings, tmp_path):
     path = tmp_path / "twins.jsonl"
     path.write_text(2 * '{"question": "t3 t4", "answer": "1"}\n')
     (folder,) = evaluate(settings(tasks=(str(path),)))
@@ -375,7 +375,7 @@ def test_a_missing_score_is_not_correct(settings, capsys):
         ({"overrides": {"max_new_tokens": ("5",)}}, ["problems.max_new_tokens: 6 -> 5"]),
     ],
 )
-def test_a_folder_is_of_one_kind_of_completions(settings, changes, words):
+def test_a_folder_holds_completions_with_the_same_settings(settings, changes, words):
     (folder,) = evaluate(settings(limit=3))
     before = tiny_run.contents(folder)
     with pytest.raises(UserError) as error:
@@ -440,7 +440,7 @@ def write_adapter(folder, *, seed):
     save_peft_adapter(folder, Trainable(lora, {}), lora_config, base_model="")
 
 
-def test_a_run_is_evaluated_as_it_does_itself(run, tiny):
+def test_a_run_is_evaluated_as_during_its_training(run, tiny):
     (folder,) = evaluate(EvaluateConfig(source=str(run)))
     assert folder.parent == run / "evaluations"
     assert folder.name.startswith("adapter-greedy-")
