@@ -202,8 +202,8 @@ def custom_weights(
         weights = np.asarray(compute(mask.copy(), advantages.copy(), logprobs.copy()), np.float32)
     if weights.shape != mask.shape:
         raise UserError(
-            f"loss weight {function!r}: it returned the shape {weights.shape}; the shape [B, C] is "
-            f"{mask.shape}"
+            f"loss weight {function!r}: it returned the shape {weights.shape}, [B, C] is "
+            f"{mask.shape}: return an array like the mask"
         )
     weights = np.where(mask > 0, weights, np.float32(0))
     if not np.isfinite(weights).all():
