@@ -73,8 +73,8 @@ def unread(tiny, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("cwd"))
         # To compare a value with its limits is not to use it.
-        check = qerl_jax.training.loop.check
-        patch.setattr(qerl_jax.training.loop, "check", lambda config: check(config.config))
+        validate = qerl_jax.training.loop.validate
+        patch.setattr(qerl_jax.training.loop, "validate", lambda config: validate(config.config))
         grpo_gsm8k.run(recorded, None)
     return fields(config) - recorded.reads
 

@@ -11,7 +11,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, default_folder
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import loss_from
-from qerl_jax.training.validate import check
+from qerl_jax.training.validate import validate
 
 PRESETS = [*defaults.MODELS, *(f"qwen2.5-7b,{numerics}" for numerics in defaults.NUMERICS)]
 
@@ -28,7 +28,7 @@ def field_names(config):
 @pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])
 def test_preset_is_locked_and_complete_and_survives_json(experiment, preset):
     config = experiment.get_config(preset)
-    check(config)
+    validate(config)
     assert config.is_locked
     assert config.experiment == experiment.__name__.rpartition(".")[2]
     assert field_names(config) == field_names(grpo_gsm8k.get_config())
@@ -96,7 +96,7 @@ def test_presets_have_the_papers_hyperparameters(preset):
 @pytest.mark.parametrize("numerics", defaults.NUMERICS)
 def test_numerics_leave_the_sizes_alone_and_can_run(model, numerics):
     config, paper = (grpo_gsm8k.get_config(f"{model},{name}") for name in (numerics, "paper"))
-    check(config)
+    validate(config)
     assert loss_from(config)
     for section in ("data", "eval", "lora", "model", "rewards", "rollout"):
         assert config[section] == paper[section]
@@ -181,7 +181,7 @@ def test_combinations_that_are_not_what_they_are_called(changes, words):
     config = grpo_gsm8k.get_config("qwen2.5-7b")
     config.update_from_flattened_dict(changes)
     with pytest.raises(UserError) as error:
-        check(config)
+        validate(config)
     for word in words:
         assert word in str(error.value)
 
@@ -192,13 +192,13 @@ def test_a_reward_is_a_function_and_a_weight(reward):
     with config.unlocked():
         config.rewards.mine = reward
     with pytest.raises(UserError, match=r"rewards\.mine=.*give it a function and a weight"):
-        check(config)
+        validate(config)
 
 
 def test_dr_grpos_denominator_alone_is_an_aggregation():
     config = grpo_gsm8k.get_config("qwen2.5-7b")
     config.update_from_flattened_dict({"rl.loss": "grpo", "rl.aggregation": "constant"})
-    check(config)
+    validate(config)
     assert loss_from(config).aggregation == "constant"
 
 

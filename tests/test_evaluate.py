@@ -27,7 +27,7 @@ from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout import budget
 from qerl_jax.rollout.engine import SamplingConfig, detokenize, generate
 from qerl_jax.run.folder import open_run
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.statistics import interval, majority, pass_at_k
 from qerl_jax.training.setup import prepare
@@ -126,7 +126,7 @@ def test_greedy_accuracy_is_the_share_of_greedy_completions(tiny):
 
 def test_what_is_saved_is_what_is_counted(settings, tiny, waves, capsys):
     (folder,) = evaluate(settings())
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     places = [(row["problem"], row["sample"]) for row in rows]
     assert places == [(problem, sample) for problem in range(8) for sample in range(3)]
     given = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
@@ -192,7 +192,7 @@ def test_one_sample_is_greedy(settings, tiny, waves):
     )
     assert figures["accuracy"]["value"] == found
     (again,) = evaluate(settings(samples=1, seed=5, out=str(folder / "other")))
-    assert read_metrics(again / "problems.jsonl") == read_metrics(folder / "problems.jsonl")
+    assert read_jsonl(again / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
 def test_a_continued_evaluation_is_one_that_was_not_interrupted(
@@ -207,7 +207,7 @@ def test_a_continued_evaluation_is_one_that_was_not_interrupted(
             stop_at_chunk(2, patch)
             with pytest.raises(StoppedError):
                 evaluate(settings())
-        assert len(read_metrics(file)) == done
+        assert len(read_jsonl(file)) == done
         assert "accuracy" not in results_of(tmp_path / "out")["tasks"]["problems"]
         assert "the same command continues" in capsys.readouterr().out
         # A kill can leave a part of the next wave, and half a line.
@@ -283,7 +283,7 @@ def test_other_draws_with_another_seed(settings, tmp_path):
     texts = []
     for seed in (0, 1):
         (folder,) = evaluate(settings(seed=seed, out=str(tmp_path / str(seed))))
-        texts.append([row["completion"] for row in read_metrics(folder / "problems.jsonl")])
+        texts.append([row["completion"] for row in read_jsonl(folder / "problems.jsonl")])
     assert sum(a == b for a, b in zip(*texts, strict=True)) < 8
 
 
@@ -291,7 +291,7 @@ def test_the_same_question_twice_has_its_own_draws(settings, tmp_path):
     path = tmp_path / "twins.jsonl"
     path.write_text(2 * '{"question": "t3 t4", "answer": "1"}\n')
     (folder,) = evaluate(settings(tasks=(str(path),)))
-    texts = [row["completion"] for row in read_metrics(folder / "twins.jsonl")]
+    texts = [row["completion"] for row in read_jsonl(folder / "twins.jsonl")]
     assert len(texts) == len(set(texts)) == 6
 
 
@@ -299,28 +299,28 @@ def test_the_same_question_twice_has_its_own_draws(settings, tmp_path):
 def test_samples_do_not_depend_on_the_rows_that_decode_together(settings, tmp_path, max_rows):
     (folder,) = evaluate(settings())
     (other,) = evaluate(settings(max_rows=max_rows, out=str(tmp_path / "other")))
-    assert read_metrics(other / "problems.jsonl") == read_metrics(folder / "problems.jsonl")
+    assert read_jsonl(other / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
 def test_sampling_among_the_most_likely_token_is_greedy(settings, tmp_path):
     (folder,) = evaluate(settings(top_p=1e-6))
     (greedy,) = evaluate(settings(samples=1, max_rows=3, out=str(tmp_path / "greedy")))
-    rows, expected = (read_metrics(path / "problems.jsonl") for path in (folder, greedy))
+    rows, expected = (read_jsonl(path / "problems.jsonl") for path in (folder, greedy))
     texts = [row["completion"] for row in expected for _ in range(3)]
     assert [row["completion"] for row in rows] == texts
 
 
 def test_more_problems_are_added(settings, waves):
     (folder,) = evaluate(settings(limit=4))
-    before = read_metrics(folder / "problems.jsonl")
+    before = read_jsonl(folder / "problems.jsonl")
     evaluate(settings(limit=8))
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert rows[:12] == before
     assert len(rows) == 24
     waves.clear()
     evaluate(settings(limit=4))  # What is there is not lost.
     assert waves == []
-    assert read_metrics(folder / "problems.jsonl") == rows
+    assert read_jsonl(folder / "problems.jsonl") == rows
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["problems"] == 4
     assert figures["accuracy"]["value"] == np.mean([row["correct"] for row in before])
@@ -328,12 +328,12 @@ def test_more_problems_are_added(settings, waves):
 
 def test_another_judge_needs_no_completions(settings, waves):
     (folder,) = evaluate(settings())
-    first = read_metrics(folder / "problems.jsonl")
+    first = read_jsonl(folder / "problems.jsonl")
     waves.clear()
     changes = {"judge": ("test_evaluate:odd_problem",), "format_judge": ("",)}
     evaluate(settings(overrides=changes))
     assert waves == []
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert [row["completion"] for row in rows] == [row["completion"] for row in first]
     assert [row["correct"] for row in rows] == [row["problem"] % 2 == 1 for row in rows]
     assert {row["format"] for row in rows} == {None}
@@ -358,7 +358,7 @@ def test_what_is_not_judged_is_not_correct(settings, capsys):
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["accuracy"]["value"] == 0.5
     assert figures["not_judged"] == 12
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert {row["problem"] % 4 for row in rows if row["correct"] is None} == {0, 1}
     assert "no idea" in capsys.readouterr().err
 
@@ -482,7 +482,7 @@ def test_base_and_adapter_are_compared(run, tmp_path, capsys):
     base, adapter = evaluate(EvaluateConfig(source=str(run), adapters=("none", "adapter")))
     assert base.name.startswith("base-greedy-")
     assert results_of(base)["settings"]["adapter"] is None
-    rows = [read_metrics(folder / "run.jsonl") for folder in (base, adapter)]
+    rows = [read_jsonl(folder / "run.jsonl") for folder in (base, adapter)]
     assert [row["completion"] for row in rows[0]] != [row["completion"] for row in rows[1]]
     shares = [np.mean([row["correct"] for row in part]) for part in rows]
     assert "difference" not in results_of(base)["tasks"]["run"]

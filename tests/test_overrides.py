@@ -168,9 +168,9 @@ def test_what_it_calls_unread_changes_nothing(tiny, tmp_path, mode):
 def test_what_it_calls_read_is_read(tiny, tmp_path, monkeypatch, mode):
     config = with_changes(tiny.config(), BUSY if mode == "busy" else MODES[mode])
     recorded = Recorded(config, set())
-    # To compare a value with its limits is not to use it.
-    check = qerl_jax.training.loop.check
-    monkeypatch.setattr(qerl_jax.training.loop, "check", lambda config: check(config.config))
+    # Comparing a value with its limits does not count as reading it.
+    validate = qerl_jax.training.loop.validate
+    monkeypatch.setattr(qerl_jax.training.loop, "validate", lambda c: validate(c.config))
     train(recorded, workdir=tmp_path / "run")
     read = {field for field in fields(config) if not (found := need(field)) or found[1](config)}
     # They name the run folder, where no other is given.

@@ -28,7 +28,7 @@ import tiny_run
 
 from qerl_jax.errors import UserError
 from qerl_jax.rl.rewards import overlong_penalty
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.training.loop import train
 
 
@@ -52,7 +52,7 @@ def test_the_sampler_has_the_adapter_of_the_step(clean):
 
 
 def test_the_length_penalty_counts_tokens(clean):
-    samples = read_metrics(clean / "completions.jsonl")
+    samples = read_jsonl(clean / "completions.jsonl")
     assert {sample["tokens"] for sample in samples} > {6}
     for sample in samples:
         assert len(sample["completion"]) >= sample["tokens"] - 1

@@ -14,7 +14,7 @@ import tiny_checkpoints
 
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.policy.lora import LoraConfig
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.weights import names
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -134,11 +134,16 @@ def write_tiny(folder, compile_cache):
 
 
 def results(run):
-    """The rows of metrics of a run folder, without the times."""
+    """The rows of the steps in a run folder, without the times."""
     return [
         {k: v for k, v in row.items() if not k.endswith(("_seconds", "_per_second"))}
-        for row in read_metrics(run / "metrics.jsonl")
+        for row in read_steps(run / "metrics.jsonl")
     ]
+
+
+def evaluations(run):
+    """The greedy accuracy by step in a run folder; step 0 is before training."""
+    return read_evaluations(run / "metrics.jsonl")
 
 
 def adapter(run, name="adapter"):
