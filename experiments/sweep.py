@@ -32,7 +32,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -46,6 +45,7 @@ from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
 from qerl_jax.run.terminal import LiveLine
+from qerl_jax.training.describe_config import as_flag
 from qerl_jax.training.overrides import check_overrides
 
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
@@ -154,22 +154,7 @@ def _parse(arguments: Sequence[str]) -> ConfigDict:
 
 
 def _as_flags(overrides: ConfigOverrides) -> list[str]:
-    return [f"--config.{field}={_as_text(field, value)}" for field, value in overrides.items()]
-
-
-def _as_text(field: str, value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return value
-        case float():
-            return repr(float(value))
-        case int() | dict():
-            return repr(value)
-        case tuple() | list():
-            return repr(tuple(value))
-    raise UserError(f"{field}={value!r} in the sweep: a {type(value).__name__} cannot be a flag")
+    return [f"--config.{field}={as_flag(field, value)}" for field, value in overrides.items()]
 
 
 def _from_here(file: str) -> str:
