@@ -34,7 +34,7 @@ from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
-JUDGES = {"judge": ("tiny_run:even_end",), "format_judge": ("tiny_run:low_share",)}
+JUDGES = {"judge": ("tiny_run:even_end",), "format_judge": ("tiny_run:low_fraction",)}
 ROW = {
     "task", "problem", "sample", "question", "gold", "completion", "tokens", "finished",
     "extracted", "correct", "format",
@@ -134,7 +134,7 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, waves, capsys):
         assert row.keys() == ROW
         assert (row["question"], row["gold"]) == dataclasses.astuple(given[row["problem"]])
         assert row["correct"] == (tiny_run.even_end("", row["completion"], "", 1, True) > 0.5)
-        low = tiny_run.low_share("", row["completion"], "", row["tokens"], True)
+        low = tiny_run.low_fraction("", row["completion"], "", row["tokens"], True)
         assert row["format"] == (low > 0.5)
         assert row["finished"] or row["tokens"] == 6
     # The samples of a problem differ, and so do the draws of the waves.
@@ -445,7 +445,7 @@ def test_a_run_is_evaluated_as_it_does_itself(run, tiny):
     results = results_of(folder)
     figures = results["tasks"]["run"]
     assert figures["judge"] == "tiny_run:even_end"
-    assert figures["format_judge"] == "tiny_run:low_share"
+    assert figures["format_judge"] == "tiny_run:low_fraction"
     assert results["settings"]["format"] == "nvfp4"
     assert results["settings"]["adapter"] == str(run / "adapter")
 

@@ -59,7 +59,7 @@ def rewards_that(act, *, at):
             act()
         return tiny_run.rare(*arguments)
 
-    return {"correctness": (correctness, 1.0), "format": (tiny_run.low_share, 0.0)}
+    return {"correctness": (correctness, 1.0), "format": (tiny_run.low_fraction, 0.0)}
 
 
 @pytest.fixture(scope="module")

@@ -324,7 +324,7 @@ def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):
         return 1.0
 
     changes = {"reward_time_limit": 0.05, "eval.every": 0, "steps": 2}
-    rewards = {"failing": (failing, 1.0), "format": (tiny_run.low_share, 1.0)}
+    rewards = {"failing": (failing, 1.0), "format": (tiny_run.low_fraction, 1.0)}
     run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=rewards)
     rows = tiny_run.results(run)
     assert_finite(rows, allowed=("accuracy",))
@@ -344,7 +344,7 @@ def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):
 
 def test_a_step_without_any_reward_is_told(tiny, tmp_path, capsys):
     config = tiny.config({"eval.every": 0, "steps": 2})
-    rewards = {"silent": (lambda *_: None, 1.0), "logged": (tiny_run.low_share, 0.0)}
+    rewards = {"silent": (lambda *_: None, 1.0), "logged": (tiny_run.low_fraction, 0.0)}
     train(config, workdir=tmp_path / "run", rewards=rewards)
     line = "warning: no completion has a reward: every function with a weight returned None"
     assert capsys.readouterr().err.splitlines() == [line] * 2
@@ -363,7 +363,7 @@ def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
     with pytest.raises(UserError, match=words):
         train(config, workdir=folder, rewards={"failing": (failing, 1.0)})
     assert len(tiny_run.results(folder)) == 1
-    train(config, workdir=folder, rewards={"failing": (tiny_run.low_share, 1.0)})
+    train(config, workdir=folder, rewards={"failing": (tiny_run.low_fraction, 1.0)})
     assert len(tiny_run.results(folder)) == 4
 
 

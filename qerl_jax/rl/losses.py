@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, own_errors
+from qerl_jax.import_path import import_function, user_errors
 
 # What distinguishes the losses: the fields of LossConfig that the name decides.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -189,7 +189,7 @@ def own_weights(
     """
     own = import_function(function, what="loss weight")
     usage = "it is called as f(mask, advantages, logprobs) and returns an array like the mask"
-    with own_errors(f"loss weight {function!r}", usage):
+    with user_errors(f"loss weight {function!r}", usage):
         weights = np.asarray(own(mask.copy(), advantages.copy(), logprobs.copy()), np.float32)
     if weights.shape != mask.shape:
         raise UserError(
