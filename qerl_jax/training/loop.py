@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -116,8 +115,6 @@ def train(
             _announce_finished(folder, last, config)
             return folder.path
         setup = prepare(config, rewards, schedule_steps=folder.schedule_steps)
-        restored = checkpoints.restore_latest(setup.state_shapes)
-        progress = _first_progress(setup) if restored is None else _resume(setup, *restored)
         with (
             programs_in(folder.programs),
             MetricsLog(
@@ -129,9 +126,7 @@ def train(
             ) as log,
             stop_signals() as received,
         ):
-            _truncate_log(log, restored)
-            evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
-            run = _Run(setup, folder, checkpoints, log, received, progress, evaluations)
+            run = _begin(setup, folder, checkpoints, log, received)
             try:
                 _train_steps(run)
             except StoppedError:
@@ -285,32 +280,44 @@ def _watch(run: _Run, label: str, total: int) -> Callable[[int, int], None]:
 # --- The beginning and the end ------------------------------------------------------------------
 
 
-def _first_progress(setup: Setup) -> Progress:
-    trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
-    # Committed to its device, as a restored state is: both compile to the same programs.
-    state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
-    return Progress(step=0, state=state, cursor=Cursor())
-
-
-def _resume(setup: Setup, step: int, state: Any, meta: dict[str, Any]) -> Progress:
-    if meta["fingerprint"] != setup.model.fingerprint:
-        raise UserError(
-            f"the weights of {setup.config.model.source} are not the weights that this run began "
-            "with; restore them or pass another --workdir"
-        )
-    print(f"resuming after step {step}", flush=True)
-    return Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
-
-
-def _truncate_log(log: MetricsLog, restored: tuple[int, Any, dict[str, Any]] | None) -> None:
-    """Drops the rows after the restored checkpoint, or all rows without one."""
+def _begin(
+    setup: Setup,
+    folder: OpenRun,
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    received: list[int],
+) -> _Run:
+    """Starts a run, or restores the latest checkpoint and drops the rows after it."""
+    restored = checkpoints.restore_latest(setup.state_shapes)
     if restored is None:
         log.truncate(-1)
-        return
-    step, _, meta = restored
-    # Earlier versions wrote the row of a step after its evaluation. Their checkpoint holds the row
-    # and the samples where a signal interrupted the evaluation.
-    unlogged = meta.get("unlogged")
+        trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
+        # Committed to its device, as a restored state is: both compile to the same programs.
+        state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
+        progress = Progress(step=0, state=state, cursor=Cursor())
+    else:
+        step, state, meta = restored
+        if meta["fingerprint"] != setup.model.fingerprint:
+            raise UserError(
+                f"the weights of {setup.config.model.source} are not the weights that this run "
+                "began with; restore them or pass another --workdir"
+            )
+        _truncate_log(log, step, meta.get("unlogged"))
+        print(f"resuming after step {step}", flush=True)
+        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
+    evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
+    return _Run(setup, folder, checkpoints, log, received, progress, evaluations)
+
+
+def _truncate_log(log: MetricsLog, step: int, unlogged: tuple[dict, list[dict]] | None) -> None:
+    """Drops the rows after a step.
+
+    Args:
+        log: the rows of the run.
+        step: the step of the restored checkpoint.
+        unlogged: row and samples of the step in a checkpoint of an earlier version, which logged a
+            step after its evaluation and was stopped in the evaluation; else None.
+    """
     log.truncate(step - 1 if unlogged else step)
     if unlogged:
         row, samples = unlogged
