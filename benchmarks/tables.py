@@ -315,7 +315,7 @@ def main() -> None:
             "Behind NVFP4 stands its share of the floor, which is what the bytes or the operations "
             "take at 4.29 TB/s as measured and at 790 TFLOP/s; behind the others how many times as "
             "long they take. The adapter has rank 32 for each projection, and x A^T is counted. "
-            "bf16 is cuBLAS, for one token `pallas_kernels/dense.py`; NF4 is bitsandbytes; a "
+            "bf16 is cuBLAS, for one token `pallas_kernels/matvec.py`; NF4 is bitsandbytes; a "
             "gradient is that by x:",
             kernel_table(kernel),
             "Between these numbers of tokens the kernel takes at most so many times as long as at "
