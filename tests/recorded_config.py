@@ -1,16 +1,16 @@
-"""A config that records which fields a run reads."""
+"""Records which fields of a config are read."""
 
 import dataclasses
 
 from ml_collections import ConfigDict
 
-# Options of a task of reasoning_gym, which reads them itself.
+# Tables whose keys a task of reasoning_gym reads; each counts as one field.
 TABLES = ("data.options",)
 
 
 @dataclasses.dataclass
 class Recorded:
-    """A config that records which of its fields are read; copying all of it is not a read."""
+    """A config that records which of its fields are read; copying the whole does not count."""
 
     config: ConfigDict
     reads: set

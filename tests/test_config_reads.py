@@ -7,7 +7,7 @@ import qerl_jax.training.loop
 from experiments import grpo_gsm8k
 from experiments.configs.grpo_gsm8k import get_config
 
-# What is read only where it is used.
+# Modes without which some fields are not read.
 CHANGES = {
     "steps": 1,
     "aqn.correction": "tis",
@@ -18,16 +18,16 @@ CHANGES = {
 
 @pytest.fixture(scope="module")
 def unread(tiny, tmp_path_factory):
-    """The fields that a run did not read, of a config with one field that nothing knows."""
+    """The fields that a run did not read; one field of the config is unknown to the code."""
     config = tiny.config(CHANGES)
     with config.unlocked():
         config.rl.surprise = 1.0
     recorded = Recorded(config, set())
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("cwd"))
-        # To compare a value with its limits is not to use it.
-        check = qerl_jax.training.loop.check
-        patch.setattr(qerl_jax.training.loop, "check", lambda config: check(config.config))
+        # Comparing a value with its limits does not count as reading it.
+        validate = qerl_jax.training.loop.validate
+        patch.setattr(qerl_jax.training.loop, "validate", lambda config: validate(config.config))
         grpo_gsm8k.run(recorded, None)
     return fields(config) - recorded.reads
 
