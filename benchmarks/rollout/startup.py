@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.ahead import compilations, compile_ahead
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rollout.engine import generate_steps
 
 
 def measure_startup(
@@ -29,8 +29,8 @@ def measure_startup(
         params: the policy.
         lora: its adapter, or None.
         prompts: token ids.
-        on_compiled: the `on_progress` of `compile_ahead`.
-        **how: the arguments of `generate` that `compile_ahead` wants too.
+        on_compiled: the `on_progress` of `compile_rollout`.
+        **how: the keyword arguments that `generate_steps` and `compile_rollout` have in common.
 
     Returns:
         Seconds since the command began until the weights were there, until all was compiled and
@@ -38,30 +38,13 @@ def measure_startup(
         earlier process.
     """
     row = {"weights_s": _since(began)}
-
-    def look(_: Any, tokens: int) -> None:
-        if tokens:
-            row.setdefault("first_tokens_s", _since(began))
-
-    how["prompt_width"] = max(map(len, prompts))
-    with compilations() as compiled:
-        programs = compile_ahead(
-            key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
-        )
-    row["compiled_s"] = _since(began)
-    generate(
-        key,
-        params,
-        lora,
-        prompts,
-        pad_id=0,
-        compiled_ahead=programs,
-        compiled=True,
-        on_progress=look,
-        **how,
+    programs = compile_rollout(
+        key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
     )
-    row.setdefault("first_tokens_s", _since(began))  # One chunk was all.
-    return row | {"programs": len(programs), "kept": len(programs) - len(compiled)}
+    row["compiled_s"] = _since(began)
+    for _ in generate_steps(key, params, lora, prompts, executables=programs, **how):
+        row.setdefault("first_tokens_s", _since(began))
+    return row | {"programs": len(programs), "kept": len(programs) - len(programs.compiled)}
 
 
 def _since(began: float) -> float:

@@ -12,16 +12,11 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, Scores, overlong_penalty, score
-from qerl_jax.rollout.engine import (
-    Rollout,
-    SamplingConfig,
-    Statistics,
-    detokenize,
-    generate,
-    live_share,
-    progress_after,
-)
-from qerl_jax.rollout.programs import Programs
+from qerl_jax.rollout.completions import Rollout
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import detokenize, generate_steps, live_fraction
+from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -32,7 +27,8 @@ class CollectConfig:
     Attributes:
         prompts_per_step: P.
         group_size: G, completions of each prompt.
-        sampling: how to sample.
+        sampling: distribution and length of the completions.
+        engine: how the engine samples.
         rewards: function and weight by name.
         time_limit: seconds for one call of a reward.
         overlong_buffer: tokens before the limit where the length penalty begins; 0 is off.
@@ -41,13 +37,13 @@ class CollectConfig:
         advantage_eps: likewise.
         rounds: rollouts that a step may make to replace groups whose rewards are all equal (DAPO's
             dynamic sampling); 1 replaces none.
-        prompt_width: the longest prompt, in tokens.
         data_seed: of the order of the problems.
     """
 
     prompts_per_step: int
     group_size: int
     sampling: SamplingConfig
+    engine: EngineConfig
     rewards: Mapping[str, tuple[Reward, float]]
     time_limit: float
     overlong_buffer: int
@@ -55,7 +51,6 @@ class CollectConfig:
     advantage_scale: str
     advantage_eps: float
     rounds: int
-    prompt_width: int
     data_seed: int
 
 
@@ -89,8 +84,7 @@ def collect(
     cursor: Cursor,
     *,
     config: CollectConfig,
-    compiled_ahead: Programs | None = None,
-    compiled: bool = False,
+    executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Experience, Cursor]:
     """Makes a step's experience.
@@ -107,9 +101,9 @@ def collect(
         problems: the training prompts.
         cursor: the place of the next one.
         config: how.
-        compiled_ahead: see `engine.generate`.
-        compiled: likewise.
-        on_progress: likewise.
+        executables: programs of the rollouts, as in `engine.generate_steps`.
+        on_progress: called with the rows that have ended and the tokens sampled in all rounds,
+            after every chunk but the last of a rollout.
 
     Returns:
         The experience, and the cursor after it.
@@ -126,23 +120,22 @@ def collect(
         drawn, cursor = next_problems(problems, cursor, groups, seed=config.data_seed)
         drawn_tokens = sum(int(rollout.lengths.sum()) for rollout in rollouts)
         started = time.perf_counter()
-        rollout = generate(
+        for step in generate_steps(
             jax.random.fold_in(key, index),
             params,
             lora,
             [prompt.ids for prompt in drawn],
             config=model.config,
             sampling=config.sampling,
-            eos_ids=model.tokenizer.eos_ids,
-            pad_id=model.tokenizer.pad_id,
+            tokenizer=model.tokenizer,
+            engine=config.engine,
             group_size=group_size,
-            prompt_width=config.prompt_width,
-            decode_text=model.tokenizer.decode,
-            compiled_ahead=compiled_ahead,
-            compiled=compiled,
-            on_progress=progress_after(on_progress, rows=0, tokens=drawn_tokens),
-            on_statistics=costs.append,
-        )
+            executables=executables,
+        ):
+            if on_progress is not None and step.ended_rows < step.rows:
+                on_progress(step.ended_rows, drawn_tokens + step.tokens)
+        rollout = step.rollout
+        costs.append(step.statistics)
         rollout_seconds += time.perf_counter() - started
         rows = [prompt for prompt in drawn for _ in range(group_size)]
         decoded = detokenize(rollout, model.tokenizer.decode)
@@ -158,7 +151,7 @@ def collect(
     scores = _concatenate(parts)
     metrics = _metrics(rollout, scores, informative) | {
         "rollout_tokens": int(rollout.lengths.sum()),
-        "rollout_live_share": live_share(costs),
+        "rollout_live_share": live_fraction(costs),
         "rollout_seconds": rollout_seconds,
         "rollout_tokens_per_second": float(rollout.lengths.sum()) / rollout_seconds,
     }

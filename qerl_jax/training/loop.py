@@ -34,8 +34,8 @@ from qerl_jax.rl.train_step import (
     mean_kl,
     train_step,
 )
-from qerl_jax.rollout.ahead import compilations, compile_ahead
-from qerl_jax.rollout.programs import Programs
+from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder, fingerprint, open_run, write_atomic
@@ -49,7 +49,6 @@ from qerl_jax.weights.peft import save_peft_adapter
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 _SKIPS_THAT_STOP = 3
-_STEPS_THAT_COMPILE = 2  # of a process; to compile a rollout again in a later one is an error
 _SUMMARY = "summary.json"  # written last: the run is finished
 
 
@@ -170,7 +169,7 @@ def _run_steps(
             correctness=setup.collect.rewards["correctness"][0],
             time_limit=config.reward_time_limit,
             sampling=setup.eval_sampling,
-            prompt_width=setup.collect.prompt_width,
+            engine=setup.eval_engine,
             on_progress=watch(len(setup.eval_prompts), f"evaluation after step {step}:"),
         )
         if accuracy > progress.best_accuracy:
@@ -184,7 +183,7 @@ def _run_steps(
         before["eval_accuracy_before"] = evaluate(0)
         live.clear()
         print(f"greedy accuracy before training: {before['eval_accuracy_before']:.3f}", flush=True)
-    programs: Programs = {}
+    programs = Executables()
     if progress.step < config.steps:
         programs = _compile_rollouts(setup, progress, live, received)
     while progress.unlogged or progress.step < config.steps:
@@ -200,7 +199,6 @@ def _run_steps(
                 watch(rows, f"step {number}/{config.steps} rollout"),
                 live,
                 programs,
-                compiled=len(durations) >= _STEPS_THAT_COMPILE,
             )
             if number == config.profile.stop:
                 trace.close()
@@ -237,7 +235,7 @@ def _run_steps(
 
 def _compile_rollouts(
     setup: Setup, progress: _Progress, live: LiveLine, received: list[int]
-) -> Programs:
+) -> Executables:
     """Compiles what the rollouts need, so that no step waits for it."""
     began, trainable = time.perf_counter(), progress.state.trainable
 
@@ -246,22 +244,21 @@ def _compile_rollouts(
             raise StoppedError(received[0])
         live.update(f"rollout programs {done}/{total}")
 
-    with compilations() as compiled:
-        programs = compile_ahead(
-            setup.key,
-            current_policy(setup.model.params, trainable) | setup.rollout_head,
-            trainable.lora,
-            prompts=setup.collect.prompts_per_step,
-            prompt_width=setup.collect.prompt_width,
-            config=setup.model.config,
-            sampling=setup.collect.sampling,
-            eos_ids=setup.model.tokenizer.eos_ids,
-            group_size=setup.collect.group_size,
-            on_progress=on_progress,
-        )
+    programs = compile_rollout(
+        setup.key,
+        current_policy(setup.model.params, trainable) | setup.rollout_head,
+        trainable.lora,
+        prompts=setup.collect.prompts_per_step,
+        config=setup.model.config,
+        sampling=setup.collect.sampling,
+        tokenizer=setup.model.tokenizer,
+        engine=setup.collect.engine,
+        group_size=setup.collect.group_size,
+        on_progress=on_progress,
+    )
     live.clear()
     seconds = time.perf_counter() - began
-    counts = f"compiled {len(compiled)} of {len(programs)} rollout programs"
+    counts = f"compiled {len(programs.compiled)} of {len(programs)} rollout programs"
     print(f"{counts} in {seconds:.0f} s", flush=True)
     return programs
 
@@ -271,9 +268,7 @@ def _step(
     progress: _Progress,
     on_progress,
     live: LiveLine,
-    programs: Programs,
-    *,
-    compiled: bool,
+    programs: Executables,
 ):
     """One step; returns the row of metrics and the experience, and moves `progress` on."""
     config, trainable = setup.config, progress.state.trainable
@@ -298,8 +293,7 @@ def _step(
         setup.train_prompts,
         progress.cursor,
         config=setup.collect,
-        compiled_ahead=programs,
-        compiled=compiled,
+        executables=programs,
         on_progress=on_progress,
     )
     live.update(f"step {progress.step + 1}/{config.steps} update")
@@ -315,7 +309,7 @@ def _step(
         aggregation=setup.loss.aggregation,
         pad_id=setup.model.tokenizer.pad_id,
         micro_batch_rows=config.train.micro_batch_rows,
-        max_prompt=setup.collect.prompt_width,
+        max_prompt=setup.collect.engine.prompt_width,
     )
     row = {"sigma": sigma, "perturbed_norms": perturbed}
     if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:

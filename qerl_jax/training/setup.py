@@ -16,9 +16,9 @@ from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, init_state, make_optimizer
-from qerl_jax.rollout.budget import make_plan
-from qerl_jax.rollout.engine import SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
+from qerl_jax.rollout.shapes import plan_shapes
 from qerl_jax.training.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
@@ -40,6 +40,7 @@ class Setup:
     eval_prompts: list[Prompt]
     collect: CollectConfig
     eval_sampling: SamplingConfig
+    eval_engine: EngineConfig
     loss: LossConfig
     optimizer: optax.GradientTransformation
     state_shapes: TrainState
@@ -156,13 +157,16 @@ def prepare(
         top_k=config.rollout.top_k,
         top_p=config.rollout.top_p,
         stop=tuple(config.rollout.stop),
+    )
+    prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
+    engine = EngineConfig(
         chunk_steps=config.rollout.chunk_steps,
         max_rows=config.rollout.max_rows,
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=config.rollout.dequantize,
+        prompt_width=prompt_width,
     )
-    prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     head = rollout_head(model.params, config.rollout.head_format)
     key = jax.random.key(config.seed, impl="threefry2x32")
     state_shapes = jax.eval_shape(
@@ -171,23 +175,22 @@ def prepare(
 
     # Decided once, with nothing but the weights in memory: a resumed run decides the same.
     def fitting_rows(sampling: SamplingConfig) -> int:
-        plan = make_plan(
+        shapes = plan_shapes(
             model.params | head,
             prompts=config.rollout.prompts_per_step,
             longest=prompt_width,
             group_size=config.rollout.group_size,
             config=model.config,
             sampling=sampling,
+            engine=engine,
             reserve=_training_bytes(state_shapes),
         )
-        return plan.batches[0]
+        return shapes.batch_sizes[0]
 
     eval_sampling = dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
     rows = eval_rows = fitting_rows(sampling)
     if prompts.get("eval") and eval_sampling.max_new_tokens > sampling.max_new_tokens:
         eval_rows = min(rows, fitting_rows(eval_sampling))
-    sampling = dataclasses.replace(sampling, max_rows=rows)
-    eval_sampling = dataclasses.replace(eval_sampling, max_rows=eval_rows)
     return Setup(
         config=config,
         model=model,
@@ -199,6 +202,7 @@ def prepare(
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
             sampling=sampling,
+            engine=dataclasses.replace(engine, max_rows=rows),
             rewards=rewards,
             time_limit=config.reward_time_limit,
             overlong_buffer=config.rl.overlong_buffer,
@@ -206,10 +210,10 @@ def prepare(
             advantage_scale=config.rl.advantage_scale,
             advantage_eps=config.rl.advantage_eps,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
-            prompt_width=prompt_width,
             data_seed=config.seed,
         ),
         eval_sampling=eval_sampling,
+        eval_engine=dataclasses.replace(engine, max_rows=eval_rows),
         loss=loss,
         optimizer=optimizer,
         state_shapes=state_shapes,
