@@ -69,7 +69,7 @@ from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
 from qerl_jax.rollout.programs import Executables, committed, operations
 from qerl_jax.rollout.scheduler import Statistics
-from qerl_jax.run.metrics import LiveLine
+from qerl_jax.run.terminal import LiveLine
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # of a copy, bytes read and written per second

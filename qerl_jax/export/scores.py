@@ -20,7 +20,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
-from qerl_jax.run.metrics import LiveLine
+from qerl_jax.run.terminal import LiveLine
 from qerl_jax.weights.load import LoadedModel
 
 _PROBE_PROMPTS = 8
