@@ -1,4 +1,4 @@
-"""Does a run learn? Welch's t of its per-step rewards, last fifth against first fifth.
+"""Measures whether a run learns: Welch's t of its rewards, last fifth of the steps against first.
 
     for seed in 0 1 2; do
         uv run python -m experiments.grpo_gsm8k --config.seed=$seed --workdir=runs/learn-$seed
@@ -9,7 +9,8 @@
         --out=benchmarks/results/learning_smollm2-135m.json
 
 The steps of all seeds are pooled. A run that learns has a t far above 3; the control, with a
-learning rate of 0, stays below 2.
+learning rate of 0, stays below 2. The file also holds the reward of every step of every seed, from
+which `benchmarks.pictures` draws a curve.
 """
 
 import argparse
@@ -20,9 +21,8 @@ import sys
 
 import numpy as np
 
-from benchmarks.run_summary import describe
+from benchmarks.run_summary import describe, read_steps
 from qerl_jax.errors import UserError
-from qerl_jax.run.metrics import read_metrics
 
 
 def welch_t(new: np.ndarray, old: np.ndarray) -> float:
@@ -32,10 +32,25 @@ def welch_t(new: np.ndarray, old: np.ndarray) -> float:
 
 
 def summarize(folders: list[pathlib.Path]) -> dict:
-    """The comparison of the last with the first fifth of the steps, over all runs."""
-    runs = [read_metrics(folder / "metrics.jsonl") for folder in folders]
+    """Compares the last with the first fifth of the steps, over all runs.
+
+    Args:
+        folders: run folders of equal length, one for each seed.
+
+    Returns:
+        The comparison of reward and accuracy, the mean evaluation accuracy before and after, the
+        mean minutes of a run, `by_step` with the reward of each seed and step, and the origin of
+        the first run.
+
+    Raises:
+        UserError: the runs differ in length, or have less than 10 steps.
+    """
+    runs = [read_steps(folder) for folder in folders]
     if len({len(rows) for rows in runs}) != 1 or len(runs[0]) < 10:
-        raise UserError(f"the runs have {[len(rows) for rows in runs]} steps: equal, at least 10")
+        raise UserError(
+            f"the runs have {[len(rows) for rows in runs]} steps: pass runs of equal length, at "
+            "least 10 steps"
+        )
     fifth = len(runs[0]) // 5
     summary: dict = {"runs": len(runs), "steps": len(runs[0])}
     for key in ("reward", "accuracy"):
@@ -53,17 +68,24 @@ def summarize(folders: list[pathlib.Path]) -> dict:
     summary["minutes"] = float(
         np.mean([sum(row["step_seconds"] for row in rows) / 60 for rows in runs])
     )
+    summary["by_step"] = {"reward": [[row["reward"] for row in rows] for rows in runs]}
     return summary | describe(folders[0])
 
 
 def main() -> None:
-    """Parses the command line, writes the JSON file and prints it."""
+    """Parses the command line, writes the JSON file and prints the comparison."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=pathlib.Path, nargs="+", help="run folders, one a seed")
-    parser.add_argument("--control", type=pathlib.Path, nargs="+", required=True)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("runs", type=pathlib.Path, nargs="+", help="run folders, one for each seed")
+    parser.add_argument(
+        "--control",
+        type=pathlib.Path,
+        nargs="+",
+        required=True,
+        help="run folders of the control, one for each seed",
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file to write")
     args = parser.parse_args()
     try:
         result = {"learning": summarize(args.runs), "control": summarize(args.control)}
