@@ -11,6 +11,7 @@ import pytest
 import tiny_model
 
 from benchmarks import agreement, learning, pictures, run_summary, source_tree, tables
+from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -123,6 +124,15 @@ def test_the_pages_are_up_to_date():
     assert tables.benchmarks_page() + "\n" == page, "run python -m benchmarks.tables"
     with pytest.raises(ValueError, match="has no lines"):
         tables.with_generated_parts(readme.replace("<!-- presets", "<!-- others"))
+
+
+def test_a_config_names_its_results():
+    learning = json.loads((tables._RESULTS / "learning_smollm2-135m.json").read_text())["learning"]
+    accuracy = learning["eval_accuracy"]
+    assert f"{accuracy['before']:.2f} -> {accuracy['after']:.2f}" in grpo_gsm8k.__doc__
+    run = json.loads((tables._RESULTS / tables._GPU_RUN).read_text())
+    assert f"{run['peak_memory_bytes'] / 1e9:.1f} GB" in grpo_gsm8k.__doc__
+    assert f"mean reward {run['reward_mean']:.2f}" in grpo_gsm8k.__doc__
 
 
 def test_the_pictures_are_up_to_date():

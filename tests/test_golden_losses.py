@@ -1,4 +1,4 @@
-"""Losses, advantages and the numerics presets equal TRL's, verl's and the papers' equations.
+"""Losses, advantages and the recipes equal TRL's, verl's and the papers' equations.
 
 Generators: golden/make_trl_losses.py, golden/make_verl_losses.py.
 """
@@ -61,8 +61,8 @@ def verl():
     return np.load(GOLDEN / "verl_losses.npz")
 
 
-def preset(numerics, changes=None):
-    config = grpo_gsm8k.get_config(f"qwen2.5-7b,{numerics}")
+def preset(recipe, changes=None):
+    config = grpo_gsm8k.get_config(f"qwen2.5-7b,{recipe}")
     config.update_from_flattened_dict(changes or {})
     check(config)
     return config
