@@ -6,7 +6,7 @@ import sys
 
 import jax
 
-MULTIPROCESSORS = 132  # of an H100 SXM and an H200
+NUM_SMS = 132  # of an H100 SXM and an H200
 
 
 def cuda_capability() -> float:
@@ -29,7 +29,7 @@ def has_triton() -> bool:
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
-def triton_runs(oldest: float = 8.0) -> bool:
+def supports_triton(oldest: float = 8.0) -> bool:
     """Whether Pallas's Triton kernels run on the default device.
 
     Args:
@@ -38,7 +38,7 @@ def triton_runs(oldest: float = 8.0) -> bool:
     return cuda_capability() >= oldest and has_triton()
 
 
-def multiprocessors() -> int:
+def num_sms() -> int:
     """Of a GPU; an H200's where programs are compiled for one elsewhere."""
     device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else MULTIPROCESSORS
+    return device.core_count if device.platform == "gpu" else NUM_SMS

@@ -20,11 +20,18 @@ CASES = [
     (None, 8, 4608, 3584, 192, True),  # x A^T in copies of 128 columns, the last of which is half
     # More units of a block than warpgroups, alone, in clusters, some of which make none, and with
     # shared tiles.
-    (TileConfig(16, rows=1, block_k=512, stages=3, in_flight=1), 13, 4096, 8960, 96, True),
-    (TileConfig(16, rows=2, block_k=512, stages=3, in_flight=1), 13, 4096, 4096, 96, True),
-    (TileConfig(16, rows=1, block_k=512, stages=3, in_flight=1, split=2), 13, 4096, 8960, 96, True),
+    (TileConfig(16, warpgroups_n=1, block_k=512, stages=3, in_flight=1), 13, 4096, 8960, 96, True),
+    (TileConfig(16, warpgroups_n=2, block_k=512, stages=3, in_flight=1), 13, 4096, 4096, 96, True),
     (
-        TileConfig(16, rows=1, block_k=256, stages=4, in_flight=1, stream=True),
+        TileConfig(16, warpgroups_n=1, block_k=512, stages=3, in_flight=1, split=2),
+        13,
+        4096,
+        8960,
+        96,
+        True,
+    ),
+    (
+        TileConfig(16, warpgroups_n=1, block_k=256, stages=4, in_flight=1, stream_k=True),
         13,
         4096,
         8960,
@@ -32,9 +39,9 @@ CASES = [
         True,
     ),
     # Several warpgroups make a unit each.
-    (TileConfig(16, rows=1, slices=4, block_k=512, stages=3), 13, 4096, 8960, 96, True),
+    (TileConfig(16, warpgroups_n=1, slices=4, block_k=512, stages=3), 13, 4096, 8960, 96, True),
     (
-        TileConfig(16, rows=1, slices=4, block_k=512, stages=3, stream=True),
+        TileConfig(16, warpgroups_n=1, slices=4, block_k=512, stages=3, stream_k=True),
         13,
         4096,
         8960,
@@ -44,8 +51,8 @@ CASES = [
 ]
 
 
-def plan_of(config, m, n, k, rank):
+def schedule_of(config, m, n, k, rank):
     """The plan of one, on an H100 or H200."""
     if config is None:
         config = tiling.choose(m, n, k, rank=tiling.padded_rank(rank))
-    return sm90.make_plan(config, m, -(-n // tiling.TILE_ROWS), k, tiling.MULTIPROCESSORS)
+    return sm90.make_schedule(config, m, -(-n // tiling.TILE_ROWS), k, tiling.NUM_SMS)

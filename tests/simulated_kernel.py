@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import hopper, sm90
+from pallas_kernels.fp4_matmul import dispatch, sm90
 
 ROUNDING = 2e-3  # relative error of results stored in bfloat16
 
@@ -54,7 +54,7 @@ def simulate_the_kernel(monkeypatch, simulated):
     class Kernel:
         matmul = staticmethod(functools.partial(sm90.matmul, interpret=simulated))
         dequantize = staticmethod(functools.partial(sm90.dequantize, interpret=simulated))
-        make_plan = staticmethod(sm90.make_plan)
+        make_schedule = staticmethod(sm90.make_schedule)
 
-    monkeypatch.setattr(hopper, "kernel", lambda: Kernel)
-    monkeypatch.setattr(device, "multiprocessors", lambda: 2)
+    monkeypatch.setattr(dispatch, "kernel", lambda: Kernel)
+    monkeypatch.setattr(device, "num_sms", lambda: 2)

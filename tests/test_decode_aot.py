@@ -14,9 +14,9 @@ from h200 import array, tiles
 from tiny_checkpoints import model_config
 
 from pallas_kernels import decode as decode_kernels
-from pallas_kernels import dense, fp4_matmul
+from pallas_kernels import fp4_matmul, matvec
 from pallas_kernels.decode import attend_sm90, kernels
-from pallas_kernels.fp4_matmul import cases, hopper
+from pallas_kernels.fp4_matmul import cases, dispatch
 from qerl_jax.policy import lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode
@@ -112,7 +112,7 @@ def test_kernel(kernel, model, rows, check):
 def test_matvec(layer, check):
     model, name = layer.split(".")
     n, k = cases.MODELS[model][name]
-    check("matvec", dense.matvec, (array(1, k), array(n, k)))
+    check("matvec", matvec.matvec, (array(1, k), array(n, k)))
 
 
 @pytest.mark.parametrize(("dtype", "lines"), [(jnp.bfloat16, 2500), (jnp.float8_e4m3fn, 3500)])
@@ -183,8 +183,8 @@ def kernels_of_a_step(hlo):
 def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypatch):
     monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
     monkeypatch.setattr(kernels, "_sm90_agrees", lambda: True)
-    for module in (fp4_matmul, hopper):
-        monkeypatch.setattr(module, "kernel_runs", lambda: True)
+    for module in (fp4_matmul, dispatch):
+        monkeypatch.setattr(module, "supports_device", lambda: True)
     counts = []
     for layers in (1, 2):
         config, params = policy(layers)

@@ -29,7 +29,7 @@ def configs():
     for name, table in tiling._tables().items():
         for entry in table["entries"]:
             shape = entry["m"], entry["n"], entry["k"], 64
-            found.setdefault(TileConfig(**entry["config"]), (name, *shape))
+            found.setdefault(TileConfig.from_json(entry["config"]), (name, *shape))
     for model, layers in cases.MODELS.items():
         for layer, (n, k) in layers.items():
             for m in (1, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 256, 2048):
@@ -44,8 +44,8 @@ CONFIGS = configs()
 CASES = [
     (name, adapter)
     for name, (_, (_, m, *_)) in CONFIGS.items()
-    for adapter in ("none", "product", "shares", "inside")
-    if adapter not in ("shares", "inside") or m <= tiling.MAX_ROWS_OF_SHARES
+    for adapter in ("none", "product", "xa_partials", "inside")
+    if adapter not in ("xa_partials", "inside") or m <= tiling.MAX_ROWS_OF_PARTIALS
 ]
 
 
@@ -82,18 +82,20 @@ def test_config(name, adapter, build):
     extra = {}
     if adapter == "product":
         extra = {"xa": array(m, rank), "b": array(n, rank), "bias": array(n)}
-    elif adapter == "shares":
-        shares = array(-(-k // 128), m, rank - 32, dtype=jnp.float32)
-        extra = {"shares": shares, "b": array(n, rank)}
+    elif adapter == "xa_partials":
+        xa_partials = array(-(-k // 128), m, rank - 32, dtype=jnp.float32)
+        extra = {"xa_partials": xa_partials, "b": array(n, rank)}
     elif adapter == "inside":
-        if not sm90.make_plan(config, m, -(-n // 64), k, 132).makes_shares(rank - 32, k):
+        if not sm90.make_schedule(config, m, -(-n // 64), k, 132).supports_lora_shrink(
+            rank - 32, k
+        ):
             pytest.skip("x A^T is a product of its own")
         extra = {"a": array(rank - 32, k), "b": array(n, rank)}
 
     def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
 
-    helpers = 2 if adapter in ("shares", "inside") else 1
+    helpers = 2 if adapter in ("xa_partials", "inside") else 1
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
 
 
@@ -105,65 +107,67 @@ def test_swiglu(inside, model, m, build):
     config = tiling.choose(m, n, k, rank=64)
     # As many shares of mean squares as the product that begins the norm leaves, or a kernel.
     count = k // (16 if inside else tiling.TILE_COLUMNS)
-    extra = {"b": array(n, 64), "squares": array(count, m, dtype=jnp.float32)}
+    extra = {"b": array(n, 64), "square_partials": array(count, m, dtype=jnp.float32)}
     if inside:
-        plan = sm90.make_plan(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
-        if not plan.makes_shares(64, k):
+        plan = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
+        if not plan.supports_lora_shrink(64, k):
             pytest.skip("x A^T is a product of its own")
         extra["a"] = array(64, k)
     else:
-        extra["shares"] = array(count, m, 64, dtype=jnp.float32)
+        extra["xa_partials"] = array(count, m, 64, dtype=jnp.float32)
 
     def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
 
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
 
 
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize("model", cases.MODELS)
-@pytest.mark.parametrize("adapter", ["product", "shares", "inside"])
+@pytest.mark.parametrize("adapter", ["product", "xa_partials", "inside"])
 def test_begin_norm(adapter, model, m, build):
     n, k = cases.MODELS[model]["o"]
     config = tiling.choose(m, n, k, rank=64)
-    plan = sm90.make_plan(config, m, n // tiling.TILE_ROWS, k, 132)
-    if not plan.adds_to_stream(m):
+    plan = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
+    if not plan.supports_add_residual(m):
         pytest.skip("the norm is a kernel of its own")
-    extra = {"stream": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
+    extra = {"residual": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
     if adapter == "product":
         extra["xa"] = array(m, 64)
-    elif adapter == "shares":
-        extra["shares"] = array(k // tiling.TILE_COLUMNS, m, 32, dtype=jnp.float32)
-    elif plan.makes_shares(32, k):
+    elif adapter == "xa_partials":
+        extra["xa_partials"] = array(k // tiling.TILE_COLUMNS, m, 32, dtype=jnp.float32)
+    elif plan.supports_lora_shrink(32, k):
         extra["a"] = array(32, k)
     else:
         pytest.skip("x A^T is a product of its own")
 
     def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
 
     helpers = 1 if adapter == "product" else 2
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
 
 
 @pytest.mark.parametrize(
-    ("m", "rank", "shares"),
+    ("m", "rank", "xa_partials"),
     [*((m, 32, 324) for m in (8, 16, 24, 32, 40, 64)), (8, 64, 324), (8, 32, 5), (32, 64, 5)],
 )
 @pytest.mark.parametrize("model", cases.MODELS)
-def test_behind_norm(model, m, rank, shares, build):
+def test_behind_norm(model, m, rank, xa_partials, build):
     n, k = cases.MODELS[model]["qkv"]
     rank = cases.rank_of(f"{model}.qkv", rank)
     padded = tiling.padded_rank(rank)
     config = tiling.choose(m, n, k, rank=padded)
-    if not sm90.make_plan(config, m, n // tiling.TILE_ROWS, k, 132).makes_shares(rank, k):
+    if not sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132).supports_lora_shrink(
+        rank, k
+    ):
         assert rank > 96 or (model == "72b" and m >= 32)
         pytest.skip("x A^T is a product of its own")
     extra = {"a": array(rank, k), "b": array(n, padded)}
-    extra["pass_squares"] = array(shares, m, dtype=jnp.float32)
+    extra["pass_squares"] = array(xa_partials, m, dtype=jnp.float32)
 
     def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
 
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
 
@@ -172,8 +176,8 @@ def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
     """Of a tiling that `candidates` would not have."""
     lowered = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, **_: lowered.append(self))
-    for config in (TileConfig(16), TileConfig(96, rows=5, stages=2)):
-        product = functools.partial(sm90.matmul, config=config, multiprocessors=132)
+    for config in (TileConfig(16), TileConfig(96, warpgroups_n=5, stages=2)):
+        product = functools.partial(sm90.matmul, config=config, num_sms=132)
         compile_for_h200(product, array(192, 1024), tiles(1024, 1024))
     monkeypatch.undo()
     with autotune.compiler_reports():
@@ -185,10 +189,10 @@ def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
 def test_shares_beside_full_shared_memory(build):
     config = max(tiling.candidates(32, 3584, 3584, rank=64), key=TileConfig.smem_bytes)
     assert config.smem_bytes() > 0.99 * tiling.SMEM_LIMIT
-    extra = {"shares": array(28, 32, 32, dtype=jnp.float32), "b": array(3584, 64)}
+    extra = {"xa_partials": array(28, 32, 32, dtype=jnp.float32), "b": array(3584, 64)}
 
     def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, multiprocessors=132, **extra)
+        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
 
     weight = tiles(3584, 3584)
     build(product, array(32, 3584), weight, extra, warpgroups=config.warpgroups, helpers=2)
@@ -202,13 +206,13 @@ def test_shares_beside_full_shared_memory(build):
 def test_trace(m, n, k, inside, build, monkeypatch):
     monkeypatch.setattr(jax.debug, "callback", lambda *_: None)  # which needs a GPU
     config = timeline.room_for_notes(tiling.choose(m, n, k, rank=64))
-    extra = {"shares": array(-(-k // 128), m, 32, dtype=jnp.float32), "b": array(n, 64)}
+    extra = {"xa_partials": array(-(-k // 128), m, 32, dtype=jnp.float32), "b": array(n, 64)}
     if inside:
-        assert sm90.make_plan(config, m, -(-n // 64), k, 132).makes_shares(32, k)
+        assert sm90.make_schedule(config, m, -(-n // 64), k, 132).supports_lora_shrink(32, k)
         extra = {"a": array(32, k), "b": array(n, 64)}
 
     def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, multiprocessors=132, trace="folder", **extra)
+        return sm90.matmul(x, weight, config=config, num_sms=132, trace="folder", **extra)
 
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
 
@@ -219,21 +223,19 @@ def test_float32(m, build):
     config = tiling.choose(m, n, k)
 
     def product(x, weight):
-        return sm90.matmul(
-            x, weight, config=config, multiprocessors=132, dtype=jnp.dtype("float32")
-        )
+        return sm90.matmul(x, weight, config=config, num_sms=132, dtype=jnp.dtype("float32"))
 
     build(product, array(m, k), tiles(n, k))
 
 
 def test_sizes_that_fill_no_tile(build):
     def product(x, weight):
-        return sm90.matmul(x, weight, config=TileConfig(40), multiprocessors=132)
+        return sm90.matmul(x, weight, config=TileConfig(40), num_sms=132)
 
     build(product, array(33, 176), tiles(136, 176))
 
     def dense(weight):
-        return sm90.dequantize(weight, inputs=176, multiprocessors=132)
+        return sm90.dequantize(weight, inputs=176, num_sms=132)
 
     build(dense, tiles(136, 176))
 
@@ -306,10 +308,10 @@ def test_the_generated_decode_is_exact(compile_for_h200, tmp_path, monkeypatch):
     )
     packed = fp4.to_tiles(weight)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    config = TileConfig(16, rows=1)
+    config = TileConfig(16, warpgroups_n=1)
 
     def product(x, weight):
-        return sm90.matmul(x, weight, config=config, multiprocessors=132)
+        return sm90.matmul(x, weight, config=config, num_sms=132)
 
     compile_for_h200(product, array(16, 1024), tiles(1024, 1024))
     (ptx,) = tmp_path.glob("*.ptx")
@@ -343,7 +345,7 @@ def test_a_dense_product_rounds_its_result_only(rows, n, k, compile_for_h200, mo
 
 def test_dequantize(build):
     def dequantize(weight):
-        return sm90.dequantize(weight, inputs=3584, multiprocessors=132)
+        return sm90.dequantize(weight, inputs=3584, num_sms=132)
 
     build(dequantize, tiles(37888, 3584))
 
@@ -351,7 +353,7 @@ def test_dequantize(build):
 def test_a_list_of_layers_copies_no_weight(build):
     """Decode steps over unrolled layers: no copy of a weight, and one set of locks."""
     n, k, depth, steps = 4096, 4096, 3, 4
-    config = TileConfig(16, rows=2, stream=True)
+    config = TileConfig(16, warpgroups_n=2, stream_k=True)
     layers = [tiles(n, k) for _ in range(depth)]
 
     def decode(x, layers):
@@ -365,7 +367,7 @@ def test_a_list_of_layers_copies_no_weight(build):
     compiled = build(decode, array(16, k), layers)
     weight_bytes = n * k * 9 // 16
     # Partial sums: two of [rows, 64, 16] floats for each multiprocessor.
-    partial = 2 * 132 * config.rows * 64 * 16 * 4
+    partial = 2 * 132 * config.warpgroups_n * 64 * 16 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < partial * depth + weight_bytes // 4
 
 

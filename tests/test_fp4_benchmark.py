@@ -78,14 +78,14 @@ def test_the_shortlist_has_every_kind(m, monkeypatch):
     n, k = cases.MODELS["7b"]["qkv"]
     incumbent = tiling.TileConfig(8, stages=2)
     monkeypatch.setattr(tiling, "choose", lambda *_, **__: incumbent)
-    found = autotune.shortlist(m, n, k, rank=64, multiprocessors=132, size=10)
+    found = autotune.shortlist(m, n, k, rank=64, num_sms=132, size=10)
     assert 10 <= len(found) <= 60
     assert found[-1] == incumbent
     if m <= 64:
         assert {(config.in_flight, config.ahead) for config in found} >= {(1, False), (1, True)}
     assert len(set(found)) == len(found)
     assert all(config.problem() is None for config in found)
-    assert any(config.stream or config.split > 1 for config in found) == (m <= 256)
+    assert any(config.stream_k or config.split > 1 for config in found) == (m <= 256)
     costs = [tiling.cost(config, m, n, k, 132) for config in found]
     assert costs[0] == min(costs)
     if m <= 64:
@@ -225,6 +225,6 @@ def test_notes_of_a_block():
 
 
 def test_notes_take_shared_memory():
-    shorter = timeline.room_for_notes(TileConfig(16, rows=5, block_k=256, stages=4))
-    assert shorter == TileConfig(16, rows=5, block_k=256, stages=3)
+    shorter = timeline.room_for_notes(TileConfig(16, warpgroups_n=5, block_k=256, stages=4))
+    assert shorter == TileConfig(16, warpgroups_n=5, block_k=256, stages=3)
     assert timeline.room_for_notes(shorter) == shorter

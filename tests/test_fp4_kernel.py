@@ -18,10 +18,10 @@ from simulated_kernel import (
     simulation,
 )
 
-from pallas_kernels import device, projection
+from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import hopper, layout, sm90, tiling
-from pallas_kernels.fp4_matmul.sm90 import pipeline, shares
+from pallas_kernels.fp4_matmul import dispatch, layout, lora_shrink, sm90, tiling
+from pallas_kernels.fp4_matmul.sm90 import pipeline, xa_partials
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
@@ -37,54 +37,59 @@ def simulated_api(simulated, monkeypatch):
 
 
 VARIANTS = {
-    "whole tiles": ((8, 64, 256), TileConfig(8, rows=1, stages=2), 0, 2),
+    "whole tiles": ((8, 64, 256), TileConfig(8, warpgroups_n=1, stages=2), 0, 2),
     "tokens and rows that do not fill a tile": (
         (11, 136, 192),
-        TileConfig(8, rows=2, stages=2),
+        TileConfig(8, warpgroups_n=2, stages=2),
         0,
         2,
     ),
-    "an adapter": ((8, 64, 256), TileConfig(8, rows=1, stages=2), 64, 2),
-    "shared tiles": ((16, 128, 640), TileConfig(16, rows=1, stages=3, stream=True), 64, 3),
+    "an adapter": ((8, 64, 256), TileConfig(8, warpgroups_n=1, stages=2), 64, 2),
+    "shared tiles": (
+        (16, 128, 640),
+        TileConfig(16, warpgroups_n=1, stages=3, stream_k=True),
+        64,
+        3,
+    ),
     "shared tiles that the rows do not fill": (
         (16, 160, 384),
-        TileConfig(16, rows=2, stages=3, stream=True),
+        TileConfig(16, warpgroups_n=2, stages=3, stream_k=True),
         64,
         3,
     ),
     "a shared tile with fewer steps than there are blocks": (
         (8, 256, 256),
-        TileConfig(8, rows=1, stages=2, stream=True),
+        TileConfig(8, warpgroups_n=1, stages=2, stream_k=True),
         64,
         3,
     ),
     "a tile for every two blocks": (
         (16, 128, 640),
-        TileConfig(16, rows=1, stages=3, split=2),
+        TileConfig(16, warpgroups_n=1, stages=3, split=2),
         64,
         4,
     ),
     "a tile for each block of a cluster and an odd one": (
         (8, 256, 640),
-        TileConfig(8, rows=1, stages=3, split=3),
+        TileConfig(8, warpgroups_n=1, stages=3, split=3),
         64,
         3,
     ),
     "the next stage decoded ahead": (
         (8, 64, 1024),
-        TileConfig(8, rows=1, block_k=256, stages=3, in_flight=2, ahead=True),
+        TileConfig(8, warpgroups_n=1, block_k=256, stages=3, in_flight=2, ahead=True),
         64,
         1,
     ),
     "slices": (
         (8, 64, 640),
-        TileConfig(8, rows=1, slices=2, block_k=512, stages=2, in_flight=1),
+        TileConfig(8, warpgroups_n=1, slices=2, block_k=512, stages=2, in_flight=1),
         64,
         1,
     ),
     "slices of shared tiles": (
         (8, 192, 768),
-        TileConfig(8, rows=1, slices=2, block_k=256, stages=2, stream=True),
+        TileConfig(8, warpgroups_n=1, slices=2, block_k=256, stages=2, stream_k=True),
         64,
         2,
     ),
@@ -114,7 +119,7 @@ def test_kernel(variant, dtype, simulated):
         x,
         layout.to_tiles(weight),
         config=config,
-        multiprocessors=blocks,
+        num_sms=blocks,
         dtype=jnp.dtype(dtype),
         interpret=simulated,
         **extra,
@@ -128,14 +133,14 @@ def test_a_copier_that_awaits_arrivals(simulated, monkeypatch):
     """It observes every phase of the barriers, in order."""
     monkeypatch.setattr(pipeline, "_BYTES_IN_FLIGHT", 1)
     m, n, k, rank = 8, 192, 1408, 64
-    config = TileConfig(m, rows=1, stages=4, stream=True)
+    config = TileConfig(m, warpgroups_n=1, stages=4, stream_k=True)
     weight, x = random_weight(n, k), normal(m, k)
     extra = {"xa": normal(m, rank, seed=1), "b": normal(n, rank, seed=2)}
     y = sm90.matmul(
         x,
         layout.to_tiles(weight),
         config=config,
-        multiprocessors=2,
+        num_sms=2,
         interpret=simulated,
         **extra,
     )
@@ -149,9 +154,7 @@ def test_dequantize(form, simulated):
     weight = random_weight(136, 192, form)
     if form == "nvfp4":  # of exact values, which are rounded once
         weight = weight._replace(global_scale=jnp.full(136, 2.0**11))
-    actual = sm90.dequantize(
-        layout.to_tiles(weight), inputs=192, multiprocessors=2, interpret=simulated
-    )
+    actual = sm90.dequantize(layout.to_tiles(weight), inputs=192, num_sms=2, interpret=simulated)
     np.testing.assert_array_equal(float64(actual), float64(fp4.dequantize(weight, jnp.bfloat16)))
 
 
@@ -169,7 +172,7 @@ def test_product_and_derivatives():
             lora=lora,
             bias=bias,
             implementation="mosaic",
-            config=TileConfig(8, rows=1, stages=2),
+            config=TileConfig(8, warpgroups_n=1, stages=2),
         )
 
     y, backward = jax.vjp(product, x, (a, b), bias)
@@ -197,23 +200,23 @@ def test_product_and_derivatives():
 @pytest.mark.parametrize(
     ("n", "block_k", "triton", "kernels"),
     # Two blocks have room for the tokens of four shares in their first stage, one of one has not.
-    [(128, 512, True, []), (64, 128, True, ["project"]), (64, 128, False, ["dot"])],
+    [(128, 512, True, []), (64, 128, True, ["shrink"]), (64, 128, False, ["dot"])],
 )
 def test_who_makes_the_product_with_a(n, block_k, triton, kernels, monkeypatch):
     ran = []
 
-    def project(x, a):
-        ran.append("project")
-        return projection.project(x, a, interpret=True)
+    def shrink(x, a):
+        ran.append("shrink")
+        return lora_shrink.shrink(x, a, interpret=True)
 
     def dot(x, a):
         ran.append("dot")
         return plain_dot(x, a)
 
-    plain_dot = hopper.reference.dot
-    fake = types.SimpleNamespace(project=project, COLUMNS=projection.COLUMNS)
-    monkeypatch.setattr(hopper, "_projection", lambda: fake)
-    monkeypatch.setattr(hopper.reference, "dot", dot)
+    plain_dot = dispatch.reference.dot
+    fake = types.SimpleNamespace(shrink=shrink, COLUMNS=lora_shrink.COLUMNS)
+    monkeypatch.setattr(dispatch, "_lora_shrink", lambda: fake)
+    monkeypatch.setattr(dispatch.reference, "dot", dot)
     monkeypatch.setattr(device, "has_triton", lambda: triton)
     k, rank = 512, 40
     weight, x, a, b = random_weight(n, k), normal(3, k), normal(rank, k, seed=1), normal(n, 64)
@@ -222,7 +225,7 @@ def test_who_makes_the_product_with_a(n, block_k, triton, kernels, monkeypatch):
         fp4.to_tiles(weight),
         lora=(a, b),
         implementation="mosaic",
-        config=TileConfig(8, rows=1, block_k=block_k, stages=2),
+        config=TileConfig(8, warpgroups_n=1, block_k=block_k, stages=2),
     )
     assert ran == kernels
     xa = float64(x) @ float64(a).T
@@ -244,7 +247,7 @@ def test_an_adapter_that_no_stage_holds():
 
 @pytest.mark.usefixtures("simulated_api")
 def test_float32(monkeypatch):
-    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     weight, x = random_weight(136, 128), normal(2, 3, 128)
     y = fp4.fp4_matmul_float32(x, fp4.to_tiles(weight))
     assert y.shape == (2, 3, 136)
@@ -257,17 +260,17 @@ def shares_and_product(m, count=5):
     n, k, rank = 64, 128, 24
     weight, x = random_weight(n, k), normal(m, k)
     b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
-    shares = np.random.default_rng(2).standard_normal((count, m, 32)).astype(np.float32)
-    shares[:, :, rank:] = 0
-    y = fp4.fp4_matmul_with_shares(x, fp4.to_tiles(weight), jnp.asarray(shares), b)
+    xa_partials = np.random.default_rng(2).standard_normal((count, m, 32)).astype(np.float32)
+    xa_partials[:, :, rank:] = 0
+    y = fp4.fp4_matmul_with_xa_partials(x, fp4.to_tiles(weight), jnp.asarray(xa_partials), b)
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    return y, expected + float64(shares).sum(axis=0) @ float64(b)[:, :32].T
+    return y, expected + float64(xa_partials).sum(axis=0) @ float64(b)[:, :32].T
 
 
 @pytest.mark.usefixtures("simulated_api")
 @pytest.mark.parametrize(("m", "count"), [(3, 5), (3, 2), (130, 5)])
 def test_shares(m, count, monkeypatch):
-    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     y, expected = shares_and_product(m, count)
     assert relative_error(y, expected) < 4e-3  # x A^T is rounded
 
@@ -280,24 +283,28 @@ def test_shares_without_the_kernel():
 @pytest.mark.usefixtures("simulated_api")
 def test_self_check_while_tracing(monkeypatch):
     """It finds nothing wrong, and computes all that it says."""
-    kernel, plans = hopper.kernel(), {}
+    kernel, plans = dispatch.kernel(), {}
 
-    def matmul(x, tiles, *, config, multiprocessors, **extra):
-        made, paired, begun = (name in extra for name in ("a", "squares", "stream"))
-        plan = sm90.make_plan(
-            config, len(x), len(tiles.codes), x.shape[1], multiprocessors, paired=paired
+    def matmul(x, tiles, *, config, num_sms, **extra):
+        made, paired, begun = (name in extra for name in ("a", "square_partials", "residual"))
+        plan = sm90.make_schedule(
+            config, len(x), len(tiles.codes), x.shape[1], num_sms, paired=paired
         )
         plans["made" if made else "begun" if begun else "given"] = plan
-        assert plan.makes_shares(*extra["a"].shape) if made else tiling.takes_shares(config)
-        assert made == ("shares" not in extra)
+        assert (
+            plan.supports_lora_shrink(*extra["a"].shape)
+            if made
+            else tiling.supports_xa_partials(config)
+        )
+        assert made == ("xa_partials" not in extra)
         assert made == ("bias" in extra)
         assert made == (not (paired or begun))
         assert made == bool(tiles.shape[0] % tiling.TILE_ROWS)
-        return kernel.matmul(x, tiles, config=config, multiprocessors=multiprocessors, **extra)
+        return kernel.matmul(x, tiles, config=config, num_sms=num_sms, **extra)
 
-    monkeypatch.setattr(hopper, "kernel", lambda: types.SimpleNamespace(matmul=matmul))
+    monkeypatch.setattr(dispatch, "kernel", lambda: types.SimpleNamespace(matmul=matmul))
     errors = []
-    jax.eval_shape(lambda x: (errors.append(hopper.self_check()), x)[1], jnp.ones(1))
+    jax.eval_shape(lambda x: (errors.append(dispatch.self_check()), x)[1], jnp.ones(1))
     assert errors[0] < ROUNDING
     for plan in plans.values():
         assert plan.config.problem() is None
@@ -330,10 +337,10 @@ def held(layout, shape):
 
 
 def test_what_is_written_of_x_a_fits_how_b_is_read():
-    written = held(shares._WRITTEN, (32,))[0, :, 0]  # the lane has the column of its number
+    written = held(xa_partials._WRITTEN, (32,))[0, :, 0]  # the lane has the column of its number
     order = np.argsort(written)
     operand = held(plgpu.Layout.WGMMA, (64, 64)).reshape(4, 32, 8, 2, 2)
-    read = held(shares._READ, (64, 64)).reshape(4, 32, 2, 2, 4, 2)  # half, part, word, pair
+    read = held(xa_partials._READ, (64, 64)).reshape(4, 32, 2, 2, 4, 2)  # half, part, word, pair
     given = read.transpose(0, 1, 3, 4, 2, 5).reshape(4, 32, 8, 2, 2)
     rows, columns = np.divmod(operand, 64)
     given_rows, given_columns = np.divmod(given, 64)
@@ -344,7 +351,7 @@ def test_what_is_written_of_x_a_fits_how_b_is_read():
 def test_tiles_on_a_cpu_go_through_the_definition():
     weight, x = random_weight(70, 160), normal(3, 160)
     tiles = fp4.to_tiles(weight)
-    assert not fp4.kernel_runs()
+    assert not fp4.supports_device()
     for function in (fp4.fp4_matmul, jax.jit(fp4.fp4_matmul)):
         np.testing.assert_array_equal(float64(function(x, tiles)), float64(function(x, weight)))
     grad = jax.grad(lambda x, w: fp4.fp4_matmul(x, w).astype(jnp.float32).sum())
@@ -383,7 +390,7 @@ def test_shards_of_tiles():
         ({"config": TileConfig(12)}, "tile_m is 12, expected a multiple of 8"),
         ({"config": TileConfig(8, slices=2)}, "block_k is 128, expected a multiple of 256"),
         ({"config": TileConfig(256, stages=9)}, "bytes of shared memory, limit"),
-        ({"config": TileConfig(8, rows=8)}, "8 warpgroups compute, expected at most 7"),
+        ({"config": TileConfig(8, warpgroups_n=8)}, "8 warpgroups compute, expected at most 7"),
         ({"config": TileConfig(8, in_flight=2)}, "in_flight is 2, expected 0 to 1"),
         (
             {"config": TileConfig(8, block_k=256, stages=1, in_flight=1, ahead=True)},

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.fp4_matmul import cases, tiling
-from pallas_kernels.fp4_matmul.sm90.plan import make_plan
+from pallas_kernels.fp4_matmul.sm90.schedule import make_schedule
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
 @pytest.mark.parametrize(
-    ("tiles", "split", "multiprocessors", "clusters"),
+    ("tiles", "split", "num_sms", "clusters"),
     [
         (66, 2, 132, 66),  # one tile for each cluster
         (198, 2, 132, 66),  # a whole one for each block, and one to split
@@ -28,8 +28,8 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
         (40, 4, 114, 0),  # a device of which it is not known
     ],
 )
-def test_clusters(tiles, split, multiprocessors, clusters):
-    assert tiling.clusters_of(tiles, split, multiprocessors) == clusters
+def test_clusters(tiles, split, num_sms, clusters):
+    assert tiling.clusters_of(tiles, split, num_sms) == clusters
 
 
 @pytest.mark.parametrize(
@@ -44,17 +44,17 @@ def test_clusters(tiles, split, multiprocessors, clusters):
     ],
 )
 def test_who_makes_shares(stages, m, row_tiles, k, makes):
-    config = TileConfig(32, rows=4, block_k=256, stages=stages)
-    assert make_plan(config, m, row_tiles, k, 132).makes_shares(64, k) == makes
+    config = TileConfig(32, warpgroups_n=4, block_k=256, stages=stages)
+    assert make_schedule(config, m, row_tiles, k, 132).supports_lora_shrink(64, k) == makes
 
 
 def test_what_a_gpu_tests_of_adapters():
     """Each case is what it says, and every way to make shares is among them."""
     made = []
     for *case, inside in adapter_cases.CASES:
-        plan, (_, _, _, k, rank) = adapter_cases.plan_of(*case), case
+        plan, (_, _, _, k, rank) = adapter_cases.schedule_of(*case), case
         assert plan.config.problem() is None, case
-        assert plan.makes_shares(rank, k) == inside, case
+        assert plan.supports_lora_shrink(rank, k) == inside, case
         if inside:
             made.append((plan, plan.turns_of_shares(rank, k)))
     many = [plan for plan, turns in made if turns > plan.config.warpgroups]
@@ -65,9 +65,7 @@ def test_what_a_gpu_tests_of_adapters():
 
 
 def test_clusters_are_for_devices_that_are_known():
-    splits = [
-        {c.split for c in tiling.candidates(8, 3584, 3584, multiprocessors=n)} for n in (78, 132)
-    ]
+    splits = [{c.split for c in tiling.candidates(8, 3584, 3584, num_sms=n)} for n in (78, 132)]
     assert splits[0] == {1}
     assert splits[1] > {1, 2}
 
@@ -77,7 +75,7 @@ def test_room_for_an_adapter(m):
     """Where there is none, nothing can be chosen."""
     found = []
     for (n, k), rank in itertools.product([(256, 256), (3584, 18944)], range(64, 640, 64)):
-        found.append(tiling.has_room(m, n, k, rank=rank))
+        found.append(tiling.fits_adapter(m, n, k, rank=rank))
         if found[-1]:
             assert tiling.choose(m, n, k, rank=rank).block_k >= rank
         else:
@@ -89,7 +87,7 @@ def test_room_for_an_adapter(m):
 @pytest.mark.parametrize(("rows", "row_tiles"), [(1, 2), (2, 8), (3, 14), (5, 36), (6, 10)])
 def test_paired_row_tiles(rows, row_tiles):
     """Each is of one tile; a tile has the same half of as many row tiles of the weight."""
-    plan = make_plan(TileConfig(8, rows=rows), 8, row_tiles, 256, 132, paired=True)
+    plan = make_schedule(TileConfig(8, warpgroups_n=rows), 8, row_tiles, 256, 132, paired=True)
     tiles = [[int(plan.row_tile(n, row)) for row in range(rows)] for n in range(plan.n_tiles)]
     for tile in tiles:
         assert np.diff(tile).tolist() == [2] * (rows - 1)
@@ -99,17 +97,17 @@ def test_paired_row_tiles(rows, row_tiles):
 
 
 @pytest.mark.parametrize(
-    ("stream", "split", "blocks"),
+    ("stream_k", "split", "blocks"),
     [
         *itertools.product([False, True], [1], [1, 2, 5, 12, 16, 23, 132]),
         *itertools.product([False], [2, 3, 8], [1, 3, 16, 48, 132]),
     ],
 )
 @pytest.mark.parametrize("tile_m", [40, 64])
-def test_every_step_has_one_block(tile_m, stream, split, blocks):
+def test_every_step_has_one_block(tile_m, stream_k, split, blocks):
     """Who computes what, and who adds up what, for 3 or 5 tiles of tokens and 7 of rows."""
-    config = TileConfig(tile_m, rows=2, stream=stream, split=split)
-    plan = make_plan(config, 180, 13, 5 * 128, blocks)
+    config = TileConfig(tile_m, warpgroups_n=2, stream_k=stream_k, split=split)
+    plan = make_schedule(config, 180, 13, 5 * 128, blocks)
     owners = np.full((plan.tiles, plan.steps), -1)
     for block in range(plan.blocks):
         pieces = int(plan.pieces(block))
@@ -119,7 +117,7 @@ def test_every_step_has_one_block(tile_m, stream, split, blocks):
             assert count > 0
             assert (owners[tile, first : first + count] == -1).all()
             owners[tile, first : first + count] = block
-            if stream:  # what is shared comes first, and of that what begins a tile comes last
+            if stream_k:  # what is shared comes first, and of that what begins a tile comes last
                 shared = pieces - plan.tiles // plan.blocks
                 assert (tile < plan.shared) == (index < shared)
                 assert first > 0 or index >= shared - 1
@@ -140,8 +138,8 @@ def test_every_step_has_one_block(tile_m, stream, split, blocks):
         sharers = [tuple(sorted(set(owner))) for owner in owners if len(set(owner)) > 1]
         assert len(set(sharers)) == len(sharers)
         assert set(sharers) <= {tuple(cluster) for cluster in members.tolist()}
-    assert plan.shared == (plan.tiles % plan.blocks if stream else 0)
-    if not stream:
+    assert plan.shared == (plan.tiles % plan.blocks if stream_k else 0)
+    if not stream_k:
         return
     counts = np.bincount(owners.reshape(-1))
     assert counts.max() - counts.min() <= 1
@@ -187,8 +185,8 @@ def test_there_is_a_tiling_for_every_shape(model, m):
 @pytest.mark.parametrize("m", [12, 40, 80, 104, 160])
 def test_narrower_tiles_are_as_many(m):
     narrower = 0
-    for entry in tiling._tuned(tiling.MULTIPROCESSORS):
-        config = TileConfig(**entry["config"])
+    for entry in tiling._tuned(tiling.NUM_SMS):
+        config = TileConfig.from_json(entry["config"])
         narrow = tiling._narrowed(config, m)
         assert -(-m // narrow.tile_m) == -(-m // config.tile_m)
         assert narrow.problem() is None
@@ -199,7 +197,7 @@ def test_narrower_tiles_are_as_many(m):
 
 
 def test_a_cluster_keeps_its_receivers():
-    config = TileConfig(64, rows=2, block_k=256, stages=3, in_flight=1, split=2, ahead=True)
+    config = TileConfig(64, warpgroups_n=2, block_k=256, stages=3, in_flight=1, split=2, ahead=True)
     assert tiling._narrowed(config, 40).tile_m == 48  # both blocks add up 24 tokens
     config = dataclasses.replace(config, split=4)
     assert tiling._narrowed(config, 40) == config
@@ -211,10 +209,10 @@ def test_tilings_leave_registers_to_who_adds_up_shares():
 
 
 def test_a_measured_tiling_wins(monkeypatch):
-    config = TileConfig(32, rows=3)
-    other, large = TileConfig(64, rows=2), TileConfig(256, rows=2, stages=2)
+    config = TileConfig(32, warpgroups_n=3)
+    other, large = TileConfig(64, warpgroups_n=2), TileConfig(256, warpgroups_n=2, stages=2)
     entries = [
-        {"m": m, "n": 512, "k": 1024, "config": dataclasses.asdict(c)}
+        {"m": m, "n": 512, "k": 1024, "config": c.to_json()}
         for m, c in ((2048, large), (64, other), (32, config))
     ]
     table = {"device": "d", "multiprocessors": 7, "jax": "1.2", "entries": entries}
@@ -222,16 +220,16 @@ def test_a_measured_tiling_wins(monkeypatch):
     monkeypatch.setattr(tiling, "_tables", lambda: {"d.json": table})
     for cached in (tiling.choose, tiling._tuned):
         cached.cache_clear()
-    assert tiling.choose(32, 512, 1024, multiprocessors=7) == config
-    assert tiling.choose(64, 512, 1024, multiprocessors=7) == other
-    assert tiling.choose(9999, 512, 1024, multiprocessors=7) == large
+    assert tiling.choose(32, 512, 1024, num_sms=7) == config
+    assert tiling.choose(64, 512, 1024, num_sms=7) == other
+    assert tiling.choose(9999, 512, 1024, num_sms=7) == large
     # As wide as it must be for as many tiles of tokens.
     for m, measured, tile_m in ((20, config, 24), (33, other, 40), (600, large, 200)):
         narrowed = dataclasses.replace(measured, tile_m=tile_m)
-        assert tiling.choose(m, 512, 1024, multiprocessors=7) == narrowed
+        assert tiling.choose(m, 512, 1024, num_sms=7) == narrowed
     # A stage must hold the adapter.
-    assert tiling.choose(20, 512, 1024, rank=192, multiprocessors=7).block_k >= 192
-    assert tiling.choose(20, 512, 1024, multiprocessors=8).tile_m == 24
+    assert tiling.choose(20, 512, 1024, rank=192, num_sms=7).block_k >= 192
+    assert tiling.choose(20, 512, 1024, num_sms=8).tile_m == 24
     assert tiling.verified("d", "1.2")
     assert not tiling.verified("d", "1.3")
     monkeypatch.setattr(tiling, "kernel_digest", lambda: "another kernel's")

@@ -11,7 +11,7 @@ from triton_kernel import BACKENDS, assert_close, normal, wide
 
 from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.decode import kernels
-from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
+from pallas_kernels.fp4_matmul.tiling import MIN_PARTIALS
 from qerl_jax.policy import fused_decode, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import PROJECTIONS
@@ -99,12 +99,12 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
     def product(x, weight, b, *, shares=None, a=None):
         if a is not None:
             return fp4_matmul.fp4_matmul(x, weight, lora=(a, b))
-        return fp4_matmul.fp4_matmul_with_shares(x, weight, shares, b)
+        return fp4_matmul.fp4_matmul_with_xa_partials(x, weight, shares, b)
 
     def begin_norm(x, weight, stream, scale, b, **adapter):
         served.append(weight.shape)
         if not interpret:
-            return kernels_of["fp4_begin_norm"](x, weight, stream, scale, b, **adapter)
+            return kernels_of["fp4_matmul_add_rmsnorm"](x, weight, stream, scale, b, **adapter)
         y = stream + product(x, weight, b, **adapter)
         wide = y.astype(jnp.float32)
         squares = jnp.stack([jnp.mean(wide * wide, axis=1) / 4] * 4)
@@ -112,7 +112,7 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
 
     def behind_norm(x, weight, lora, squares):
         served.append(weight.shape)
-        assert len(squares) >= MIN_SHARES
+        assert len(squares) >= MIN_PARTIALS
         if not interpret:
             return kernels_of["fp4_behind_norm"](x, weight, lora, squares)
         return fp4_matmul.fp4_matmul(x, weight, lora=lora), squares.sum(axis=0)[None]
@@ -138,7 +138,7 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
         patched = functools.partial(getattr(kernels, name), interpret=interpret)
         monkeypatch.setattr(kernels, name, patched)
     stand_ins = {
-        "fp4_begin_norm": begin_norm,
+        "fp4_matmul_add_rmsnorm": begin_norm,
         "fp4_behind_norm": behind_norm,
         "fp4_swiglu": swiglu,
     }
@@ -146,10 +146,10 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
     for name, stand_in in stand_ins.items():
         monkeypatch.setattr(fp4_matmul, name, stand_in)
     if interpret:
-        monkeypatch.setattr(fp4_matmul, "serves_swiglu", lambda *_, **__: True)
+        monkeypatch.setattr(fp4_matmul, "supports_swiglu", lambda *_, **__: True)
     if interpret or not begins_norm:
-        monkeypatch.setattr(fp4_matmul, "serves_norm", lambda *_: begins_norm)
-        monkeypatch.setattr(fp4_matmul, "makes_shares", lambda *_: begins_norm)
+        monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", lambda *_: begins_norm)
+        monkeypatch.setattr(fp4_matmul, "supports_lora_shrink", lambda *_: begins_norm)
     actual = step()
     o_proj = config.embed_dim, config.num_heads * config.head_dim
     gate_up_proj = 2 * config.mlp_dim, config.embed_dim
@@ -176,14 +176,14 @@ def test_a_step_whose_product_ends_with_swiglu(down, form, begins_norm, interpre
 def test_which_layers_begin_a_norm(dense, without, ends_with_swiglu, expected, monkeypatch):
     """Packed ones with both adapters, where the next product then makes x A^T itself."""
 
-    def serves_swiglu(x, weight, b, squares=None, *, shares=None, a=None):
+    def supports_swiglu(x, weight, b, squares=None, *, xa_partials=None, a=None):
         assert x.shape == (8, 512)
-        assert shares is None
+        assert xa_partials is None
         assert a is not None
         return ends_with_swiglu
 
-    monkeypatch.setattr(fp4_matmul, "serves_swiglu", serves_swiglu)
-    monkeypatch.setattr(fp4_matmul, "serves_norm", lambda x, weight, b: True)
+    monkeypatch.setattr(fp4_matmul, "supports_swiglu", supports_swiglu)
+    monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", lambda x, weight, b: True)
     shapes = {"o_proj": (512, 128), "gate_up_proj": (1280, 512)}
     packed = QuantTensor(packed=jnp.zeros((1, 1), jnp.uint8), scales=jnp.zeros((1, 1)))
     layer = {name: normal(1, 1, 1) if name == dense else packed for name in shapes}
@@ -202,8 +202,8 @@ def test_which_layers_begin_a_norm(dense, without, ends_with_swiglu, expected, m
         ({"dense": "down_proj"}, False),
         ({"without": "qkv_proj"}, False),
         ({"without": "down_proj"}, False),
-        ({"serves_norm": False}, False),
-        ({"makes_shares": False}, False),
+        ({"supports_add_rmsnorm": False}, False),
+        ({"supports_lora_shrink": False}, False),
         ({"rows": 48}, True),
         ({"rows": 64}, False),
     ],
@@ -212,16 +212,16 @@ def test_when_down_begins_the_norms(change, expected, monkeypatch):
     """With few rows, where it and the product behind it are packed and have adapters everywhere."""
     rows = change.get("rows", 8)
 
-    def serves_norm(x, weight, b):
+    def supports_add_rmsnorm(x, weight, b):
         assert (x.shape, b.shape) == ((rows, 640), (512, 64))
-        return change.get("serves_norm", True)
+        return change.get("supports_add_rmsnorm", True)
 
-    def makes_shares(x, weight, lora):
+    def supports_lora_shrink(x, weight, lora):
         assert (x.shape, *(part.shape for part in lora)) == ((rows, 512), (32, 512), (768, 64))
-        return change.get("makes_shares", True)
+        return change.get("supports_lora_shrink", True)
 
-    monkeypatch.setattr(fp4_matmul, "serves_norm", serves_norm)
-    monkeypatch.setattr(fp4_matmul, "makes_shares", makes_shares)
+    monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", supports_add_rmsnorm)
+    monkeypatch.setattr(fp4_matmul, "supports_lora_shrink", supports_lora_shrink)
     config, _ = tiny_model.tiny_policy("llama", embed_dim=512, mlp_dim=640, head_dim=32)
     packed = QuantTensor(packed=jnp.zeros((1, 1), jnp.uint8), scales=jnp.zeros((1, 1)))
     whole = {"qkv_proj": packed, "down_proj": packed}

@@ -188,7 +188,7 @@ def test_helpers_are_for_kernels_that_take_long_to_lower(tmp_path, monkeypatch):
     paths = dict.fromkeys(names, tmp_path)
     monkeypatch.setattr(ahead, "_CORES", 16)
     assert ahead._helpers_for(names, paths, bound) == 0  # No kernel runs here.
-    monkeypatch.setattr(ahead.fp4_matmul, "kernel_runs", lambda: True)
+    monkeypatch.setattr(ahead.fp4_matmul, "supports_device", lambda: True)
     assert ahead._helpers_for(names, paths, bound) == 2
     assert ahead._helpers_for(names[1:], paths, bound) == 0
     assert ahead._helpers_for(names, {}, bound) == 0

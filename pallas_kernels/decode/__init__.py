@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.device import triton_runs
+from pallas_kernels.device import supports_triton
 
 
 def kernels_run(cache_dtype: jnp.dtype) -> bool:
@@ -11,7 +11,7 @@ def kernels_run(cache_dtype: jnp.dtype) -> bool:
 
     That is the Ampere generation or later, and for float8_e4m3fn Ada or later.
     """
-    return triton_runs(8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0)
+    return supports_triton(8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0)
 
 
 def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -9,9 +9,9 @@ its LoRA adapter:
     merge_project     the sum of attention's parts, the product with A
     silu_project      norm's factor, SwiGLU, the product with A
 
-The last one is not needed where `fp4_matmul.serves_swiglu`, the first where the product in front
-of a norm begins it (`fp4_matmul.serves_norm`), nor is `merge_project` where rows have one part: the
-next projection then makes x A^T itself, or `projection.project` does.
+The last one is not needed where `fp4_matmul.supports_swiglu`, the first where the product in front
+of a norm begins it (`fp4_matmul.supports_add_rmsnorm`), nor is `merge_project` where rows have one
+part: the next projection then makes x A^T itself, or `lora_shrink.shrink` does.
 
 The factor of an RMSNorm, one number for each row, passes through the linear maps: the projection
 reads x * scale, and who reads the projection multiplies by the factor. So no kernel waits for a
@@ -19,7 +19,7 @@ whole row, and every block of threads has a few columns. What they contribute to
 and to the mean square of a row are shares, which their reader adds up, in an order that never
 changes.
 
-All of this is Pallas's Triton backend, but for `attend_sm90`; `projection` has what three of them
+All of this is Pallas's Triton backend, but for `attend_sm90`; `lora_shrink` has what three of them
 share.
 """
 
@@ -33,9 +33,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels import fp4_matmul, projection
+from pallas_kernels import fp4_matmul
 from pallas_kernels.decode import to_cache
-from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
+from pallas_kernels.fp4_matmul import lora_shrink
+from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 
 _SLOTS = 64  # of the cache that attention reads at a time
 _PARTS = 8  # of a row's slots, at most
@@ -110,9 +111,9 @@ def norm_project(
     results = {
         "residual": jax.ShapeDtypeStruct(x.shape, x.dtype),
         "scaled": jax.ShapeDtypeStruct(x.shape, x.dtype),
-        "squares": jax.ShapeDtypeStruct((pl.cdiv(width, projection.COLUMNS), m), jnp.float32),
+        "squares": jax.ShapeDtypeStruct((pl.cdiv(width, lora_shrink.COLUMNS), m), jnp.float32),
     }
-    outs = projection.project_tiles(
+    outs = lora_shrink.shrink_tiles(
         "norm_project",
         value,
         {"x": x, "y": y, "scale": scale},
@@ -121,7 +122,7 @@ def norm_project(
         (m, width),
         interpret=interpret,
     )
-    return Normed(*(outs[name] for name in Normed._fields))
+    return Normed(outs["residual"], outs["scaled"], outs["xa_partials"], outs["squares"])
 
 
 def silu_project(
@@ -161,7 +162,7 @@ def silu_project(
 
         return z
 
-    outs = projection.project_tiles(
+    outs = lora_shrink.shrink_tiles(
         "silu_project",
         value,
         {"gate_up": gate_up, "squares": squares},
@@ -170,12 +171,12 @@ def silu_project(
         (m, outputs),
         # Of 18944 columns, blocks of 128 take 4.9 us at 32 rows where 256 take 6.2, and as long as
         # those at 8; larger ones leave fewer shares, and who reads them reads all of them.
-        block=projection.COLUMNS if 16 < m <= MAX_ROWS_OF_SHARES else 2 * projection.COLUMNS,
+        block=lora_shrink.COLUMNS if 16 < m <= MAX_ROWS_OF_PARTIALS else 2 * lora_shrink.COLUMNS,
         # With more rows all blocks run at a time only if they are small.
         warps=8 if m <= 32 else 4,
         interpret=interpret,
     )
-    return outs["z"], outs["shares"]
+    return outs["z"], outs["xa_partials"]
 
 
 def merge_project(
@@ -222,7 +223,7 @@ def merge_project(
 
         return attended
 
-    outs = projection.project_tiles(
+    outs = lora_shrink.shrink_tiles(
         "merge_project",
         value,
         parts._asdict(),
@@ -232,7 +233,7 @@ def merge_project(
         block=head_dim,
         interpret=interpret,
     )
-    return outs["attended"], outs["shares"]
+    return outs["attended"], outs["xa_partials"]
 
 
 def _factor(squares: Any, rows: jax.Array, eps: float) -> jax.Array:
@@ -246,7 +247,7 @@ def _factor(squares: Any, rows: jax.Array, eps: float) -> jax.Array:
 
 def served_by_sm90(keys: jax.Array, heads: int) -> bool:
     """Whether `attend_sm90` runs on the default device, for keys [M, K, S, H] and so many heads."""
-    if not fp4_matmul.kernel_runs() or not _sm90_agrees():
+    if not fp4_matmul.supports_device() or not _sm90_agrees():
         return False
     from pallas_kernels.decode import attend_sm90
 

@@ -3,16 +3,21 @@
 from pallas_kernels.fp4_matmul.api import (
     fp4_matmul,
     fp4_matmul_float32,
-    fp4_matmul_with_shares,
+    fp4_matmul_with_xa_partials,
 )
-from pallas_kernels.fp4_matmul.endings import (
-    fp4_begin_norm,
+from pallas_kernels.fp4_matmul.dispatch import (
+    load_kernel,
+    sum_xa_partials,
+    supports_device,
+    supports_lora_shrink,
+)
+from pallas_kernels.fp4_matmul.epilogues import (
     fp4_behind_norm,
+    fp4_matmul_add_rmsnorm,
     fp4_swiglu,
-    serves_norm,
-    serves_swiglu,
+    supports_add_rmsnorm,
+    supports_swiglu,
 )
-from pallas_kernels.fp4_matmul.hopper import kernel_runs, load_kernel, makes_shares, sum_of_shares
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles, from_tiles, to_tiles
 from pallas_kernels.fp4_matmul.reference import (
     BLOCK,
@@ -35,19 +40,19 @@ __all__ = [
     "dequantize",
     "dot",
     "format_of",
-    "fp4_begin_norm",
     "fp4_behind_norm",
     "fp4_matmul",
+    "fp4_matmul_add_rmsnorm",
     "fp4_matmul_float32",
-    "fp4_matmul_with_shares",
+    "fp4_matmul_with_xa_partials",
     "fp4_swiglu",
     "from_tiles",
-    "kernel_runs",
     "load_kernel",
-    "makes_shares",
     "padded_rank",
-    "serves_norm",
-    "serves_swiglu",
-    "sum_of_shares",
+    "sum_xa_partials",
+    "supports_add_rmsnorm",
+    "supports_device",
+    "supports_lora_shrink",
+    "supports_swiglu",
     "to_tiles",
 ]

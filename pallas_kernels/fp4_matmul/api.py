@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.fp4_matmul import hopper, layout, reference, tiling
+from pallas_kernels.fp4_matmul import dispatch, layout, reference, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -46,10 +46,10 @@ def fp4_matmul(
     """
     _check(x, weight, lora, bias, implementation, config)
     if implementation is None:
-        implementation = "mosaic" if hopper.suits(weight, x) else "xla"
+        implementation = "mosaic" if dispatch.supports_weight(weight, x) else "xla"
     if implementation == "mosaic":
         rows = x.reshape(-1, x.shape[-1])
-        inside = lora is None or hopper.has_room(
+        inside = lora is None or dispatch.fits_adapter(
             len(rows), len(lora[1]), x.shape[-1], len(lora[0]), config
         )
         y = _kernel_matmul(rows, weight, lora if inside else None, bias, config)
@@ -69,10 +69,10 @@ def _adapter(x: jax.Array, lora: tuple[jax.Array, jax.Array]) -> jax.Array:
     return reference.dot(reference.dot(x, a.astype(x.dtype)), b.astype(x.dtype))
 
 
-def fp4_matmul_with_shares(
+def fp4_matmul_with_xa_partials(
     x: jax.Array,
     weight: Fp4Weight | Fp4Tiles,
-    shares: jax.Array,
+    xa_partials: jax.Array,
     b: jax.Array,
     *,
     config: TileConfig | None = None,
@@ -84,8 +84,8 @@ def fp4_matmul_with_shares(
     Args:
         x: [M, K], see `fp4_matmul`.
         weight: likewise.
-        shares: float32 [S, M, R'], whose sum over S is x A^T; R' is a multiple of 32, and what is
-            behind R is 0.
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T; R' is a multiple of 32, and the
+            columns from R on are 0.
         b: [N, R'']; R'' >= R.
         config: the tiling of the kernel; None looks it up.
 
@@ -97,22 +97,26 @@ def fp4_matmul_with_shares(
     """
     rank = b.shape[1]
     if config is not None and (problem := config.problem()):
-        raise ValueError(f"fp4_matmul_with_shares: {problem}")
-    if shares.ndim != 3 or shares.shape[1] != len(x) or shares.shape[2] % tiling.SHARE_COLUMNS:
+        raise ValueError(f"fp4_matmul_with_xa_partials: {problem}")
+    if (
+        xa_partials.ndim != 3
+        or xa_partials.shape[1] != len(x)
+        or xa_partials.shape[2] % tiling.PARTIAL_COLUMNS
+    ):
         raise ValueError(
-            f"fp4_matmul_with_shares: shares are {shares.shape} for {len(x)} rows, expected "
-            f"(S, {len(x)}, a multiple of {tiling.SHARE_COLUMNS})"
+            f"fp4_matmul_with_xa_partials: xa_partials are {xa_partials.shape} for {len(x)} rows, "
+            f"expected (S, {len(x)}, a multiple of {tiling.PARTIAL_COLUMNS})"
         )
     inside = (
-        hopper.suits(weight, x)
-        and shares.shape[2] <= rank == tiling.padded_rank(rank)
-        and hopper.has_room(len(x), len(b), x.shape[1], rank, config)
+        dispatch.supports_weight(weight, x)
+        and xa_partials.shape[2] <= rank == tiling.padded_rank(rank)
+        and dispatch.fits_adapter(len(x), len(b), x.shape[1], rank, config)
     )
     if not inside:
         return fp4_matmul(x, weight, config=config) + reference.dot(
-            hopper.sum_of_shares(shares, x, b), b
+            dispatch.sum_xa_partials(xa_partials, x, b), b
         )
-    return hopper.run(x, weight, config, shares=shares, b=b)
+    return dispatch.run(x, weight, config, xa_partials=xa_partials, b=b)
 
 
 def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
@@ -126,8 +130,8 @@ def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
         float32 [..., N].
     """
     _check(x, weight, None, None, None, None)
-    if hopper.suits(weight, x):
-        return hopper.run(x, weight, dtype=jnp.float32)
+    if dispatch.supports_weight(weight, x):
+        return dispatch.run(x, weight, dtype=jnp.float32)
     return reference.matmul(x, _in_rows(weight, x), dtype=jnp.float32)
 
 
@@ -157,10 +161,10 @@ _frozen_matmul.defvjp(_frozen_matmul_fwd, _frozen_matmul_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _kernel_matmul(x, weight, lora, bias, config):
     """The product for x [M, K] with the adapter and the bias, by the kernel."""
-    if lora is None or len(x) > tiling.MAX_ROWS_OF_SHARES:
+    if lora is None or len(x) > tiling.MAX_ROWS_OF_PARTIALS:
         return _kernel_matmul_fwd(x, weight, lora, bias, config)[0]
     a, b = (matrix.astype(x.dtype) for matrix in lora)
-    return hopper.run(x, weight, config, bias=bias, a=a, b=hopper.padded(b, len(a)))
+    return dispatch.run(x, weight, config, bias=bias, a=a, b=dispatch.padded(b, len(a)))
 
 
 def _kernel_matmul_fwd(x, weight, lora, bias, config):
@@ -168,8 +172,8 @@ def _kernel_matmul_fwd(x, weight, lora, bias, config):
     if lora is not None:
         a, b = (matrix.astype(x.dtype) for matrix in lora)
         xa = reference.dot(x, a)
-        adapter = {"b": hopper.padded(b, len(a)), "xa": hopper.padded(xa, len(a))}
-    y = hopper.run(x, weight, config, bias=bias, **adapter)
+        adapter = {"b": dispatch.padded(b, len(a)), "xa": dispatch.padded(xa, len(a))}
+    y = dispatch.run(x, weight, config, bias=bias, **adapter)
     return y, (x if lora is not None else x[:0], xa, weight, lora, bias)
 
 
@@ -200,9 +204,7 @@ def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Ar
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
-    dense = hopper.kernel().dequantize(
-        weight, inputs=inputs, multiprocessors=device.multiprocessors()
-    )
+    dense = dispatch.kernel().dequantize(weight, inputs=inputs, num_sms=device.num_sms())
     return reference.dot(dy, dense.T)
 
 

@@ -87,29 +87,29 @@ def spilled_bytes(lowered: jax.stages.Lowered) -> int:
     return sum(map(int, spills))
 
 
-def shortlist(m: int, n: int, k: int, *, rank: int, multiprocessors: int, size: int) -> list:
+def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, size: int) -> list:
     """The best tilings by the model, each in all its depths, and the best of every kind.
 
     Also what serves the shape now: another one takes its place if it is faster in the same run.
     """
 
     def cost(config):
-        return tiling.cost(config, m, n, k, multiprocessors)
+        return tiling.cost(config, m, n, k, num_sms)
 
     def cut(config):
         """All that the model knows of a tiling."""
         return dataclasses.replace(config, in_flight=0, ahead=False)
 
-    found = tiling.candidates(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    found = tiling.candidates(m, n, k, rank=rank, num_sms=num_sms)
     ranked = sorted(found, key=cost)
     best = list(dict.fromkeys(map(cut, ranked)))[:size]
     chosen = [config for config in ranked if cut(config) in best]
     kinds = {}
     for config in ranked:
-        kind = config.stream, config.split, config.slices, config.warpgroups > 3
+        kind = config.stream_k, config.split, config.slices, config.warpgroups > 3
         kinds.setdefault(kind, config)
     chosen += [config for config in kinds.values() if cost(config) < 1.4 * cost(ranked[0])]
-    chosen.append(tiling.choose(m, n, k, rank=rank, multiprocessors=multiprocessors))
+    chosen.append(tiling.choose(m, n, k, rank=rank, num_sms=num_sms))
     return list(dict.fromkeys(chosen))
 
 
@@ -137,11 +137,13 @@ def decode_product(
         XLA; lists of these arguments, with one for each weight.
     """
     by_xla = functools.partial(fp4.fp4_matmul, implementation="xla")
-    if not rank or m > tiling.MAX_ROWS_OF_SHARES:
+    if not rank or m > tiling.MAX_ROWS_OF_PARTIALS:
         return functools.partial(fp4.fp4_matmul, implementation="mosaic"), by_xla, []
     part = layer.rpartition(".")[2]
-    shares, b = benchmark.random_shares(m, n, k, rank)
-    squares = jax.random.uniform(jax.random.key(4), shares.shape[:2], minval=0.5, maxval=1.5)
+    xa_partials, b = benchmark.random_xa_partials(m, n, k, rank)
+    square_partials = jax.random.uniform(
+        jax.random.key(4), xa_partials.shape[:2], minval=0.5, maxval=1.5
+    )
     adapters = benchmark.random_adapters(count, rank, n, k)
 
     def with_adapter(x, weight, lora, config):
@@ -150,32 +152,36 @@ def decode_product(
     def with_adapter_by_xla(x, weight, lora):
         return by_xla(x, weight, lora=lora)
 
-    def with_shares(x, weight, shares, b):
-        return by_xla(x, weight) + fp4.dot(fp4.sum_of_shares(shares, x, b), b)
+    def with_shares(x, weight, xa_partials, b):
+        return by_xla(x, weight) + fp4.dot(fp4.sum_xa_partials(xa_partials, x, b), b)
 
-    def swiglu(y, squares):
-        y = y.astype(jnp.float32) * lax.rsqrt(squares.sum(axis=0) + _EPS)[:, None]
+    def swiglu(y, square_partials):
+        y = y.astype(jnp.float32) * lax.rsqrt(square_partials.sum(axis=0) + _EPS)[:, None]
         gate, up = jnp.split(y, 2, axis=1)
         return jax.nn.silu(gate) * up
 
     if (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0)):
         return with_adapter, with_adapter_by_xla, [adapters]
     if part != "gate_up" or m % 8:
-        return fp4.fp4_matmul_with_shares, with_shares, [[shares] * count, [b] * count]
+        return fp4.fp4_matmul_with_xa_partials, with_shares, [[xa_partials] * count, [b] * count]
     if m <= tiling.MAX_ROWS_OF_NORM:
         return (
-            lambda x, weight, lora, squares, config: fp4.fp4_swiglu(
-                x, weight, lora[1], squares, a=lora[0], eps=_EPS, config=config
+            lambda x, weight, lora, square_partials, config: fp4.fp4_swiglu(
+                x, weight, lora[1], square_partials, a=lora[0], eps=_EPS, config=config
             ),
-            lambda x, weight, lora, squares: swiglu(with_adapter_by_xla(x, weight, lora), squares),
-            [adapters, [squares] * count],
+            lambda x, weight, lora, square_partials: swiglu(
+                with_adapter_by_xla(x, weight, lora), square_partials
+            ),
+            [adapters, [square_partials] * count],
         )
     return (
-        lambda x, weight, shares, b, squares, config: fp4.fp4_swiglu(
-            x, weight, b, squares, shares=shares, eps=_EPS, config=config
+        lambda x, weight, xa_partials, b, square_partials, config: fp4.fp4_swiglu(
+            x, weight, b, square_partials, xa_partials=xa_partials, eps=_EPS, config=config
         ),
-        lambda x, weight, shares, b, squares: swiglu(with_shares(x, weight, shares, b), squares),
-        [[shares] * count, [b] * count, [squares] * count],
+        lambda x, weight, xa_partials, b, square_partials: swiglu(
+            with_shares(x, weight, xa_partials, b), square_partials
+        ),
+        [[xa_partials] * count, [b] * count, [square_partials] * count],
     )
 
 
@@ -186,7 +192,7 @@ def tune(
     k: int,
     *,
     rank: int = 0,
-    multiprocessors: int = tiling.MULTIPROCESSORS,
+    num_sms: int = tiling.NUM_SMS,
     size: int = 10,
     threads: int = 8,
 ) -> tuple[TileConfig, float]:
@@ -200,7 +206,7 @@ def tune(
         expected = jax.jit(by_xla)(*(arg[0] for arg in args)).astype(jnp.float32)
         jax.block_until_ready((args, expected))
     padded = tiling.padded_rank(rank)
-    configs = shortlist(m, n, k, rank=padded, multiprocessors=multiprocessors, size=size)
+    configs = shortlist(m, n, k, rank=padded, num_sms=num_sms, size=size)
     if expected.shape[1] < n:  # SwiGLU wants all tokens in one tile.
         configs = [config for config in configs if config.tile_m >= m]
 
@@ -293,10 +299,10 @@ def main() -> None:
             tuned.add((m, n, k))
             print(f"{layer} M {m}", flush=True)
             config, seconds = tune(
-                layer, m, n, k, rank=rank, multiprocessors=device.core_count, size=args.size
+                layer, m, n, k, rank=rank, num_sms=device.core_count, size=args.size
             )
             print(f"{layer} M {m}: {1e6 * seconds:.2f} us  {config}", flush=True)
-            entry = {"n": n, "k": k, "m": m, "config": dataclasses.asdict(config)}
+            entry = {"n": n, "k": k, "m": m, "config": config.to_json()}
             with sole_use():
                 merge(path, [entry | {"us": round(1e6 * seconds, 2)}])
 

@@ -10,7 +10,7 @@ is measured first, and at 790 TFLOP/s. Implementations:
 
     nvfp4          the kernel
     nvfp4_lora32   the kernel with an adapter of rank 32 for each fused projection, x A^T included
-    bf16           cuBLAS on a dense weight, for one token `pallas_kernels.dense.matvec`
+    bf16           cuBLAS on a dense weight, for one token `pallas_kernels.matvec.matvec`
     xla            XLA's dequantise-and-dot of the packed weight
     nf4            bitsandbytes, if it is installed
     dx, dx_bf16    the gradient by x of nvfp4 and of bf16
@@ -23,7 +23,6 @@ import argparse
 import collections
 import concurrent.futures
 import concurrent.futures.process
-import dataclasses
 import datetime
 import functools
 import importlib
@@ -44,8 +43,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 
-from pallas_kernels import dense
 from pallas_kernels import fp4_matmul as fp4
+from pallas_kernels import matvec
 from pallas_kernels.fp4_matmul import api, cases, tiling
 from pallas_kernels.gpu_lock import sole_use
 
@@ -144,10 +143,10 @@ def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Arr
     ]
 
 
-def random_shares(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, jax.Array]:
+def random_xa_partials(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, jax.Array]:
     """Shares [S, M, R'] of x A^T as a decode step makes them, and B [N, R''] for the kernel."""
     keys = jax.random.split(jax.random.key(3))
-    columns = -(-rank // tiling.SHARE_COLUMNS) * tiling.SHARE_COLUMNS
+    columns = -(-rank // tiling.PARTIAL_COLUMNS) * tiling.PARTIAL_COLUMNS
     return (
         jax.random.normal(keys[0], (-(-k // 128), m, columns)),
         0.02 * jax.random.normal(keys[1], (n, tiling.padded_rank(rank)), jnp.bfloat16),
@@ -183,7 +182,7 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
         "nvfp4": kernel,
         "nvfp4_lora32": lambda x, w, lora: kernel(x, w, lora=lora),
         "xla": functools.partial(fp4.fp4_matmul, implementation="xla"),
-        "bf16": dense.matmul,
+        "bf16": matvec.matmul,
         "dx": lambda dy, w: api.kernel_transposed(dy, w, inputs=k),
         "dx_bf16": lambda dy, w: jnp.dot(dy, w),
     }
@@ -334,8 +333,8 @@ def main() -> None:
                     "bandwidth": round(bandwidth),
                 }
                 if impl == "nvfp4":
-                    config = tiling.choose(m, n, k, multiprocessors=jax.devices()[0].core_count)
-                    row["config"] = dataclasses.asdict(config)
+                    config = tiling.choose(m, n, k, num_sms=jax.devices()[0].core_count)
+                    row["config"] = config.to_json()
                 rows.append(row | origin)
                 moved = n * k * BITS.get(impl, 4.5) / 8 + 2 * m * (n + k)
                 print(

@@ -8,14 +8,14 @@ import math
 import pathlib
 from collections.abc import Iterator
 
-from pallas_kernels.device import MULTIPROCESSORS
+from pallas_kernels.device import NUM_SMS
 
 TILE_ROWS = 64
 TILE_COLUMNS = 128
-SHARE_COLUMNS = 32  # of x A^T, that are added up together
-MIN_SHARES = 4  # one for each warp that adds up x A^T
+PARTIAL_COLUMNS = 32  # of x A^T, that are added up together
+MIN_PARTIALS = 4  # one for each warp that adds up x A^T
 # Rows of shares that the kernel adds up itself: few parts of them for each block of threads.
-MAX_ROWS_OF_SHARES = 128
+MAX_ROWS_OF_PARTIALS = 128
 # Rows up to which a product begins the norm behind it; with more it was not measured.
 MAX_ROWS_OF_NORM = 64
 SMEM_LIMIT = 232448 - 1536  # bytes of a block of threads on Hopper; barriers and the like take some
@@ -27,6 +27,8 @@ TUNED = pathlib.Path(__file__).with_name("tuned")
 # Clusters of so many blocks that run at a time on an H200, as 270 timed tilings tell. 40 of 3, 32
 # of 4, 24 of 5, 16 of 7 and 16 of 8 ran in two waves, and took 1.6 to 1.95 times as long.
 _CLUSTERS = {3: 36, 4: 28, 5: 20, 6: 14, 7: 14, 8: 14}
+# Fields of `TileConfig` under the names that they have had in files since the first table.
+_JSON_NAMES = {"warpgroups_n": "rows", "stream_k": "stream"}
 # The threads at one place of all warpgroups share this many registers.
 _REGISTERS = 512
 _HELPER_REGISTERS, _MOST_HELPER_REGISTERS = 32, 40
@@ -45,9 +47,9 @@ class TileConfig:
         slices: warpgroups that share the columns of a stage; they add up at the end of a tile.
         block_k: columns of a stage, a multiple of 128 * slices.
         stages: depth of the pipeline.
-        stream: give every block of threads the same number of stages: whole tiles, and an equal run
-            of the stages of those left over, whose partial sums are added up at the end. Otherwise
-            whole tiles.
+        stream_k: give every block of threads the same number of stages: whole tiles, and an equal
+            run of the stages of those left over, whose partial sums are added up at the end.
+            Otherwise whole tiles.
         in_flight: products of 64 columns of a stage that may run while the next columns are
             decoded; few need few registers. 0: all of them.
         split: size of a cluster: blocks of threads that divide its tiles among them. A tile left
@@ -56,19 +58,30 @@ class TileConfig:
     """
 
     tile_m: int
-    rows: int = 4
+    warpgroups_n: int = 4
     slices: int = 1
     block_k: int = 128
     stages: int = 4
-    stream: bool = False
+    stream_k: bool = False
     in_flight: int = 0
     split: int = 1
     ahead: bool = False
 
+    @classmethod
+    def from_json(cls, choices: dict) -> "TileConfig":
+        """The tiling of an entry of a table, under the names of `to_json` or of this class."""
+        fields = {name: field for field, name in _JSON_NAMES.items()}
+        return cls(**{fields.get(name, name): value for name, value in choices.items()})
+
+    def to_json(self) -> dict:
+        """The choices as tables and results of benchmarks have them."""
+        choices = dataclasses.asdict(self)
+        return {_JSON_NAMES.get(field, field): value for field, value in choices.items()}
+
     @property
     def warpgroups(self) -> int:
         """Warpgroups that decode and multiply."""
-        return self.rows * self.slices
+        return self.warpgroups_n * self.slices
 
     @property
     def products(self) -> int:
@@ -77,7 +90,7 @@ class TileConfig:
 
     def stage_bytes(self) -> int:
         """Shared memory of a stage: codes, scales and tokens."""
-        tiles = self.rows * self.block_k // TILE_COLUMNS
+        tiles = self.warpgroups_n * self.block_k // TILE_COLUMNS
         return tiles * (TILE_ROWS * TILE_COLUMNS // 2 + 512) + self.tile_m * self.block_k * 2
 
     @property
@@ -87,10 +100,12 @@ class TileConfig:
 
     def smem_bytes(self) -> int:
         """Shared memory of the operands, the sums of slices and blocks, and the output."""
-        sums = (self.slices - 1) * self.rows * TILE_ROWS * self.tile_m * 4
+        sums = (self.slices - 1) * self.warpgroups_n * TILE_ROWS * self.tile_m * 4
         if self.split > 1:
-            sums += (self.split - 1) * self.rows * TILE_ROWS * self.tile_m // self.receivers * 4
-        y = self.rows * TILE_ROWS * self.tile_m * 2
+            sums += (
+                (self.split - 1) * self.warpgroups_n * TILE_ROWS * self.tile_m // self.receivers * 4
+            )
+        y = self.warpgroups_n * TILE_ROWS * self.tile_m * 2
         return self.stages * self.stage_bytes() + sums + y
 
     def registers(self) -> int:
@@ -104,9 +119,9 @@ class TileConfig:
         """Why the kernel cannot be built like this, or None."""
         if self.tile_m % 8 or not 8 <= self.tile_m <= 256:
             return f"tile_m is {self.tile_m}, expected a multiple of 8 up to 256"
-        if min(self.rows, self.slices, self.stages, self.split) < 1:
+        if min(self.warpgroups_n, self.slices, self.stages, self.split) < 1:
             return f"rows, slices, stages and split are at least 1, got {self}"
-        if self.split > 1 and (self.stream or self.split > 8):
+        if self.split > 1 and (self.stream_k or self.split > 8):
             return f"split is at most 8, and 1 with stream, got {self}"
         if self.block_k < 1 or self.block_k % (TILE_COLUMNS * self.slices):
             columns = TILE_COLUMNS * self.slices
@@ -122,9 +137,9 @@ class TileConfig:
         return None
 
 
-def helper_warpgroups(shares: bool) -> int:
+def helper_warpgroups(xa_partials: bool) -> int:
     """Warpgroups that do not compute: one copies, one adds up shares."""
-    return 2 if shares else 1
+    return 2 if xa_partials else 1
 
 
 def compute_registers(warpgroups: int, helpers: int = 1) -> int:
@@ -145,10 +160,10 @@ def helper_registers(warpgroups: int, helpers: int = 1) -> int:
     return min(_MOST_HELPER_REGISTERS, left // helpers // 8 * 8)
 
 
-def takes_shares(config: TileConfig) -> bool:
+def supports_xa_partials(config: TileConfig) -> bool:
     """Whether the warpgroup that adds up shares of x A^T has room beside the others."""
     threads = 128 * (config.warpgroups + helper_warpgroups(True))
-    return config.tile_m <= MAX_ROWS_OF_SHARES and threads <= 1024
+    return config.tile_m <= MAX_ROWS_OF_PARTIALS and threads <= 1024
 
 
 def _started_registers(warpgroups: int) -> int:
@@ -166,9 +181,7 @@ def padded_rank(rank: int) -> int:
 
 
 @functools.cache
-def choose(
-    m: int, n: int, k: int, *, rank: int = 0, multiprocessors: int = MULTIPROCESSORS
-) -> TileConfig:
+def choose(m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS) -> TileConfig:
     """The tiling of a product [M, K] x [N, K]^T with an adapter of this rank (0: none).
 
     A measured one if there is one for the shape, of the next M that was measured or, beyond all of
@@ -176,23 +189,23 @@ def choose(
     `candidates` by `cost`.
 
     Raises:
-        ValueError: an adapter for which there is none, see `has_room`.
+        ValueError: an adapter for which there is none, see `fits_adapter`.
     """
-    for entry in _tuned(multiprocessors):
-        config = TileConfig(**entry["config"])
+    for entry in _tuned(num_sms):
+        config = TileConfig.from_json(entry["config"])
         suits = (entry["n"], entry["k"]) == (n, k) and config.block_k >= rank
         if suits and (entry["m"] >= m or entry["m"] >= _LARGE):
             return _narrowed(config, m)
-    found = list(candidates(m, n, k, rank=rank, multiprocessors=multiprocessors))
+    found = list(candidates(m, n, k, rank=rank, num_sms=num_sms))
     if not found:
         raise ValueError(f"no tiling for M {m}, N {n}, K {k} takes an adapter of rank {rank}")
-    return min(found, key=lambda config: cost(config, m, n, k, multiprocessors))
+    return min(found, key=lambda config: cost(config, m, n, k, num_sms))
 
 
 @functools.cache
-def has_room(m: int, n: int, k: int, *, rank: int, multiprocessors: int = MULTIPROCESSORS) -> bool:
+def fits_adapter(m: int, n: int, k: int, *, rank: int, num_sms: int = NUM_SMS) -> bool:
     """Whether any tiling of the product takes an adapter of this rank, which a stage must hold."""
-    found = candidates(m, n, k, rank=rank, multiprocessors=multiprocessors)
+    found = candidates(m, n, k, rank=rank, num_sms=num_sms)
     return next(found, None) is not None
 
 
@@ -203,7 +216,7 @@ def _narrowed(config: TileConfig, m: int) -> TileConfig:
     tiles each a part that divides the tile, so that these are quarters of the measured one.
     """
     needed = -(-m // -(-m // config.tile_m))
-    step = max(8, config.tile_m // 32 * 8) if config.stream else 8
+    step = max(8, config.tile_m // 32 * 8) if config.stream_k else 8
     for tile_m in range(-(-needed // step) * step, config.tile_m, step):
         narrow = dataclasses.replace(config, tile_m=tile_m)
         if narrow.problem() is None and narrow.receivers >= config.receivers:
@@ -229,12 +242,12 @@ def kernel_digest() -> str:
 
 
 @functools.cache
-def _tuned(multiprocessors: int) -> list[dict]:
+def _tuned(num_sms: int) -> list[dict]:
     """The measured entries {m, n, k, config} for Hopper GPUs of this size, by rising m."""
     entries = [
         entry
         for table in _tables().values()
-        if table["multiprocessors"] == multiprocessors
+        if table["multiprocessors"] == num_sms
         for entry in table["entries"]
     ]
     return sorted(entries, key=lambda entry: entry["m"])
@@ -250,38 +263,46 @@ def _tables() -> dict[str, dict]:
 
 
 def candidates(
-    m: int, n: int, k: int, *, rank: int = 0, multiprocessors: int = MULTIPROCESSORS
+    m: int, n: int, k: int, *, rank: int = 0, num_sms: int = NUM_SMS
 ) -> Iterator[TileConfig]:
     """What is worth compiling: fits into shared memory and, by estimate, into registers."""
-    helpers = helper_warpgroups(rank > 0 and m <= MAX_ROWS_OF_SHARES)
+    helpers = helper_warpgroups(rank > 0 and m <= MAX_ROWS_OF_PARTIALS)
     row_tiles, steps = -(-n // TILE_ROWS), -(-k // TILE_COLUMNS)
     for tile_m in _token_tiles(m):
         m_tiles = -(-m // tile_m)
         for warpgroups in range(1, 7):
             for slices in (s for s in (1, 2, 4) if warpgroups % s == 0):
-                rows = warpgroups // slices
-                if rows > row_tiles:
+                warpgroups_n = warpgroups // slices
+                if warpgroups_n > row_tiles:
                     continue
-                tiles = m_tiles * -(-row_tiles // rows)
+                tiles = m_tiles * -(-row_tiles // warpgroups_n)
                 cuts = [(False, 1)]
-                if tiles % multiprocessors and m <= 512:
+                if tiles % num_sms and m <= 512:
                     cuts += [
                         (True, 1),
-                        *((False, split) for split in _splits(tiles, multiprocessors)),
+                        *((False, split) for split in _splits(tiles, num_sms)),
                     ]
                 for block_k in (128, 256, 512, 1024):
                     if block_k % (128 * slices) or block_k < rank or block_k > 128 * steps:
                         continue
                     products = 2 * block_k // (TILE_COLUMNS * slices)
                     for in_flight, ahead in _DEPTHS.get(products, ((0, False),)):
-                        for stream, split in cuts:
+                        for stream_k, split in cuts:
                             # Of clusters whose stages are longest, who copies would spill.
                             if split * block_k > TILE_COLUMNS * steps or (
                                 split > 1 and block_k > 512
                             ):
                                 continue
                             base = TileConfig(
-                                tile_m, rows, slices, block_k, 1, stream, in_flight, split, ahead
+                                tile_m,
+                                warpgroups_n,
+                                slices,
+                                block_k,
+                                1,
+                                stream_k,
+                                in_flight,
+                                split,
+                                ahead,
                             )
                             deepest = dataclasses.replace(base, stages=_stages(base))
                             if (
@@ -292,24 +313,24 @@ def candidates(
                                 yield deepest
 
 
-def _splits(tiles: int, multiprocessors: int) -> list[int]:
+def _splits(tiles: int, num_sms: int) -> list[int]:
     """Sizes of clusters that leave few multiprocessors idle.
 
     How many clusters run at a time is known of the large devices only.
     """
-    if multiprocessors < MULTIPROCESSORS:
+    if num_sms < NUM_SMS:
         return []
     found = []
     for split in range(2, 9):
-        clusters = clusters_of(tiles, split, multiprocessors)
-        if clusters and clusters * split >= 0.6 * multiprocessors:
+        clusters = clusters_of(tiles, split, num_sms)
+        if clusters and clusters * split >= 0.6 * num_sms:
             longest = -(-tiles // clusters) / split  # in tiles
-            if longest < -(-tiles // multiprocessors):
+            if longest < -(-tiles // num_sms):
                 found.append(split)
     return found
 
 
-def clusters_of(tiles: int, split: int, multiprocessors: int) -> int:
+def clusters_of(tiles: int, split: int, num_sms: int) -> int:
     """How many clusters of so many blocks divide the tiles of a product; 0: they would not help.
 
     All run at a time: a pair of multiprocessors can be a cluster of two, a larger one lies within a
@@ -317,10 +338,10 @@ def clusters_of(tiles: int, split: int, multiprocessors: int) -> int:
     """
     if split == 1:
         return 0
-    if split == 2 or multiprocessors < 16:
-        at_a_time = multiprocessors // split
+    if split == 2 or num_sms < 16:
+        at_a_time = num_sms // split
     else:
-        at_a_time = _CLUSTERS[split] if multiprocessors >= MULTIPROCESSORS else 0
+        at_a_time = _CLUSTERS[split] if num_sms >= NUM_SMS else 0
     clusters = min(tiles, at_a_time)
     return clusters if clusters and -(-tiles // clusters) % split == 1 else 0
 
@@ -340,7 +361,7 @@ def _stages(config: TileConfig) -> int:
     return min(8, (SMEM_LIMIT - fixed) // (config.smem_bytes() - fixed))
 
 
-def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> float:
+def cost(config: TileConfig, m: int, n: int, k: int, num_sms: int) -> float:
     """A model of the clock cycles on an H200, good for a ranking: 6 % off in the mean.
 
     The largest of what a block of threads issues, multiplies, receives and waits for, and of the
@@ -348,13 +369,13 @@ def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> fl
     fitted to 295 measured tilings of the products of a 7B model.
     """
     m_tiles, row_tiles = -(-m // config.tile_m), -(-n // TILE_ROWS)
-    n_tiles, steps = -(-row_tiles // config.rows), -(-k // config.block_k)
+    n_tiles, steps = -(-row_tiles // config.warpgroups_n), -(-k // config.block_k)
     tiles = m_tiles * n_tiles
-    blocks = min(tiles * (steps if config.stream else config.split), multiprocessors)
+    blocks = min(tiles * (steps if config.stream_k else config.split), num_sms)
     rounds = -(-tiles // blocks)
-    shared = tiles % blocks if config.stream else 0
+    shared = tiles % blocks if config.stream_k else 0
     longest = rounds * steps
-    if clusters := clusters_of(tiles, config.split, multiprocessors):
+    if clusters := clusters_of(tiles, config.split, num_sms):
         longest = -(-tiles // clusters) * steps / config.split
     if shared:
         longest = tiles // blocks * steps + -(-shared * steps // blocks)
@@ -362,16 +383,16 @@ def cost(config: TileConfig, m: int, n: int, k: int, multiprocessors: int) -> fl
     narrow = max(config.tile_m, 16)
     issue = config.warpgroups * ((260 + 2.5 * narrow) * per_warpgroup + 53)
     multiply = config.warpgroups * 4.2 * narrow * per_warpgroup
-    receive = (config.rows * 36 + 2 * config.tile_m) * config.block_k / 27
+    receive = (config.warpgroups_n * 36 + 2 * config.tile_m) * config.block_k / 27
     wait = (260 + 2.3 * narrow) * per_warpgroup + 340
     traffic = 0.5625 * n * k * (m_tiles if m > 4096 else 1) + 2 * m * (n + k)
-    memory = traffic / (11.7 * multiprocessors)
+    memory = traffic / (11.7 * num_sms)
     end = (3.5 + 8 * (config.slices - 1)) * config.tile_m * rounds
     sums = 0.0
     if shared:
         # Every block writes its parts of tiles, and reads as much of others'.
-        partial = (1 + shared / blocks) * config.tile_m * config.rows * TILE_ROWS
+        partial = (1 + shared / blocks) * config.tile_m * config.warpgroups_n * TILE_ROWS
         sums = 2500 + 2 * partial / 11.7
     elif config.split > 1:
-        sums = 1000 + 2 * config.tile_m * config.rows * TILE_ROWS / 11.7
+        sums = 1000 + 2 * config.tile_m * config.warpgroups_n * TILE_ROWS / 11.7
     return max(longest * max(issue, multiply, receive, wait), memory) + 3300 + end + sums

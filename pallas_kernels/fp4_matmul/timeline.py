@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.device import exit_unless_hopper, multiprocessors
+from pallas_kernels.device import exit_unless_hopper, num_sms
 from pallas_kernels.fp4_matmul import benchmark, cases, sm90, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
@@ -124,14 +124,14 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
     weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
     x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
     config = room_for_notes(
-        tiling.choose(m, n, k, rank=tiling.padded_rank(rank), multiprocessors=multiprocessors())
+        tiling.choose(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms())
     )
     adapter = {}
-    plan = sm90.make_plan(config, m, len(weight.codes), k, multiprocessors())
-    if rank and plan.makes_shares(rank, k):
+    plan = sm90.make_schedule(config, m, len(weight.codes), k, num_sms())
+    if rank and plan.supports_lora_shrink(rank, k):
         ((adapter["a"], adapter["b"]),) = benchmark.random_adapters(1, rank, n, k)
     elif rank:
-        adapter["shares"], adapter["b"] = benchmark.random_shares(m, n, k, rank)
+        adapter["xa_partials"], adapter["b"] = benchmark.random_xa_partials(m, n, k, rank)
     flush = jax.jit(lambda z: z + 1)
     with tempfile.TemporaryDirectory() as folder:
 
@@ -141,7 +141,7 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
                 x,
                 weight,
                 config=config,
-                multiprocessors=multiprocessors(),
+                num_sms=num_sms(),
                 trace=folder,
                 **adapter,
             )

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import decode, fp4_matmul
-from pallas_kernels.device import multiprocessors
-from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_SHARES
+from pallas_kernels.device import num_sms
+from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear, linear_with_shares, swiglu_behind_norm
 from qerl_jax.policy.quant import QuantTensor, kernel_weight
@@ -144,7 +144,9 @@ def _decode_layer(
         weight = kernel_weight(layer[name])
         with jax.named_scope("linears"):
             return _Normed(
-                *fp4_matmul.fp4_begin_norm(x, weight, residual, norm, b[name], shares=shares, a=a)
+                *fp4_matmul.fp4_matmul_add_rmsnorm(
+                    x, weight, residual, norm, b[name], xa_partials=shares, a=a
+                )
             )
 
     # The product with such a weight makes x A^T too: behind attention in one part nothing is left.
@@ -168,8 +170,8 @@ def _decode_layer(
             bias=layer.get("qkv_bias"),
             qk_norm=(layer["q_norm"], layer["k_norm"]) if config.qk_norm else None,
             eps=eps,
-            multiprocessors=multiprocessors(),
-            finish=in_tiles and len(qkv) <= MAX_ROWS_OF_SHARES,
+            multiprocessors=num_sms(),
+            finish=in_tiles and len(qkv) <= MAX_ROWS_OF_PARTIALS,
         )
     # A product adds shares of x A^T, or makes them of A itself, which then is `inside`.
     shares, inside = None, a.get("o_proj")
@@ -211,7 +213,7 @@ def _decode_layer(
 def _first_norm(layer: dict, adapters: dict, x: jax.Array, config: ModelConfig) -> _Normed:
     """The beginning of the first layer's norm, in as many shares as a down projection leaves."""
     norm, (a, b) = layer["input_layernorm"], adapters["down_proj"]
-    begin = functools.partial(fp4_matmul.fp4_begin_norm, a=a)
+    begin = functools.partial(fp4_matmul.fp4_matmul_add_rmsnorm, a=a)
     args = _hidden(x, config), kernel_weight(layer["down_proj"]), x, norm, b
     shares = jax.eval_shape(begin, *args)[2]
     wide = x.astype(jnp.float32)
@@ -233,9 +235,9 @@ def _down_begins_norms(
         if not all(isinstance(layer[name], QuantTensor) and name in pairs for name in names):
             return False
         qkv, down = (kernel_weight(layer[name]) for name in names)
-        if not fp4_matmul.serves_norm(_hidden(x, config), down, pairs["down_proj"][1]):
+        if not fp4_matmul.supports_add_rmsnorm(_hidden(x, config), down, pairs["down_proj"][1]):
             return False
-        if not fp4_matmul.makes_shares(x, qkv, pairs["qkv_proj"]):
+        if not fp4_matmul.supports_lora_shrink(x, qkv, pairs["qkv_proj"]):
             return False
     return True
 
@@ -257,6 +259,6 @@ def _begins_norm(layer: dict, a: dict, b: dict, attended: jax.Array) -> bool:
     width = a["gate_up_proj"].shape[1]
     scaled = jax.ShapeDtypeStruct((len(attended), width), attended.dtype)
     o, gate_up = kernel_weight(o), kernel_weight(gate_up)
-    return fp4_matmul.serves_norm(attended, o, b["o_proj"]) and fp4_matmul.serves_swiglu(
+    return fp4_matmul.supports_add_rmsnorm(attended, o, b["o_proj"]) and fp4_matmul.supports_swiglu(
         scaled, gate_up, b["gate_up_proj"], a=a["gate_up_proj"]
     )

@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels import dense, fp4_matmul
+from pallas_kernels import fp4_matmul, matvec
 from qerl_jax.policy.quant import QuantTensor, kernel_weight
 
 
@@ -47,7 +47,7 @@ def linear_with_shares(
     Args:
         x: [M, K].
         weight: [N, K], dense or packed in 4 bits.
-        shares: of x A^T, see `fp4_matmul.fp4_matmul_with_shares`; None without an adapter.
+        shares: of x A^T, see `fp4_matmul.fp4_matmul_with_xa_partials`; None without an adapter.
         b: [N, R], likewise.
 
     Returns:
@@ -58,12 +58,12 @@ def linear_with_shares(
         if not adapted:
             return linear(x, weight)
         with jax.named_scope("linears"):
-            return fp4_matmul.fp4_matmul_with_shares(x, kernel_weight(weight), shares, b)
+            return fp4_matmul.fp4_matmul_with_xa_partials(x, kernel_weight(weight), shares, b)
     with jax.named_scope("linears"):
-        y = dense.matmul(x, weight)
+        y = matvec.matmul(x, weight)
     if adapted:
         with jax.named_scope("lora"):
-            y = y + fp4_matmul.dot(fp4_matmul.sum_of_shares(shares, x, b), b)
+            y = y + fp4_matmul.dot(fp4_matmul.sum_xa_partials(shares, x, b), b)
     return y
 
 
@@ -94,7 +94,7 @@ def swiglu_behind_norm(
     if b is None or (shares is None and a is None) or not isinstance(weight, QuantTensor):
         return None
     tiles = kernel_weight(weight)
-    if not fp4_matmul.serves_swiglu(x, tiles, b, squares, shares=shares, a=a):
+    if not fp4_matmul.supports_swiglu(x, tiles, b, squares, xa_partials=shares, a=a):
         return None
     with jax.named_scope("linears"):
-        return fp4_matmul.fp4_swiglu(x, tiles, b, squares, shares=shares, a=a, eps=eps)
+        return fp4_matmul.fp4_swiglu(x, tiles, b, squares, xa_partials=shares, a=a, eps=eps)

@@ -152,7 +152,7 @@ def tile_order(weight: QuantTensor) -> QuantTensor:
 
 def in_machine_order(layer: dict) -> dict:
     """A layer of the policy with its packed projections in the order that this machine reads."""
-    if not fp4_matmul.kernel_runs():
+    if not fp4_matmul.supports_device():
         return layer
     return {
         name: tile_order(leaf) if isinstance(leaf, QuantTensor) else leaf

@@ -240,7 +240,7 @@ def _helpers_for(
 ) -> int:
     """How many helpers save time: with kernels of Hopper, to lower takes longer than to begin."""
     slow = sum(name[0] in ("read_prompts", "decode_chunk") for name in names)
-    if not paths or slow < _FEWEST_FOR_HELPERS or not fp4_matmul.kernel_runs():
+    if not paths or slow < _FEWEST_FOR_HELPERS or not fp4_matmul.supports_device():
         return 0
     sharding, *others = {leaf.sharding for leaf in jax.tree.leaves(policy)}
     if others or not isinstance(sharding, jax.sharding.SingleDeviceSharding):

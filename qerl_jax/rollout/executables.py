@@ -69,7 +69,7 @@ def origin(policy: Any) -> str:
         if not any(word in name for word in _REPORTS)
     }
     kinds = [one.device_kind for one in jax.devices()]
-    kernels = fp4_matmul.kernel_runs(), device.has_triton(), device.multiprocessors()
+    kernels = fp4_matmul.supports_device(), device.has_triton(), device.num_sms()
     versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
     flags = os.environ.get("XLA_FLAGS", "")
     return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {treedef} {shapes}"

@@ -34,10 +34,10 @@ _OF_WARPS = plgpu.Layout.TILED(
 SQUARES_OF_ROW_TILE = 4  # shares of the mean squares that a row tile leaves, one of each warp
 
 
-def load(stream: Any) -> jax.Array:
+def load(residual: Any) -> jax.Array:
     """Tokens by outputs [T, 64] in global memory, as the accumulator has them: [64, T]."""
-    tokens = stream.shape[0]
-    result = plgpu.ShapeDtypeStruct((TILE_ROWS, tokens), stream.dtype, layout=plgpu.Layout.WGMMA)
+    tokens = residual.shape[0]
+    result = plgpu.ShapeDtypeStruct((TILE_ROWS, tokens), residual.dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_TRANSPOSED,), return_type=result)
     def transposed(_, read):
@@ -52,17 +52,17 @@ def load(stream: Any) -> jax.Array:
                 out[0, i, 0, 0, half, 0, 0, 0, 0] = vector.from_elements(pair, numbers)
         return mgpu.FragmentedArray(_registers=out, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
-    return transposed(plgpu.load(stream, layout=_TRANSPOSED, optimized=False))
+    return transposed(plgpu.load(residual, layout=_TRANSPOSED, optimized=False))
 
 
 def add(
-    value: jax.Array, stream: jax.Array, scale: jax.Array
+    value: jax.Array, residual: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sum of a product and the stream, the sum scaled, and sums of the former's squares.
 
     Args:
         value: float32 [64, T], a product of 64 outputs.
-        stream: bfloat16 [64, T], of `load`.
+        residual: bfloat16 [64, T], of `load`.
         scale: float32 [64], of the norm.
 
     Returns:
@@ -70,7 +70,7 @@ def add(
         the outputs of each warp.
     """
     # Rounded where the product would be, if it was stored.
-    total = value.astype(jnp.bfloat16).astype(jnp.float32) + stream.astype(jnp.float32)
+    total = value.astype(jnp.bfloat16).astype(jnp.float32) + residual.astype(jnp.float32)
     total = total.astype(jnp.bfloat16).astype(jnp.float32)
     return total, total * lax.broadcast_in_dim(scale, total.shape, (0,)), _squares(total)
 

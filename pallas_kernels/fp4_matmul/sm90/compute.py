@@ -20,9 +20,9 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
 from pallas_kernels.fp4_matmul.sm90.make_shares import make_shares
 from pallas_kernels.fp4_matmul.sm90.multiply import add_product
 from pallas_kernels.fp4_matmul.sm90.pipeline import adds_adapter
-from pallas_kernels.fp4_matmul.sm90.plan import Plan
-from pallas_kernels.fp4_matmul.sm90.shares import Shares, load_b, operand
+from pallas_kernels.fp4_matmul.sm90.schedule import Plan
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, opaque, wait
+from pallas_kernels.fp4_matmul.sm90.xa_partials import Shares, load_b, operand
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
@@ -30,7 +30,7 @@ def compute(
     plan: Plan,
     gm: dict[str, Any],
     sm: dict[str, Any],
-    shares: Shares | None,
+    xa_partials: Shares | None,
     *,
     warpgroup: Any,
     registers: int,
@@ -41,13 +41,13 @@ def compute(
         plan: which pieces.
         gm: operands and results in global memory.
         sm: stages and barriers.
-        shares: of x A^T, or None.
+        xa_partials: of x A^T, or None.
         warpgroup: which one of those that compute.
         registers: of each of its threads.
     """
     config, simulated = plan.config, plan.simulated
     block = plan.this_block()
-    row, part = lax.rem(warpgroup, config.rows), lax.div(warpgroup, config.rows)
+    row, part = lax.rem(warpgroup, config.warpgroups_n), lax.div(warpgroup, config.warpgroups_n)
     spare = registers - config.registers()
 
     def zeros(columns, dtype):
@@ -175,7 +175,7 @@ def compute(
         """B [64, R] in parts of 64 columns; with shares, as `load_b` reads it."""
         rows = pl.ds(row_start, TILE_ROWS)
         columns = [pl.ds(column, 64) for column in range(0, gm["b"].shape[1], 64)]
-        if shares is not None:
+        if xa_partials is not None:
             parts = pair(row_start) if plan.paired else [rows]
             return [load_b(*(gm["b"].at[some, part] for some in parts)) for part in columns]
         if plan.paired:  # and simulated
@@ -196,7 +196,7 @@ def compute(
             @pl.loop(0, 1 if config.slices == 1 else jnp.where(part == 0, 1, 0), init_carry=acc)
             def acc(_, acc):
                 for j, part_of_b in enumerate(columns):
-                    weight = part_of_b if shares is None else operand(part_of_b, slot)
+                    weight = part_of_b if xa_partials is None else operand(part_of_b, slot)
                     place = slot, 0, j // 2, j % 2
                     acc = add_product(acc, weight, sm["x"], *place, simulated=simulated)
                 plgpu.wgmma_wait(0)
@@ -209,12 +209,12 @@ def compute(
 
     def stream_of(token, width, row_tile):
         """What the residual stream has for so many tokens and a row tile, [64, .]; or None."""
-        if "stream" not in gm:
+        if "residual" not in gm:
             return None
         tokens, rows = pl.ds(token, width), pl.ds(row_start(row_tile), TILE_ROWS)
-        return begin_norm.load(gm["stream"].at[tokens, rows])
+        return begin_norm.load(gm["residual"].at[tokens, rows])
 
-    def store(value, bias, token, row_tile, stream):
+    def store(value, bias, token, row_tile, residual):
         """Starts to store the outputs [64, .] of a row tile, of the tokens from one on."""
         width = value.shape[1]
         tokens, rows = pl.ds(token, width), pl.ds(row_tile * plan.height, plan.height)
@@ -227,15 +227,15 @@ def compute(
             gm["y"].at[rows, tokens][...] = value
             return
         values = {"y": value}
-        if stream is not None:
+        if residual is not None:
             scale = read("scale", pl.ds(row_start(row_tile), TILE_ROWS))
-            values["y"], values["scaled"], sums = begin_norm.add(value, stream, scale)
+            values["y"], values["scaled"], sums = begin_norm.add(value, residual, scale)
             sums *= 1 / gm["scale"].shape[0]
-            if plan.n_tiles * config.rows > plan.row_tiles:
+            if plan.n_tiles * config.warpgroups_n > plan.row_tiles:
                 inside = jnp.broadcast_to(row_tile < plan.row_tiles, sums.shape)
                 sums = jnp.where(inside, sums, jnp.zeros_like(sums))
             count = begin_norm.SQUARES_OF_ROW_TILE
-            gm["squares"].at[pl.ds(row_tile * count, count), tokens][...] = sums
+            gm["square_partials"].at[pl.ds(row_tile * count, count), tokens][...] = sums
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the last one
         places = {name: sm["y"].at[row, pl.ds(i * width, width)] for i, name in enumerate(values)}
         for name, value in values.items():
@@ -262,7 +262,7 @@ def compute(
             for start in range(0, config.receivers * width, width)
         ]
         first = token + jnp.minimum(member, config.receivers - 1) * width
-        stream = stream_of(first, width, row_tile)  # asked for before anything is awaited
+        residual = stream_of(first, width, row_tile)  # asked for before anything is awaited
         own = parts[0]
         for receiver, theirs in enumerate(parts):
 
@@ -284,12 +284,12 @@ def compute(
             total = own
             for other in range(plan.split - 1):
                 total += plgpu.load(sm["parts"].at[other, row], layout=plgpu.Layout.WGMMA)
-            store(total, bias, token + member * width, row_tile, stream)
+            store(total, bias, token + member * width, row_tile, residual)
 
     def locks():
         """Those of the two tiles that this block may share."""
         tiles = [plan.share(block, index)[0] for index in (0, 1)]
-        return [gm["locks"].at[pl.ds(1 + tile * config.rows + row, 1)] for tile in tiles]
+        return [gm["locks"].at[pl.ds(1 + tile * config.warpgroups_n + row, 1)] for tile in tiles]
 
     def add_shared_tiles():
         """Adds up this block's units of the tiles that it shares, in the order of the sharers."""
@@ -312,7 +312,7 @@ def compute(
             def _(unit):
                 tokens = pl.ds(unit * plan.unit, plan.unit)
                 token = m_tile * config.tile_m + unit * plan.unit
-                stream = stream_of(token, plan.unit, row_tile)
+                residual = stream_of(token, plan.unit, row_tile)
                 zero = jnp.zeros((TILE_ROWS, plan.unit), jnp.float32)
 
                 @pl.loop(0, lax.div(sharers + batch - 1, batch), init_carry=zero)
@@ -326,12 +326,12 @@ def compute(
                         total += jnp.where(counts, value, zero)
                     return total
 
-                store(total, bias_of(row_tile), token, row_tile, stream)
+                store(total, bias_of(row_tile), token, row_tile, residual)
 
     begun = jnp.int32(0)
-    if shares is not None and shares.a is not None:
+    if xa_partials is not None and xa_partials.a is not None:
         with jax.named_scope("make shares"):
-            begun = make_shares(plan, sm, warpgroup, shares)
+            begun = make_shares(plan, sm, warpgroup, xa_partials)
 
     @pl.loop(0, plan.pieces(block), init_carry=begun)
     def _(index, done):
@@ -350,7 +350,7 @@ def compute(
             with jax.named_scope("add slices"):
                 value = add_slices(value, index)
         token = m_tile * config.tile_m
-        stream = stream_of(token, config.tile_m, row_tile) if plan.stores_tiles else None
+        residual = stream_of(token, config.tile_m, row_tile) if plan.stores_tiles else None
         value *= over_tokens(layout.UNIT / divisor)
         if "b" in gm:
             with jax.named_scope("add adapter"):
@@ -365,7 +365,7 @@ def compute(
         @pl.when((part == 0) & (count == plan.steps))
         def _():
             with jax.named_scope("store"):
-                store(value, bias, token, row_tile, stream)
+                store(value, bias, token, row_tile, residual)
 
         if plan.in_clusters:
 

@@ -16,10 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.fp4_matmul.sm90.plan import Plan
-from pallas_kernels.fp4_matmul.sm90.shares import Shares
+from pallas_kernels.fp4_matmul.sm90.schedule import Plan
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
-from pallas_kernels.fp4_matmul.tiling import SHARE_COLUMNS, TILE_COLUMNS, TILE_ROWS
+from pallas_kernels.fp4_matmul.sm90.xa_partials import Shares
+from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS, TILE_COLUMNS, TILE_ROWS
 
 # 32 rows of A as the operand of wgmma, which has 64: two warps have the same.
 _TWICE = plgpu.Layout.TILED(
@@ -78,8 +78,8 @@ def make_shares(plan: Plan, sm: dict[str, Any], warpgroup: Any, given: Shares) -
     def _(i):
         turn = opaque(warpgroup + i * warpgroups)
         share, part = given.unit(opaque(plan.this_block()), turn)
-        last = given.shares.shape[0] - 1
-        ranks = pl.ds(part * SHARE_COLUMNS, SHARE_COLUMNS)
+        last = given.xa_partials.shape[0] - 1
+        ranks = pl.ds(part * PARTIAL_COLUMNS, PARTIAL_COLUMNS)
 
         def product(acc):
             start = jnp.minimum(share, last) * TILE_COLUMNS
@@ -99,7 +99,7 @@ def make_shares(plan: Plan, sm: dict[str, Any], warpgroup: Any, given: Shares) -
 
         @pl.when(share <= last)
         def _():
-            given.shares.at[share, :, ranks][...] = _transposed(value)
+            given.xa_partials.at[share, :, ranks][...] = _transposed(value)
 
         plgpu.barrier_arrive(sm["made"])
 
@@ -130,7 +130,7 @@ def _load_a(a: Any) -> jax.Array:
 def _transposed(value: jax.Array) -> jax.Array:
     """The product [64, T] of `_load_a`'s operand as [T, 32]."""
     tokens = value.shape[1]
-    result = plgpu.ShapeDtypeStruct((tokens, SHARE_COLUMNS), value.dtype, layout=_TRANSPOSED)
+    result = plgpu.ShapeDtypeStruct((tokens, PARTIAL_COLUMNS), value.dtype, layout=_TRANSPOSED)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
     def transposed(_, value):

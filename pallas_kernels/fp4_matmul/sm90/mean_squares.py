@@ -13,28 +13,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
-from pallas_kernels.fp4_matmul.tiling import MIN_SHARES
+from pallas_kernels.fp4_matmul.tiling import MIN_PARTIALS
 
 
 class _Reading(NamedTuple):
     """What a warpgroup reads at a time, of which a lane has one number.
 
     Attributes:
-        shares: how many.
+        xa_partials: how many.
         tokens: likewise.
         layout: of [shares, tokens].
     """
 
-    shares: int
+    xa_partials: int
     tokens: int
     layout: Any
 
 
-def _reading(shares: int, tokens: int, *inner: tuple, warps: Any, lanes: tuple) -> _Reading:
+def _reading(xa_partials: int, tokens: int, *inner: tuple, warps: Any, lanes: tuple) -> _Reading:
     """Of tiles [shares, tokens] with inner tiles, of whose dimensions these are the warps'."""
-    tiling = plgpu.Tiling(((shares, tokens), *inner, (1,)))
+    tiling = plgpu.Tiling(((xa_partials, tokens), *inner, (1,)))
     layout = plgpu.Layout.TILED(tiling, warp_dims=(warps,), lane_dims=lanes, vector_dim=-1)
-    return _Reading(shares, tokens, layout)
+    return _Reading(xa_partials, tokens, layout)
 
 
 _SPREAD = (
@@ -43,42 +43,42 @@ _SPREAD = (
     _reading(16, 8, (4, 8), warps=-5, lanes=(-3, -2)),
 )
 # All warps read the same.
-_FEW = _reading(MIN_SHARES, 8, warps=plgpu.Replicated(4), lanes=(-3, -2))
+_FEW = _reading(MIN_PARTIALS, 8, warps=plgpu.Replicated(4), lanes=(-3, -2))
 
 
-def write_factor(squares: Any, factor: Any, eps: float) -> None:
+def write_factor(square_partials: Any, factor: Any, eps: float) -> None:
     """Writes 1 / sqrt(mean square + eps) of every token; a warpgroup calls it.
 
     Args:
-        squares: float32 [S, M] in global memory, whose sum over S is the mean square.
+        square_partials: float32 [S, M] in global memory, whose sum over S is the mean square.
         factor: float32 [M'], M' >= M, in shared memory.
         eps: of the norm.
     """
-    reading = _readings(*squares.shape)[0]
+    reading = _readings(*square_partials.shape)[0]
 
     # LLVM would unroll two turns, and ask for the shares of both, with registers for half of them.
-    @pl.loop(0, opaque(jnp.int32(squares.shape[1] // reading.tokens)))
+    @pl.loop(0, opaque(jnp.int32(square_partials.shape[1] // reading.tokens)))
     def _(i):
         place = pl.ds(i * reading.tokens, reading.tokens)
-        factor.at[place][...] = lax.rsqrt(_total(squares, place, reading) + eps)
+        factor.at[place][...] = lax.rsqrt(_total(square_partials, place, reading) + eps)
 
 
-def write_total(squares: Any, total: Any, block: Any, blocks: int) -> None:
+def write_total(square_partials: Any, total: Any, block: Any, blocks: int) -> None:
     """Writes this block's part of the mean squares; a warpgroup calls it.
 
     Args:
-        squares: float32 [S, M] in global memory, whose sum over S is the mean square.
+        square_partials: float32 [S, M] in global memory, whose sum over S is the mean square.
         total: float32 [1, M], likewise.
         block: of threads, the one that calls.
         blocks: that call.
     """
-    reading = _readings(*squares.shape)[-1]
-    parts = squares.shape[1] // reading.tokens
+    reading = _readings(*square_partials.shape)[-1]
+    parts = square_partials.shape[1] // reading.tokens
 
     @pl.loop(0, jnp.where(block < parts, lax.div(parts - block + blocks - 1, blocks), 0))
     def _(turn):
         place = pl.ds((block + turn * blocks) * reading.tokens, reading.tokens)
-        total.at[0, place][...] = _total(squares, place, reading)
+        total.at[0, place][...] = _total(square_partials, place, reading)
 
 
 def _readings(count: int, tokens: int) -> list[_Reading]:
@@ -86,19 +86,21 @@ def _readings(count: int, tokens: int) -> list[_Reading]:
 
     Warps have different shares, but for few shares of a width for which these would be more.
     """
-    found = [r for r in _SPREAD if tokens % r.tokens == 0 and count >= r.shares]
+    found = [r for r in _SPREAD if tokens % r.tokens == 0 and count >= r.xa_partials]
     return found or [_FEW]
 
 
-def _total(squares: Any, tokens: pl.Slice, reading: _Reading) -> jax.Array:
+def _total(square_partials: Any, tokens: pl.Slice, reading: _Reading) -> jax.Array:
     """The mean squares of as many tokens as are read at a time."""
-    count, (shares, width, layout) = squares.shape[0], reading
-    zero = plgpu.layout_cast(jnp.zeros((shares, width), jnp.float32), layout)
+    count, (xa_partials, width, layout) = square_partials.shape[0], reading
+    zero = plgpu.layout_cast(jnp.zeros((xa_partials, width), jnp.float32), layout)
     total = zero
-    for begin in range(0, count, shares):
+    for begin in range(0, count, xa_partials):
         # The last ones begin with what has been added before, if they are not enough.
-        first = min(begin, count - shares)
-        value = plgpu.load(squares.at[pl.ds(first, shares), tokens], layout=layout, optimized=False)
+        first = min(begin, count - xa_partials)
+        value = plgpu.load(
+            square_partials.at[pl.ds(first, xa_partials), tokens], layout=layout, optimized=False
+        )
         if first < begin:
             index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=layout)
             value = jnp.where(first + index >= begin, value, zero)

@@ -10,9 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import nvvm
 
 from pallas_kernels.fp4_matmul.sm90.make_shares import fill_for_shares
-from pallas_kernels.fp4_matmul.sm90.plan import Plan
-from pallas_kernels.fp4_matmul.sm90.shares import Shares, await_shares
+from pallas_kernels.fp4_matmul.sm90.schedule import Plan
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy, opaque
+from pallas_kernels.fp4_matmul.sm90.xa_partials import Shares, await_shares
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
 
 # Of copies under way to a block of threads, rounded up to whole stages, two at least. It is enough
@@ -29,14 +29,16 @@ def adds_adapter(first: Any) -> Any:
     return first == 0
 
 
-def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shares | None) -> None:
+def fill_stages(
+    plan: Plan, gm: dict[str, Any], sm: dict[str, Any], xa_partials: Shares | None
+) -> None:
     """Copies codes, scales and tokens of all pieces of this block to shared memory.
 
     Args:
         plan: which pieces.
         gm: operands and results in global memory.
         sm: stages and barriers.
-        shares: of x A^T, or None.
+        xa_partials: of x A^T, or None.
     """
     config = plan.config
     stages_in_flight = max(2, -(-_BYTES_IN_FLIGHT // config.stage_bytes()))
@@ -72,10 +74,13 @@ def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shar
     def fill(slot, tile, step):
         _, n_tile = plan.coordinates(tile)
         columns = step * plan.per_stage
-        tiles = pl.ds(n_tile * config.rows, config.rows), pl.ds(columns, plan.per_stage)
+        tiles = (
+            pl.ds(n_tile * config.warpgroups_n, config.warpgroups_n),
+            pl.ds(columns, plan.per_stage),
+        )
         if plan.paired:
             first, half = plan.whole_row_tiles(n_tile)
-            tiles = slice(None), pl.ds(first, config.rows), tiles[1], pl.ds(half * 4, 4)
+            tiles = slice(None), pl.ds(first, config.warpgroups_n), tiles[1], pl.ds(half * 4, 4)
         full = sm["full"].at[slot]
         plgpu.copy_gmem_to_smem(gm["codes"].at[tiles], sm["codes"].at[slot], full)
         plgpu.copy_gmem_to_smem(gm["scales"].at[tiles], sm["scales"].at[slot], full)
@@ -88,8 +93,8 @@ def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shar
             plgpu.barrier_arrive(sm["full"].at[slot])
 
     begun = jnp.int32(0)
-    if shares is not None and shares.a is not None:
-        begun = fill_for_shares(plan, gm, sm, shares)
+    if xa_partials is not None and xa_partials.a is not None:
+        begun = fill_for_shares(plan, gm, sm, xa_partials)
 
     # Code that runs once is slow: loops are not unrolled, and what they do stands here once.
     @pl.loop(0, plan.pieces(block), init_carry=(begun, begun))
@@ -104,12 +109,12 @@ def fill_stages(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], shares: Shar
             return plan.next_slot(slot)
 
         done += count
-        if shares is not None:
+        if xa_partials is not None:
 
             @pl.when(index == plan.awaited_behind(block))
             def _():
                 with jax.named_scope("await shares"):
-                    await_shares(shares, plan.blocks)
+                    await_shares(xa_partials, plan.blocks)
 
         if "b" not in gm:
             return done, slot

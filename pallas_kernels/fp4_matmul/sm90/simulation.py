@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fp4_matmul.sm90 import swiglu
-from pallas_kernels.fp4_matmul.sm90.plan import Plan
+from pallas_kernels.fp4_matmul.sm90.schedule import Plan
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
@@ -26,11 +26,11 @@ def add_partial(
     """
     config = plan.config
     with jax.ensure_compile_time_eval():
-        shares = [plan.share(block, i) for block in range(plan.sharing) for i in (0, 1)]
+        xa_partials = [plan.share(block, i) for block in range(plan.sharing) for i in (0, 1)]
         # By tile: the first place of its partial sums, and how many they are.
         shared = {
             int(tile): (plan.slot(int(first), int(tile)), int(n))
-            for tile, first, n, *_ in shares
+            for tile, first, n, *_ in xa_partials
             if n
         }
     if plan.split > 1:
@@ -45,14 +45,16 @@ def add_partial(
         total = partial[slot : slot + sharers].sum(axis=0)
         if factor is not None:
             with jax.ensure_compile_time_eval():
-                row_tiles = [int(plan.row_tile(n_tile, row)) for row in range(config.rows)]
+                row_tiles = [int(plan.row_tile(n_tile, row)) for row in range(config.warpgroups_n)]
             for row_tile, value in zip(row_tiles, total, strict=True):
                 rows = slice(row_tile * plan.height, (row_tile + 1) * plan.height)
                 part = swiglu.apply(value, factor, simulated=True)[: len(y)]
                 y = y.at[:, rows].set(part) if row_tile < plan.row_tiles else y
             continue
         total = total.reshape(-1, config.tile_m)
-        rows = slice(n_tile * config.rows * TILE_ROWS, (n_tile + 1) * config.rows * TILE_ROWS)
+        rows = slice(
+            n_tile * config.warpgroups_n * TILE_ROWS, (n_tile + 1) * config.warpgroups_n * TILE_ROWS
+        )
         tokens = slice(m_tile * config.tile_m, (m_tile + 1) * config.tile_m)
         part = y[tokens, rows]
         total = total[: part.shape[1], : part.shape[0]].T
@@ -63,9 +65,9 @@ def add_partial(
 
 
 def begin_norm(
-    y: jax.Array, stream: jax.Array, scale: jax.Array
+    y: jax.Array, residual: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sum of a product and the stream, the same scaled, and its mean squares [1, M]."""
-    total = (y.astype(jnp.float32) + stream.astype(jnp.float32)).astype(y.dtype)
+    total = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(y.dtype)
     wide = total.astype(jnp.float32)
     return total, (wide * scale).astype(y.dtype), jnp.mean(wide * wide, axis=1)[None]

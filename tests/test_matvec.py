@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from triton_kernel import BACKENDS, normal
 
-from pallas_kernels import dense, device
+from pallas_kernels import device, matvec
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(("n", "k"), [(64, 512), (7, 1101), (130, 40)])
 def test_matvec(n, k, interpret):
     x, weight = normal(1, 1, k), normal(2, n, k)
-    y = jax.jit(functools.partial(dense.matvec, interpret=interpret))(x, weight)
+    y = jax.jit(functools.partial(matvec.matvec, interpret=interpret))(x, weight)
     assert y.shape == (1, n)
     assert y.dtype == jnp.bfloat16
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
@@ -37,7 +37,7 @@ def test_matvec(n, k, interpret):
 def test_one_token_on_a_gpu_takes_the_kernel(rows, dtype, capability, expected, monkeypatch):
     monkeypatch.setattr(device, "cuda_capability", lambda: capability)
     x, weight = jnp.ones((rows, 64), dtype), jnp.ones((8, 64), dtype)
-    program = str(jax.make_jaxpr(lambda *args: dense.matmul(*args))(x, weight))  # not a cached one
+    program = str(jax.make_jaxpr(lambda *args: matvec.matmul(*args))(x, weight))  # not a cached one
     assert ("matvec" in program) == expected
     assert ("dot_general" in program) != expected
 
@@ -46,6 +46,6 @@ def test_one_token_on_a_gpu_takes_the_kernel(rows, dtype, capability, expected, 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_matmul_on_a_gpu(rows):
     x, weight = normal(3, rows, 3584), normal(4, 512, 3584)
-    y = np.asarray(jax.jit(dense.matmul)(x, weight), np.float64)
+    y = np.asarray(jax.jit(matvec.matmul)(x, weight), np.float64)
     expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
     np.testing.assert_allclose(y, expected, rtol=2**-8, atol=1e-3)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from pallas_kernels.fp4_matmul import check, reference, tiling
+from pallas_kernels.fp4_matmul import reference, self_test, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -18,7 +18,7 @@ _MAX_RANK = 512  # of an adapter inside the kernel; no larger one was tried
 
 
 @functools.cache
-def kernel_runs() -> bool:
+def supports_device() -> bool:
     """Whether the kernel serves this process: a Hopper GPU, on which it agrees with the definition.
 
     The agreement is known where a table was tuned with this device, version of jax and kernel;
@@ -45,18 +45,20 @@ def load_kernel() -> None:
 
     To lower such a program does so, too; one that another process compiled is not lowered.
     """
-    if kernel_runs():
+    if supports_device():
         kernel()
 
 
 def self_check() -> float:
-    """The relative error of small products of the kernel, see `check`."""
-    return check.relative_error(kernel().matmul)
+    """The relative error of small products of the kernel, see `self_test`."""
+    return self_test.relative_error(kernel().matmul)
 
 
-def suits(weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct) -> TypeGuard[Fp4Tiles]:
+def supports_weight(
+    weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
+) -> TypeGuard[Fp4Tiles]:
     """Whether the kernel multiplies x by the weight; warns where only x's dtype is in the way."""
-    if not isinstance(weight, Fp4Tiles) or not kernel_runs():
+    if not isinstance(weight, Fp4Tiles) or not supports_device():
         return False
     if x.dtype != jnp.bfloat16:
         _warn_once(f"the FP4 kernel multiplies bfloat16, not {x.dtype}: dequantising instead")
@@ -64,17 +66,17 @@ def suits(weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct) -> 
     return True
 
 
-def has_room(m: int, n: int, k: int, rank: int, config: TileConfig | None = None) -> bool:
+def fits_adapter(m: int, n: int, k: int, rank: int, config: TileConfig | None = None) -> bool:
     """Whether the kernel itself adds an adapter of this rank."""
     rank = tiling.padded_rank(rank)
     if rank > _MAX_RANK:
         return False
     if config is not None:
         return rank <= config.block_k
-    return tiling.has_room(m, n, k, rank=rank, multiprocessors=device.multiprocessors())
+    return tiling.fits_adapter(m, n, k, rank=rank, num_sms=device.num_sms())
 
 
-def plan_of(
+def schedule_of(
     x: jax.Array | jax.ShapeDtypeStruct,
     weight: Fp4Tiles,
     rank: int,
@@ -83,13 +85,13 @@ def plan_of(
     paired: bool = False,
 ) -> Any:
     """The `Plan` of the kernel for x [M, K] and an adapter whose B has so many columns."""
-    (m, k), n, count = x.shape, weight.divisor.shape[0], device.multiprocessors()
+    (m, k), n, count = x.shape, weight.divisor.shape[0], device.num_sms()
     if config is None:
-        config = tiling.choose(m, n, k, rank=rank, multiprocessors=count)
-    return kernel().make_plan(config, m, len(weight.codes), k, count, paired=paired)
+        config = tiling.choose(m, n, k, rank=rank, num_sms=count)
+    return kernel().make_schedule(config, m, len(weight.codes), k, count, paired=paired)
 
 
-def makes_shares(
+def supports_lora_shrink(
     x: jax.Array | jax.ShapeDtypeStruct,
     weight: Fp4Weight | Fp4Tiles,
     lora: tuple[jax.Array, jax.Array],
@@ -99,9 +101,9 @@ def makes_shares(
     Otherwise another one does so before.
     """
     a, b = lora
-    if not suits(weight, x) or not has_room(len(x), len(b), x.shape[1], b.shape[1]):
+    if not supports_weight(weight, x) or not fits_adapter(len(x), len(b), x.shape[1], b.shape[1]):
         return False
-    return plan_of(x, weight, tiling.padded_rank(b.shape[1])).makes_shares(*a.shape)
+    return schedule_of(x, weight, tiling.padded_rank(b.shape[1])).supports_lora_shrink(*a.shape)
 
 
 def run(
@@ -111,7 +113,7 @@ def run(
     *,
     a: jax.Array | None = None,
     b: jax.Array | None = None,
-    shares: jax.Array | None = None,
+    xa_partials: jax.Array | None = None,
     **options: Any,
 ) -> Any:
     """The kernel's product for x [..., K], see `sm90.matmul`; None looks its tiling up.
@@ -120,24 +122,22 @@ def run(
     """
     rows = x.reshape(-1, x.shape[-1])
     rank = 0 if b is None else b.shape[1]
-    plan = plan_of(rows, weight, rank, config, paired="squares" in options)
+    plan = schedule_of(rows, weight, rank, config, paired="square_partials" in options)
     chosen = plan.config
     if a is not None:
-        if plan.makes_shares(*a.shape):
+        if plan.supports_lora_shrink(*a.shape):
             options["a"] = a
         elif _projects_in_shares(chosen, rows.shape[1]):
-            shares = _projection().project(rows, a)
+            xa_partials = _lora_shrink().shrink(rows, a)
         else:
             options["xa"] = padded(reference.dot(rows, a), len(a))
-    if shares is not None and b is not None:
-        few = len(rows) <= tiling.MAX_ROWS_OF_SHARES and len(shares) >= tiling.MIN_SHARES
-        if few and tiling.takes_shares(chosen):
-            options["shares"] = shares
+    if xa_partials is not None and b is not None:
+        few = len(rows) <= tiling.MAX_ROWS_OF_PARTIALS and len(xa_partials) >= tiling.MIN_PARTIALS
+        if few and tiling.supports_xa_partials(chosen):
+            options["xa_partials"] = xa_partials
         else:
-            options["xa"] = sum_of_shares(shares, rows, b)
-    y = kernel().matmul(
-        rows, weight, config=chosen, multiprocessors=device.multiprocessors(), b=b, **options
-    )
+            options["xa"] = sum_xa_partials(xa_partials, rows, b)
+    y = kernel().matmul(rows, weight, config=chosen, num_sms=device.num_sms(), b=b, **options)
     if isinstance(y, tuple):
         return y
     return y.reshape(*x.shape[:-1], -1)
@@ -145,14 +145,14 @@ def run(
 
 def _projects_in_shares(config, columns):
     """Whether a kernel of its own makes x A^T, and leaves its sum over K to the product."""
-    if not tiling.takes_shares(config) or not device.has_triton():
+    if not tiling.supports_xa_partials(config) or not device.has_triton():
         return False
-    return columns > (tiling.MIN_SHARES - 1) * _projection().COLUMNS
+    return columns > (tiling.MIN_PARTIALS - 1) * _lora_shrink().COLUMNS
 
 
-def sum_of_shares(shares: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_shares`."""
-    product = shares.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
+def sum_xa_partials(xa_partials: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
+    """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_xa_partials`."""
+    product = xa_partials.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
     return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
 
 
@@ -168,11 +168,11 @@ def kernel() -> ModuleType:
     return sm90
 
 
-def _projection() -> ModuleType:
+def _lora_shrink() -> ModuleType:
     """Likewise."""
-    from pallas_kernels import projection
+    from pallas_kernels.fp4_matmul import lora_shrink
 
-    return projection
+    return lora_shrink
 
 
 @functools.cache

@@ -17,13 +17,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-from pallas_kernels.fp4_matmul.tiling import SHARE_COLUMNS
+from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS
 
 COLUMNS = 128  # of a block
-_RANK = SHARE_COLUMNS  # rows of A of a block
+_RANK = PARTIAL_COLUMNS  # rows of A of a block
 
 
-def project(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array:
+def shrink(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array:
     """Returns x A^T in shares.
 
     Args:
@@ -32,15 +32,17 @@ def project(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array
         interpret: run on a CPU.
 
     Returns:
-        float32 [S, M, R'], whose sum over S it is; R' is R, up to a multiple of SHARE_COLUMNS, and
-        what is behind R is 0.
+        float32 [S, M, R'], whose sum over S it is; R' is R, up to a multiple of PARTIAL_COLUMNS,
+        and the columns from R on are 0.
     """
 
     def value(refs, tile):
         return tile.load(refs["x"]).astype(x.dtype)
 
     m, k = x.shape
-    return project_tiles("project", value, {"x": x}, {}, a, (m, k), interpret=interpret)["shares"]
+    return shrink_tiles("lora_shrink", value, {"x": x}, {}, a, (m, k), interpret=interpret)[
+        "xa_partials"
+    ]
 
 
 class Tile(NamedTuple):
@@ -77,7 +79,7 @@ class Tile(NamedTuple):
         plt.store(ref.at[self.rows[:, None], self.cols[None, :]], value, mask=self._mask)
 
 
-def project_tiles(
+def shrink_tiles(
     name: str,
     value: Callable[[dict, Tile], jax.Array],
     operands: dict[str, jax.Array],
@@ -103,7 +105,7 @@ def project_tiles(
         interpret: run on a CPU.
 
     Returns:
-        The results, and the "shares" of the product, see `project`; None without A.
+        The results, and the "shares" of the product, see `shrink`; None without A.
     """
     m, width = shape
     rows = 16 if m <= 128 else 32
@@ -114,7 +116,7 @@ def project_tiles(
         rank = a.shape[0]
         parts = pl.cdiv(rank, _RANK)
         operands["a"] = a
-        results["shares"] = jax.ShapeDtypeStruct((blocks, m, parts * _RANK), jnp.float32)
+        results["xa_partials"] = jax.ShapeDtypeStruct((blocks, m, parts * _RANK), jnp.float32)
 
     def body(*refs):
         refs = dict(zip((*operands, *results), refs, strict=True))
@@ -142,7 +144,7 @@ def project_tiles(
             lambda: jnp.zeros((rows, block), a.dtype),
         )
         share = plt.dot(tokens, factors, trans_b=True)
-        place = refs["shares"].at[index, tile.rows[:, None], ranks[None, :]]
+        place = refs["xa_partials"].at[index, tile.rows[:, None], ranks[None, :]]
         plt.store(place, share, mask=(tile.rows < m)[:, None])
 
     outs = pl.pallas_call(
@@ -153,4 +155,4 @@ def project_tiles(
         name=name,
         interpret=interpret,
     )(*operands.values())
-    return {"shares": None} | dict(zip(results, outs, strict=True))
+    return {"xa_partials": None} | dict(zip(results, outs, strict=True))

@@ -17,7 +17,7 @@ from simulated_kernel import (
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import cases, hopper, layout, sm90
+from pallas_kernels.fp4_matmul import cases, dispatch, layout, sm90
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
@@ -37,35 +37,35 @@ def swiglu_inputs(m, n, k, rank=64):
     weight, x = random_weight(n, k), normal(m, k)
     rng = np.random.default_rng(3)
     size = np.sqrt(np.mean((float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) ** 2))
-    squares = jnp.asarray(rng.uniform(0.2, 2, (19, m)) * size**2 / 19, jnp.float32)
-    return x, weight, squares, normal(n, rank, seed=2)
+    square_partials = jnp.asarray(rng.uniform(0.2, 2, (19, m)) * size**2 / 19, jnp.float32)
+    return x, weight, square_partials, normal(n, rank, seed=2)
 
 
-def swiglu_of(x, weight, xa, b, squares, eps):
+def swiglu_of(x, weight, xa, b, square_partials, eps):
     """In float64."""
     product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T + xa @ float64(b).T
-    product /= np.sqrt(float64(squares).sum(axis=0) + eps)[:, None]
+    product /= np.sqrt(float64(square_partials).sum(axis=0) + eps)[:, None]
     gate, up = np.split(product, 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
 
 
 SWIGLU_VARIANTS = {
-    "tiles in turn": ((8, 256, 256), TileConfig(8, rows=1, stages=2), 3),
+    "tiles in turn": ((8, 256, 256), TileConfig(8, warpgroups_n=1, stages=2), 3),
     "tiles of even rows, some beyond the weight": (
         (16, 640, 192),
-        TileConfig(16, rows=2, stages=2),
+        TileConfig(16, warpgroups_n=2, stages=2),
         2,
     ),
     "tiles of odd rows, the next stage decoded ahead": (
         (8, 512, 1024),
-        TileConfig(8, rows=3, block_k=256, stages=3, in_flight=2, ahead=True),
+        TileConfig(8, warpgroups_n=3, block_k=256, stages=3, in_flight=2, ahead=True),
         4,
     ),
-    "slices": ((8, 128, 640), TileConfig(8, slices=2, rows=1, block_k=512, stages=2), 1),
-    "shared tiles": ((16, 512, 384), TileConfig(24, rows=1, stages=3, stream=True), 3),
+    "slices": ((8, 128, 640), TileConfig(8, slices=2, warpgroups_n=1, block_k=512, stages=2), 1),
+    "shared tiles": ((16, 512, 384), TileConfig(24, warpgroups_n=1, stages=3, stream_k=True), 3),
     "a tile for each block of a cluster and an odd one": (
         (8, 384, 640),
-        TileConfig(8, rows=2, stages=3, split=3),
+        TileConfig(8, warpgroups_n=2, stages=3, split=3),
         3,
     ),
 }
@@ -74,77 +74,89 @@ SWIGLU_VARIANTS = {
 @pytest.mark.parametrize("variant", SWIGLU_VARIANTS)
 def test_swiglu_behind_the_product(variant, simulated):
     (m, n, k), config, blocks = SWIGLU_VARIANTS[variant]
-    x, weight, squares, b = swiglu_inputs(m, n, k)
+    x, weight, square_partials, b = swiglu_inputs(m, n, k)
     xa = normal(m, 64, seed=1)
     y = sm90.matmul(
         x,
         layout.to_tiles(weight),
         config=config,
-        multiprocessors=blocks,
+        num_sms=blocks,
         xa=xa,
         b=b,
-        squares=squares,
+        square_partials=square_partials,
         eps=1e-6,
         interpret=simulated,
     )
     assert y.shape == (m, n // 2)
     # Gate, what it multiplies, its activation and the result are rounded.
-    assert relative_error(y, swiglu_of(x, weight, float64(xa), b, squares, 1e-6)) < 2 * ROUNDING
+    assert (
+        relative_error(y, swiglu_of(x, weight, float64(xa), b, square_partials, 1e-6))
+        < 2 * ROUNDING
+    )
 
 
 @pytest.mark.usefixtures("simulated_api")
 def test_swiglu_with_its_own_adapter():
     m, n, k, rank = 8, 128, 512, 32
-    x, weight, squares, b = swiglu_inputs(m, n, k)
+    x, weight, square_partials, b = swiglu_inputs(m, n, k)
     a = 0.1 * normal(rank, k, seed=1)
     b = b.at[:, rank:].set(0)
-    config = TileConfig(8, rows=1, block_k=256, stages=2)
-    y = fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, squares, a=a, eps=0.5, config=config)
+    config = TileConfig(8, warpgroups_n=1, block_k=256, stages=2)
+    y = fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, square_partials, a=a, eps=0.5, config=config)
     xa = float64(x) @ float64(a).T
-    expected = swiglu_of(x, weight, xa, b[:, :rank], squares, 0.5)
+    expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)
     assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
 
 
 @pytest.mark.usefixtures("simulated_api")
 def test_swiglu():
     m, n, k, rank = 8, 128, 512, 40
-    x, weight, squares, b = swiglu_inputs(m, n, k)
+    x, weight, square_partials, b = swiglu_inputs(m, n, k)
     b = b.at[:, rank:].set(0)
-    shares = jnp.asarray(np.random.default_rng(4).standard_normal((5, m, 64)), jnp.float32)
+    xa_partials = jnp.asarray(np.random.default_rng(4).standard_normal((5, m, 64)), jnp.float32)
     y = fp4.fp4_swiglu(
-        x, fp4.to_tiles(weight), b, squares, shares=shares.at[:, :, rank:].set(0), eps=0.5
+        x,
+        fp4.to_tiles(weight),
+        b,
+        square_partials,
+        xa_partials=xa_partials.at[:, :, rank:].set(0),
+        eps=0.5,
     )
-    xa = float64(shares.sum(axis=0))[:, :rank]
-    expected = swiglu_of(x, weight, xa, b[:, :rank], squares, 0.5)
+    xa = float64(xa_partials.sum(axis=0))[:, :rank]
+    expected = swiglu_of(x, weight, xa, b[:, :rank], square_partials, 0.5)
     assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
 
 
 def test_where_the_kernel_ends_with_swiglu(monkeypatch):
     """Not where it does not run, nor for arguments that it does not take."""
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, squares, b = swiglu_inputs(16, 256, 512)
-    shares = jnp.zeros((4, 16, 64))
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
+    xa_partials = jnp.zeros((4, 16, 64))
 
     tiles = fp4.to_tiles(weight)
 
-    def serves(m=16, weight=tiles, squares=squares, b=b, count=4):
-        return fp4.serves_swiglu(x[:m], weight, b, squares, shares=shares[:count, :m])
+    def serves(m=16, weight=tiles, square_partials=square_partials, b=b, count=4):
+        return fp4.supports_swiglu(
+            x[:m], weight, b, square_partials, xa_partials=xa_partials[:count, :m]
+        )
 
     assert not serves()
-    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     assert serves()
     assert serves(m=8)
     assert not serves(m=12)
     assert not serves(weight=fp4.to_tiles(random_weight(192, 512)))
     assert not serves(weight=weight)
-    assert not serves(squares=squares[:3])
+    assert not serves(square_partials=square_partials[:3])
     assert not serves(b=b[:, :40])
     assert not serves(count=3)
-    assert fp4.serves_swiglu(x, tiles, b, a=normal(64, 512))
-    assert not fp4.serves_swiglu(x, tiles, b, a=normal(1024, 512))  # more than first stages hold
-    assert not fp4.serves_swiglu(x, tiles, b)
+    assert fp4.supports_swiglu(x, tiles, b, a=normal(64, 512))
+    assert not fp4.supports_swiglu(x, tiles, b, a=normal(1024, 512))  # more than first stages hold
+    assert not fp4.supports_swiglu(x, tiles, b)
     large = jnp.zeros((136, 512), jnp.bfloat16)
-    assert not fp4.serves_swiglu(large, tiles, b, squares, shares=jnp.zeros((4, 136, 64)))
+    assert not fp4.supports_swiglu(
+        large, tiles, b, square_partials, xa_partials=jnp.zeros((4, 136, 64))
+    )
     assert serves(b=jnp.zeros((256, 512), jnp.bfloat16))
     assert not serves(b=jnp.zeros((256, 576), jnp.bfloat16))  # more than a stage holds
 
@@ -152,35 +164,49 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TileConfig(8, rows=1), "wants 16 tokens in one tile"),
-        (TileConfig(136, rows=1, stages=2), "room for shares, got TileConfig.tile_m=136"),
+        (TileConfig(8, warpgroups_n=1), "wants 16 tokens in one tile"),
+        (TileConfig(136, warpgroups_n=1, stages=2), "room for shares, got TileConfig.tile_m=136"),
         (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
     ],
 )
 def test_tilings_without_swiglu(config, message):
-    x, weight, squares, b = swiglu_inputs(16, 256, 512)
-    shares = jnp.zeros((4, 16, 64))
+    x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
+    xa_partials = jnp.zeros((4, 16, 64))
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_swiglu(x, fp4.to_tiles(weight), b, squares, shares=shares, eps=1.0, config=config)
+        fp4.fp4_swiglu(
+            x,
+            fp4.to_tiles(weight),
+            b,
+            square_partials,
+            xa_partials=xa_partials,
+            eps=1.0,
+            config=config,
+        )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"shares": None}, "wants shares of x A.T or A, one of both"),
-        ({"a": normal(32, 512)}, "wants shares of x A.T or A, one of both"),
+        ({"xa_partials": None}, "wants xa_partials or A, one of both"),
+        ({"a": normal(32, 512)}, "wants xa_partials or A, one of both"),
         ({"x": normal(12, 512)}, "a multiple of 8 tokens and of 128 outputs, got 12 and 256"),
         ({"b": normal(256, 40)}, r"B is \(256, 40\), expected 256 rows and a multiple of 64"),
         ({"b": normal(256, 576)}, "that a stage holds"),
-        ({"shares": jnp.zeros((3, 16, 64))}, "shares are 3, expected at least 4"),
-        ({"squares": jnp.ones((2, 16))}, "squares are 2, expected at least 4"),
+        ({"xa_partials": jnp.zeros((3, 16, 64))}, "xa_partials are 3, expected at least 4"),
+        ({"square_partials": jnp.ones((2, 16))}, "square_partials are 2, expected at least 4"),
         ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
     ],
 )
 def test_arguments_without_swiglu(changed, message, monkeypatch):
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, squares, b = swiglu_inputs(16, 256, 512)
-    given = {"x": x, "b": b, "squares": squares, "shares": jnp.zeros((4, 16, 64)), "eps": 1.0}
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
+    given = {
+        "x": x,
+        "b": b,
+        "square_partials": square_partials,
+        "xa_partials": jnp.zeros((4, 16, 64)),
+        "eps": 1.0,
+    }
     with pytest.raises(ValueError, match=message):
         fp4.fp4_swiglu(weight=fp4.to_tiles(weight), **(given | changed))
 
@@ -188,41 +214,41 @@ def test_arguments_without_swiglu(changed, message, monkeypatch):
 def norm_inputs(m, n, k):
     """x, the weight, the residual stream, the norm's scale, A and B."""
     scale = jnp.asarray(np.random.default_rng(5).uniform(0.5, 2, n), jnp.float32)
-    stream = (k**0.5 * float64(normal(m, n, seed=6))).astype(jnp.bfloat16)
-    return normal(m, k), random_weight(n, k), stream, scale, normal(32, k, seed=1), normal(n, 64)
+    residual = (k**0.5 * float64(normal(m, n, seed=6))).astype(jnp.bfloat16)
+    return normal(m, k), random_weight(n, k), residual, scale, normal(32, k, seed=1), normal(n, 64)
 
 
 @pytest.mark.usefixtures("simulated_api")
 @pytest.mark.parametrize("made", [False, True])
 def test_the_beginning_of_a_norm(made):
     """With shares given, and with A, of which the simulation makes them."""
-    x, weight, stream, scale, a, b = norm_inputs(16, 192, 512)
+    x, weight, residual, scale, a, b = norm_inputs(16, 192, 512)
     b = b.at[:, 32:].set(0)
     xa = float64(x) @ float64(a).T
-    extra = {"a": a} if made else {"shares": jnp.asarray([xa / 4] * 4, jnp.float32)}
-    config = TileConfig(16, rows=1, block_k=256, stages=2)
-    total, scaled, squares = fp4.fp4_begin_norm(
-        x, fp4.to_tiles(weight), stream, scale, b, config=config, **extra
+    extra = {"a": a} if made else {"xa_partials": jnp.asarray([xa / 4] * 4, jnp.float32)}
+    config = TileConfig(16, warpgroups_n=1, block_k=256, stages=2)
+    total, scaled, square_partials = fp4.fp4_matmul_add_rmsnorm(
+        x, fp4.to_tiles(weight), residual, scale, b, config=config, **extra
     )
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    expected += xa @ float64(b)[:, :32].T + float64(stream)
+    expected += xa @ float64(b)[:, :32].T + float64(residual)
     assert relative_error(total, expected) < 2 * ROUNDING
     assert relative_error(scaled, expected * float64(scale)) < 2 * ROUNDING
-    means = float64(squares).sum(axis=0)
+    means = float64(square_partials).sum(axis=0)
     np.testing.assert_allclose(means, np.mean(float64(total) ** 2, axis=1), rtol=1e-5)
 
 
 def test_where_the_kernel_begins_a_norm(monkeypatch):
     """Not where it does not run, nor for arguments that it does not take."""
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
     x, weight, *_, b = norm_inputs(72, 3584, 512)
     tiles = fp4.to_tiles(weight)
 
     def serves(m=32, weight=tiles, b=b):
-        return fp4.serves_norm(x[:m], weight, b)
+        return fp4.supports_add_rmsnorm(x[:m], weight, b)
 
     assert not serves()
-    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     assert serves()
     assert serves(m=8)
     assert not serves(m=12)
@@ -237,67 +263,78 @@ def test_where_the_kernel_begins_a_norm(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TileConfig(8, rows=1), "wants tiles of 16 tokens"),
-        (TileConfig(16, rows=5, stages=8), "no room for the sum and what is scaled"),
+        (TileConfig(8, warpgroups_n=1), "wants tiles of 16 tokens"),
+        (TileConfig(16, warpgroups_n=5, stages=8), "no room for the sum and what is scaled"),
         (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
     ],
 )
 def test_tilings_without_the_beginning_of_a_norm(config, message):
-    x, weight, stream, scale, a, b = norm_inputs(16, 256, 512)
+    x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_begin_norm(x, fp4.to_tiles(weight), stream, scale, b, a=a, config=config)
+        fp4.fp4_matmul_add_rmsnorm(x, fp4.to_tiles(weight), residual, scale, b, a=a, config=config)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"a": None}, "wants shares of x A.T or A, one of both"),
-        ({"stream": normal(16, 128)}, r"stream is bfloat16 \(16, 128\)"),
-        ({"stream": jnp.zeros((16, 256))}, r"stream is float32 \(16, 256\)"),
+        ({"a": None}, "wants xa_partials or A, one of both"),
+        ({"residual": normal(16, 128)}, r"residual is bfloat16 \(16, 128\)"),
+        ({"residual": jnp.zeros((16, 256))}, r"residual is float32 \(16, 256\)"),
         ({"scale": jnp.ones(128)}, r"scale \(128,\), expected bfloat16 \(16, 256\) and \(256,\)"),
-        ({"x": normal(12, 512), "stream": normal(12, 256)}, "wants tiles of 12 tokens"),
+        ({"x": normal(12, 512), "residual": normal(12, 256)}, "wants tiles of 12 tokens"),
     ],
 )
 def test_arguments_without_the_beginning_of_a_norm(changed, message, monkeypatch):
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    x, weight, stream, scale, a, b = norm_inputs(16, 256, 512)
-    given = {"x": x, "stream": stream, "scale": scale, "a": a, "b": b}
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
+    given = {"x": x, "residual": residual, "scale": scale, "a": a, "b": b}
     with pytest.raises(ValueError, match=message):
-        fp4.fp4_begin_norm(weight=fp4.to_tiles(weight), **(given | changed))
+        fp4.fp4_matmul_add_rmsnorm(weight=fp4.to_tiles(weight), **(given | changed))
 
 
 @pytest.mark.usefixtures("simulated_api")
 def test_a_product_behind_a_norm():
     """The simulation adds up the squares outside; the kernel's sum is tested on a GPU."""
     x, weight, _, _, a, b = norm_inputs(16, 192, 512)
-    squares = jnp.asarray(np.random.default_rng(3).uniform(0.2, 2, (19, 16)), jnp.float32)
-    config = TileConfig(16, rows=1, block_k=256, stages=2)
+    square_partials = jnp.asarray(np.random.default_rng(3).uniform(0.2, 2, (19, 16)), jnp.float32)
+    config = TileConfig(16, warpgroups_n=1, block_k=256, stages=2)
     tiles = fp4.to_tiles(weight)
-    y, total = fp4.fp4_behind_norm(x, tiles, (a, b), squares, config=config)
+    y, total = fp4.fp4_behind_norm(x, tiles, (a, b), square_partials, config=config)
     expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
     expected += float64(x) @ float64(a).T @ float64(b)[:, :32].T
     assert relative_error(y, expected) < 2 * ROUNDING
-    np.testing.assert_allclose(float64(total), float64(squares).sum(axis=0)[None], rtol=1e-6)
+    np.testing.assert_allclose(
+        float64(total), float64(square_partials).sum(axis=0)[None], rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"squares": jnp.ones((3, 16))}, r"squares are \(3, 16\), expected \(4 or more, 16\)"),
-        ({"squares": jnp.ones((8, 8))}, r"squares are \(8, 8\), expected \(4 or more, 16\)"),
-        ({"x": normal(12, 512), "squares": jnp.ones((8, 12))}, "a multiple of 8 tokens, got 12"),
+        (
+            {"square_partials": jnp.ones((3, 16))},
+            r"square_partials are \(3, 16\), expected \(4 or more, 16\)",
+        ),
+        (
+            {"square_partials": jnp.ones((8, 8))},
+            r"square_partials are \(8, 8\), expected \(4 or more, 16\)",
+        ),
+        (
+            {"x": normal(12, 512), "square_partials": jnp.ones((8, 12))},
+            "a multiple of 8 tokens, got 12",
+        ),
         ({"lora": (normal(32, 512), normal(256, 40))}, r"B is \(256, 40\), expected 256 rows"),
         ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
-        ({"config": TileConfig(16, rows=1, stages=1)}, r"no room to make x A\^T"),
+        ({"config": TileConfig(16, warpgroups_n=1, stages=1)}, r"no room to make x A\^T"),
         ({"lora": (normal(32, 256), normal(256, 64))}, r"A in bfloat16 \(32, 256\).* 512 columns"),
         ({"lora": (normal(96, 512), normal(256, 64))}, "and 64 rows at most"),
         ({"lora": (jnp.zeros((32, 512)), normal(256, 64))}, "A in float32"),
     ],
 )
 def test_arguments_without_a_product_behind_a_norm(changed, message, monkeypatch):
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
     x, weight, _, _, a, b = norm_inputs(16, 256, 512)
-    given = {"x": x, "lora": (a, b), "squares": jnp.ones((8, 16))}
+    given = {"x": x, "lora": (a, b), "square_partials": jnp.ones((8, 16))}
     with pytest.raises(ValueError, match=message):
         fp4.fp4_behind_norm(weight=fp4.to_tiles(weight), **(given | changed))
 
@@ -306,8 +343,8 @@ def test_arguments_without_a_product_behind_a_norm(changed, message, monkeypatch
 @pytest.mark.parametrize("model", cases.MODELS)
 def test_whoever_begins_a_norm_has_a_product_behind_it(model, rank, monkeypatch):
     """As a decode step asks: what follows must take the arguments, of which it has the shapes."""
-    monkeypatch.setattr(device, "multiprocessors", lambda: 132)
-    monkeypatch.setattr(hopper, "kernel_runs", lambda: True)
+    monkeypatch.setattr(device, "num_sms", lambda: 132)
+    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     served = 0
     for m in (8, 16, 24, 32):
         (n, k), (down_n, down_k) = (cases.MODELS[model][name] for name in ("qkv", "down"))
@@ -316,13 +353,21 @@ def test_whoever_begins_a_norm_has_a_product_behind_it(model, rank, monkeypatch)
         adapter = array(stacked, k), array(n, fp4.padded_rank(stacked))
         down_a, down_b = array(rank, down_k), array(down_n, fp4.padded_rank(rank))
         down, qkv = tiles(down_n, down_k), tiles(n, k)
-        if not fp4.serves_norm(hidden, down, down_b) or not fp4.makes_shares(x, qkv, adapter):
+        if not fp4.supports_add_rmsnorm(hidden, down, down_b) or not fp4.supports_lora_shrink(
+            x, qkv, adapter
+        ):
             continue
         scale = array(down_n, dtype=jnp.float32)
-        _, scaled, squares = jax.eval_shape(
-            lambda a, *args: fp4.fp4_begin_norm(*args, a=a), down_a, hidden, down, x, scale, down_b
+        _, scaled, square_partials = jax.eval_shape(
+            lambda a, *args: fp4.fp4_matmul_add_rmsnorm(*args, a=a),
+            down_a,
+            hidden,
+            down,
+            x,
+            scale,
+            down_b,
         )
-        product, total = jax.eval_shape(fp4.fp4_behind_norm, scaled, qkv, adapter, squares)
+        product, total = jax.eval_shape(fp4.fp4_behind_norm, scaled, qkv, adapter, square_partials)
         assert product.shape == (m, n)
         assert total.shape == (1, m)
         served += 1

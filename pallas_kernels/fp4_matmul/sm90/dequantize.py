@@ -29,7 +29,7 @@ def dequantize(
     weight: Fp4Tiles,
     *,
     inputs: int,
-    multiprocessors: int,
+    num_sms: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
     """The weight in bfloat16, [N, K]: for products with its transpose by another library.
@@ -37,7 +37,7 @@ def dequantize(
     Args:
         weight: [N, K].
         inputs: K.
-        multiprocessors: blocks of threads that run at a time.
+        num_sms: blocks of threads that run at a time.
         interpret: simulate on a CPU.
     """
     rows, stages, buffers = 4, 4, 2
@@ -46,7 +46,7 @@ def dequantize(
     row_tiles, column_tiles, _ = weight.codes.shape
     shape = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
     units = -(-row_tiles // rows) * column_tiles
-    blocks = min(units, multiprocessors)
+    blocks = min(units, num_sms)
 
     def place(block, i):
         """Row tile and column tile of a block's i-th unit."""

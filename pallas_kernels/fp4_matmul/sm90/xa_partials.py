@@ -21,11 +21,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
-from pallas_kernels.fp4_matmul.tiling import MIN_SHARES, SHARE_COLUMNS
+from pallas_kernels.fp4_matmul.tiling import MIN_PARTIALS, PARTIAL_COLUMNS
 
 # A warp has every fourth share of a row, a lane one of its columns.
 _SHARES = plgpu.Layout.TILED(
-    plgpu.Tiling(((MIN_SHARES, SHARE_COLUMNS), (1,))),
+    plgpu.Tiling(((MIN_PARTIALS, PARTIAL_COLUMNS), (1,))),
     warp_dims=(-3,),
     lane_dims=(-2,),
     vector_dim=-1,
@@ -52,14 +52,14 @@ _READ_HALF = plgpu.Layout.TILED(
     vector_dim=-1,
 )
 _SHARES_IN_FLIGHT = 32
-SUM_BYTES = 4 * MIN_SHARES * SHARE_COLUMNS  # of shared memory, to add up what the warps have
+SUM_BYTES = 4 * MIN_PARTIALS * PARTIAL_COLUMNS  # of shared memory, to add up what the warps have
 
 
 class Shares(NamedTuple):
     """Shares of x A^T in global memory, and where their sum goes.
 
     Attributes:
-        shares: float32 [S, M', R'], M' >= M and S >= MIN_SHARES.
+        xa_partials: float32 [S, M', R'], M' >= M and S >= MIN_PARTIALS.
         xa: bfloat16 [M', R], R >= R'; its columns have the order that `operand` wants, and those
             from R' on become 0.
         lock: int32 [1].
@@ -69,7 +69,7 @@ class Shares(NamedTuple):
         all_made: int32 [1], a lock for that.
     """
 
-    shares: Any
+    xa_partials: Any
     xa: Any
     lock: Any
     rows: int
@@ -79,17 +79,19 @@ class Shares(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """What one block at a time adds up: SHARE_COLUMNS columns of a row."""
-        return self.rows * (self.xa.shape[1] // SHARE_COLUMNS)
+        """What one block at a time adds up: PARTIAL_COLUMNS columns of a row."""
+        return self.rows * (self.xa.shape[1] // PARTIAL_COLUMNS)
 
     @property
     def makers(self) -> int:
-        """Blocks that make shares, the first ones, SHARE_COLUMNS columns of a share at a time."""
-        return min(self.adders, self.shares.shape[0] * (self.shares.shape[2] // SHARE_COLUMNS))
+        """Blocks that make shares, the first ones, PARTIAL_COLUMNS columns of a share at a time."""
+        return min(
+            self.adders, self.xa_partials.shape[0] * (self.xa_partials.shape[2] // PARTIAL_COLUMNS)
+        )
 
     def unit(self, block: Any, turn: Any) -> tuple[Any, Any]:
         """Which share and which columns of it a block makes; there may be no such share."""
-        unit, parts = block + turn * self.adders, self.shares.shape[2] // SHARE_COLUMNS
+        unit, parts = block + turn * self.adders, self.xa_partials.shape[2] // PARTIAL_COLUMNS
         return lax.div(unit, parts), lax.rem(unit, parts)
 
 
@@ -103,13 +105,13 @@ def add_shares(block: Any, given: Shares, made: Any) -> None:
         given: what it adds up.
         made: a barrier at which this block's own shares arrive, if they are made here.
     """
-    shares, xa, adders = given.shares, given.xa, given.adders
+    xa_partials, xa, adders = given.xa_partials, given.xa, given.adders
     block = opaque(block)
-    count, _, width = shares.shape
-    columns = xa.shape[1] // SHARE_COLUMNS
+    count, _, width = xa_partials.shape
+    columns = xa.shape[1] // PARTIAL_COLUMNS
     parts = given.parts
     batch = -(-count // -(-count // _SHARES_IN_FLIGHT))
-    batch = min(-(-batch // MIN_SHARES), count // MIN_SHARES) * MIN_SHARES
+    batch = min(-(-batch // MIN_PARTIALS), count // MIN_PARTIALS) * MIN_PARTIALS
     batches = -(-count // batch)
 
     if given.a is not None:
@@ -127,16 +129,16 @@ def add_shares(block: Any, given: Shares, made: Any) -> None:
     def _(turn):
         part = block + turn * adders
         row = lax.div(part, columns)
-        column = (part - row * columns) * SHARE_COLUMNS
-        place = pl.ds(column, SHARE_COLUMNS)
-        zero = plgpu.layout_cast(jnp.zeros((MIN_SHARES, SHARE_COLUMNS), jnp.float32), _SHARES)
+        column = (part - row * columns) * PARTIAL_COLUMNS
+        place = pl.ds(column, PARTIAL_COLUMNS)
+        zero = plgpu.layout_cast(jnp.zeros((MIN_PARTIALS, PARTIAL_COLUMNS), jnp.float32), _SHARES)
 
         @pl.loop(0, jnp.where(column < width, batches, 0), init_carry=zero)
         def total(i, total):
             # The last batch begins with what has been added before, if it is not whole.
             begin = jnp.minimum(i * batch, count - batch)
-            for j in range(0, batch, MIN_SHARES):
-                share = shares.at[pl.ds(begin + j, MIN_SHARES), row, place]
+            for j in range(0, batch, MIN_PARTIALS):
+                share = xa_partials.at[pl.ds(begin + j, MIN_PARTIALS), row, place]
                 value = plgpu.load(share, layout=_SHARES, optimized=False)
                 if batches * batch > count:
                     index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_SHARES)

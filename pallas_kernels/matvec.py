@@ -26,7 +26,7 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
         [M, N] in x's dtype; of one bfloat16 token by `matvec` on an NVIDIA GPU, otherwise by XLA.
     """
     single = len(x) == 1 and x.dtype == weight.dtype == jnp.bfloat16
-    if single and device.triton_runs():
+    if single and device.supports_triton():
         return matvec(x, weight)
     return reference.dot(x, weight)
 

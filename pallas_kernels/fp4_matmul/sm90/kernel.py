@@ -33,19 +33,19 @@ from pallas_kernels.fp4_matmul.sm90.begin_norm import SQUARES_OF_ROW_TILE
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.sm90.compute import compute
 from pallas_kernels.fp4_matmul.sm90.pipeline import fill_stages
-from pallas_kernels.fp4_matmul.sm90.plan import Plan, make_plan
-from pallas_kernels.fp4_matmul.sm90.shares import SUM_BYTES, Shares, add_shares
+from pallas_kernels.fp4_matmul.sm90.schedule import Plan, make_schedule
 from pallas_kernels.fp4_matmul.sm90.simulation import add_partial, begin_norm
+from pallas_kernels.fp4_matmul.sm90.xa_partials import SUM_BYTES, Shares, add_shares
 from pallas_kernels.fp4_matmul.tiling import (
-    MIN_SHARES,
-    SHARE_COLUMNS,
+    MIN_PARTIALS,
+    PARTIAL_COLUMNS,
     TILE_COLUMNS,
     TILE_ROWS,
     TileConfig,
     compute_registers,
     helper_registers,
     helper_warpgroups,
-    takes_shares,
+    supports_xa_partials,
 )
 
 _LOCKS = 4096  # more than any plan has
@@ -57,15 +57,15 @@ def matmul(
     weight: Fp4Tiles,
     *,
     config: TileConfig,
-    multiprocessors: int,
+    num_sms: int,
     xa: jax.Array | None = None,
-    shares: jax.Array | None = None,
+    xa_partials: jax.Array | None = None,
     a: jax.Array | None = None,
     b: jax.Array | None = None,
     bias: jax.Array | None = None,
-    squares: jax.Array | None = None,
+    square_partials: jax.Array | None = None,
     eps: float = 0.0,
-    stream: jax.Array | None = None,
+    residual: jax.Array | None = None,
     scale: jax.Array | None = None,
     pass_squares: jax.Array | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
@@ -78,19 +78,20 @@ def matmul(
         x: bfloat16 [M, K].
         weight: [N, K].
         config: the tiling.
-        multiprocessors: blocks of threads that run at a time, no more than the device has: they
+        num_sms: blocks of threads that run at a time, no more than the device has: they
             wait for one another.
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
-        shares: in its place float32 [S, M, R'], whose sum over S it is; S >= MIN_SHARES, R' <= R a
-            multiple of SHARE_COLUMNS.
-        a: in its place bfloat16 [R'', K], R'' <= R, where the plan `makes_shares`.
+        xa_partials: in its place float32 [S, M, R'], whose sum over S it is; S >= MIN_PARTIALS, R'
+            <= R a multiple of PARTIAL_COLUMNS.
+        a: in its place bfloat16 [R'', K], R'' <= R, where the plan `supports_lora_shrink`.
         b: bfloat16 [N, R].
         bias: [N].
-        squares: float32 [S, M], shares of the mean squares that a norm before the product divides
-            by; S >= MIN_SHARES. The product is then that of a gate and of what it multiplies, and
+        square_partials: float32 [S, M], partial mean squares that a norm before the product divides
+            by; S >= MIN_PARTIALS. The product is then that of a gate and of what it multiplies, and
             the result what SwiGLU makes of it. With shares or a, and no bias.
         eps: of that norm.
-        stream: bfloat16 [M, N] to add the product to, where the plan `adds_to_stream`; no bias.
+        residual: bfloat16 [M, N] to add the product to, where the plan `supports_add_residual`; no
+            bias.
         scale: [N], of the norm behind the sum.
         pass_squares: likewise squares, for who reads the result. With shares or a.
         dtype: of the result, bfloat16 or float32.
@@ -102,7 +103,7 @@ def matmul(
         [M, N], or [M, N / 2] behind SwiGLU. With a stream, the sum, the sum times the norm's scale,
         and shares [S, M] of the sum's mean squares. With pass_squares, also their sum [1, M].
     """
-    n, paired = weight.shape[0], squares is not None
+    n, paired = weight.shape[0], square_partials is not None
     tokens, k = x.shape
     row_tiles = weight.codes.shape[0]
     padded = row_tiles * TILE_ROWS
@@ -110,7 +111,7 @@ def matmul(
     m = tokens if tokens <= 8 else -(-tokens // 8) * 8
     simulated = interpret is not None
     rank = 0 if b is None else b.shape[1]
-    plan = make_plan(config, m, row_tiles, k, multiprocessors, simulated=simulated, paired=paired)
+    plan = make_schedule(config, m, row_tiles, k, num_sms, simulated=simulated, paired=paired)
 
     def rows_of(array):
         """Padded to whole tiles of rows; with ones, by which one can divide."""
@@ -122,11 +123,11 @@ def matmul(
     codes, scales = (*weight.codes.shape[:2], 4, 256), weight.scales.shape
     y_shape = m, padded
     if transposed:
-        y_shape = plan.n_tiles * config.rows * TILE_ROWS, plan.m_tiles * config.tile_m
+        y_shape = plan.n_tiles * config.warpgroups_n * TILE_ROWS, plan.m_tiles * config.tile_m
     if paired:
         halves = 2, row_tiles // 2, weight.codes.shape[1], 8
         codes, scales, y_shape = (*halves, 128), (*halves, 16), (m, n // 2)
-    scratch = _scratch(plan, norm=stream is not None)
+    scratch = _scratch(plan, norm=residual is not None)
     operands = {
         "x": jnp.pad(x, ((0, m - tokens), (0, -k % 64))),
         "codes": weight.codes.reshape(codes),
@@ -134,69 +135,69 @@ def matmul(
         "divisor": rows_of(weight.divisor),
     }
     results = {"y": jax.ShapeDtypeStruct(y_shape, dtype)}
-    if squares is not None:
+    if square_partials is not None:
         assert n == padded
         assert row_tiles % 2 == 0
         assert tokens % 8 == 0
         assert plan.m_tiles == 1
         assert dtype == jnp.bfloat16
         assert bias is None
-        assert len(squares) >= MIN_SHARES
-        assert squares.shape[1] == tokens
+        assert len(square_partials) >= MIN_PARTIALS
+        assert square_partials.shape[1] == tokens
         if simulated:
-            factor = lax.rsqrt(squares.sum(axis=0) + eps)
+            factor = lax.rsqrt(square_partials.sum(axis=0) + eps)
             operands["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
         else:
             assert b is not None  # Who adds up its shares sums up the squares, too.
             assert xa is None
-            operands["squares"] = squares
+            operands["square_partials"] = square_partials
             scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
             scratch["factor_full"] = plgpu.Barrier()
-    assert (stream is None) == (scale is None)
-    if stream is not None:
-        assert plan.adds_to_stream(tokens)
+    assert (residual is None) == (scale is None)
+    if residual is not None:
+        assert plan.supports_add_residual(tokens)
         assert n == padded
         assert dtype == jnp.bfloat16
         assert bias is None
-    if stream is not None and not simulated:
-        operands |= {"stream": stream, "scale": scale}
+    if residual is not None and not simulated:
+        operands |= {"residual": residual, "scale": scale}
         results["scaled"] = results["y"]
-        shape = SQUARES_OF_ROW_TILE * plan.n_tiles * config.rows, tokens
-        results["squares"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        shape = SQUARES_OF_ROW_TILE * plan.n_tiles * config.warpgroups_n, tokens
+        results["square_partials"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if pass_squares is not None:
         assert not paired
-        assert stream is None
+        assert residual is None
         assert b is not None  # Who adds up its shares adds up these, too.
         assert xa is None
         assert tokens % 8 == 0
-        assert len(pass_squares) >= MIN_SHARES
+        assert len(pass_squares) >= MIN_PARTIALS
         assert pass_squares.shape[1] == tokens
         if not simulated:
-            operands["squares"] = pass_squares
+            operands["square_partials"] = pass_squares
             results["total"] = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
-    assert (b is None) == (xa is None and shares is None and a is None)
+    assert (b is None) == (xa is None and xa_partials is None and a is None)
     if b is not None:
         assert rank % 64 == 0
         assert rank <= config.block_k
         operands["b"] = rows_of(b)
     if simulated and a is not None:
-        shares = jnp.dot(x, a.T, preferred_element_type=jnp.float32)[None]
-    if simulated and shares is not None:
-        xa = jnp.pad(shares.sum(axis=0), ((0, 0), (0, rank - shares.shape[2])))
+        xa_partials = jnp.dot(x, a.T, preferred_element_type=jnp.float32)[None]
+    if simulated and xa_partials is not None:
+        xa = jnp.pad(xa_partials.sum(axis=0), ((0, 0), (0, rank - xa_partials.shape[2])))
         xa = xa.astype(x.dtype)
     elif a is not None:
-        assert plan.makes_shares(*a.shape)
-        operands["a"] = jnp.pad(a, ((0, -len(a) % SHARE_COLUMNS), (0, 0)))
+        assert plan.supports_lora_shrink(*a.shape)
+        operands["a"] = jnp.pad(a, ((0, -len(a) % PARTIAL_COLUMNS), (0, 0)))
         shape = k // TILE_COLUMNS, config.tile_m, len(operands["a"])
-        results["shares"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        results["xa_partials"] = jax.ShapeDtypeStruct(shape, jnp.float32)
         scratch["made"] = plgpu.Barrier(num_arrivals=plan.turns_of_shares(*a.shape))
-    elif shares is not None:
-        assert len(shares) >= MIN_SHARES
-        assert takes_shares(config)
-        assert shares.shape[1] == tokens
-        assert shares.shape[2] % SHARE_COLUMNS == 0
-        assert shares.shape[2] <= rank
-        operands["shares"] = shares
+    elif xa_partials is not None:
+        assert len(xa_partials) >= MIN_PARTIALS
+        assert supports_xa_partials(config)
+        assert xa_partials.shape[1] == tokens
+        assert xa_partials.shape[2] % PARTIAL_COLUMNS == 0
+        assert xa_partials.shape[2] <= rank
+        operands["xa_partials"] = xa_partials
     in_shares = xa is None and b is not None
     # x A^T is copied 128 columns at a time. Of less than that, the copy engine makes up the rest.
     copied = rank if rank < TILE_COLUMNS else -(-rank // TILE_COLUMNS) * TILE_COLUMNS
@@ -208,13 +209,13 @@ def matmul(
         operands["bias"] = rows_of(bias)
     if plan.shared or (plan.split > 1 and simulated):
         slots = plan.slots if plan.shared else plan.blocks
-        shape = (slots, config.rows, TILE_ROWS, config.tile_m)
+        shape = (slots, config.warpgroups_n, TILE_ROWS, config.tile_m)
         results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
     if plan.shared or in_shares:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
         # calls of a program, which follow one another, share them. The first and the last are
         # those of the shares.
-        assert plan.shared * config.rows < _LOCKS - 1
+        assert plan.shared * config.warpgroups_n < _LOCKS - 1
         operands["locks"] = jnp.zeros(_LOCKS, jnp.int32)
     body = functools.partial(_body, plan, tokens, eps, (*operands, *results))
     kernel = plgpu.kernel(
@@ -243,10 +244,10 @@ def matmul(
     y = outs["y"].T[:, :padded] if transposed else outs["y"]
     if "partial" in outs and simulated:
         y = add_partial(plan, y, outs["partial"], operands.get("bias"), operands.get("factor"))
-    if stream is not None and scale is not None:
+    if residual is not None and scale is not None:
         if simulated:
-            return begin_norm(y[:tokens, :n], stream, scale)
-        return outs["y"], outs["scaled"], outs["squares"]
+            return begin_norm(y[:tokens, :n], residual, scale)
+        return outs["y"], outs["scaled"], outs["square_partials"]
     if pass_squares is not None:
         total = pass_squares.sum(axis=0)[None] if simulated else outs["total"]
         return y[:tokens, :n], total
@@ -255,14 +256,14 @@ def matmul(
 
 def _scratch(plan: Plan, *, norm: bool) -> dict:
     config = plan.config
-    stage = config.stages, config.rows, plan.per_stage
+    stage = config.stages, config.warpgroups_n, plan.per_stage
     codes, scales = (*stage, 4, 256), (*stage, 128)
     stored = max(config.tile_m, 2 * plan.stored_tokens) if norm else config.tile_m
-    y = plgpu.SMEM((config.rows, stored, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
+    y = plgpu.SMEM((config.warpgroups_n, stored, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
     if plan.paired:
-        halves = config.stages, 2, config.rows, plan.per_stage, 4
+        halves = config.stages, 2, config.warpgroups_n, plan.per_stage, 4
         codes, scales = (*halves, 128), (*halves, 16)
-        y = plgpu.SMEM((config.rows, config.tile_m, plan.height), jnp.bfloat16)
+        y = plgpu.SMEM((config.warpgroups_n, config.tile_m, plan.height), jnp.bfloat16)
     scratch = {
         "x": plgpu.SMEM(
             (config.stages, plan.per_stage, config.tile_m, TILE_COLUMNS),
@@ -279,7 +280,7 @@ def _scratch(plan: Plan, *, norm: bool) -> dict:
     def sums(count, tokens):
         swizzle = plgpu.find_swizzle(tokens * 32)
         return plgpu.SMEM(
-            (count, config.rows, TILE_ROWS, tokens),
+            (count, config.warpgroups_n, TILE_ROWS, tokens),
             jnp.float32,
             transforms=(
                 plgpu.TilingTransform((8, swizzle // 4)),
@@ -291,13 +292,15 @@ def _scratch(plan: Plan, *, norm: bool) -> dict:
         others = plan.split - 1
         scratch |= {
             "parts": sums(others, config.tile_m // config.receivers),
-            "parts_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=others),
+            "parts_full": plgpu.Barrier(num_barriers=config.warpgroups_n, num_arrivals=others),
         }
     if config.slices > 1:
         scratch |= {
             "sums": sums(config.slices - 1, config.tile_m),
-            "sums_full": plgpu.Barrier(num_barriers=config.rows, num_arrivals=config.slices - 1),
-            "sums_empty": plgpu.Barrier(num_barriers=config.rows),
+            "sums_full": plgpu.Barrier(
+                num_barriers=config.warpgroups_n, num_arrivals=config.slices - 1
+            ),
+            "sums_empty": plgpu.Barrier(num_barriers=config.warpgroups_n),
         }
     return scratch
 
@@ -305,33 +308,37 @@ def _scratch(plan: Plan, *, norm: bool) -> dict:
 def _body(plan: Plan, rows: int, eps: float, names: tuple[str, ...], *refs, **sm):
     gm = dict(zip(names, refs, strict=True))
     warpgroup = lax.axis_index("warpgroup")
-    warpgroups, helpers = plan.config.warpgroups, helper_warpgroups("shares" in gm)
+    warpgroups, helpers = plan.config.warpgroups, helper_warpgroups("xa_partials" in gm)
     spared = helper_registers(warpgroups, helpers)
-    shares = None
-    if "shares" in gm:
+    xa_partials = None
+    if "xa_partials" in gm:
         lock, all_made = (gm["locks"].at[pl.ds(i, 1)] for i in (0, _LOCKS - 1))
-        shares = Shares(gm["shares"], gm["xa"], lock, rows, plan.adders, gm.get("a"), all_made)
+        xa_partials = Shares(
+            gm["xa_partials"], gm["xa"], lock, rows, plan.adders, gm.get("a"), all_made
+        )
 
     @pl.when(warpgroup == warpgroups)
     def _():
         plgpu.set_max_registers(spared, action="decrease")
-        fill_stages(plan, gm, sm, shares)
+        fill_stages(plan, gm, sm, xa_partials)
 
-    if shares is not None:
+    if xa_partials is not None:
 
         @pl.when(warpgroup > warpgroups)
         def _():
             plgpu.set_max_registers(spared, action="decrease")
             with jax.named_scope("add shares"):
-                add_shares(plan.this_block(), shares, sm.get("made"))
+                add_shares(plan.this_block(), xa_partials, sm.get("made"))
             if plan.paired:
-                mean_squares.write_factor(gm["squares"], sm["factor"], eps)
+                mean_squares.write_factor(gm["square_partials"], sm["factor"], eps)
                 plgpu.barrier_arrive(sm["factor_full"])
             if "total" in gm:
-                mean_squares.write_total(gm["squares"], gm["total"], plan.this_block(), plan.blocks)
+                mean_squares.write_total(
+                    gm["square_partials"], gm["total"], plan.this_block(), plan.blocks
+                )
 
     @pl.when(warpgroup < warpgroups)
     def _():
         registers = compute_registers(warpgroups, helpers)
         plgpu.set_max_registers(registers, action="increase")
-        compute(plan, gm, sm, shares, warpgroup=warpgroup, registers=registers)
+        compute(plan, gm, sm, xa_partials, warpgroup=warpgroup, registers=registers)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fp4_matmul import hopper, tiling
+from pallas_kernels.fp4_matmul import dispatch, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
@@ -13,23 +13,23 @@ def fp4_swiglu(
     x: jax.Array,
     weight: Fp4Weight | Fp4Tiles,
     b: jax.Array,
-    squares: jax.Array,
+    square_partials: jax.Array,
     *,
-    shares: jax.Array | None = None,
+    xa_partials: jax.Array | None = None,
     a: jax.Array | None = None,
     eps: float,
     config: TileConfig | None = None,
 ) -> jax.Array:
-    """Returns SwiGLU of x W^T + (x A^T) B^T behind a norm, where `serves_swiglu`.
+    """Returns SwiGLU of x W^T + (x A^T) B^T behind a norm, where `supports_swiglu`.
 
     Gate, what it multiplies, the activation and the product of the two are rounded to bfloat16.
 
     Args:
         x: bfloat16 [M, K], a row times the norm's scale, but not over its root mean square.
         weight: [2 F, K]; the first half is the gate's.
-        b: see `fp4_matmul_with_shares`.
-        squares: float32 [S, M], whose sum over S is the mean square.
-        shares: see `fp4_matmul_with_shares`.
+        b: see `fp4_matmul_with_xa_partials`.
+        square_partials: float32 [S, M], whose sum over S is the mean square.
+        xa_partials: see `fp4_matmul_with_xa_partials`.
         a: in their place, bfloat16 [R, K].
         eps: of the norm.
         config: the tiling of the kernel; None looks it up.
@@ -40,73 +40,84 @@ def fp4_swiglu(
     Raises:
         ValueError: arguments, or a tiling, with which the kernel cannot end with SwiGLU.
     """
-    if problems := _misfits_of_swiglu(x, weight, b, squares, shares, a, config):
+    if problems := _misfits_of_swiglu(x, weight, b, square_partials, xa_partials, a, config):
         raise ValueError("fp4_swiglu: " + "; ".join(problems))
     assert isinstance(weight, Fp4Tiles)  # as there are no problems
-    options = {"a": a, "b": b, "shares": shares, "squares": squares, "eps": eps}
-    return hopper.run(x, weight, config, **options)
+    options = {
+        "a": a,
+        "b": b,
+        "xa_partials": xa_partials,
+        "square_partials": square_partials,
+        "eps": eps,
+    }
+    return dispatch.run(x, weight, config, **options)
 
 
-def serves_swiglu(
+def supports_swiglu(
     x: jax.Array | jax.ShapeDtypeStruct,
     weight: Fp4Weight | Fp4Tiles,
     b: jax.Array,
-    squares: jax.Array | None = None,
+    square_partials: jax.Array | None = None,
     *,
-    shares: jax.Array | None = None,
+    xa_partials: jax.Array | None = None,
     a: jax.Array | None = None,
 ) -> bool:
     """Whether the kernel ends with SwiGLU for such arguments of `fp4_swiglu`.
 
-    With `a` only where the kernel makes x A^T, too; without squares for those of `fp4_begin_norm`.
+    With `a` only where the kernel makes x A^T, too; without square_partials for those of
+    `fp4_matmul_add_rmsnorm`.
     """
-    if not hopper.suits(weight, x) or _misfits_of_swiglu(x, weight, b, squares, shares, a):
+    if not dispatch.supports_weight(weight, x) or _misfits_of_swiglu(
+        x, weight, b, square_partials, xa_partials, a
+    ):
         return False
-    return a is None or hopper.plan_of(x, weight, b.shape[1], paired=True).makes_shares(*a.shape)
+    return a is None or dispatch.schedule_of(
+        x, weight, b.shape[1], paired=True
+    ).supports_lora_shrink(*a.shape)
 
 
-def _misfits_of_swiglu(x, weight, b, squares, shares, a, config=None):
+def _misfits_of_swiglu(x, weight, b, square_partials, xa_partials, a, config=None):
     """Why the kernel cannot end with SwiGLU, see `fp4_swiglu`."""
-    problems = _misfits_of_adapter(shares, a, x, b) + _misfits_of_ending(x, weight, b, config)
+    problems = _misfits_of_adapter(xa_partials, a, x, b) + _misfits_of_ending(x, weight, b, config)
     if problems:
         return problems
     (m, _), (n, rank) = x.shape, b.shape
-    config = hopper.plan_of(x, weight, rank, config, paired=True).config
-    if not (m <= config.tile_m and tiling.takes_shares(config)):
+    config = dispatch.schedule_of(x, weight, rank, config, paired=True).config
+    if not (m <= config.tile_m and tiling.supports_xa_partials(config)):
         problems.append(f"SwiGLU wants {m} tokens in one tile and room for shares, got {config}")
     if m % 8 or n % (2 * tiling.TILE_ROWS):
         wanted = f"a multiple of 8 tokens and of {2 * tiling.TILE_ROWS} outputs"
         problems.append(f"SwiGLU wants {wanted}, got {m} and {n}")
-    for name, parts in (("squares", squares), ("shares", shares)):
-        if parts is not None and len(parts) < tiling.MIN_SHARES:
-            problems.append(f"{name} are {len(parts)}, expected at least {tiling.MIN_SHARES}")
-    if shares is not None and shares.shape[2] > rank:
-        problems.append(f"shares have {shares.shape[2]} columns, B {rank}")
+    for name, parts in (("square_partials", square_partials), ("xa_partials", xa_partials)):
+        if parts is not None and len(parts) < tiling.MIN_PARTIALS:
+            problems.append(f"{name} are {len(parts)}, expected at least {tiling.MIN_PARTIALS}")
+    if xa_partials is not None and xa_partials.shape[2] > rank:
+        problems.append(f"xa_partials have {xa_partials.shape[2]} columns, B {rank}")
     return problems
 
 
-def fp4_begin_norm(
+def fp4_matmul_add_rmsnorm(
     x: jax.Array,
     weight: Fp4Weight | Fp4Tiles,
-    stream: jax.Array,
+    residual: jax.Array,
     scale: jax.Array,
     b: jax.Array,
     *,
-    shares: jax.Array | None = None,
+    xa_partials: jax.Array | None = None,
     a: jax.Array | None = None,
     config: TileConfig | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adds x W^T + (x A^T) B^T to the residual stream and begins a norm, where `serves_norm`.
+    """Adds x W^T + (x A^T) B^T to the residual and writes the RMSNorm's partial mean squares.
 
-    The product and the sum are rounded to bfloat16.
+    The product and the sum are rounded to bfloat16. See `supports_add_rmsnorm`.
 
     Args:
         x: bfloat16 [M, K].
         weight: [N, K].
-        stream: bfloat16 [M, N].
+        residual: bfloat16 [M, N].
         scale: float32 [N], of the norm.
-        b: see `fp4_matmul_with_shares`.
-        shares: likewise.
+        b: see `fp4_matmul_with_xa_partials`.
+        xa_partials: likewise.
         a: in their place, bfloat16 [R, K].
         config: the tiling of the kernel; None looks it up.
 
@@ -117,38 +128,38 @@ def fp4_begin_norm(
     Raises:
         ValueError: arguments, or a tiling, with which the kernel cannot begin a norm.
     """
-    problems = _misfits_of_adapter(shares, a, x, b) + _misfits_of_norm(x, weight, b, config)
+    problems = _misfits_of_adapter(xa_partials, a, x, b) + _misfits_of_norm(x, weight, b, config)
     shape = len(x), len(b)
-    if stream.shape != shape or stream.dtype != x.dtype or scale.shape != shape[1:]:
+    if residual.shape != shape or residual.dtype != x.dtype or scale.shape != shape[1:]:
         problems.append(
-            f"stream is {stream.dtype} {stream.shape} and scale {scale.shape}, expected {x.dtype} "
-            f"{shape} and {shape[1:]}"
+            f"residual is {residual.dtype} {residual.shape} and scale {scale.shape}, expected "
+            f"{x.dtype} {shape} and {shape[1:]}"
         )
     if problems:
-        raise ValueError("fp4_begin_norm: " + "; ".join(problems))
+        raise ValueError("fp4_matmul_add_rmsnorm: " + "; ".join(problems))
     assert isinstance(weight, Fp4Tiles)  # as there are no problems
-    options = {"a": a, "b": b, "shares": shares, "stream": stream, "scale": scale}
-    return hopper.run(x, weight, config, **options)
+    options = {"a": a, "b": b, "xa_partials": xa_partials, "residual": residual, "scale": scale}
+    return dispatch.run(x, weight, config, **options)
 
 
 def fp4_behind_norm(
     x: jax.Array,
     weight: Fp4Weight | Fp4Tiles,
     lora: tuple[jax.Array, jax.Array],
-    squares: jax.Array,
+    square_partials: jax.Array,
     *,
     config: TileConfig | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns x W^T + (x A^T) B^T behind a norm that was begun, where `makes_shares`.
+    """Returns x W^T + (x A^T) B^T behind a norm that was begun, where `supports_lora_shrink`.
 
     The norm's factor is left to who reads the product, and gets the mean squares for it. The tokens
     are a multiple of 8.
 
     Args:
-        x: bfloat16 [M, K], of `fp4_begin_norm`, what is scaled.
+        x: bfloat16 [M, K], of `fp4_matmul_add_rmsnorm`, what is scaled.
         weight: [N, K].
-        lora: A of `fp4_matmul`, and B of `fp4_matmul_with_shares`.
-        squares: float32 [S, M], of `fp4_begin_norm`.
+        lora: A of `fp4_matmul`, and B of `fp4_matmul_with_xa_partials`.
+        square_partials: float32 [S, M], of `fp4_matmul_add_rmsnorm`.
         config: the tiling of the kernel; None looks it up.
 
     Returns:
@@ -161,51 +172,55 @@ def fp4_behind_norm(
     problems = _misfits_of_ending(x, weight, b, config) or _misfits_of_adapter(None, a, x, b)
     if not problems:
         assert isinstance(weight, Fp4Tiles)
-        if not hopper.plan_of(x, weight, b.shape[1], config).makes_shares(*a.shape):
+        if not dispatch.schedule_of(x, weight, b.shape[1], config).supports_lora_shrink(*a.shape):
             problems.append(f"no room to make x A^T: A is {a.shape}")
-    if squares.ndim != 2 or squares.shape[1] != len(x) or len(squares) < tiling.MIN_SHARES:
-        wanted = f"({tiling.MIN_SHARES} or more, {len(x)})"
-        problems.append(f"squares are {squares.shape}, expected {wanted}")
+    if (
+        square_partials.ndim != 2
+        or square_partials.shape[1] != len(x)
+        or len(square_partials) < tiling.MIN_PARTIALS
+    ):
+        wanted = f"({tiling.MIN_PARTIALS} or more, {len(x)})"
+        problems.append(f"square_partials are {square_partials.shape}, expected {wanted}")
     if len(x) % 8:
         problems.append(f"wants a multiple of 8 tokens, got {len(x)}")
     if problems:
         raise ValueError("fp4_behind_norm: " + "; ".join(problems))
     assert isinstance(weight, Fp4Tiles)  # as there are no problems
-    return hopper.run(x, weight, config, a=a, b=b, pass_squares=squares)
+    return dispatch.run(x, weight, config, a=a, b=b, pass_squares=square_partials)
 
 
-def serves_norm(
+def supports_add_rmsnorm(
     x: jax.Array | jax.ShapeDtypeStruct, weight: Fp4Weight | Fp4Tiles, b: jax.Array
 ) -> bool:
-    """Whether the kernel adds to the stream for such arguments of `fp4_begin_norm`.
+    """Whether the kernel adds to the stream for such arguments of `fp4_matmul_add_rmsnorm`.
 
     Only for as many rows as it was measured with.
     """
     return (
         len(x) <= tiling.MAX_ROWS_OF_NORM
-        and hopper.suits(weight, x)
+        and dispatch.supports_weight(weight, x)
         and not _misfits_of_norm(x, weight, b)
     )
 
 
 def _misfits_of_norm(x, weight, b, config=None):
-    """Why the kernel cannot begin a norm, see `fp4_begin_norm`."""
+    """Why the kernel cannot begin a norm, see `fp4_matmul_add_rmsnorm`."""
     if problems := _misfits_of_ending(x, weight, b, config):
         return problems
     m, (n, rank) = len(x), b.shape
-    plan = hopper.plan_of(x, weight, rank, config)
+    plan = dispatch.schedule_of(x, weight, rank, config)
     if plan.config.tile_m != m:
         problems.append(f"a norm wants tiles of {m} tokens, got {plan.config}")
-    elif not plan.adds_to_stream(m):
+    elif not plan.supports_add_residual(m):
         problems.append(f"no room for the sum and what is scaled: {plan.config}")
     if n % tiling.TILE_ROWS:
         problems.append(f"a norm wants a multiple of {tiling.TILE_ROWS} outputs, got {n}")
     return problems
 
 
-def _misfits_of_adapter(shares, a, x, b):
-    if (shares is None) == (a is None):
-        return ["wants shares of x A^T or A, one of both"]
+def _misfits_of_adapter(xa_partials, a, x, b):
+    if (xa_partials is None) == (a is None):
+        return ["wants xa_partials or A, one of both"]
     problems, rank, inputs = [], b.shape[1], x.shape[1]
     if b.dtype != x.dtype:
         problems.append(f"B is {b.dtype}, expected {x.dtype}")
@@ -224,7 +239,7 @@ def _misfits_of_ending(x, weight, b, config):
         return [problem]
     n, rank = weight.shape[0], b.shape[1]
     fits = b.shape == (n, tiling.padded_rank(rank))
-    if not fits or not hopper.has_room(len(x), n, x.shape[1], rank, config):
+    if not fits or not dispatch.fits_adapter(len(x), n, x.shape[1], rank, config):
         wanted = f"{n} rows and a multiple of 64 columns that a stage holds"
         return [f"B is {b.shape}, expected {wanted}"]
     return []

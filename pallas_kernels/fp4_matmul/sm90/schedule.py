@@ -8,14 +8,14 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul.tiling import (
-    MIN_SHARES,
-    SHARE_COLUMNS,
+    MIN_PARTIALS,
+    PARTIAL_COLUMNS,
     SMEM_LIMIT,
     TILE_COLUMNS,
     TILE_ROWS,
     TileConfig,
     clusters_of,
-    takes_shares,
+    supports_xa_partials,
 )
 
 _ADDERS_IN_CLUSTERS = 96  # blocks in clusters that run at a time on an H100 SXM or H200, at least
@@ -70,7 +70,7 @@ class Plan:
     @property
     def shared(self) -> int:
         """The first tiles, as many as are left over, are shared."""
-        return self.tiles % self.blocks if self.config.stream else 0
+        return self.tiles % self.blocks if self.config.stream_k else 0
 
     @property
     def sharing(self) -> int:
@@ -144,28 +144,28 @@ class Plan:
 
     def turns_of_shares(self, rank: int, k: int) -> int:
         """Units that a block makes of the shares of x A^T, A [rank, K], see `make_shares`."""
-        units = k // TILE_COLUMNS * -(-rank // SHARE_COLUMNS)
+        units = k // TILE_COLUMNS * -(-rank // PARTIAL_COLUMNS)
         return -(-units // self.adders)
 
-    def makes_shares(self, rank: int, k: int) -> bool:
+    def supports_lora_shrink(self, rank: int, k: int) -> bool:
         """Whether blocks can make them, of what the first of their stages holds."""
         columns, rest = divmod(k, TILE_COLUMNS)
         return (
-            takes_shares(self.config)
+            supports_xa_partials(self.config)
             and self.config.stages > 1
             and self.m_tiles == 1
             and not rest
-            and columns >= MIN_SHARES
+            and columns >= MIN_PARTIALS
             and self.turns_of_shares(rank, k) <= self.per_stage
         )
 
-    def adds_to_stream(self, tokens: int) -> bool:
+    def supports_add_residual(self, tokens: int) -> bool:
         """Whether the product can end with a norm's beginning: of tokens of which a tile has all.
 
         What is scaled is stored beside the sum.
         """
         config = self.config
-        more = max(0, 2 * self.stored_tokens - config.tile_m) * config.rows * TILE_ROWS * 2
+        more = max(0, 2 * self.stored_tokens - config.tile_m) * config.warpgroups_n * TILE_ROWS * 2
         return tokens == config.tile_m and config.smem_bytes() + more <= SMEM_LIMIT
 
     @property
@@ -189,11 +189,11 @@ class Plan:
         if self.paired:
             first, half = self.whole_row_tiles(n_tile)
             return 2 * (first + row) + half
-        return n_tile * self.config.rows + row
+        return n_tile * self.config.warpgroups_n + row
 
     def whole_row_tiles(self, n_tile) -> tuple[Any, Any]:
         """Of a paired tile, the first of the whole row tiles, and which half of each it has."""
-        return lax.div(n_tile, 2) * self.config.rows, lax.rem(n_tile, 2)
+        return lax.div(n_tile, 2) * self.config.warpgroups_n, lax.rem(n_tile, 2)
 
     def this_block(self):
         """The block of threads that asks; those of a cluster follow one another."""
@@ -306,24 +306,24 @@ class Plan:
         return lax.div((step + 1) * self.sharing - 1, self.shared * self.steps)
 
 
-def make_plan(
+def make_schedule(
     config: TileConfig,
     m: int,
     row_tiles: int,
     k: int,
-    multiprocessors: int,
+    num_sms: int,
     *,
     simulated: bool = False,
     paired: bool = False,
 ) -> Plan:
     """The plan for M tokens, tiles of 64 rows and K columns."""
-    m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.rows)
+    m_tiles, n_tiles = -(-m // config.tile_m), -(-row_tiles // config.warpgroups_n)
     if paired:
-        n_tiles = 2 * -(-row_tiles // (2 * config.rows))
+        n_tiles = 2 * -(-row_tiles // (2 * config.warpgroups_n))
     tiles, steps = m_tiles * n_tiles, -(-k // config.block_k)
     split = config.split if config.split <= steps else 1
-    clusters = clusters_of(tiles, split, multiprocessors)
+    clusters = clusters_of(tiles, split, num_sms)
     if not clusters:
-        split, clusters = 1, min(tiles * (steps if config.stream else 1), multiprocessors)
+        split, clusters = 1, min(tiles * (steps if config.stream_k else 1), num_sms)
     blocks = clusters * split
     return Plan(config, m_tiles, n_tiles, row_tiles, steps, blocks, split, simulated, paired)

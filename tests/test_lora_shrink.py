@@ -7,16 +7,16 @@ import numpy as np
 import pytest
 from triton_kernel import BACKENDS, normal
 
-from pallas_kernels import projection
+from pallas_kernels.fp4_matmul import lora_shrink
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(("m", "k", "rank"), [(1, 1100, 32), (19, 576, 96), (130, 200, 40)])
-def test_project(m, k, rank, interpret):
+def test_shrink(m, k, rank, interpret):
     x, a = normal(1, m, k), normal(2, rank, k)
-    run = jax.jit(functools.partial(projection.project, interpret=interpret))
-    shares = np.asarray(run(x, a), np.float64)
-    assert shares.shape == (-(-k // projection.COLUMNS), m, -(-rank // 32) * 32)
+    run = jax.jit(functools.partial(lora_shrink.shrink, interpret=interpret))
+    xa_partials = np.asarray(run(x, a), np.float64)
+    assert xa_partials.shape == (-(-k // lora_shrink.COLUMNS), m, -(-rank // 32) * 32)
     expected = np.asarray(x, np.float64) @ np.asarray(a, np.float64).T
-    np.testing.assert_allclose(shares.sum(axis=0)[:, :rank], expected, rtol=0, atol=2e-4)
-    assert not shares[:, :, rank:].any()
+    np.testing.assert_allclose(xa_partials.sum(axis=0)[:, :rank], expected, rtol=0, atol=2e-4)
+    assert not xa_partials[:, :, rank:].any()
