@@ -296,7 +296,7 @@ def preset_table() -> str:
             "not recorded",
             f"{60 * learning['minutes'] / learning['steps']:.0f} s",
             f"greedy accuracy {accuracy['before']:.2f} -> {accuracy['after']:.2f} on one-digit "
-            f"sums, {learning['steps']} steps, mean of {learning['runs']} seeds",
+            f"sums, {learning['steps']} steps, seeds: {learning['runs']}",
         ),
         "qwen2.5-coder-1.5b": (
             run["device"]["kind"],
