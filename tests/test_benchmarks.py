@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 import tiny_model
 
-from benchmarks import agreement, learning, pictures, run_summary, source_tree, tables
+from benchmarks import (
+    agreement,
+    learning,
+    pictures,
+    result_tables,
+    run_summary,
+    source_tree,
+    tables,
+)
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
 
@@ -208,4 +216,6 @@ def test_between_two_columns_the_slowest_layer_counts():
         for (layer, m), time in times.items()
     ]
     rows.append({"layer": "a", "m": 40, "impl": "bf16", "device_us": 99.0})
-    assert tables.between_columns({"rows": rows}) == ("40 tokens take at most 1.05x of 64")
+    assert result_tables.slowest_between_columns({"rows": rows}) == (
+        "40 tokens take at most 1.05x of 64"
+    )
