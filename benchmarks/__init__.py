@@ -1,1 +1,1 @@
-"""Measurements: each command writes a JSON file under results/, or a page or picture from them."""
+"""Measurements: each command writes results/*.json, or a page or picture from them."""

@@ -6,7 +6,7 @@ import pathlib
 _PACKAGES = ("pallas_kernels", "qerl_jax", "experiments", "benchmarks")
 # Folders that hold no package.
 _OTHERS = {"tests": "One file per module, end-to-end runs, golden files with their generators."}
-_COLUMN = 26
+_COLUMN = 18
 
 
 def source_tree(root: pathlib.Path) -> str:
