@@ -15,7 +15,7 @@ import subprocess
 import pytest
 
 from qerl_jax.export import model_card as card_lib
-from qerl_jax.export.export import ExportConfig, export
+from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module

@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError, memory_errors
-from qerl_jax.evaluation.evaluate import greedy_accuracy
+from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy import aqn
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy

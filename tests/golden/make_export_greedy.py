@@ -31,7 +31,7 @@ def export_all(folder: pathlib.Path) -> None:
     """Stage 1: writes the adapter and its exports, folder/peft, peft-base, merged and nvfp4."""
     import numpy as np
 
-    from qerl_jax.export.export import ExportConfig, export
+    from qerl_jax.export.write import ExportConfig, export
     from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
     from qerl_jax.policy.trainable import Trainable
     from qerl_jax.weights.load import open_checkpoint

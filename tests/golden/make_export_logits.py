@@ -27,7 +27,7 @@ FORMATS = ("peft", "merged", "nvfp4")
 
 def export_all(folder: pathlib.Path) -> dict[str, str]:
     """Exports every model in every format to folder/NAME.FORMAT; returns the files' sha256."""
-    from qerl_jax.export.export import ExportConfig, export
+    from qerl_jax.export.write import ExportConfig, export
 
     digests = {}
     for name in NAMES:
