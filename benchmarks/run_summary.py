@@ -12,8 +12,9 @@ import statistics
 import sys
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.folder import without_folders
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.metrics import read_steps
+from qerl_jax.run.provenance import without_folders
 
 _MEDIANS = (
     "step_seconds",
@@ -26,31 +27,16 @@ _MEDIANS = (
 _SERIES = ("reward", "accuracy", "length", "entropy", "sigma", "noise_kl", "step_seconds")
 
 
-def read_steps(folder: pathlib.Path) -> list[dict]:
-    """The metrics of each training step, with those of the evaluation after it.
-
-    An evaluation is a row of its own in metrics.jsonl; its values are added to the row of its step.
-    The evaluation before training belongs to the first step.
-    """
-    rows = read_metrics(folder / "metrics.jsonl")
-    steps = {row["step"]: dict(row) for row in rows if "reward" in row}
-    for row in rows:
-        if "reward" not in row and steps:
-            step = steps[max(row["step"], min(steps))]
-            steps[step["step"]] = row | step
-    return list(steps.values())
-
-
 def describe(folder: pathlib.Path) -> dict:
     """Commit, device, versions, command and config of a run; of each path only the last part."""
-    text = (folder / "config.json").read_text(encoding="utf-8")
+    text = RunFolder(folder).config.read_text(encoding="utf-8")
     config = json.loads(without_folders(text))
     return {key: config[key] for key in ("git", "device", "versions", "command", "config")}
 
 
 def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
     """The peak in bytes, from summary.json; older runs have it in their rows."""
-    path = folder / "summary.json"
+    path = RunFolder(folder).summary
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["peak_memory_bytes"]
     return max((row.get("peak_memory_bytes", 0) for row in rows), default=None)
@@ -62,7 +48,7 @@ def summarize(folder: pathlib.Path) -> dict:
     Raises:
         UserError: the run has less than two steps.
     """
-    rows = read_steps(folder)
+    rows = read_steps(RunFolder(folder).metrics)
     if len(rows) < 2:
         raise UserError(f"{folder} has {len(rows)} steps: a summary needs at least 2")
     return {

@@ -5,6 +5,7 @@ Experiments that train take
     --config=FILE.py[:PRESET]     config file (default: the experiment's own)
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
     --workdir=DIR                 run folder (default: named after the config)
+    --print_config                print the resolved config, one field per line, and exit
 
 and the other commands define their own arguments (`run_command`).
 
@@ -30,6 +31,7 @@ from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.run.signals import StoppedError
+from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
 
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
@@ -68,7 +70,10 @@ def main(
         if not flags.FLAGS["verbosity"].present:
             _quiet()
         with _one_line_errors():
-            run(flags.FLAGS.config, flags.FLAGS.workdir)
+            if flags.FLAGS.print_config:
+                print(describe_config(flags.FLAGS.config), end="")
+            else:
+                run(flags.FLAGS.config, flags.FLAGS.workdir)
 
     app.run(guarded, flags_parser=parse)
 
@@ -196,7 +201,8 @@ def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
         "config file, FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field of it",
     )
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
-    for name in ("config", "workdir"):
+    flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
+    for name in ("config", "workdir", "print_config"):
         flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
     rest = flags.FLAGS(argv)
     if len(rest) > 1:

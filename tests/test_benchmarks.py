@@ -25,8 +25,8 @@ from qerl_jax.errors import UserError
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def write_run(folder, rewards, *, evaluation_rows=False):
-    """A run folder with metrics; evaluations are rows of their own, or part of the steps' rows."""
+def write_run(folder, rewards, *, evaluation_rows=True):
+    """A run folder; without `evaluation_rows` as earlier versions wrote it."""
     folder.mkdir()
     rows = [
         {
@@ -40,12 +40,11 @@ def write_run(folder, rewards, *, evaluation_rows=False):
         }
         for step, reward in enumerate(rewards, start=1)
     ]
-    before, after = {"eval_accuracy_before": 0.25}, {"eval_accuracy": 0.75}
     if evaluation_rows:
-        rows = [{"step": 0, **before}, *rows, {"step": len(rewards), **after}]
+        rows.insert(0, {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 6.0})
+        rows.append({"step": len(rewards), "eval_accuracy": 0.75, "eval_seconds": 6.0})
     else:
-        rows[0] |= before
-        rows[-1] |= after
+        rows[0]["eval_accuracy_before"], rows[-1]["eval_accuracy"] = 0.25, 0.75
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "git": {"commit": "0123456789"},
@@ -79,18 +78,18 @@ def test_learning_pools_the_fifths_of_all_seeds(tmp_path):
     assert abs(learning.summarize(flat)["reward"]["welch_t"]) < 3
 
 
+def test_a_run_of_an_earlier_version_has_evaluations_in_its_steps(tmp_path):
+    rewards = [0.0, 1.0] * 5
+    new = learning.summarize([write_run(tmp_path / "new", rewards)])
+    old = learning.summarize([write_run(tmp_path / "old", rewards, evaluation_rows=False)])
+    assert new.pop("minutes") == pytest.approx(old.pop("minutes") + 0.1)
+    assert new == old
+
+
 def test_learning_needs_equal_runs(tmp_path):
     folders = [write_run(tmp_path / "a", [0.0] * 20), write_run(tmp_path / "b", [0.0] * 10)]
     with pytest.raises(UserError, match="equal length, at least 10"):
         learning.summarize(folders)
-
-
-def test_evaluations_that_are_rows_of_their_own_belong_to_their_step(tmp_path):
-    folders = [write_run(tmp_path / "run", [0.5] * 9 + [0.75], evaluation_rows=True)]
-    summary = learning.summarize(folders)
-    assert (summary["runs"], summary["steps"]) == (1, 10)
-    assert summary["eval_accuracy"] == {"before": 0.25, "after": 0.75}
-    assert run_summary.summarize(folders[0])["steps"] == 10
 
 
 def test_a_summary_has_medians_and_no_paths_of_a_machine(tmp_path):

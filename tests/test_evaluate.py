@@ -29,14 +29,14 @@ from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout import budget
 from qerl_jax.rollout.engine import SamplingConfig, detokenize, generate
 from qerl_jax.run.folder import open_run
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.statistics import interval, majority, pass_at_k
 from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
-SCORERS = {"scorer": ("tiny_run:even_end",), "format_scorer": ("tiny_run:low_share",)}
+SCORERS = {"scorer": ("tiny_run:even_end",), "format_scorer": ("tiny_run:low_fraction",)}
 ROW = {
     "task", "problem", "sample", "question", "gold", "completion", "tokens", "finished",
     "extracted", "correct", "format",
@@ -128,7 +128,7 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
 
 def test_what_is_saved_is_what_is_counted(settings, tiny, batches, capsys):
     (folder,) = evaluate(settings())
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     places = [(row["problem"], row["sample"]) for row in rows]
     assert places == [(problem, sample) for problem in range(8) for sample in range(3)]
     given = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
@@ -136,7 +136,7 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, batches, capsys):
         assert row.keys() == ROW
         assert (row["question"], row["gold"]) == dataclasses.astuple(given[row["problem"]])
         assert row["correct"] == (tiny_run.even_end("", row["completion"], "", 1, True) > 0.5)
-        low = tiny_run.low_share("", row["completion"], "", row["tokens"], True)
+        low = tiny_run.low_fraction("", row["completion"], "", row["tokens"], True)
         assert row["format"] == (low > 0.5)
         assert row["finished"] or row["tokens"] == 6
     # The samples of a problem differ, and so do the samples of the batches.
@@ -194,7 +194,7 @@ def test_one_sample_is_greedy(settings, tiny, batches):
     )
     assert figures["accuracy"]["value"] == found
     (again,) = evaluate(settings(samples=1, seed=5, out=str(folder / "other")))
-    assert read_metrics(again / "problems.jsonl") == read_metrics(folder / "problems.jsonl")
+    assert read_jsonl(again / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
 def test_a_continued_evaluation_is_one_that_was_not_interrupted(
@@ -209,7 +209,7 @@ def test_a_continued_evaluation_is_one_that_was_not_interrupted(
             stop_at_chunk(2, patch)
             with pytest.raises(StoppedError):
                 evaluate(settings())
-        assert len(read_metrics(file)) == done
+        assert len(read_jsonl(file)) == done
         assert "accuracy" not in results_of(tmp_path / "out")["tasks"]["problems"]
         assert "the same command continues" in capsys.readouterr().out
         # A kill can leave a part of the next batch and half a line.
@@ -285,7 +285,7 @@ def test_another_seed_gives_other_samples(settings, tmp_path):
     texts = []
     for seed in (0, 1):
         (folder,) = evaluate(settings(seed=seed, out=str(tmp_path / str(seed))))
-        texts.append([row["completion"] for row in read_metrics(folder / "problems.jsonl")])
+        texts.append([row["completion"] for row in read_jsonl(folder / "problems.jsonl")])
     assert sum(a == b for a, b in zip(*texts, strict=True)) < 8
 
 
@@ -293,7 +293,7 @@ def test_the_same_question_twice_has_different_samples(settings, tmp_path):
     path = tmp_path / "twins.jsonl"
     path.write_text(2 * '{"question": "t3 t4", "answer": "1"}\n')
     (folder,) = evaluate(settings(tasks=(str(path),)))
-    texts = [row["completion"] for row in read_metrics(folder / "twins.jsonl")]
+    texts = [row["completion"] for row in read_jsonl(folder / "twins.jsonl")]
     assert len(texts) == len(set(texts)) == 6
 
 
@@ -301,28 +301,28 @@ def test_the_same_question_twice_has_different_samples(settings, tmp_path):
 def test_samples_do_not_depend_on_the_rows_that_decode_together(settings, tmp_path, max_rows):
     (folder,) = evaluate(settings())
     (other,) = evaluate(settings(max_rows=max_rows, out=str(tmp_path / "other")))
-    assert read_metrics(other / "problems.jsonl") == read_metrics(folder / "problems.jsonl")
+    assert read_jsonl(other / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
 def test_sampling_among_the_most_likely_token_is_greedy(settings, tmp_path):
     (folder,) = evaluate(settings(top_p=1e-6))
     (greedy,) = evaluate(settings(samples=1, max_rows=3, out=str(tmp_path / "greedy")))
-    rows, expected = (read_metrics(path / "problems.jsonl") for path in (folder, greedy))
+    rows, expected = (read_jsonl(path / "problems.jsonl") for path in (folder, greedy))
     texts = [row["completion"] for row in expected for _ in range(3)]
     assert [row["completion"] for row in rows] == texts
 
 
 def test_more_problems_are_added(settings, batches):
     (folder,) = evaluate(settings(limit=4))
-    before = read_metrics(folder / "problems.jsonl")
+    before = read_jsonl(folder / "problems.jsonl")
     evaluate(settings(limit=8))
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert rows[:12] == before
     assert len(rows) == 24
     batches.clear()
     evaluate(settings(limit=4))  # What is there is not lost.
     assert batches == []
-    assert read_metrics(folder / "problems.jsonl") == rows
+    assert read_jsonl(folder / "problems.jsonl") == rows
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["problems"] == 4
     assert figures["accuracy"]["value"] == np.mean([row["correct"] for row in before])
@@ -330,12 +330,12 @@ def test_more_problems_are_added(settings, batches):
 
 def test_another_scorer_needs_no_completions(settings, batches):
     (folder,) = evaluate(settings())
-    first = read_metrics(folder / "problems.jsonl")
+    first = read_jsonl(folder / "problems.jsonl")
     batches.clear()
     changes = {"scorer": ("test_evaluate:odd_problem",), "format_scorer": ("",)}
     evaluate(settings(overrides=changes))
     assert batches == []
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert [row["completion"] for row in rows] == [row["completion"] for row in first]
     assert [row["correct"] for row in rows] == [row["problem"] % 2 == 1 for row in rows]
     assert {row["format"] for row in rows} == {None}
@@ -360,7 +360,7 @@ def test_a_missing_score_is_not_correct(settings, capsys):
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["accuracy"]["value"] == 0.5
     assert figures["not_judged"] == 12
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert {row["problem"] % 4 for row in rows if row["correct"] is None} == {0, 1}
     assert "no idea" in capsys.readouterr().err
 
@@ -447,7 +447,7 @@ def test_a_run_is_evaluated_as_during_its_training(run, tiny):
     results = results_of(folder)
     figures = results["tasks"]["run"]
     assert figures["judge"] == "tiny_run:even_end"
-    assert figures["format_judge"] == "tiny_run:low_share"
+    assert figures["format_judge"] == "tiny_run:low_fraction"
     assert results["settings"]["format"] == "nvfp4"
     assert results["settings"]["adapter"] == str(run / "adapter")
 
@@ -484,7 +484,7 @@ def test_base_and_adapter_are_compared(run, tmp_path, capsys):
     base, adapter = evaluate(EvaluateConfig(source=str(run), adapters=("none", "adapter")))
     assert base.name.startswith("base-greedy-")
     assert results_of(base)["settings"]["adapter"] is None
-    rows = [read_metrics(folder / "run.jsonl") for folder in (base, adapter)]
+    rows = [read_jsonl(folder / "run.jsonl") for folder in (base, adapter)]
     assert [row["completion"] for row in rows[0]] != [row["completion"] for row in rows[1]]
     accuracies = [np.mean([row["correct"] for row in part]) for part in rows]
     assert "difference" not in results_of(base)["tasks"]["run"]

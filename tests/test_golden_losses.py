@@ -15,7 +15,7 @@ from experiments.configs import grpo_gsm8k
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.losses import LossConfig, loss_config, policy_loss, token_weights
 from qerl_jax.training.setup import loss_from
-from qerl_jax.training.validate import check
+from qerl_jax.training.validate import validate
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MAX_NEW_TOKENS = 9  # TRL's max_completion_length and verl's loss_scale_factor
@@ -64,7 +64,7 @@ def verl():
 def preset(recipe, changes=None):
     config = grpo_gsm8k.get_config(f"qwen2.5-7b,{recipe}")
     config.update_from_flattened_dict(changes or {})
-    check(config)
+    validate(config)
     return config
 
 

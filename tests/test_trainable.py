@@ -143,7 +143,7 @@ def test_rollouts_reserve_memory_for_trained_parameters(tiny, monkeypatch):
     monkeypatch.setattr(budget, "rows_left", lambda *_, reserve, **__: reserved.append(reserve))
     for changes in ({"model.format": "bf16"}, FULL):
         config = tiny.config(changes | {"eval.every": 0})
-        setup = prepare(config, {"low": (tiny_run.low_share, 1.0)}, schedule_steps=4)
+        setup = prepare(config, {"low": (tiny_run.low_fraction, 1.0)}, schedule_steps=4)
         trained = first_trainable(config, setup.model, setup.lora_config, setup.key)
         sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(trained)))
     assert reserved[1] - reserved[0] == 4 * (sizes[1] - sizes[0]) > 0
@@ -163,7 +163,7 @@ def test_resume(whole, tiny, tmp_path):
             raise KilledError
         return tiny_run.even_end(*arguments)
 
-    rewards = {"correctness": (correctness, 1.0), "format": (tiny_run.low_share, 0.1)}
+    rewards = {"correctness": (correctness, 1.0), "format": (tiny_run.low_fraction, 0.1)}
     with pytest.raises(KilledError):
         train(config, workdir=tmp_path / "run", rewards=rewards)
     resumed = train(config, workdir=tmp_path / "run")

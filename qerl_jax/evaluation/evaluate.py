@@ -33,9 +33,10 @@ from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rollout.budget import dense_bytes, rows_left
 from qerl_jax.rollout.engine import SamplingConfig, detokenize
-from qerl_jax.run.folder import write_atomic
-from qerl_jax.run.metrics import LiveLine, read_metrics
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
+from qerl_jax.run.terminal import LiveLine
 from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.load import LoadedModel
 
@@ -170,7 +171,7 @@ def _complete(
     size = min(max(1, max_rows // samples), len(longest_first))
     max_rows = min(max_rows, size * samples)  # If S is larger, samples wait for free slots.
     wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
-    found = read_metrics(path) if path.exists() else []
+    found = read_jsonl(path) if path.exists() else []
     rows: _Rows = {(row["problem"], row["sample"]): row for row in found}
     rows |= _scored(job, [row for place, row in rows.items() if place in wanted])
     _write_rows(path, rows)  # This drops an incomplete last line.

@@ -7,12 +7,9 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import current_policy
+from qerl_jax.run.folder import RunFolder
 from qerl_jax.weights import json_file, peft
 from qerl_jax.weights.load import LoadedModel, load
-
-# Folders that a run leaves, the preferred one first: adapters, or models if all parameters were
-# trained.
-_TRAINED = ("best_adapter", "adapter", "best_model", "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,16 +99,17 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     Raises:
         UserError: config.json cannot be read, or lacks a field that every run has.
     """
-    if not (path / "config.json").exists() or not path.is_dir():
+    config_path = RunFolder(path).config
+    if not config_path.exists() or not path.is_dir():
         return None
-    found = json_file.read_object(path / "config.json")
+    found = json_file.read_object(config_path)
     if "schedule_steps" not in found:
         return None
     model = found["config"].get("model") if isinstance(found.get("config"), dict) else None
     fields = ("source", "format", "dtype")
     if not isinstance(model, dict) or not all(isinstance(model.get(f), str) for f in fields):
         raise UserError(
-            f"{path / 'config.json'}: not the config of a run: model.source, model.format or "
+            f"{config_path}: not the config of a run: model.source, model.format or "
             "model.dtype is missing"
         )
     return found
@@ -121,11 +119,17 @@ def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
     """Returns the folder of an adapter, or of a model if all parameters were trained."""
     if adapter == "none":
         return None
-    if adapter and adapter not in _TRAINED:
-        return pathlib.Path(adapter).expanduser()
-    for name in (adapter,) if adapter else _TRAINED:
-        if (run / name).is_dir():
-            return run / name
+    folder = RunFolder(run)
+    # In the order of preference: adapters, then models where all parameters were trained.
+    trained = [make(best=best) for make in (folder.adapter, folder.model) for best in (True, False)]
+    if adapter:
+        named = [path for path in trained if path.name == adapter]
+        if not named:
+            return pathlib.Path(adapter).expanduser()
+        trained = named
+    for path in trained:
+        if path.is_dir():
+            return path
     raise UserError(
         f"{run}: the run has no {adapter or 'adapter'} yet: it writes the last one at its end and "
         "the best one after an evaluation; --adapter=none loads the base alone"

@@ -16,7 +16,9 @@ from typing import Any
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
-from qerl_jax.run.folder import provenance, write_atomic
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.provenance import provenance
 from qerl_jax.weights import json_file, peft
 
 _RESULTS = "results.json"
@@ -178,7 +180,8 @@ def _named_folder(
     digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
     mode = "greedy" if settings["temperature"] == 0 else f"samples{config.samples}"
     if policy.run is not None:
-        return Path(config.source).expanduser() / "evaluations" / f"{name}-{mode}-{digest}"
+        run = RunFolder(Path(config.source).expanduser())
+        return run.evaluations / f"{name}-{mode}-{digest}"
     model = re.sub(r"[^\w.-]+", "_", re.split("[/:]", config.source.rstrip("/"))[-1])
     parts = [model.removesuffix(".gguf"), name, mode, digest]
     return Path("evaluations") / "-".join(filter(None, parts))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.export.merge import Kept
-from qerl_jax.run.folder import without_folders
+from qerl_jax.run.provenance import without_folders
 from qerl_jax.statistics import wilson_interval
 
 FORMAT_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "bf16"}

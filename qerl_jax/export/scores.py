@@ -19,7 +19,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import resolve
 from qerl_jax.rollout.engine import SamplingConfig, generate
-from qerl_jax.run.metrics import LiveLine
+from qerl_jax.run.terminal import LiveLine
 from qerl_jax.weights.load import LoadedModel
 
 _PROBE_PROMPTS = 8

@@ -35,6 +35,7 @@ from qerl_jax.export.scores import (
 )
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.run.folder import RunFolder
 from qerl_jax.weights import json_file, names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
@@ -42,8 +43,6 @@ from qerl_jax.weights.staging import check_free, staged_folder
 
 FORMATS = ("peft", "merged", "nvfp4")
 ONTO = ("trained", "bf16")
-
-_SUMMARY = "summary.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +124,10 @@ def _validate(config: ExportConfig) -> None:
 def _out_folder(config: ExportConfig) -> Path:
     if config.out:
         return Path(config.out).expanduser()
-    source = Path(config.source).expanduser()
-    if not (source / "checkpoints").is_dir():
-        raise UserError(f"{config.source} is not a run folder: pass the folder as --out=FOLDER")
-    return source / "exports" / config.format
+    run = RunFolder(Path(config.source).expanduser())
+    if not run.checkpoints.is_dir():
+        raise UserError(f"{config.source} is not a run folder: say where to write, --out=FOLDER")
+    return run.exports / config.format
 
 
 def _check_policy(config: ExportConfig, policy: Policy) -> None:
@@ -245,8 +244,8 @@ def _new_card(
     trained_norms: bool = False,
 ) -> Card:
     source, base, steps = Path(config.source).expanduser(), policy.base, None
-    if (source / _SUMMARY).exists():
-        steps = json_file.read_object(source / _SUMMARY)["steps"]
+    if (summary := RunFolder(source).summary).exists():
+        steps = json_file.read_object(summary)["steps"]
     elif policy.run is not None:
         print(f"{config.source}: the run is not finished; this is its best adapter so far")
     served = base.source if base.format == "bf16" or base.packed else ""

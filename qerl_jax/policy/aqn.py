@@ -15,7 +15,7 @@ import optax
 from flax import struct
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, own_errors
+from qerl_jax.import_path import import_function, user_errors
 
 SCHEDULES = ("exponential", "reference", "linear", "cosine", "logarithmic", "constant", "off")
 FORMS = ("additive", "relative")
@@ -90,11 +90,11 @@ def _custom_schedule(name: str, **arguments) -> optax.Schedule:
     factory = import_function(name, what="noise schedule")
 
     usage = f"it is called as f(*, {', '.join(arguments)}) and returns a function of the step"
-    with own_errors(f"noise schedule {name!r}", usage):
+    with user_errors(f"noise schedule {name!r}", usage):
         schedule = factory(**arguments)
 
     def checked(step):
-        with own_errors(f"noise schedule {name!r} at step {step}", usage):
+        with user_errors(f"noise schedule {name!r} at step {step}", usage):
             sigma = jnp.asarray(schedule(step), jnp.float32)
             if sigma.shape or not 0 <= sigma < jnp.inf:
                 raise ValueError(f"sigma is {sigma}, expected a number of at least 0")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, own_errors
+from qerl_jax.import_path import import_function, user_errors
 
 # The named losses differ in these fields of LossConfig only.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -198,7 +198,7 @@ def custom_weights(
     """
     compute = import_function(function, what="loss weight")
     usage = "it is called as f(mask, advantages, logprobs) and returns an array like the mask"
-    with own_errors(f"loss weight {function!r}", usage):
+    with user_errors(f"loss weight {function!r}", usage):
         weights = np.asarray(compute(mask.copy(), advantages.copy(), logprobs.copy()), np.float32)
     if weights.shape != mask.shape:
         raise UserError(
