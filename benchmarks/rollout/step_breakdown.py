@@ -1,4 +1,4 @@
-"""The parts of a decode step: chunks of a generation, run outside of the engine and observed."""
+"""The parts of a decode step, from chunks that run outside the engine under a profiler."""
 
 import dataclasses
 import functools
@@ -23,11 +23,11 @@ from qerl_jax.rollout import decode
 from qerl_jax.rollout.programs import committed, dequantized, jitted, operations
 
 _REPEATS = 3
-_CHUNKS = 4  # that are timed together for the parts
+_CHUNKS = 4  # chunks that are timed together
 
 
 class Chunk:
-    """The chunks of a generation, with the arguments that the engine gives them."""
+    """Runs the chunks of a generation with the arguments that the engine passes."""
 
     def __init__(self, subject: Subject, batch: int, new_tokens: int, config: BenchmarkConfig):
         lengths = [config.prompt] * batch
@@ -83,10 +83,11 @@ class Chunk:
 
 
 def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[str, float]:
-    """The parts of a decode step, out of chunks in the middle of the new tokens; {} if unknown.
+    """The parts of a decode step, measured in the middle of the new tokens; {} if a profiler fails.
 
-    They are those of `parts.per_step`, and "graphs", how many CUDA graphs the engine's program
-    launches for a step.
+    Returns:
+        What `profile.per_step` returns, and "graphs": the number of CUDA graphs that the engine's
+        program launches per step.
     """
     chunk = Chunk(subject, batch, config.new_tokens, config)
     steps = chunk.plan.chunk_steps
@@ -99,7 +100,7 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
             key, one = jax.random.split(key)
             drawn = normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
             arrays[index] = drawn.astype(arrays[index].dtype)
-    # Within a CUDA graph no kernel has the name of its instruction.
+    # Kernels in a CUDA graph do not have the names of their instructions.
     observed = chunk.lower(jax.eval_shape(chunk.empty_state)).compile(
         compiler_options={"xla_gpu_enable_command_buffer": ""}
     )
@@ -120,7 +121,7 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
     try:
         graphs = graph_launches(run)
         kernels = device_kernels(lambda: run(observed))
-    except Exception as error:  # What profilers raise must not cost the row.
+    except Exception as error:  # A failing profiler must not cost the row.
         print(f"no parts: {type(error).__name__}: {error}"[:200], flush=True)
         return {}
     return per_step(

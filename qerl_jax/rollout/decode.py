@@ -171,7 +171,9 @@ def prefill(
         width: T >= W, number of positions that keys and values are padded to, so that
             `insert_rows` does not depend on W.
     """
-    logits, cache = transformer.prefill(params, lora, tokens, lengths, config=config, slots=width)
+    logits, cache = transformer.prefill(
+        params, lora, tokens, lengths, config=config, cache_positions=width
+    )
     stored = KVCache(
         keys=[to_cache(k, dtype) for k in cache.keys],
         values=[to_cache(v, dtype) for v in cache.values],
