@@ -1,29 +1,31 @@
-"""How fast the rollout engine is: decode steps on random weights, or rollouts of a real model.
+"""Measures the rollout engine: decode steps on random weights, or rollouts of a real model.
 
-A decode step is what a generation takes from the host's look at the first chunk of tokens to its
-end, over the steps between: prompts are read before, and their time, which varies by more than a
-step takes, is not in it. Everything is compiled before, and every generation runs once before the
-clock starts; each time is the best of two. Tokens are drawn at temperature 1, nothing ends a row.
+The time of a decode step is the time of a generation from the moment when the host receives the
+first chunk of tokens to the end, divided by the steps between. Prefill comes before and does not
+count: its time varies by more than a step takes. Everything is compiled, and every generation runs
+once, before the clock starts; each time is the best of two. Tokens are drawn at temperature 1, and
+no token ends a row.
 
-Rows of a decode benchmark:
+Fields of a "decode" row:
 
-    ms_per_step             of all rows together; tokens_per_s follows from it
-    prefill_tokens_per_s    prompt tokens over the time of a generation of one token
-    roofline_share          the time that the packed weights, the head and the keys and values of
-                            a row in the middle of these steps take at the card's bandwidth, over
-                            the step's
-    padding_waste           of the positions that are computed, those without a token of a row
-    peak_gb                 the most memory in use, see `peak_memory.PeakMemory`
+    ms_per_step             milliseconds of a step of all rows; tokens_per_s follows from it
+    prefill_tokens_per_s    prompt tokens over the seconds of a generation of one token
+    roofline_share          fraction of the step that the bytes need at the card's bandwidth: packed
+                            weights, head, and the keys and values of a row in the middle of the
+                            measured steps
+    padding_waste           fraction of the computed positions that hold no token of a row
+    peak_gb                 peak memory in 10^9 bytes, as `peak_memory.PeakMemory` measures it
 
-A row of kind "parts" has a decode row's fields, and in `parts` the milliseconds of a step by part,
-see `parts.per_step`.
+A "parts" row has the fields of a decode row, and in `parts` the milliseconds of a step by part, as
+`profile.per_step` returns them.
 
-One of kind "gsm8k" is of rollouts of a file of problems: tokens up to and including the end over
-the seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
-"startup" see `startup.measure_startup`; `warm` is whether every program was kept by an earlier
-process, as they are on a GPU.
+A "gsm8k" row measures rollouts of a file of problems: completion tokens over the seconds of a whole
+`generate`, and as `live_share` the fraction of decoded tokens that belong to a completion. A
+"startup" row has what `startup.measure_startup` returns; `warm` means that every program was found
+in the cache.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -43,12 +45,13 @@ from benchmarks.rollout.results import describe, merge, origin, table
 from benchmarks.rollout.startup import measure_startup
 from benchmarks.rollout.step_breakdown import step_parts
 from benchmarks.rollout.subject import (
-    NOTHING_ENDS,
+    NO_TEXT,
     BenchmarkConfig,
     Subject,
     check,
     check_fits,
     described,
+    engine_of,
     first_problems,
     make_subject,
     plan_of,
@@ -61,14 +64,16 @@ from qerl_jax.data import encode_prompts
 from qerl_jax.errors import memory_errors
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.ahead import compile_ahead, compile_programs
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generate, live_share
-from qerl_jax.rollout.programs import Programs, bound
+from qerl_jax.rollout import decode, shapes
+from qerl_jax.rollout.aot import compile_operations, compile_rollout
+from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
+from qerl_jax.rollout.programs import Executables, committed, operations
+from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.run.terminal import LiveLine
 
-BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
-BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # of a copy, bytes read and written per second
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # bits per weight, scales included
+BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # bytes read and written per second by a copy
 
 _REPEATS = 2
 _TOO_LARGE = (
@@ -81,18 +86,18 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
     """Measures, prints a line for each row and a table, and writes the rows.
 
     Raises:
-        UserError: something asked for does not exist or does not fit.
+        UserError: an option names something that does not exist, or that does not fit in memory.
     """
     check(config)
     device = jax.devices()[0]
     print(device.device_kind, flush=True)
-    where = origin("benchmarks.rollout", config.commit)
+    where = origin("benchmarks.rollout")
     path, rows = pathlib.Path(config.out), []
     with sole_use():
-        merge(path, device.device_kind, [])  # A file of another device is told before the work.
+        merge(path, device.device_kind, [])  # Reports a file of another device before the work.
 
     def keep(row: dict) -> None:
-        """The caller has sole use, of the file too."""
+        """Prints and writes a row; the caller has sole use of the device and the file."""
         rows.append(row | where)
         print(describe(row), flush=True)
         merge(path, device.device_kind, rows[-1:])
@@ -125,7 +130,7 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
 def _measure_batches(
     subject: Subject, config: BenchmarkConfig, keep: Callable[[dict], None]
 ) -> None:
-    """The rows of the decode benchmark of a policy."""
+    """Measures and keeps the decode rows of a policy."""
     check_fits(subject, config)
     programs = _compile(subject, config)
     for batch in config.batches:
@@ -137,37 +142,35 @@ def _measure_batches(
 
 
 def measure_decoding(
-    subject: Subject, batch: int, config: BenchmarkConfig, programs: Programs
+    subject: Subject, batch: int, config: BenchmarkConfig, programs: Executables
 ) -> dict:
-    """One row of the decode benchmark, see the module."""
+    """A decode row, with the fields that the module explains."""
     prompts = random_prompts(subject.config, batch, config)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    costs: list[Statistics] = []
-    looks: list[tuple[float, int]] = []  # when the host saw how many tokens of a row
+    drains: list[tuple[float, int]] = []  # time, and tokens per row that the host has received
 
-    def run(new_tokens: int, programs: Programs = programs) -> Rollout:
-        looks.clear()
-        return generate(
+    def run(new_tokens: int, programs: Executables = programs) -> Statistics:
+        drains.clear()
+        for step in generate_steps(
             jax.random.key(config.seed),
             subject.params,
             subject.lora,
             prompts,
             config=subject.config,
-            sampling=sampling_of(config, new_tokens, batch),
-            eos_ids=NOTHING_ENDS,
-            pad_id=0,
-            compiled_ahead=programs,
-            compiled=True,
-            on_progress=lambda _, tokens: looks.append((time.perf_counter(), tokens // batch)),
-            on_statistics=costs.append,
-        )
+            sampling=sampling_of(new_tokens),
+            tokenizer=NO_TEXT,
+            engine=engine_of(config, batch),
+            executables=programs,
+        ):
+            drains.append((time.perf_counter(), step.tokens // batch))
+        return step.statistics
 
     def step() -> float:
         run(config.new_tokens)
         end = time.perf_counter()
-        began, tokens = next(look for look in looks if look[1] > 1)
-        chunks = math.ceil((config.new_tokens - tokens) / plan.steps)
-        return (end - began) / (chunks * plan.steps)
+        began, tokens = next(drain for drain in drains if drain[1] > 1)
+        chunks = math.ceil((config.new_tokens - tokens) / plan.chunk_steps)
+        return (end - began) / (chunks * plan.chunk_steps)
 
     def prefill() -> float:
         began = time.perf_counter()
@@ -177,7 +180,7 @@ def measure_decoding(
     peak = PeakMemory()
     watched = peak.watched(programs)
     for new_tokens in (1, config.new_tokens):
-        run(new_tokens, watched)
+        cost = run(new_tokens, watched)
     seconds = min(prefill() for _ in range(_REPEATS))
     ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
     return described(subject, "decode", config) | {
@@ -187,14 +190,14 @@ def measure_decoding(
         "ms_per_step": round(ms_per_step, 4),
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
         "prefill_tokens_per_s": round(batch * config.prompt / seconds, 1),
-        "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.steps, config),
+        "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.chunk_steps, config),
         "peak_gb": peak.gigabytes,
-        "padding_waste": padding_waste([len(p) for p in prompts], plan, costs[-1]),
+        "padding_waste": padding_waste([len(p) for p in prompts], plan, cost),
     }
 
 
 def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
-    """The row of rollouts of a file of problems, see the module."""
+    """A gsm8k row, with the fields that the module explains."""
     model = subject.loaded
     assert model is not None
     prompts = [
@@ -208,33 +211,31 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         )
     ]
     lengths = [len(prompt) for prompt in prompts]
-    plan, sampling = _planned(subject, lengths, config)
+    plan, engine = _planned(subject, lengths, config)
     key = jax.random.key(config.seed)
     how: dict[str, Any] = {
         "config": model.config,
-        "sampling": sampling,
-        "eos_ids": model.tokenizer.eos_ids,
+        "sampling": sampling_of(config.max_new_tokens),
+        "tokenizer": model.tokenizer,
+        "engine": engine,
         "group_size": config.group,
-        "prompt_width": max(lengths),
     }
-    costs: list[Statistics] = []
 
-    def run(number: int, programs: Programs) -> Rollout:
-        return generate(
+    def run(number: int, programs: Executables) -> Progress:
+        steps = generate_steps(
             jax.random.fold_in(key, number),
             subject.params,
             subject.lora,
             prompts,
-            pad_id=model.tokenizer.pad_id,
-            compiled_ahead=programs,
-            compiled=True,
-            on_statistics=costs.append,
+            executables=programs,
             **how,
         )
+        (last,) = collections.deque(steps, maxlen=1)
+        return last
 
     began = time.perf_counter()
     with _progress() as on_progress:
-        programs = compile_ahead(
+        programs = compile_rollout(
             key,
             subject.params,
             subject.lora,
@@ -243,25 +244,25 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
             **how,
         )
     compile_seconds = time.perf_counter() - began
-    times, rollouts, peak = [], [], PeakMemory()
+    times, runs, peak = [], [], PeakMemory()
     with sole_use():
         run(0, peak.watched(programs))
         for number in range(1, _REPEATS + 1):
             began = time.perf_counter()
-            rollouts.append(run(number, programs))
+            runs.append(run(number, programs))
             times.append(time.perf_counter() - began)
-    rates = [r.lengths.sum() / t for r, t in zip(rollouts, times, strict=True)]
+    rates = [r.tokens / t for r, t in zip(runs, times, strict=True)]
     best = int(np.argmax(rates))
-    rollout, cost = rollouts[best], costs[1 + best]
+    rollout, cost = runs[best].rollout, runs[best].statistics
     return described(subject, "gsm8k", config) | {
         "prompts": config.prompts,
         "group": config.group,
         "max_new_tokens": config.max_new_tokens,
-        "rows": plan.batches[0],
+        "rows": plan.batch_sizes[0],
         "tokens": int(rollout.lengths.sum()),
         "seconds": round(times[best], 3),
         "tokens_per_s": round(float(rates[best]), 1),
-        "live_share": round(live_share([cost]), 4),
+        "live_share": round(live_fraction([cost]), 4),
         "finished": round(float(rollout.finished.mean()), 4),
         "mean_tokens": round(float(rollout.lengths.mean()), 1),
         "compile_seconds": round(compile_seconds, 1),
@@ -271,9 +272,9 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
 
 
 def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
-    """The row of a process that has just begun."""
+    """The startup row of this process."""
     prompts = random_prompts(subject.config, config.prompts, config)
-    _, sampling = _planned(subject, [config.prompt] * len(prompts), config)
+    _, engine = _planned(subject, [config.prompt] * len(prompts), config)
     with _progress() as on_compiled:
         measured = measure_startup(
             config.began,
@@ -283,8 +284,9 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
             prompts,
             on_compiled=on_compiled,
             config=subject.config,
-            sampling=sampling,
-            eos_ids=NOTHING_ENDS,
+            sampling=sampling_of(config.max_new_tokens),
+            tokenizer=NO_TEXT,
+            engine=engine,
             group_size=config.group,
         )
     return (
@@ -302,37 +304,41 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
 
 def _planned(
     subject: Subject, lengths: Sequence[int], config: BenchmarkConfig
-) -> tuple[budget.Plan, SamplingConfig]:
-    """The plan of whole rollouts in an empty memory, and the options that keep its rows."""
+) -> tuple[shapes.RolloutShapes, EngineConfig]:
+    """The shapes of whole rollouts in an empty memory, and the settings that keep their rows."""
     plan = plan_of(
         subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
     )
-    return plan, sampling_of(config, config.max_new_tokens, plan.batches[0])
+    return plan, engine_of(config, plan.batch_sizes[0], max(lengths))
 
 
-def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -> float:
+def padding_waste(lengths: Sequence[int], plan: shapes.RolloutShapes, cost: Statistics) -> float:
     """Of the positions of prompts and of the row-steps, the share without a token of a row.
 
     Args:
         lengths: tokens of each prompt.
-        plan: of the rollout.
-        cost: likewise.
+        plan: shapes of the rollout.
+        cost: statistics of the rollout.
     """
     computed = cost.decoded
-    for first in range(0, len(lengths), plan.prompts):
-        longest = max(lengths[first : first + plan.prompts])
-        computed += plan.prompts * next(width for width in plan.widths if width >= longest)
+    for first in range(0, len(lengths), plan.prefill_batch):
+        longest = max(lengths[first : first + plan.prefill_batch])
+        width = next(width for width in plan.prompt_widths if width >= longest)
+        computed += plan.prefill_batch * width
     return round(1 - (sum(lengths) + cost.live) / computed, 4)
 
 
 def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str = "") -> float:
-    """The fewest bytes of a decode step: projections, head, and the keys and values.
+    """The fewest bytes that a decode step reads: projections, head, keys and values.
 
     Args:
         subject: the policy.
-        rows: that decode together.
-        tokens: in the cache of each row.
-        kv_cache_dtype: see `SamplingConfig`.
+        rows: number of rows in the batch.
+        tokens: tokens per row in the cache.
+        kv_cache_dtype: dtype of keys and values, as in `SamplingConfig`.
+
+    Returns:
+        The number of bytes.
     """
     config, dtype = subject.config, subject.params["embed_tokens"].dtype
     params = subject.params
@@ -344,7 +350,7 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
         packed = isinstance(weight, QuantTensor)
         bits = BITS[weight.format] if packed else 8 * weight.dtype.itemsize
         moved += math.prod(weight.shape) * bits / 8
-    position = budget.position_bytes(config, budget.cache_dtype(kv_cache_dtype, dtype))
+    position = shapes.position_bytes(config, shapes.cache_dtype(kv_cache_dtype, dtype))
     return moved + rows * tokens * position
 
 
@@ -363,7 +369,7 @@ def _roofline_share(subject, batch, ms_per_step, steps, config) -> float | None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A line that says how many programs are compiled, on a terminal."""
+    """A line on a terminal with the number of compiled programs."""
     live = LiveLine()
     try:
         yield lambda done, total: live.update(f"rollout programs {done}/{total}")
@@ -371,18 +377,20 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         live.clear()
 
 
-def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
+def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
-    shapes = []
-    policy = bound((jax.random.key(config.seed), subject.params, subject.lora))
+    needed = []
+    key, params, lora = committed((jax.random.key(config.seed), subject.params, subject.lora))
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
-        sampling = sampling_of(config, new_tokens, batch)
-        rules = decode.rules(subject.config, sampling, NOTHING_ENDS)
-        shapes.append((dataclasses.replace(plan, batches=plan.batches[:1]), rules))  # None ends.
+        plan = dataclasses.replace(plan, batch_sizes=plan.batch_sizes[:1])  # No row ends early.
+        static = decode.decode_config(
+            subject.config, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
+        )
+        needed += operations(key, params, lora, plan, static).values()
     with _progress() as on_progress:
-        programs = compile_programs(policy, shapes, on_progress)
+        programs = compile_operations((key, params, lora), needed, on_progress)
     seconds = time.perf_counter() - began
     print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
     return programs

@@ -1,4 +1,4 @@
-"""How long rollouts take to begin: from the command to the first tokens, every program compiled."""
+"""Measures the start of rollouts: from the command to the first tokens, every program compiled."""
 
 import time
 from collections.abc import Callable
@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.ahead import compilations, compile_ahead
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rollout.engine import generate_steps
 
 
 def measure_startup(
@@ -21,47 +21,30 @@ def measure_startup(
     on_compiled: Callable[[int, int], None] | None = None,
     **how: Any,
 ) -> dict:
-    """Compiles all that rollouts of so many prompts can need, and samples.
+    """Compiles every program that rollouts of these prompts can need, and samples.
 
     Args:
         began: `time.time()` when the command began.
-        key: of the draws.
-        params: the policy.
-        lora: its adapter, or None.
-        prompts: token ids.
-        on_compiled: the `on_progress` of `compile_ahead`.
-        **how: the arguments of `generate` that `compile_ahead` wants too.
+        key: random key of the draws.
+        params: parameters of the policy.
+        lora: adapter of the policy, or None.
+        prompts: token ids of each prompt.
+        on_compiled: called with the number of compiled programs and of all programs.
+        **how: keyword arguments that `generate_steps` and `compile_rollout` have in common.
 
     Returns:
-        Seconds since the command began until the weights were there, until all was compiled and
-        until the host saw the first tokens; the programs, and how many of them were kept by an
-        earlier process.
+        The seconds from the beginning of the command until the weights were made (`weights_s`),
+        until all programs were compiled (`compiled_s`) and until the host received the first tokens
+        (`first_tokens_s`); the number of `programs`, and how many were in the cache (`kept`).
     """
     row = {"weights_s": _since(began)}
-
-    def look(_: Any, tokens: int) -> None:
-        if tokens:
-            row.setdefault("first_tokens_s", _since(began))
-
-    how["prompt_width"] = max(map(len, prompts))
-    with compilations() as compiled:
-        programs = compile_ahead(
-            key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
-        )
-    row["compiled_s"] = _since(began)
-    generate(
-        key,
-        params,
-        lora,
-        prompts,
-        pad_id=0,
-        compiled_ahead=programs,
-        compiled=True,
-        on_progress=look,
-        **how,
+    programs = compile_rollout(
+        key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
     )
-    row.setdefault("first_tokens_s", _since(began))  # One chunk was all.
-    return row | {"programs": len(programs), "kept": len(programs) - len(compiled)}
+    row["compiled_s"] = _since(began)
+    for _ in generate_steps(key, params, lora, prompts, executables=programs, **how):
+        row.setdefault("first_tokens_s", _since(began))
+    return row | {"programs": len(programs), "kept": len(programs) - len(programs.compiled)}
 
 
 def _since(began: float) -> float:
