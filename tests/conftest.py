@@ -41,7 +41,7 @@ LONG = (
     "test_golden_smollm2",
     "test_decode_kernels",
     "test_fp4_kernel",
-    "test_rollout_seats",
+    "test_rollout_slots",
     "test_sampling",
 )
 # Modules that compute for longer than they compile: their programs are optimized.
