@@ -105,12 +105,12 @@ def test_config(name, adapter, build):
 def test_swiglu(inside, model, m, build):
     n, k = cases.MODELS[model]["gate_up"]
     config = tiling.choose(m, n, k, rank=64)
-    # As many shares of mean squares as the product that begins the norm leaves, or a kernel.
+    # As many partial mean squares as the product with a residual leaves, or a kernel.
     count = k // (16 if inside else tiling.TILE_COLUMNS)
     extra = {"b": array(n, 64), "square_partials": array(count, m, dtype=jnp.float32)}
     if inside:
-        plan = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
-        if not plan.supports_lora_shrink(64, k):
+        schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
+        if not schedule.supports_lora_shrink(64, k):
             pytest.skip("x A^T is a product of its own")
         extra["a"] = array(64, k)
     else:
@@ -125,18 +125,18 @@ def test_swiglu(inside, model, m, build):
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize("model", cases.MODELS)
 @pytest.mark.parametrize("adapter", ["product", "xa_partials", "inside"])
-def test_begin_norm(adapter, model, m, build):
+def test_add_rmsnorm(adapter, model, m, build):
     n, k = cases.MODELS[model]["o"]
     config = tiling.choose(m, n, k, rank=64)
-    plan = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
-    if not plan.supports_add_residual(m):
+    schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
+    if not schedule.supports_add_residual(m):
         pytest.skip("the norm is a kernel of its own")
     extra = {"residual": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
     if adapter == "product":
         extra["xa"] = array(m, 64)
     elif adapter == "xa_partials":
         extra["xa_partials"] = array(k // tiling.TILE_COLUMNS, m, 32, dtype=jnp.float32)
-    elif plan.supports_lora_shrink(32, k):
+    elif schedule.supports_lora_shrink(32, k):
         extra["a"] = array(32, k)
     else:
         pytest.skip("x A^T is a product of its own")
@@ -146,30 +146,6 @@ def test_begin_norm(adapter, model, m, build):
 
     helpers = 1 if adapter == "product" else 2
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
-
-
-@pytest.mark.parametrize(
-    ("m", "rank", "xa_partials"),
-    [*((m, 32, 324) for m in (8, 16, 24, 32, 40, 64)), (8, 64, 324), (8, 32, 5), (32, 64, 5)],
-)
-@pytest.mark.parametrize("model", cases.MODELS)
-def test_behind_norm(model, m, rank, xa_partials, build):
-    n, k = cases.MODELS[model]["qkv"]
-    rank = cases.rank_of(f"{model}.qkv", rank)
-    padded = tiling.padded_rank(rank)
-    config = tiling.choose(m, n, k, rank=padded)
-    if not sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132).supports_lora_shrink(
-        rank, k
-    ):
-        assert rank > 96 or (model == "72b" and m >= 32)
-        pytest.skip("x A^T is a product of its own")
-    extra = {"a": array(rank, k), "b": array(n, padded)}
-    extra["pass_squares"] = array(xa_partials, m, dtype=jnp.float32)
-
-    def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
-
-    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
 
 
 def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
@@ -205,7 +181,7 @@ def test_shares_beside_full_shared_memory(build):
 @pytest.mark.parametrize("inside", [True, False])
 def test_trace(m, n, k, inside, build, monkeypatch):
     monkeypatch.setattr(jax.debug, "callback", lambda *_: None)  # which needs a GPU
-    config = timeline.room_for_notes(tiling.choose(m, n, k, rank=64))
+    config = timeline.traceable(tiling.choose(m, n, k, rank=64))
     extra = {"xa_partials": array(-(-k // 128), m, 32, dtype=jnp.float32), "b": array(n, 64)}
     if inside:
         assert sm90.make_schedule(config, m, -(-n // 64), k, 132).supports_lora_shrink(32, k)
@@ -299,7 +275,7 @@ def operands_of_wgmma(ptx, codes, scales):
     raise AssertionError(f"found {len(operands)} products")
 
 
-def test_the_generated_decode_is_exact(compile_for_h200, tmp_path, monkeypatch):
+def test_the_generated_dequantization_is_exact(compile_for_h200, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     weight = fp4.Fp4Weight(
         packed=jnp.asarray(rng.integers(0, 256, (64, 64), np.uint8)),

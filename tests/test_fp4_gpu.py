@@ -1,4 +1,4 @@
-"""The kernel on a Hopper GPU: exact decode, products against float64, derivatives, programs."""
+"""The kernel on a Hopper GPU: dequantization, products against float64, derivatives, programs."""
 
 import dataclasses
 import functools
@@ -95,7 +95,7 @@ def every_code_under_every_scale():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_decode_is_exact(config):
+def test_the_dequantization_is_exact(config):
     weight = every_code_under_every_scale()
     columns = jax.jit(functools.partial(fp4.fp4_matmul, implementation="mosaic", config=config))(
         jnp.eye(256, dtype=jnp.bfloat16), fp4.to_tiles(weight)
@@ -195,13 +195,13 @@ def test_float32(m):
         (33, 3584, 18944, 32, 148),
         (64, 37888, 3584, 64, 28),
         (64, 3584, 18944, 32, 148),
-        (128, 256, 1024, 96, 8),  # more parts than blocks
+        (128, 256, 1024, 96, 8),  # more parts than CTAs
         (128, 3584, 18944, 64, 148),
         (200, 2056, 1520, 96, 13),
     ],
 )
-def test_shares(m, n, k, rank, count):
-    """Twice in a row with other shares, and many times: their lock is zero after every call."""
+def test_xa_partials(m, n, k, rank, count):
+    """Twice in a row with other partials, and many times: their lock is zero after every call."""
     rng = np.random.default_rng()
     weight = random_weight(rng, n, k)
     columns = fp4.padded_rank(rank)
@@ -271,12 +271,12 @@ def swiglus():
     """Named shapes, and every kind of tiling with tiles beyond the weight."""
     for model in ("7b", "14b", "32b", "llama8b"):
         yield from ((None, m, *cases.MODELS[model]["gate_up"]) for m in (8, 24, 32, 64, 128))
-    # Few shares of the mean squares, and a width of 16 tokens.
+    # Few partial mean squares, and a width of 16 tokens.
     yield from ((None, m, 512, 1024) for m in (8, 48))
     for config in CONFIGS[1:]:
         if tiling.supports_xa_partials(config):
             yield config, 16, 128 * 37, 1024
-    # The last block's run of shared steps is a whole tile, which it stores before its others.
+    # The last CTA's run of a split tile is a whole tile, which it stores before its others.
     yield TileConfig(16, warpgroups_n=2, stages=6, stream_k=True), 16, 128 * 262, 1024
 
 
@@ -290,8 +290,8 @@ def test_swiglu(config, m, n, k):
     xa = float64(xa_partials).sum(axis=0).astype(ml_dtypes.bfloat16)
     product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
     product += float64(xa) @ float64(b).T
-    # Two norms, by which the calls take turns: who reads a factor too early has the other's.
-    # In as many shares as a product of K outputs leaves, or in few.
+    # Two norms, by which the calls take turns: a factor that is read too early is the other's.
+    # As many partials as a product of K outputs leaves, or few.
     count = k // 16 if k > 1024 else k // 128 + 1
     square_partials = rng.uniform(0.5, 2, (2, count, m)) * np.mean(product**2) / count
     square_partials = square_partials.astype(np.float32)
@@ -334,20 +334,16 @@ def norms():
             config, *shape, 64
         ).supports_add_residual(config.tile_m):
             yield config, *shape
-    # The last block's run of shared steps is a whole tile; all have a whole tile and shared steps.
+    # The last CTA's run of a split tile is a whole tile; all CTAs have a whole tile and a run.
     for tiles in (131, 200):
         yield TileConfig(16, warpgroups_n=2, stages=6, stream_k=True), 16, 128 * tiles, 1024
-    yield (
-        TileConfig(16, warpgroups_n=1, stages=6),
-        16,
-        64 * 37,
-        384,
-    )  # three shares, added up outside
+    # Three partials, which are added up outside.
+    yield TileConfig(16, warpgroups_n=1, stages=6), 16, 64 * 37, 384
 
 
 @pytest.mark.parametrize(("config", "m", "n", "k"), list(norms()), ids=str)
-def test_begin_norm(config, m, n, k):
-    """With given shares and its own, bit for bit what the product and the sum are."""
+def test_add_rmsnorm(config, m, n, k):
+    """With given partials and A: bit for bit the product and the sum."""
     rng = np.random.default_rng()
     weight = random_weight(rng, n, k)
     x, residual, a, b = (
@@ -358,8 +354,8 @@ def test_begin_norm(config, m, n, k):
     scale = jnp.asarray(rng.standard_normal(n), jnp.float32)
     xa_partials = jnp.asarray(rng.standard_normal((k // 128, m, 32)), jnp.float32)
     tiles = fp4.to_tiles(weight)
-    plan = adapter_cases.schedule_of(config, m, n, k, 64)
-    assert plan.supports_add_residual(m)
+    schedule = adapter_cases.schedule_of(config, m, n, k, 64)
+    assert schedule.supports_add_residual(m)
     if config is None:
         assert fp4.supports_add_rmsnorm(x, tiles, b) == (m <= tiling.MAX_ROWS_OF_NORM)
 
@@ -378,7 +374,7 @@ def test_begin_norm(config, m, n, k):
         return y, first, jax.lax.fori_loop(0, 20, again, False)
 
     for extra in ({"xa_partials": xa_partials}, {"a": a}):
-        if "a" in extra and not plan.supports_lora_shrink(*a.shape):
+        if "a" in extra and not schedule.supports_lora_shrink(*a.shape):
             continue
         y, (total, scaled, square_partials), differs = run(x, tiles, residual, scale, extra, b)
         expected = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(jnp.bfloat16)
@@ -391,50 +387,17 @@ def test_begin_norm(config, m, n, k):
         assert not differs
 
 
-@pytest.mark.parametrize("xa_partials", [5, 19, 324])
-@pytest.mark.parametrize("model", ["7b", "14b", "32b"])
-@pytest.mark.parametrize("m", [8, 16, 24, 32, 64])
-def test_behind_norm(m, model, xa_partials):
-    """The product is the one without a norm, bit for bit, and squares are added up beside it."""
-    n, k = cases.MODELS[model]["qkv"]
-    rng = np.random.default_rng()
-    rank = cases.rank_of(f"{model}.qkv", 32)
-    x, a, b = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((m, k), (rank, k), (n, tiling.padded_rank(rank)))
-    )
-    square_partials = jnp.asarray(rng.uniform(0.5, 2, (2, xa_partials, m)), jnp.float32)
-    tiles = fp4.to_tiles(random_weight(rng, n, k))
-    assert fp4.supports_lora_shrink(x, tiles, (a, b))
-
-    @jax.jit
-    def run(x, tiles, lora, square_partials):
-        expected = fp4.fp4_matmul(x, tiles, lora=lora, implementation="mosaic")
-
-        def behind_norm(i, outs):
-            y, total = fp4.fp4_behind_norm(x, tiles, lora, square_partials[i % 2])
-            return outs[0] | jnp.any(y != expected), outs[1].at[i].set(total[0])
-
-        zeros = jnp.zeros((20, m), jnp.float32)
-        return jax.lax.fori_loop(0, 20, behind_norm, (False, zeros))
-
-    differs, totals = run(x, tiles, (a, b), square_partials)
-    assert not differs
-    expected = np.tile(float64(square_partials).sum(axis=1), (10, 1))
-    np.testing.assert_allclose(float64(totals), expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])
 def test_timeline(m, n, k):
     trace, warpgroups = timeline.record(m, n, k, rank=32)
     cycles = timeline.summary(trace)
-    assert {"Init", "make shares", "first stage", "multiply", "add adapter"} <= set(cycles)
+    assert {"Init", "shrink", "first stage", "multiply", "add adapter"} <= set(cycles)
     assert min(cycles.values()) >= 0
     assert 1000 < cycles["span"] < 1e6
-    *multiplying, copying, adding = timeline.notes_of_block(trace, 0, warpgroups)
-    assert all("multiply" in line for line in multiplying)
-    assert "await shares" in copying
-    assert "add shares" in adding
+    *consumers, producer, reducer = timeline.events_of_block(trace, 0, warpgroups)
+    assert all("multiply" in line for line in consumers)
+    assert "await xa" in producer
+    assert "add partials" in reducer
 
 
 def test_derivatives():
@@ -478,10 +441,10 @@ def test_the_kernel_is_what_a_caller_gets():
 
 
 def test_layers_in_a_loop():
-    """The locks of shared tiles, which both tilings use, are zero after every call.
+    """The locks of split tiles, which both tilings use, are zero after every call.
 
-    One has only shared tiles, of five blocks each; the other whole tiles too, and some blocks that
-    share two tiles.
+    One tiling has only split tiles, with five CTAs each; the other has whole tiles, too, and CTAs
+    with runs of two tiles.
     """
     rng = np.random.default_rng()
     few, many = (
