@@ -51,7 +51,7 @@ def test_causal_attention_over_ragged_rows(heads, kv_heads):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (3, 1)])
-def test_decoding_attention_over_the_filled_slots(heads, kv_heads):
+def test_decoding_attention_over_the_filled_positions(heads, kv_heads):
     lengths = [9, 1, 6]
     q = draw(3, 1, heads, H)
     k, v = draw(3, 9, kv_heads, H, seed=1), draw(3, 9, kv_heads, H, seed=2)
@@ -69,7 +69,7 @@ def test_frequencies():
 
 
 def test_llama3_scaling():
-    # Of Llama 3.2, computed by transformers 5.23: kept, blended and divided frequencies.
+    # Llama 3.2's, computed by transformers 5.23: kept, blended and divided frequencies.
     config = model_config(
         head_dim=64, rope_theta=500000.0, rope_scaling=RopeScaling(32.0, 1.0, 4.0, 8192)
     )

@@ -15,7 +15,9 @@ from tiny_checkpoints import model_config
 
 from pallas_kernels import decode as decode_kernels
 from pallas_kernels import fp4_matmul, matvec
-from pallas_kernels.decode import attend_sm90, kernels
+from pallas_kernels.decode import attention, attention_sm90, norms
+from pallas_kernels.decode import layer as decode_layer
+from pallas_kernels.decode.attention import AttentionInputs
 from pallas_kernels.fp4_matmul import cases, dispatch
 from qerl_jax.policy import lora
 from qerl_jax.policy.quant import QuantTensor
@@ -26,7 +28,7 @@ pytestmark = pytest.mark.aot
 
 HEAD_DIM = 128
 RANK = 32
-SLOTS = 2048
+POSITIONS = 2048
 
 
 @pytest.fixture(scope="module")
@@ -40,52 +42,59 @@ def adapter(layer, inputs):
     return array(cases.rank_of(layer, RANK), inputs)
 
 
-def squares(rows):
-    """As many shares of a norm's mean squares as the down projection of 14B leaves at 32 rows."""
+def square_partials(rows):
+    """As many partial mean squares as the product before a norm leaves, or more."""
     return array(324, rows, dtype=jnp.float32)
 
 
-def norm_project(shapes, rows):
+def add_rmsnorm(shapes, rows):
     embed = shapes["qkv"][1]
     scale = array(embed, dtype=jnp.float32)
     a = adapter("qkv", embed)
-    return kernels.norm_project, (array(rows, embed), array(rows, embed), scale, a)
+    return norms.add_rmsnorm, (array(rows, embed), array(rows, embed), scale, a)
 
 
-def attend(shapes, rows, *, bias=True, qk_norm=False, dtype=jnp.bfloat16):
+def attention_inputs(shapes, rows, *, bias=True, qk_norm=False, dtype=jnp.bfloat16):
     outputs, heads = shapes["qkv"][0], shapes["o"][1] // HEAD_DIM
     kv_heads = (outputs // HEAD_DIM - heads) // 2
     angle = array(rows, HEAD_DIM // 2, dtype=jnp.float32)
-    cache = array(rows, kv_heads, SLOTS, HEAD_DIM, dtype=dtype)
-    extra = {"bias": array(outputs)} if bias else {}
-    if qk_norm:
-        extra["qk_norm"] = (array(HEAD_DIM, dtype=jnp.float32),) * 2
-    lengths = array(rows, dtype=jnp.int32)
+    cache = array(rows, kv_heads, POSITIONS, HEAD_DIM, dtype=dtype)
+    scale = array(HEAD_DIM, dtype=jnp.float32) if qk_norm else None
+    return AttentionInputs(
+        qkv=array(rows, outputs),
+        square_partials=square_partials(rows),
+        cosines=angle,
+        sines=angle,
+        lengths=array(rows, dtype=jnp.int32),
+        bias=array(outputs) if bias else None,
+        q_norm=scale,
+        k_norm=scale,
+        keys=cache,
+        values=cache,
+    )
 
-    def run(qkv, squares, angles, keys, values, lengths, extra):
-        return kernels.attend(
-            qkv, squares, angles, keys, values, lengths, eps=1e-6, multiprocessors=132, **extra
-        )
 
-    return run, (array(rows, outputs), squares(rows), (angle, angle), cache, cache, lengths, extra)
+def attend(shapes, rows, **options):
+    run = functools.partial(attention.attend, eps=1e-6, num_sms=132)
+    return run, (attention_inputs(shapes, rows, **options),)
 
 
-def merge_project(shapes, rows):
+def merge_parts(shapes, rows):
     run, args = attend(shapes, rows)
     parts, *_ = jax.eval_shape(run, *args)
     a = adapter("o", shapes["o"][1])
-    return functools.partial(kernels.merge_project, dtype=jnp.bfloat16), (parts, a)
+    return functools.partial(attention.merge_parts, dtype=jnp.bfloat16), (parts, a)
 
 
-def silu_project(shapes, rows):
+def swiglu(shapes, rows):
     mlp = shapes["down"][1]
-    run = functools.partial(kernels.silu_project, eps=1e-6)
-    return run, (array(rows, 2 * mlp), squares(rows), adapter("down", mlp))
+    run = functools.partial(norms.swiglu, eps=1e-6)
+    return run, (array(rows, 2 * mlp), square_partials(rows), adapter("down", mlp))
 
 
 @pytest.fixture
 def check(compile_for_h200, tmp_path):
-    """Compiles a function and looks at its kernel."""
+    """Compiles a function, which must have one kernel, without spills and with little code."""
 
     def checked(name, function, args, *, lines=2500):
         compile_for_h200(function, *args, options=h200.dump_to(tmp_path))
@@ -94,7 +103,7 @@ def check(compile_for_h200, tmp_path):
             text = ptx.read_text()
             names += re.findall(r"\.entry (\w+)", text)
             assert set(h200.spilled_bytes(ptx)) == {0}, names[-1]
-            # A block of threads executes its code once: what it waits for is the code.
+            # A CTA executes its code once, so that loading the code takes most of the time.
             assert text.count("\n") < lines, names[-1]
         assert names == [name]
 
@@ -103,7 +112,7 @@ def check(compile_for_h200, tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 8, 64, 256])
 @pytest.mark.parametrize("model", ["1.5b", "7b", "32b", "llama8b"])
-@pytest.mark.parametrize("kernel", [norm_project, attend, merge_project, silu_project])
+@pytest.mark.parametrize("kernel", [add_rmsnorm, attend, merge_parts, swiglu])
 def test_kernel(kernel, model, rows, check):
     check(kernel.__name__, *kernel(cases.MODELS[model], rows))
 
@@ -124,19 +133,17 @@ def test_attention_of_normed_heads(dtype, lines, check):
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("rows", [16, 64])
 @pytest.mark.parametrize("model", ["1.5b", "7b", "32b", "llama8b"])
-def test_attention_on_hopper(model, rows, qk_norm, compile_for_h200, capfd):
-    """No spills, in place, and few registers, as several blocks share a multiprocessor."""
-    _, (qkv, squares, angles, keys, values, lengths, extra) = attend(
-        cases.MODELS[model], rows, bias=model != "llama8b", qk_norm=qk_norm
-    )
+def test_sm90_attention(model, rows, qk_norm, compile_for_h200, capfd):
+    """No spills, in place, and few registers, because several CTAs share an SM."""
+    inputs = attention_inputs(cases.MODELS[model], rows, bias=model != "llama8b", qk_norm=qk_norm)
 
-    @functools.partial(jax.jit, donate_argnums=(3, 4))
-    def run(qkv, squares, angles, keys, values, lengths, extra):
-        return attend_sm90.attend(
-            qkv, squares, angles, keys, values, lengths, eps=1e-6, multiprocessors=132, **extra
-        )
+    @functools.partial(jax.jit, donate_argnums=(1, 2))
+    def run(inputs, keys, values):
+        inputs = inputs._replace(keys=keys, values=values)
+        return attention_sm90.attend(inputs, eps=1e-6, num_sms=132)
 
-    compiled = compile_for_h200(run, qkv, squares, angles, keys, values, lengths, extra)
+    keys, values = inputs.keys, inputs.values
+    compiled = compile_for_h200(run, inputs._replace(keys=None, values=None), keys, values)
     report = "".join(capfd.readouterr())
     assert re.findall(r"(\d+) bytes spill stores", report) == ["0"]
     assert int(re.search(r"Used (\d+) registers", report)[1]) <= 128
@@ -167,7 +174,7 @@ def policy(layers):
 
 
 def kernels_of_a_step(hlo):
-    """How many kernels the body of the loop over steps has."""
+    """Counts the kernels in the body of the loop over steps."""
     bodies = [
         re.search(rf"^%{re.escape(name)} .*?^}}", hlo, re.M | re.S)[0]
         for name in re.findall(r" body=%([\w.-]+)", hlo)
@@ -178,11 +185,11 @@ def kernels_of_a_step(hlo):
     return sum(operation not in free for operation in operations)
 
 
-# Few rows are split by attention; what is no multiple of eight has kernels for SwiGLU and a norm.
-@pytest.mark.parametrize(("rows", "most"), [(6, 9), (8, 6), (32, 5), (64, 6)])
+# Attention splits few rows; rows that are no multiple of eight have kernels for SwiGLU and a norm.
+@pytest.mark.parametrize(("rows", "most"), [(6, 9), (8, 7), (32, 6), (64, 6)])
 def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypatch):
-    monkeypatch.setattr(decode_kernels, "kernels_run", lambda _: True)
-    monkeypatch.setattr(kernels, "_sm90_agrees", lambda: True)
+    monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
+    monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)
     for module in (fp4_matmul, dispatch):
         monkeypatch.setattr(module, "supports_device", lambda: True)
     counts = []
@@ -211,5 +218,5 @@ def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypa
         )
         hlo = compiled.as_text()
         counts.append(kernels_of_a_step(hlo))
-        assert ("attend_sm90" in hlo) == (rows >= 32)
+        assert ("attention_sm90" in hlo) == (rows >= 32)
     assert 0 < counts[1] - counts[0] <= most

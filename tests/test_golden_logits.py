@@ -45,7 +45,7 @@ def test_prefill_and_decode(name):
         tokens[:, :prompt],
         jnp.full_like(lengths, prompt),
         config=model.config,
-        slots=tokens.shape[1],
+        cache_positions=tokens.shape[1],
     )
     adapters = lora_lib.fuse(None, model.config, jnp.float32)
     for position in range(prompt, int(lengths.max()) + 1):

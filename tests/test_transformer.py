@@ -49,9 +49,9 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
     config, params, lora, expected = logits_of(model_type, quantized, tie_embeddings)
     prompts = np.array([3, 1, 2], np.int32)
     logits, cache = transformer.prefill(
-        params, lora, TOKENS[:, :4], prompts, config=config, slots=16
+        params, lora, TOKENS[:, :4], prompts, config=config, cache_positions=16
     )
-    fused = lora_lib.fuse(lora, config, jnp.float32)
+    lora_layers = lora_lib.fuse(lora, config, jnp.float32)
     step = jax.jit(functools.partial(transformer.decode_step, config=config))
     seen = 0
     for number in range(LENGTHS.max()):
@@ -61,36 +61,43 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
             np.testing.assert_allclose(logits[row], want, atol=1e-4)
             seen += 1
         tokens = TOKENS[np.arange(3), np.minimum(positions, TOKENS.shape[1] - 1)]
-        logits, cache = step(params, fused, jnp.asarray(tokens), cache)
+        logits, cache = step(params, lora_layers, jnp.asarray(tokens), cache)
         np.testing.assert_array_equal(cache.lengths, positions + 1)
     assert seen == (LENGTHS - prompts + 1).sum()
 
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_logits_of_a_step_agree_across_buckets(quantized):
-    """However many rows decode together, and however many slots a row has."""
+    """For any number of rows that decode together, and any number of cache positions."""
     config, params, lora, _ = logits_of("qwen3", quantized)
-    fused = lora_lib.fuse(lora, config, jnp.float32)
+    lora_layers = lora_lib.fuse(lora, config, jnp.float32)
     step = jax.jit(functools.partial(transformer.decode_step, config=config))
 
-    def steps(rows, slots):
+    def steps(rows, cache_positions):
         which = np.arange(rows) % 3
         lengths = np.array([3, 1, 2], np.int32)[which]
         tokens = TOKENS[which]
         logits, cache = transformer.prefill(
-            params, lora, tokens[:, :4], lengths, config=config, slots=slots
+            params,
+            lora,
+            tokens[:, :4],
+            lengths,
+            config=config,
+            cache_positions=cache_positions,
         )
         found = [logits]
         for number in range(4):
-            logits, cache = step(params, fused, tokens[np.arange(rows), lengths + number], cache)
+            logits, cache = step(
+                params, lora_layers, tokens[np.arange(rows), lengths + number], cache
+            )
             found.append(logits)
         return np.asarray(found)
 
     expected = steps(3, 16)
     assert np.abs(expected).max() > 0.1
-    for rows, slots in [(1, 16), (3, 48), (4, 16), (12, 16), (12, 48)]:
+    for rows, cache_positions in [(1, 16), (3, 48), (4, 16), (12, 16), (12, 48)]:
         repeated = expected[:, np.arange(rows) % 3]
-        np.testing.assert_allclose(steps(rows, slots), repeated, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(steps(rows, cache_positions), repeated, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("model_type", KINDS)
@@ -151,7 +158,7 @@ def test_dequantized_layers_give_the_same_logits():
     assert_valid_close(forward(dense, lora, config), expected, atol=1e-5)
 
 
-def test_quantisation_changes_the_policy():
+def test_quantization_changes_the_policy():
     *_, expected = logits_of("qwen3")
     *_, quantized = logits_of("qwen3", quantized=True)
     assert 1e-2 < np.abs(quantized - expected).max() < 5

@@ -1,4 +1,4 @@
-"""What tests of a Triton kernel of Pallas share: where it runs, arguments, and a comparison."""
+"""What the tests of Triton kernels share: backends, random arguments, and a comparison."""
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,16 @@ BACKENDS = [
 
 
 def normal(seed, *shape):
-    """Normal numbers in bfloat16."""
+    """Draws normal numbers in bfloat16."""
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
 def wide(x):
-    """In float64."""
+    """Converts to float64."""
     return np.asarray(x, np.float64)
 
 
 def assert_close(actual, expected, tolerance=4e-3):
-    """That the relative error is small."""
+    """Asserts that the relative error is small."""
     error = np.linalg.norm(wide(actual) - expected) / np.linalg.norm(expected)
     assert error < tolerance

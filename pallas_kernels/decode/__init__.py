@@ -1,23 +1,41 @@
-"""The small operations of a decode step on an NVIDIA GPU, fused; see `kernels`."""
+"""A layer of a decode step on an NVIDIA GPU, out of fused kernels; see `layer`."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.device import supports_triton
 
+_HEAD_DIMS = 32, 64, 128, 256
 
-def kernels_run(cache_dtype: jnp.dtype) -> bool:
-    """Whether the default device is an NVIDIA GPU with bfloat16, and with the dtype of the cache.
 
-    That is the Ampere generation or later, and for float8_e4m3fn Ada or later.
+def supports_device(cache_dtype: jnp.dtype) -> bool:
+    """Whether the default device is an NVIDIA GPU with bfloat16 and with the dtype of the cache.
+
+    A bfloat16 cache needs Ampere or later, a float8_e4m3fn cache Ada or later.
     """
     return supports_triton(8.9 if cache_dtype == jnp.float8_e4m3fn else 8.0)
+
+
+def supports_layer(dtype: jnp.dtype, keys: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    """Whether `layer.decode_layer` exists for a policy and runs on the default device.
+
+    Args:
+        dtype: dtype of the computation.
+        keys: [B, K, S, H] cached keys of a layer.
+    """
+    return (
+        dtype == jnp.bfloat16
+        and keys.shape[-1] in _HEAD_DIMS
+        and keys.size <= 2**31  # the kernels count elements in 32 bits
+        and supports_device(keys.dtype)
+    )
 
 
 def to_cache(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rounds keys or values to the dtype of a cache; attention casts them back, without a scale.
 
-    float8_e4m3fn has no infinity, and what exceeds its 448 would become NaN: it is cut off there.
+    float8_e4m3fn has no infinity, and values above its largest number, 448, would become NaN: they
+    are clipped.
     """
     if dtype == jnp.float8_e4m3fn:
         limit = float(jnp.finfo(dtype).max)

@@ -14,14 +14,14 @@ from qerl_jax.policy.config import ModelConfig
 
 @struct.dataclass
 class KVCache:
-    """Keys and values of the tokens so far, left-aligned: slot t holds position t.
+    """Keys and values of the tokens so far, left-aligned.
 
-    They may be stored in another dtype than the policy computes in, see `decode.to_cache`.
+    They may be stored in another dtype than the dtype of the computation, see `decode.to_cache`.
 
     Attributes:
-        keys: for every layer [B, K, S, H], after the rotation.
-        values: for every layer [B, K, S, H].
-        lengths: int32 [B], the number of filled slots of each row.
+        keys: [B, K, S, H] keys of every layer, after the rotation.
+        values: [B, K, S, H] values of every layer.
+        lengths: int32 [B], number of filled cache positions of each row.
     """
 
     keys: list[jax.Array]
@@ -30,7 +30,14 @@ class KVCache:
 
 
 def rotary_frequencies(config: ModelConfig) -> np.ndarray:
-    """Angle per position of each pair of dimensions, float32 [H/2], with Llama 3's scaling."""
+    """Returns the angle per position of each pair of dimensions, with Llama 3's scaling.
+
+    Args:
+        config: the architecture.
+
+    Returns:
+        float32 [H/2].
+    """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / config.head_dim
     frequencies = 1.0 / config.rope_theta**exponents
     scaling = config.rope_scaling
@@ -49,7 +56,7 @@ def rotary_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def rotary_angles(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines, float32 [B, T, 1, H/2], of int32 positions [B, T]."""
+    """Returns the cosines and sines, float32 [B, T, 1, H/2], of int32 positions [B, T]."""
     angles = positions[..., None, None].astype(jnp.float32) * rotary_frequencies(config)
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -69,10 +76,10 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.
         queries: [B, T, N, H].
         keys: [B, T, K, H], N a multiple of K.
         values: [B, T, K, H].
-        lengths: int32 [B], valid tokens of each row.
+        lengths: int32 [B], number of tokens in each row.
 
     Returns:
-        [B, T, N, H]. Queries beyond their row's length are finite and mean nothing.
+        [B, T, N, H], finite but undefined after a row's end.
     """
     if _use_cudnn(queries):
         return _cudnn_attend(queries, keys, values, lengths)
@@ -85,21 +92,21 @@ def attend_to_cache(
 ) -> jax.Array:
     """Grouped-query attention of one token per row to the cache.
 
-    Two products and a softmax of XLA's, which always round alike; cuDNN's do not.
+    It consists of two products and a softmax of XLA, which always round alike; cuDNN does not.
 
     Args:
         queries: [B, 1, N, H].
         keys: [B, K, S, H], N a multiple of K.
         values: [B, K, S, H].
-        lengths: int32 [B], valid slots of each row.
+        lengths: int32 [B], number of filled cache positions of each row.
 
     Returns:
         [B, 1, N, H].
     """
-    batch, kv_heads, slots, head_dim = keys.shape
+    batch, kv_heads, positions, head_dim = keys.shape
     grouped = queries.reshape(batch, kv_heads, -1, head_dim)
     scores = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32)
-    valid = jnp.arange(slots) < lengths[:, None, None, None]
+    valid = jnp.arange(positions) < lengths[:, None, None, None]
     weights = jax.nn.softmax(jnp.where(valid, head_dim**-0.5 * scores, -jnp.inf))
     out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(values.dtype), values)
     return out.reshape(queries.shape)
@@ -123,10 +130,10 @@ def _cudnn_attend_fwd(queries, keys, values, lengths):
 
 
 def _cudnn_attend_bwd(residuals, gradient):
-    """Not cuDNN's, which adds up the gradients of the queries in any order.
+    """The gradients in a fixed order of sums.
 
-    A resumed run would not be the run that was interrupted; and what makes cuDNN keep an order,
-    XLA cannot compile.
+    cuDNN adds up the gradients of the queries in any order, so that a resumed run would differ from
+    an uninterrupted one. XLA cannot compile cuDNN's deterministic mode.
     """
     queries, keys, values = residuals
     return *causal_attention_gradients(queries, keys, values, gradient), None
@@ -143,17 +150,17 @@ def causal_attention_gradients(
     *,
     max_bytes: int = 2**29,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward pass of causal attention, always in the same order.
+    """The backward pass of causal attention, with a fixed order of sums.
 
     Args:
         queries: [B, T, N, H].
         keys: [B, T, K, H], N a multiple of K.
         values: [B, T, K, H].
-        gradient: [B, T, N, H], by the result; zero for queries beyond their row's length.
-        max_bytes: about the size of the scores [B, N, ., T] that are held at a time.
+        gradient: [B, T, N, H], gradient with respect to the result; zero after a row's end.
+        max_bytes: approximate size of the scores [B, N, block, T] that are held at a time.
 
     Returns:
-        The gradients by queries, keys and values, in their types.
+        The gradients with respect to queries, keys and values, in the dtypes of these arrays.
     """
     batch, length, heads, head_dim = queries.shape
     kv_heads = keys.shape[2]
@@ -161,12 +168,12 @@ def causal_attention_gradients(
     blocks = -(-length // block)
     dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
-    def in_blocks(x):
+    def split_into_blocks(x):
         x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
         x = x.reshape(batch, blocks, block, kv_heads, heads // kv_heads, head_dim)
         return x.swapaxes(0, 1)
 
-    def add(total, part):
+    def add_block(total, part):
         dkeys, dvalues = total
         start, q, dy = part
         future = start + jnp.arange(block)[:, None] < jnp.arange(length)
@@ -179,9 +186,9 @@ def causal_attention_gradients(
         dvalues += dot("bkgts,btkgh->bskh", weights.astype(dy.dtype), dy)
         return (dkeys, dvalues), dot("bkgts,bskh->btkgh", dscores, keys).astype(q.dtype)
 
-    nothing = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    parts = block * jnp.arange(blocks), in_blocks(queries), in_blocks(gradient)
-    (dkeys, dvalues), dqueries = jax.lax.scan(add, nothing, parts)
+    zeros = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
+    parts = block * jnp.arange(blocks), split_into_blocks(queries), split_into_blocks(gradient)
+    (dkeys, dvalues), dqueries = jax.lax.scan(add_block, zeros, parts)
     dqueries = dqueries.swapaxes(0, 1).reshape(batch, blocks * block, heads, head_dim)
     return dqueries[:, :length], dkeys.astype(keys.dtype), dvalues.astype(values.dtype)
 

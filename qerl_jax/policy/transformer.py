@@ -9,8 +9,8 @@ Parameters are plain dicts and lists (D embed, F mlp, N query heads, K kv heads,
         q_norm [H], k_norm [H]                               float32, Qwen3
         o_proj [D, N H], gate_up_proj [2 F, D], down_proj [D, F]
 
-The projections, and a head of its own, are dense arrays or `QuantTensor`s. The dtype of
-`embed_tokens` is the dtype of the computation; norms, rotations and logits are float32.
+The projections and `lm_head` are dense arrays or `QuantTensor`s. The dtype of `embed_tokens` is the
+dtype of the computation; norms, rotations and logits are float32.
 """
 
 import functools
@@ -19,9 +19,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import fp4_matmul
+from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.decode import to_cache
-from qerl_jax.policy import fused_decode
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import (
     KVCache,
@@ -44,17 +43,17 @@ def forward(
     *,
     config: ModelConfig,
 ) -> jax.Array:
-    """Logits of every position.
+    """Computes the logits at every position.
 
     Args:
         params: the frozen policy.
-        lora: its adapter, or None.
-        tokens: int32 [B, T], left-aligned, padded on the right with anything.
-        lengths: int32 [B], tokens of each row.
+        lora: the policy's adapter, or None.
+        tokens: int32 [B, T] left-aligned rows, padded on the right with any tokens.
+        lengths: int32 [B], number of tokens in each row.
         config: the architecture.
 
     Returns:
-        float32 [B, T, V]; positions beyond a row's length mean nothing.
+        float32 [B, T, V] logits, which are undefined after a row's end.
     """
     return logits(params, hidden_states(params, lora, tokens, lengths, config=config))
 
@@ -68,15 +67,18 @@ def hidden_states(
     config: ModelConfig,
     remat: bool = False,
 ) -> jax.Array:
-    """The last layer's output after the final norm, [B, T, D]; see `forward`.
+    """Computes the last layer's output after the final norm.
 
     Args:
         params: the frozen policy.
-        lora: its adapter, or None.
-        tokens: int32 [B, T].
-        lengths: int32 [B].
+        lora: the policy's adapter, or None.
+        tokens: int32 [B, T] rows, as in `forward`.
+        lengths: int32 [B], number of tokens in each row.
         config: the architecture.
         remat: recompute each layer in the backward pass instead of storing its activations.
+
+    Returns:
+        [B, T, D] hidden states, which are undefined after a row's end.
     """
     x, _ = _run_layers(params, lora, tokens, lengths, config=config, remat=remat)
     return _rms_norm(x, params["norm"], config.norm_eps)
@@ -84,7 +86,7 @@ def hidden_states(
 
 @jax.named_scope("head")
 def logits(params: dict, hidden: jax.Array) -> jax.Array:
-    """float32 logits [..., V] of final hidden states [..., D]."""
+    """Returns the float32 logits [..., V] of final hidden states [..., D]."""
     head = params.get("lm_head", params["embed_tokens"])
     if isinstance(head, QuantTensor):
         return fp4_matmul.fp4_matmul_float32(hidden, kernel_weight(head))
@@ -98,27 +100,27 @@ def prefill(
     lengths: jax.Array,
     *,
     config: ModelConfig,
-    slots: int,
+    cache_positions: int,
 ) -> tuple[jax.Array, KVCache]:
-    """Reads the prompts.
+    """Runs the policy on prompts and keeps their keys and values.
 
     Args:
         params: the frozen policy.
-        lora: its adapter, or None.
-        tokens: int32 [B, T] prompts, left-aligned.
-        lengths: int32 [B], at least 1.
+        lora: the policy's adapter, or None.
+        tokens: int32 [B, T] left-aligned prompts.
+        lengths: int32 [B], number of tokens in each prompt, at least 1.
         config: the architecture.
-        slots: S >= T, the size of the cache.
+        cache_positions: S >= T, number of positions of the cache.
 
     Returns:
         float32 logits [B, V] after each prompt's last token, and the cache.
     """
     x, (keys, values) = _run_layers(params, lora, tokens, lengths, config=config, remat=False)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    room = ((0, 0), (0, 0), (0, slots - tokens.shape[1]), (0, 0))
+    padding = ((0, 0), (0, 0), (0, cache_positions - tokens.shape[1]), (0, 0))
     cache = KVCache(
-        keys=[jnp.pad(k.swapaxes(1, 2), room) for k in keys],
-        values=[jnp.pad(v.swapaxes(1, 2), room) for v in values],
+        keys=[jnp.pad(k.swapaxes(1, 2), padding) for k in keys],
+        values=[jnp.pad(v.swapaxes(1, 2), padding) for v in values],
         lengths=lengths,
     )
     return logits(params, _rms_norm(last, params["norm"], config.norm_eps)), cache
@@ -126,7 +128,7 @@ def prefill(
 
 def decode_step(
     params: dict,
-    fused_lora: list[dict],
+    lora_layers: list[dict],
     tokens: jax.Array,
     cache: KVCache,
     *,
@@ -136,33 +138,31 @@ def decode_step(
 
     Args:
         params: the frozen policy.
-        fused_lora: `lora.fuse` of the adapter, made once outside the decode loop.
-        tokens: int32 [B].
-        cache: the rows so far; every row must have a free slot.
+        lora_layers: the policy's adapter as `lora.fuse` returns it, computed once before the
+            decode loop.
+        tokens: int32 [B] new tokens.
+        cache: keys and values so far; every row has at least one position that is not filled.
         config: the architecture.
 
     Returns:
-        float32 logits [B, V] after the token, and the cache with it.
+        float32 logits [B, V] after the token, and the cache with the token.
     """
-    lengths = cache.lengths
-    angles = rotary_angles(lengths[:, None], config)
+    angles = rotary_angles(cache.lengths[:, None], config)
     x = params["embed_tokens"][tokens]
-    fused = fused_decode.serves(config, x.dtype, cache.keys[0])
-    if fused:
-        x, keys, values = fused_decode.decode_layers(
-            params, fused_lora, cache.keys, cache.values, x, lengths, angles, config=config
-        )
+    if decode.supports_layer(x.dtype, cache.keys[0]):
+        x, keys, values = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
         x = jnp.pad(x, ((0, max(0, 16 - len(tokens))), (0, 0)))
     else:
         x, keys, values = x[:, None], [], []
-        for layer in zip(params["layers"], fused_lora, cache.keys, cache.values, strict=True):
-            x, k, v = _decode_layer(*layer, x, lengths, angles, config=config)
+        layers = zip(params["layers"], lora_layers, cache.keys, cache.values, strict=True)
+        for layer in layers:
+            x, k, v = _decode_layer(*layer, x, cache.lengths, angles, config=config)
             keys.append(k)
             values.append(v)
         x = x[:, 0]
     x = _rms_norm(x, params["norm"], config.norm_eps)
-    cache = KVCache(keys=keys, values=values, lengths=lengths + 1)
+    cache = KVCache(keys=keys, values=values, lengths=cache.lengths + 1)
     return logits(params, x)[: len(tokens)], cache
 
 
@@ -174,13 +174,13 @@ def layer_with_inputs(
     *,
     config: ModelConfig,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """One layer without an adapter, and what its projections read.
+    """Computes one layer without an adapter, and keeps what its projections read.
 
     Args:
         layer: one of `params["layers"]`.
-        x: [B, T, D].
-        lengths: int32 [B].
-        angles: `attention.rotary_angles` of the positions.
+        x: [B, T, D] input of the layer.
+        lengths: int32 [B], number of tokens in each row.
+        angles: cosines and sines of the positions, from `attention.rotary_angles`.
         config: the architecture.
 
     Returns:
@@ -199,18 +199,21 @@ def layer_with_inputs(
 
 
 def packed_weights(params: dict) -> list[QuantTensor]:
-    """The packed weights that no kernel reads; those in tile order have one."""
+    """Returns the packed weights that no kernel reads: those that are not in tile order."""
     return [leaf for leaf in _leaves(params)[0] if _is_packed(leaf)]
 
 
 def dequantize_params(
     params: dict, dequantize_all: Callable[[list[QuantTensor]], list] | None = None
 ) -> dict:
-    """The policy with `packed_weights` dequantised: memory for speed where no kernel is.
+    """Dequantizes `packed_weights`, which trades memory for speed where there is no kernel.
 
     Args:
         params: the policy.
-        dequantize_all: makes dense weights of packed ones; `quant.dequantize` if it is None.
+        dequantize_all: function from packed to dense weights; None uses `quant.dequantize`.
+
+    Returns:
+        The policy with dense weights in place of packed ones.
     """
     if dequantize_all is None:
         dtype = params["embed_tokens"].dtype
@@ -235,12 +238,12 @@ def _run_layers(params, lora, tokens, lengths, *, config, remat):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotary_angles(positions, config)
     x = params["embed_tokens"][tokens]
-    fused = lora_lib.fuse(lora, config, x.dtype)
+    lora_layers = lora_lib.fuse(lora, config, x.dtype)
     layer_fn = functools.partial(_layer, config=config)
     if remat:
         layer_fn = jax.checkpoint(layer_fn)
     keys, values = [], []
-    for layer, adapters in zip(params["layers"], fused, strict=True):
+    for layer, adapters in zip(params["layers"], lora_layers, strict=True):
         x, k, v = layer_fn(layer, adapters, x, lengths, angles)
         keys.append(k)
         values.append(v)
@@ -263,16 +266,48 @@ def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
         rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
-        slots = rows, heads, lengths[:, None]
-        keys = keys.at[slots].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
-        values = values.at[slots].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
+        new = rows, heads, lengths[:, None]
+        keys = keys.at[new].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
+        values = values.at[new].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
         attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
     return _finish_layer(layer, adapters, x, attended, config), keys, values
 
 
+def _fused_layers(params, lora_layers, x, cache, angles, *, config):
+    """`_decode_layer` over all layers, by the fused kernels of `pallas_kernels.decode`.
+
+    Roundings differ: the factor of an RMSNorm multiplies the result of a projection, not its input.
+    """
+    # The module uses an API of jax that may change, and is loaded when needed.
+    from pallas_kernels.decode.layer import decode_layer
+
+    residual = x, jnp.zeros_like(x)
+    cosines, sines = (part[:, 0, 0] for part in angles)
+    new_keys, new_values = [], []
+    layers = zip(params["layers"], lora_layers, cache.keys, cache.values, strict=True)
+    for layer, adapters, keys, values in layers:
+        arrays = {
+            name: kernel_weight(leaf) if isinstance(leaf, QuantTensor) else leaf
+            for name, leaf in layer.items()
+        }
+        residual, keys, values = decode_layer(
+            arrays,
+            adapters,
+            residual,
+            keys,
+            values,
+            cache.lengths,
+            (cosines, sines),
+            eps=config.norm_eps,
+        )
+        new_keys.append(keys)
+        new_values.append(values)
+    return residual[0] + residual[1], new_keys, new_values
+
+
 def _project(layer, adapters, name, x):
     bias = layer.get("qkv_bias") if name == "qkv_proj" else None
-    return linear(x, layer[name], lora=adapters.get(name), bias=bias)
+    return linear(x, layer[name], adapter=adapters.get(name), bias=bias)
 
 
 def _project_qkv(layer, adapters, x, angles, config, project=_project):

@@ -163,7 +163,7 @@ def read_prompts(
 ) -> Prompts:
     """Reads right-padded prompts [P, T] of int32 [P] lengths; `dtype` is the cache's."""
     logits, cache = transformer.prefill(
-        params, lora, tokens, lengths, config=config, slots=tokens.shape[1]
+        params, lora, tokens, lengths, config=config, cache_positions=tokens.shape[1]
     )
     stored = KVCache(
         keys=[to_cache(k, dtype) for k in cache.keys],

@@ -1,0 +1,323 @@
+"""`attention.attend_whole` on a Hopper GPU, by Pallas's Mosaic GPU backend.
+
+A CTA is one warpgroup. It has a key head of a row and the query heads that share it. TMA brings
+tiles of 64 keys and values to shared memory, each as soon as a stage is free. Scores are computed
+as K q^T, because a group has few queries and the first operand of wgmma has 64 rows.
+
+The CTA requests everything else that it reads before the first tiles, or it would wait behind them.
+It writes the new key and value to the cache, and they come back with the last tile.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir.dialects import nvvm
+
+from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.decode.row_sm90 import HALVES, HEAD_DIM, QUERIES, load_row, projected
+from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
+from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy
+
+_TILE = 64  # cache positions in a tile
+_COPIED = 16  # cache positions in a copy: with fewer, less is read after a row's end
+_LOG2_E = 1.4426950408889634
+_EMPTY = float(jnp.finfo(jnp.float32).min)  # the score of a position that is not filled
+
+
+def supports_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: int) -> bool:
+    """Whether the kernel exists for a cache and a number of query heads.
+
+    Queries are read in groups of eight, which must not end after the last head of a row. The cache
+    is also divided into groups of eight positions, as the rows of a wgmma operand are.
+
+    Args:
+        keys: [M, K, S, H] cached keys.
+        num_heads: number of query heads.
+    """
+    _, kv_heads, positions, head_dim = keys.shape
+    group = num_heads // kv_heads
+    return (
+        head_dim == HEAD_DIM
+        and keys.dtype == jnp.bfloat16
+        and positions % 8 == 0
+        and positions >= _TILE
+        and (kv_heads - 1) * group + _padded(group) <= num_heads + 2 * kv_heads
+    )
+
+
+class _SharedMemory(NamedTuple):
+    """What a CTA has in shared memory.
+
+    Attributes:
+        keys: bfloat16 [stages, 64, H] tiles of keys.
+        values: bfloat16 [stages, 64, H] tiles of values.
+        queries: bfloat16 [group padded to eights, H].
+        weights: bfloat16 [group padded, 64] softmax weights of a tile.
+        attended: bfloat16 [group padded, H] result.
+        keys_full: a barrier per stage that tells when a tile of keys has arrived.
+        values_full: a barrier per stage that tells when a tile of values has arrived.
+        all_threads: a barrier for all threads of the CTA.
+    """
+
+    keys: Any
+    values: Any
+    queries: Any
+    weights: Any
+    attended: Any
+    keys_full: Any
+    values_full: Any
+    all_threads: Any
+
+    @classmethod
+    def types(cls, padded: int, stages: int) -> "_SharedMemory":
+        """The types to allocate for a padded group and a number of stages."""
+
+        def operand(*shape):
+            return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
+
+        full = plgpu.Barrier(num_barriers=stages, num_arrivals=_TILE // _COPIED)
+        return cls(
+            keys=operand(stages, _TILE, HEAD_DIM),
+            values=operand(stages, _TILE, HEAD_DIM),
+            queries=operand(padded, HEAD_DIM),
+            weights=operand(padded, _TILE),
+            attended=plgpu.SMEM((padded, HEAD_DIM), jnp.bfloat16),
+            keys_full=full,
+            values_full=full,
+            all_threads=plgpu.Barrier(),
+        )
+
+
+def attend(
+    inputs: AttentionInputs,
+    *,
+    eps: float,
+    num_sms: int,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Does what `attention.attend_whole` does, where `supports_attention`.
+
+    Args:
+        inputs: the product of q, k and v, and the cache.
+        eps: epsilon of the norms.
+        num_sms: number of SMs of the device.
+        interpret: simulate the kernel with these parameters.
+
+    Returns:
+        Attention, bfloat16 [M, N H], and the updated keys and values.
+    """
+    m, kv_heads, _, head_dim = inputs.keys.shape
+    heads = inputs.num_heads
+    total = heads + 2 * kv_heads
+    padded = _padded(heads // kv_heads)
+    operands = inputs._replace(
+        qkv=inputs.qkv.reshape(m, total, head_dim),
+        bias=None if inputs.bias is None else inputs.bias.reshape(total, head_dim),
+        keys=jax.new_ref(inputs.keys),
+        values=jax.new_ref(inputs.values),
+    )
+    # A CTA that is alone on its SM requests the next tiles while it computes.
+    stages = 2 if m * kv_heads <= num_sms else 1
+
+    def body(operands, result, **scratch):
+        shared = _SharedMemory(**scratch)
+        _attend(operands, result, shared, eps, simulated=interpret is not None)
+
+    attended = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((m, heads, head_dim), inputs.qkv.dtype),
+        scratch_types=_SharedMemory.types(padded, stages)._asdict(),
+        grid=(kv_heads, m),
+        grid_names=("head", "row"),
+        kernel_name="attention_sm90",
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
+            reduction_scratch_bytes=128 * padded,  # all columns at a time
+            approx_math=True,
+        ),
+        interpret=interpret,
+    )(operands)
+    keys, values = (jax.freeze(cache) for cache in (operands.keys, operands.values))
+    return attended.reshape(m, heads * head_dim), keys, values
+
+
+def _padded(group: int) -> int:
+    """The number of query heads that the kernel computes for a group."""
+    return -(-group // QUERIES) * QUERIES
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """The tiles of keys, or of values, of one head of a row, and the stages that hold them.
+
+    Attributes:
+        source: [S, H] in global memory.
+        stages: [stages, 64, H] in shared memory.
+        full: a barrier per stage that tells when its tile has arrived.
+        all_threads: a barrier for all threads of the CTA.
+        length: cache position of the new token.
+    """
+
+    source: Any
+    stages: Any
+    full: Any
+    all_threads: Any
+    length: Any
+
+    @property
+    def last(self) -> Any:
+        """Index of the tile with the new token."""
+        return lax.div(self.length, _TILE)
+
+    def request(self, tile: Any) -> None:
+        """Copies a tile to its stage, by TMA.
+
+        Positions after the row's end are left out, unless nothing has been in the stage before:
+        what is multiplied by zero must be a finite number.
+        """
+        count = self.stages.shape[0]
+        stage = lax.rem(tile, count)
+        full = self.full.at[stage]
+
+        @pl.loop(0, _TILE // _COPIED)
+        def copy_positions(i):
+            first = tile * _TILE + i * _COPIED
+            needed = (first <= self.length) | (tile < count)
+
+            @pl.when(needed)
+            def copy():
+                destination = self.stages.at[stage, pl.ds(i * _COPIED, _COPIED)]
+                source = self.source.at[pl.ds(first, _COPIED)]
+                plgpu.copy_gmem_to_smem(source, destination, full)
+
+            @pl.when(~needed)
+            def leave_out():
+                plgpu.barrier_arrive(full)
+
+    def request_first(self, needed: Callable[[int], Any]) -> None:
+        """Requests the tiles that are needed among those that the empty stages can hold."""
+        for tile in range(self.stages.shape[0]):
+            pl.when(needed(tile))(functools.partial(self.request, jnp.int32(tile)))
+
+    def use(self, tile: Any, multiply: Callable[[Any], jax.Array]) -> jax.Array:
+        """Waits for a tile, multiplies with it, and requests the next tile for its stage."""
+        count = self.stages.shape[0]
+        stage = lax.rem(tile, count)
+        plgpu.barrier_wait(self.full.at[stage])
+        result = multiply(self.stages.at[stage])
+        _meet(self.all_threads)
+        pl.when(tile + count <= self.last)(functools.partial(self.request, tile + count))
+        return result
+
+
+def _meet(all_threads: Any) -> None:
+    """All threads of the CTA wait for one another."""
+    plgpu.barrier_arrive(all_threads)
+    plgpu.barrier_wait(all_threads)
+
+
+def _attend(
+    operands: AttentionInputs,
+    attended: Any,
+    shared: _SharedMemory,
+    eps: float,
+    *,
+    simulated: bool,
+) -> None:
+    """What a CTA does.
+
+    Args:
+        operands: references to the operands in global memory.
+        attended: reference to the result [M, N, H] in global memory.
+        shared: references to shared memory.
+        eps: epsilon of the norms.
+        simulated: the interpreter runs the kernel; it takes no inline PTX.
+    """
+    row, head = lax.axis_index("row"), lax.axis_index("head")
+    group, padded = attended.shape[1] // operands.keys.shape[1], shared.queries.shape[0]
+    read = load_row(operands, group, padded, row, head, simulated=simulated)
+    keys, values = (
+        _Tiles(cache.at[row, head], stages, full, shared.all_threads, read.length)
+        for cache, stages, full in (
+            (operands.keys, shared.keys, shared.keys_full),
+            (operands.values, shared.values, shared.values_full),
+        )
+    )
+    last = keys.last
+    for tiles in (keys, values):
+        tiles.request_first(lambda tile: tile < last)
+
+    factor = read.norm_factor(eps)
+    key = read.key_rotation.rotated(projected(read.key, factor), eps)
+    value = projected(read.value, factor)
+    for cache, new in ((operands.keys, key), (operands.values, value)):
+        for dims, half in zip(HALVES, new, strict=True):
+            cache.at[row, head, read.length, dims][...] = half.astype(jnp.bfloat16)
+    if not simulated:
+        fence_async_proxy(nvvm.ProxyKind.async_global)
+    for i, halves in enumerate(read.queries):
+        queries = read.query_rotation.rotated(projected(halves, factor), eps)
+        for dims, half in zip(HALVES, queries, strict=True):
+            place = shared.queries.at[pl.ds(i * QUERIES, QUERIES), dims]
+            place[...] = half.astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    _meet(shared.all_threads)
+    for tiles in (keys, values):
+        tiles.request_first(lambda tile: tile == last)
+
+    shared.attended.T[...] = _transposed(_attend_to_tiles(keys, values, shared))
+    plgpu.commit_smem()
+    for i in range(group):
+        plgpu.copy_smem_to_gmem(shared.attended.at[i], attended.at[row, head * group + i])
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _attend_to_tiles(keys: _Tiles, values: _Tiles, shared: _SharedMemory) -> jax.Array:
+    """The main loop: an online softmax over the tiles; float32 [H, padded group]."""
+    padded = shared.queries.shape[0]
+
+    def product(a, b):
+        def accumulate(acc):
+            plgpu.wgmma(acc, a, b)
+            plgpu.wgmma_wait(0)
+            return acc[...]
+
+        return pl.run_scoped(accumulate, plgpu.ACC((a.shape[0], padded), jnp.float32))
+
+    def over_rows(numbers, rows):
+        return lax.broadcast_in_dim(numbers, (rows, padded), (1,))
+
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def add_tile(tile, carry):
+        total, weight, largest = carry
+        scores = keys.use(tile, lambda stage: product(stage, shared.queries.T))
+        position = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA)
+        scores *= HEAD_DIM**-0.5 * _LOG2_E
+        scores = jnp.where(tile * _TILE + position <= keys.length, scores, _EMPTY)
+        top = jnp.maximum(largest, jnp.max(scores, axis=0))
+        weights = jnp.exp2(scores - over_rows(top, _TILE))
+        keep = jnp.exp2(largest - top)
+        shared.weights.T[...] = _transposed(weights)
+        plgpu.commit_smem()
+        added = values.use(tile, lambda stage: product(stage.T, shared.weights.T))
+        total = over_rows(keep, HEAD_DIM) * total + added
+        return total, over_rows(keep, _TILE) * weight + weights, top
+
+    zeros = [full((rows, padded), 0.0, plgpu.Layout.WGMMA) for rows in (HEAD_DIM, _TILE)]
+    start = *zeros, full((padded,), _EMPTY, plgpu.Layout.WGMMA.reduce(0))
+    total, weight, _ = lax.fori_loop(0, keys.last + 1, add_tile, start)
+    return total / over_rows(jnp.sum(weight, axis=0), HEAD_DIM)
+
+
+def _transposed(value: jax.Array) -> jax.Array:
+    """A product of wgmma, rounded, as the transpose of a matrix in shared memory takes it."""
+    return plgpu.layout_cast(value.astype(jnp.bfloat16), plgpu.Layout.WGMMA_TRANSPOSED)

@@ -1,0 +1,289 @@
+"""A layer of a decode step: which kernels compute it. Arrays in, arrays out.
+
+A layer has six steps. In each step the first line is taken whose conditions hold:
+
+    step       kernels                    conditions
+    norm       add_rmsnorm                none
+    qkv        qkv_proj                   none
+    attention  attention_sm90             unsplit, Hopper GPU, bfloat16 cache, heads of 128
+               attend_whole               unsplit
+               attend, merge_parts        none
+    output     o_proj+RMSNorm             M <= 64, o_proj FP4 and adapted, gate_up_proj+SwiGLU next
+               o_proj, add_rmsnorm        none
+    mlp        gate_up_proj+SwiGLU        M <= 128, gate_up_proj FP4 and adapted
+               gate_up_proj, swiglu       none
+    down       down_proj                  none; the norm of the next layer adds its result
+
+A weight is "FP4" if it is in tile order (`Fp4Tiles`) and the Hopper kernel runs; the two epilogues
+"+RMSNorm" and "+SwiGLU" need rows in multiples of eight. Attention is "unsplit" if M <= 128, o_proj
+is in tile order, and the M K heads of keys occupy all SMs.
+
+An adapted product needs x A^T. Every kernel in front of a product computes partial sums of it, but
+for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the
+kernel `lora_shrink` runs before it where the tiling has no space for that.
+
+For Qwen2.5-7B on an H200 this gives:
+
+    M          weights               kernels of a layer, in order
+    any        dense or Fp4Weight    add_rmsnorm, qkv_proj, attend, merge_parts, o_proj,
+                                     add_rmsnorm, gate_up_proj, swiglu, down_proj
+    1 to 7     Fp4Tiles and adapters the same
+    8, 16      Fp4Tiles and adapters add_rmsnorm, qkv_proj, attend, merge_parts, o_proj+RMSNorm,
+                                     gate_up_proj+SwiGLU, down_proj
+    32 to 64   Fp4Tiles and adapters add_rmsnorm, qkv_proj, attention_sm90, o_proj+RMSNorm,
+                                     gate_up_proj+SwiGLU, down_proj
+    72 to 128  Fp4Tiles and adapters add_rmsnorm, qkv_proj, attention_sm90, o_proj, add_rmsnorm,
+                                     gate_up_proj+SwiGLU, [lora_shrink,] down_proj
+    136, ...   Fp4Tiles and adapters as with dense weights
+
+The module uses an API of jax that may change (Pallas's Triton backend): import it when it is
+needed, after `decode.supports_layer`.
+"""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels import fp4_matmul, matvec
+from pallas_kernels.decode import attention, norms
+from pallas_kernels.decode.attention import AttentionInputs
+from pallas_kernels.decode.norms import DeferredNorm
+from pallas_kernels.device import num_sms
+from pallas_kernels.fp4_matmul import Fp4Tiles, Fp4Weight
+from pallas_kernels.fp4_matmul.tiling import MAX_ROWS_OF_PARTIALS
+
+Adapter = tuple[jax.Array, jax.Array]
+
+
+class Activations(NamedTuple):
+    """The input of a product.
+
+    Attributes:
+        x: bfloat16 [M, K].
+        xa_partials: float32 [P, M, R'] whose sum over P is x A^T of the product's adapter, or None
+            where the product has no adapter or is to compute x A^T itself.
+    """
+
+    x: jax.Array
+    xa_partials: jax.Array | None = None
+
+
+class Projection(NamedTuple):
+    """A linear map x W^T + (x A^T) B^T.
+
+    Attributes:
+        weight: W [N, K], dense or in 4 bits.
+        adapter: A [R, K] with the LoRA scale inside and B [N, R''], or None.
+    """
+
+    weight: jax.Array | Fp4Weight | Fp4Tiles
+    adapter: Adapter | None
+
+    @property
+    def a(self) -> jax.Array | None:
+        """A of the adapter, or None."""
+        return None if self.adapter is None else self.adapter[0]
+
+
+# One jit: the layers share a trace and a lowering.
+@functools.partial(jax.jit, static_argnames="eps")
+def decode_layer(
+    layer: dict[str, Any],
+    adapters: dict[str, Adapter],
+    residual: tuple[jax.Array, jax.Array],
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    angles: tuple[jax.Array, jax.Array],
+    *,
+    eps: float,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """One transformer layer over one new token per row, where `decode.supports_layer`.
+
+    Args:
+        layer: weights by name: 'qkv_proj' [(N + 2 K) H, D], 'o_proj' [D, N H], 'gate_up_proj'
+            [2 F, D] and 'down_proj' [D, F], each a bfloat16 array, an Fp4Weight or an Fp4Tiles;
+            float32 scales of the norms 'input_layernorm' and 'post_attention_layernorm' [D] and,
+            if queries and keys have norms, 'q_norm' and 'k_norm' [H]; 'qkv_bias', if there is one.
+        adapters: (A, B) of the projections that have an adapter, by the name of the projection.
+        residual: bfloat16 [M, D] twice, the residual and what is still to be added to it: the
+            first kernel of a layer adds the last product of the layer before.
+        keys: [M, K, S, H] cached keys, bfloat16 or float8_e4m3fn; donated.
+        values: [M, K, S, H] cached values; donated.
+        lengths: int32 [M], number of filled cache positions of each row, less than S.
+        angles: float32 [M, H/2] twice, cosines and sines of the rotation at the new positions.
+        eps: epsilon of the norms.
+
+    Returns:
+        The residual and what is still to be added to it, and the updated keys and values.
+    """
+    qkv, o, gate_up, down = (
+        Projection(layer[name], adapters.get(name))
+        for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    )
+    norm = _norm(*residual, layer["input_layernorm"], qkv)
+    inputs = AttentionInputs(
+        qkv=_project(Activations(norm.scaled, norm.xa_partials), qkv),
+        square_partials=norm.square_partials,
+        cosines=angles[0],
+        sines=angles[1],
+        lengths=lengths,
+        bias=layer.get("qkv_bias"),
+        q_norm=layer.get("q_norm"),
+        k_norm=layer.get("k_norm"),
+        keys=keys,
+        values=values,
+    )
+    attended, keys, values = _attention(inputs, o, eps)
+    norm = _output(attended, o, norm.residual, layer["post_attention_layernorm"], gate_up)
+    hidden = _mlp(norm, gate_up, down, eps)
+    return (norm.residual, _project(hidden, down)), keys, values
+
+
+def _norm(x: jax.Array, y: jax.Array, scale: jax.Array, reader: Projection) -> DeferredNorm:
+    """The norm of x + y, which a projection reads."""
+    with jax.named_scope("norms"):
+        return norms.add_rmsnorm(x, y, scale, reader.a)
+
+
+def _project(activations: Activations, projection: Projection) -> jax.Array:
+    """A product, with its adapter if it has one."""
+    x, xa_partials = activations
+    weight, adapter = projection
+    if isinstance(weight, Fp4Weight | Fp4Tiles):
+        with jax.named_scope("linears"):
+            if adapter is None or xa_partials is None:
+                return fp4_matmul.fp4_matmul(x, weight, lora=adapter)
+            return fp4_matmul.fp4_matmul_with_xa_partials(x, weight, xa_partials, adapter[1])
+    with jax.named_scope("linears"):
+        y = matvec.matmul(x, weight)
+    if adapter is None:
+        return y
+    a, b = adapter
+    with jax.named_scope("lora"):
+        if xa_partials is None:
+            b = b[:, : a.shape[0]]
+            return y + fp4_matmul.dot(fp4_matmul.dot(x, a), b)
+        return y + fp4_matmul.dot(fp4_matmul.sum_xa_partials(xa_partials, x, b), b)
+
+
+def _attention(
+    inputs: AttentionInputs, o: Projection, eps: float
+) -> tuple[Activations, jax.Array, jax.Array]:
+    """Attention, and the updated keys and values; the output projection reads the former."""
+    options = {"eps": eps, "num_sms": num_sms()}
+    # The FP4 product makes x A^T too: after attention in one part nothing is left to do.
+    unsplit = (
+        isinstance(o.weight, Fp4Tiles)
+        and len(inputs.qkv) <= MAX_ROWS_OF_PARTIALS
+        and attention.num_parts(inputs.keys, num_sms()) == 1
+    )
+    with jax.named_scope("attention"):
+        if not unsplit:
+            parts, keys, values = attention.attend(inputs, **options)
+            merged = attention.merge_parts(parts, o.a, dtype=inputs.qkv.dtype)
+            return Activations(*merged), keys, values
+        if supports_sm90_attention(inputs.keys, inputs.num_heads):
+            from pallas_kernels.decode import attention_sm90
+
+            attended, keys, values = attention_sm90.attend(inputs, **options)
+        else:
+            attended, keys, values = attention.attend_whole(inputs, **options)
+        return Activations(attended), keys, values
+
+
+def _output(
+    attended: Activations,
+    o: Projection,
+    residual: jax.Array,
+    scale: jax.Array,
+    gate_up: Projection,
+) -> DeferredNorm:
+    """The output projection added to the residual, and the norm of the sum."""
+    x, xa_partials = attended
+    weight, adapter = o
+    fused = (
+        isinstance(weight, Fp4Tiles)
+        and adapter is not None
+        and fp4_matmul.supports_add_rmsnorm(x, weight, adapter[1])
+        and _supports_mlp_without_xa_partials(x, gate_up)
+    )
+    if not fused:
+        return _norm(residual, _project(attended, o), scale, gate_up)
+    a, b = adapter
+    with jax.named_scope("linears"):
+        residual, scaled, square_partials = fp4_matmul.fp4_matmul_add_rmsnorm(
+            x,
+            weight,
+            residual,
+            scale,
+            b,
+            xa_partials=xa_partials,
+            a=a if xa_partials is None else None,
+        )
+    return DeferredNorm(residual, scaled, None, square_partials)
+
+
+def _supports_mlp_without_xa_partials(attended: jax.Array, gate_up: Projection) -> bool:
+    """Whether the product of gate and up computes x A^T itself and ends with SwiGLU.
+
+    The output projection computes the norm only before such a product: with a kernel for x A^T
+    nothing would be saved.
+    """
+    weight, adapter = gate_up
+    if not isinstance(weight, Fp4Tiles) or adapter is None:
+        return False
+    a, b = adapter
+    scaled = jax.ShapeDtypeStruct((len(attended), a.shape[1]), attended.dtype)
+    return fp4_matmul.supports_swiglu(scaled, weight, b, a=a)
+
+
+def _mlp(norm: DeferredNorm, gate_up: Projection, down: Projection, eps: float) -> Activations:
+    """SwiGLU of the product of gate and up, which the down projection reads."""
+    weight, adapter = gate_up
+    if isinstance(weight, Fp4Tiles) and adapter is not None:
+        a, b = adapter
+        args = norm.scaled, weight, b, norm.square_partials
+        xa = {"xa_partials": norm.xa_partials, "a": a if norm.xa_partials is None else None}
+        if fp4_matmul.supports_swiglu(*args, **xa):
+            with jax.named_scope("linears"):
+                return Activations(fp4_matmul.fp4_swiglu(*args, **xa, eps=eps))
+    y = _project(Activations(norm.scaled, norm.xa_partials), gate_up)
+    with jax.named_scope("mlp"):
+        return Activations(*norms.swiglu(y, norm.square_partials, down.a, eps=eps))
+
+
+def supports_sm90_attention(keys: jax.Array | jax.ShapeDtypeStruct, num_heads: int) -> bool:
+    """Whether `attention_sm90` computes attention on the default device.
+
+    Args:
+        keys: [M, K, S, H] cached keys.
+        num_heads: number of query heads.
+    """
+    if not fp4_matmul.supports_device() or not _sm90_attention_agrees():
+        return False
+    from pallas_kernels.decode import attention_sm90
+
+    return attention_sm90.supports_attention(keys, num_heads)
+
+
+@functools.cache
+def _sm90_attention_agrees() -> bool:
+    """Whether `attention_sm90` loads and agrees with the definition.
+
+    It uses an API of jax that may change.
+    """
+    try:
+        from pallas_kernels.decode import attention_sm90, self_test
+
+        error = self_test.relative_error(attention_sm90.attend)
+    except Exception as problem:  # Whatever an untested version of jax raises.
+        reason = f"{type(problem).__name__}: {problem}".splitlines()[0]
+    else:
+        if error < 1e-2:
+            return True
+        reason = f"it is off by {error:.1e}"
+    warnings.warn(f"attention without the kernel for Hopper GPUs ({reason})", stacklevel=2)
+    return False

@@ -1,0 +1,291 @@
+"""A layer of a decode step out of kernels, compared with the layer of `transformer`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_model
+from triton_kernel import BACKENDS, assert_close, normal, wide
+
+from pallas_kernels import decode, fp4_matmul
+from pallas_kernels.decode import attention, attention_sm90, layer, norms
+from pallas_kernels.fp4_matmul import cases, dispatch, layout, lora_shrink
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy import transformer
+from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.quant import quantize, tile_order
+
+
+def use_triton_kernels(monkeypatch, interpret):
+    """Makes the layer take its Triton kernels, in the interpreter if told so."""
+    monkeypatch.setattr(decode, "supports_device", lambda _: True)
+    for module, names in (
+        (norms, ("add_rmsnorm", "swiglu")),
+        (attention, ("attend", "attend_whole", "merge_parts")),
+    ):
+        for name in names:
+            kernel = functools.partial(getattr(module, name), interpret=interpret)
+            monkeypatch.setattr(module, name, kernel)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [
+        ("qwen3", PROJECTIONS),
+        *(pytest.param(k, PROJECTIONS, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
+        ("qwen2", ("k_proj", "down_proj")),
+        ("qwen3", ()),
+    ],
+)
+def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
+    config, params = tiny_model.tiny_policy(kind, embed_dim=64, head_dim=32)
+    norms = ("norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+    params = jax.tree.map_with_path(
+        lambda path, x: x if path[-1].key in norms else x.astype(jnp.bfloat16), params
+    )
+    lora = tiny_model.random_lora(config, targets=targets) if targets else None
+    lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
+    prompts = tiny_model.random_tokens(3, 9)
+    lengths = jnp.asarray([9, 1, 5])
+    _, cache = transformer.prefill(
+        params, lora, prompts, lengths, config=config, cache_positions=16
+    )
+
+    def step():
+        jax.clear_caches()
+        run = functools.partial(transformer.decode_step, config=config)
+        return jax.jit(run)(params, lora_layers, prompts[:, 0], cache)
+
+    monkeypatch.setattr(decode, "supports_device", lambda _: False)
+    expected, expected_cache = step()
+    use_triton_kernels(monkeypatch, interpret)
+    assert decode.supports_layer(jnp.dtype("bfloat16"), cache.keys[0])
+    actual, actual_cache = step()
+    assert_close(actual, wide(expected), 2e-2)
+    for name in ("keys", "values"):
+        layers = getattr(actual_cache, name), getattr(expected_cache, name)
+        for new, old in zip(*layers, strict=True):
+            assert_close(new, wide(old), 2e-2)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("down", "form"),
+    [
+        ("packed", "nvfp4"),
+        ("packed", "mxfp4"),
+        ("packed, without an adapter", "nvfp4"),
+        ("dense", "nvfp4"),
+    ],
+)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
+    """A packed policy; on a CPU plain operations stand in for the FP4 kernel."""
+    rows, called = 8, []
+    config, params = tiny_model.tiny_policy("llama", embed_dim=512, mlp_dim=640, head_dim=32)
+
+    def stored(name, x):
+        if x.ndim == 1:
+            return x
+        if name == "down_proj" and down == "dense":
+            return x.astype(jnp.bfloat16)
+        return tile_order(jax.tree.map(jnp.asarray, quantize([np.asarray(x)], format=form)))
+
+    params["layers"] = [
+        {name: stored(name, x) for name, x in weights.items()} for weights in params["layers"]
+    ]
+    params["embed_tokens"] = params["embed_tokens"].astype(jnp.bfloat16)
+    targets = PROJECTIONS
+    if "without" in down:
+        targets = tuple(name for name in PROJECTIONS if name != "down_proj")
+    lora = tiny_model.random_lora(config, targets=targets)
+    lora_layers = lora_lib.fuse(lora, config, jnp.bfloat16)
+    prompts = tiny_model.random_tokens(rows, 9)
+    lengths = jnp.arange(1, rows + 1)
+    _, cache = transformer.prefill(
+        params, None, prompts, lengths, config=config, cache_positions=16
+    )
+
+    def product(x, weight, b, *, xa_partials=None, a=None):
+        if a is not None:
+            return fp4_matmul.fp4_matmul(x, weight, lora=(a, b))
+        return fp4_matmul.fp4_matmul_with_xa_partials(x, weight, xa_partials, b)
+
+    def matmul_add_rmsnorm(x, weight, residual, scale, b, **adapter):
+        called.append(weight.shape)
+        if not interpret:
+            return kernels["fp4_matmul_add_rmsnorm"](x, weight, residual, scale, b, **adapter)
+        y = residual + product(x, weight, b, **adapter)
+        wide = y.astype(jnp.float32)
+        square_partials = jnp.stack([jnp.mean(wide * wide, axis=1) / 4] * 4)
+        return y, (wide * scale).astype(x.dtype), square_partials
+
+    def swiglu(x, weight, b, square_partials, *, eps, **adapter):
+        called.append(weight.shape)
+        assert (adapter["xa_partials"] is None) == with_norm
+        if not interpret:
+            return kernels["fp4_swiglu"](x, weight, b, square_partials, eps=eps, **adapter)
+        y = product(x, weight, b, **adapter)
+        factor = jax.lax.rsqrt(square_partials.sum(axis=0) + eps)
+        gate, up = jnp.split(y * factor[:, None], 2, axis=1)
+        return (jax.nn.silu(gate) * up).astype(x.dtype)
+
+    def step():
+        jax.clear_caches()
+        run = functools.partial(transformer.decode_step, config=config)
+        return jax.jit(run)(params, lora_layers, prompts[:, 0], cache)[0]
+
+    monkeypatch.setattr(decode, "supports_device", lambda _: False)
+    expected = step()
+    use_triton_kernels(monkeypatch, interpret)
+    stand_ins = {"fp4_matmul_add_rmsnorm": matmul_add_rmsnorm, "fp4_swiglu": swiglu}
+    kernels = {name: getattr(fp4_matmul, name) for name in stand_ins}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(fp4_matmul, name, stand_in)
+    if interpret:
+        monkeypatch.setattr(fp4_matmul, "supports_swiglu", lambda *_, **__: True)
+    if interpret or not with_norm:
+        monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", lambda *_: with_norm)
+    actual = step()
+    o_proj = config.embed_dim, config.num_heads * config.head_dim
+    gate_up_proj = 2 * config.mlp_dim, config.embed_dim
+    # Once each, as the layers share a trace.
+    assert called == ([o_proj, gate_up_proj] if with_norm else [gate_up_proj])
+    assert_close(actual, wide(expected), 2e-2)
+
+
+class StopTraceError(Exception):
+    """Ends a trace at the output projection, with the kernel that was chosen."""
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, True),
+        ({"dense": "o"}, False),
+        ({"dense": "gate_up"}, False),
+        ({"without": "o"}, False),
+        ({"without": "gate_up"}, False),
+        ({"supports_add_rmsnorm": False}, False),
+        ({"supports_swiglu": False}, False),
+    ],
+)
+def test_when_the_output_projection_computes_the_norm(change, expected, monkeypatch):
+    """It does if both products are FP4 and adapted, and the next one can compute x A^T itself."""
+
+    def supports_swiglu(x, weight, b, square_partials=None, *, xa_partials=None, a=None):
+        assert x.shape == (8, 512)
+        assert xa_partials is None
+        assert a is not None
+        return change.get("supports_swiglu", True)
+
+    def supports_add_rmsnorm(x, weight, b):
+        return change.get("supports_add_rmsnorm", True)
+
+    def chosen(choice):
+        def stand_in(*_, **__):
+            raise StopTraceError(choice)
+
+        return stand_in
+
+    monkeypatch.setattr(fp4_matmul, "supports_swiglu", supports_swiglu)
+    monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", supports_add_rmsnorm)
+    monkeypatch.setattr(fp4_matmul, "fp4_matmul_add_rmsnorm", chosen("with norm"))
+    monkeypatch.setattr(norms, "add_rmsnorm", chosen("without norm"))
+    monkeypatch.setattr(layer, "_project", lambda *_: None)
+    o, gate_up = (
+        layer.Projection(
+            normal(1, *shape) if change.get("dense") == name else packed(*shape),
+            None if change.get("without") == name else (normal(2, 32, shape[1]), normal(3, 8, 64)),
+        )
+        for name, shape in {"o": (512, 128), "gate_up": (1280, 512)}.items()
+    )
+    attended, scale = layer.Activations(normal(4, 8, 128)), jnp.ones(512)
+    with pytest.raises(StopTraceError, match="^with norm" if expected else "^without norm"):
+        layer._output(attended, o, normal(5, 8, 512), scale, gate_up)
+
+
+def packed(n, k):
+    """The shapes of a weight in tile order."""
+    count = -(-n // 64), -(-k // 128)
+    codes, scales = (
+        jax.ShapeDtypeStruct((*count, words), jnp.uint32)
+        for words in (layout.CODE_WORDS, layout.SCALE_WORDS)
+    )
+    divisor = jax.ShapeDtypeStruct((n,), jnp.float32)
+    return fp4_matmul.Fp4Tiles(codes, scales, divisor, inputs=k, format="nvfp4")
+
+
+PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
+
+
+# The table in the docstring of `layer`.
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        pytest.param(1, PLAIN, marks=pytest.mark.slow),
+        (8, "add_rmsnorm fp4 attend merge_parts fp4+RMSNorm fp4+SwiGLU fp4"),
+        (64, "add_rmsnorm fp4 attention_sm90 fp4+RMSNorm fp4+SwiGLU fp4"),
+        (72, "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
+        pytest.param(136, PLAIN, marks=pytest.mark.slow),
+    ],
+)
+def test_the_kernels_of_a_layer(rows, expected, monkeypatch):
+    """The kernels for Qwen2.5-7B in NVFP4 with an adapter of rank 32, on an H100 or H200."""
+    called = []
+
+    def record(module, name, label):
+        function = getattr(module, name)
+
+        def recorded(*args, **options):
+            result = function(*args, **options)
+            called.append(label)
+            return result
+
+        monkeypatch.setattr(module, name, recorded)
+
+    monkeypatch.setattr(layer, "_sm90_attention_agrees", lambda: True)
+    for module in (fp4_matmul, dispatch):
+        monkeypatch.setattr(module, "supports_device", lambda: True)
+    for module, name, label in (
+        (norms, "add_rmsnorm", "add_rmsnorm"),
+        (norms, "swiglu", "swiglu"),
+        (attention, "attend", "attend"),
+        (attention, "attend_whole", "attend_whole"),
+        (attention, "merge_parts", "merge_parts"),
+        (attention_sm90, "attend", "attention_sm90"),
+        (lora_shrink, "shrink", "lora_shrink"),
+        (fp4_matmul, "fp4_matmul", "fp4"),
+        (fp4_matmul, "fp4_matmul_with_xa_partials", "fp4"),
+        (fp4_matmul, "fp4_matmul_add_rmsnorm", "fp4+RMSNorm"),
+        (fp4_matmul, "fp4_swiglu", "fp4+SwiGLU"),
+    ):
+        record(module, name, label)
+
+    def array(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    weights, adapters = {}, {}
+    for name, (n, k) in cases.MODELS["7b"].items():
+        rank = cases.rank_of(name, 32)
+        weights[f"{name}_proj"] = packed(n, k)
+        adapters[f"{name}_proj"] = array(rank, k), array(n, fp4_matmul.padded_rank(rank))
+    embed, outputs = 3584, 4608
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        weights[name] = array(embed, dtype=jnp.float32)
+    weights["qkv_bias"] = array(outputs)
+    cache, angle = array(rows, 4, 2048, 128), array(rows, 64, dtype=jnp.float32)
+    jax.eval_shape(
+        functools.partial(layer.decode_layer.__wrapped__, eps=1e-6),
+        weights,
+        adapters,
+        (array(rows, embed),) * 2,
+        cache,
+        cache,
+        array(rows, dtype=jnp.int32),
+        (angle, angle),
+    )
+    assert " ".join(called) == expected
