@@ -132,7 +132,7 @@ def random_tokens(count: int, m: int, k: int) -> list[jax.Array]:
 def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Array, jax.Array]]:
     """A [R, K] and B [N, R'], with all columns that the kernel reads, for each weight.
 
-    XLA would make one product of those that share A.
+    XLA would compute one x A^T for calls with the same A.
     """
     keys = jax.random.split(jax.random.key(2), (count, 2))
     return [
@@ -145,7 +145,7 @@ def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Arr
 
 
 def random_xa_partials(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, jax.Array]:
-    """Shares [S, M, R'] of x A^T as a decode step makes them, and B [N, R''] for the kernel."""
+    """Partials [S, M, R'] of x A^T as in a decode step, and B [N, R''] for the kernel."""
     keys = jax.random.split(jax.random.key(3))
     columns = -(-rank // tiling.PARTIAL_COLUMNS) * tiling.PARTIAL_COLUMNS
     return (
@@ -155,7 +155,7 @@ def random_xa_partials(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, ja
 
 
 def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple[float, dict]:
-    """Seconds of one call, and of its kernels by name: medians of three measurements."""
+    """The seconds of one call, and of its kernels by name: medians of three measurements."""
     runs = []
     for _ in range(3):
         totals: dict[str, float] = collections.defaultdict(float)
@@ -167,7 +167,7 @@ def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple
 
 
 def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, dict]:
-    """Seconds of one call of an implementation, and of its kernels."""
+    """The seconds of one call of an implementation, and of its kernels by name."""
     if impl == "nf4":
         process = _process_of_nf4()
         try:

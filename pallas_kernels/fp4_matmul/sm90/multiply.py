@@ -71,14 +71,14 @@ def add_product(
         ),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def multiply(_, acc, weight, x, behind):
+    def multiply(_, acc, weight, x, distance):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         shift, mask, bias = (
             arith.constant(i32, ir.IntegerAttr.get(i32, number)) for number in (4, 0x3FFF, _BIAS)
         )
         address = arith.shrui(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x)), shift)
         lower = arith.subi(arith.andi(address, mask), bias)
-        lower = arith.addi(lower, behind.registers.item())
+        lower = arith.addi(lower, distance.registers.item())
         weight = mgpu.optimization_barrier(weight)  # so that it is ready before the fence
         nvvm.wgmma_fence_aligned()
         sums = [vector.extract(pair, [], [i]) for pair in acc.registers.flat for i in (0, 1)]

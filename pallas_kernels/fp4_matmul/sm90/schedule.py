@@ -1,4 +1,4 @@
-"""The tile schedule: which block of threads (CTA) computes which tiles and which steps of K."""
+"""The tile schedule: which CTA computes which tiles and which steps of K."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -54,7 +54,7 @@ class Fixup(NamedTuple):
     end: Any
 
 
-class _ClusterShare(NamedTuple):
+class _ClusterWork(NamedTuple):
     """The work of a CTA in a cluster.
 
     Attributes:
@@ -227,7 +227,7 @@ class TileSchedule:
         return tokens == config.tile_m and config.smem_bytes() + more <= SMEM_LIMIT
 
     def coordinates(self, tile) -> tuple[Any, Any]:
-        """Indices along tokens and outputs; tiles that run at a time share lines of the L2."""
+        """Indices along tokens and outputs; tiles that run at a time read the same lines of L2."""
         if self.m_tiles == 1:
             return jnp.int32(0), tile
         return plgpu.planar_snake(tile, (self.m_tiles, self.n_tiles), 0, 8)
@@ -251,8 +251,8 @@ class TileSchedule:
     def num_work_tiles(self, block):
         """Number of work tiles of a CTA."""
         if self.split > 1:
-            share = self._cluster_share(block)
-            return share.whole + share.split
+            work = self._cluster_work(block)
+            return work.whole + work.split
         if not self.split_tiles:
             return lax.div(self.tiles - block + self.blocks - 1, self.blocks)
         return self.num_split_work_tiles(block) + self.tiles // self.blocks
@@ -319,7 +319,7 @@ class TileSchedule:
         return jnp.where(slot == self.config.stages - 1, 0, slot + 1)
 
     def _work_tile_of_cluster(self, block, index) -> WorkTile:
-        cluster, member, whole, _ = self._cluster_share(block)
+        cluster, member, whole, _ = self._cluster_work(block)
         split = index == whole
         turn = jnp.where(split, self._tiles_of(cluster) - 1, index * self.split + member)
         first, end = (lax.div((member + i) * self.steps, self.split) for i in (0, 1))
@@ -332,13 +332,13 @@ class TileSchedule:
     def _tiles_of(self, cluster):
         return lax.div(self.tiles - cluster + self.clusters - 1, self.clusters)
 
-    def _cluster_share(self, block) -> _ClusterShare:
+    def _cluster_work(self, block) -> _ClusterWork:
         cluster = lax.div(block, self.split)
         member = block - cluster * self.split
         count = self._tiles_of(cluster)
         split = jnp.where(lax.rem(count, self.split) == 1, 1, 0)
         whole = lax.div(count - split - member + self.split - 1, self.split)
-        return _ClusterShare(cluster, member, whole, split)
+        return _ClusterWork(cluster, member, whole, split)
 
     def _first_step(self, block):
         line = jnp.minimum(block, self.splitting_blocks) * self.split_tiles * self.steps
