@@ -22,7 +22,9 @@ import numpy as np
 
 from benchmarks.run_summary import describe
 from qerl_jax.errors import UserError
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.metrics import read_evaluations, read_steps
 
 
 def welch_t(new: np.ndarray, old: np.ndarray) -> float:
@@ -33,7 +35,8 @@ def welch_t(new: np.ndarray, old: np.ndarray) -> float:
 
 def summarize(folders: list[pathlib.Path]) -> dict:
     """The comparison of the last with the first fifth of the steps, over all runs."""
-    runs = [read_metrics(folder / "metrics.jsonl") for folder in folders]
+    metrics = [RunFolder(folder).metrics for folder in folders]
+    runs = [read_steps(path) for path in metrics]
     if len({len(rows) for rows in runs}) != 1 or len(runs[0]) < 10:
         raise UserError(f"the runs have {[len(rows) for rows in runs]} steps: equal, at least 10")
     fifth = len(runs[0]) // 5
@@ -46,14 +49,19 @@ def summarize(folders: list[pathlib.Path]) -> dict:
             "last_fifth": float(last.mean()),
             "welch_t": welch_t(last, first),
         }
+    evaluations = [read_evaluations(path) for path in metrics]
     summary["eval_accuracy"] = {
-        "before": float(np.mean([rows[0]["eval_accuracy_before"] for rows in runs])),
-        "after": float(np.mean([rows[-1]["eval_accuracy"] for rows in runs])),
+        "before": float(np.mean([found[0] for found in evaluations])),
+        "after": float(np.mean([found[summary["steps"]] for found in evaluations])),
     }
-    summary["minutes"] = float(
-        np.mean([sum(row["step_seconds"] for row in rows) / 60 for rows in runs])
-    )
+    summary["minutes"] = float(np.mean([_seconds(path) / 60 for path in metrics]))
     return summary | describe(folders[0])
+
+
+def _seconds(metrics: pathlib.Path) -> float:
+    """Seconds of all steps and of the evaluations after them."""
+    rows = [row for row in read_jsonl(metrics) if row["step"] > 0]
+    return sum(row.get("step_seconds", 0) + row.get("eval_seconds", 0) for row in rows)
 
 
 def main() -> None:

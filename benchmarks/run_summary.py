@@ -12,8 +12,9 @@ import statistics
 import sys
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.folder import without_folders
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.metrics import read_steps
+from qerl_jax.run.provenance import without_folders
 
 _MEDIANS = (
     "step_seconds",
@@ -28,14 +29,14 @@ _SERIES = ("reward", "accuracy", "length", "entropy", "sigma", "noise_kl", "step
 
 def describe(folder: pathlib.Path) -> dict:
     """Commit, device, versions, command and config of a run; paths keep their last part only."""
-    text = (folder / "config.json").read_text(encoding="utf-8")
+    text = RunFolder(folder).config.read_text(encoding="utf-8")
     config = json.loads(without_folders(text))
     return {key: config[key] for key in ("git", "device", "versions", "command", "config")}
 
 
 def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
     """From summary.json; runs of before it have it in their rows."""
-    path = folder / "summary.json"
+    path = RunFolder(folder).summary
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["peak_memory_bytes"]
     return max((row.get("peak_memory_bytes", 0) for row in rows), default=None)
@@ -43,7 +44,7 @@ def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
 
 def summarize(folder: pathlib.Path) -> dict:
     """The figures of a run of at least two steps."""
-    rows = read_metrics(folder / "metrics.jsonl")
+    rows = read_steps(RunFolder(folder).metrics)
     if len(rows) < 2:
         raise UserError(f"{folder} has {len(rows)} steps: a summary needs at least 2")
     return {

@@ -5,6 +5,7 @@ Those that train take
     --config=FILE.py[:PRESET]     the config file; each experiment has a default
     --config.aqn.form=relative    any field of it that the run reads; another is an error
     --workdir=DIR                 the run folder, instead of the one named after the config
+    --print_config                print the resolved config, one field per line, and exit
 
 and those that work on what was trained take arguments of their own (`run_command`).
 
@@ -30,6 +31,7 @@ from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.run.signals import StoppedError
+from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
 
 # As which ml_collections imports the file of --config, and `sweep` that of a sweep.
@@ -68,7 +70,10 @@ def main(
         if not flags.FLAGS["verbosity"].present:
             _quiet()
         with _one_line_errors():
-            run(flags.FLAGS.config, flags.FLAGS.workdir)
+            if flags.FLAGS.print_config:
+                print(describe_config(flags.FLAGS.config), end="")
+            else:
+                run(flags.FLAGS.config, flags.FLAGS.workdir)
 
     app.run(guarded, flags_parser=parse)
 
@@ -181,7 +186,8 @@ def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
         "config", default_config, "FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field."
     )
     flags.DEFINE_string("workdir", None, "The run folder; default: runs/EXPERIMENT-PRESET-HASH.")
-    for name in ("config", "workdir"):
+    flags.DEFINE_bool("print_config", False, "Print the resolved config and exit.")
+    for name in ("config", "workdir", "print_config"):
         flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
     rest = flags.FLAGS(argv)
     if len(rest) > 1:

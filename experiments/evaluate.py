@@ -18,6 +18,7 @@ stopped; `qerl_jax/evaluation/tasks.py` and `qerl_jax/statistics.py` say what is
 """
 
 import argparse
+import dataclasses
 
 from experiments import cli
 
@@ -63,11 +64,12 @@ def run(arguments: argparse.Namespace) -> None:
     """Evaluates."""
     from qerl_jax.evaluation.evaluate import evaluate
     from qerl_jax.evaluation.results_folder import EvaluateConfig
-    from qerl_jax.evaluation.tasks import Overrides
+    from qerl_jax.evaluation.tasks import TaskOverrides
 
     given = dict(vars(arguments))
-    names = ("data", "system_prompt", "question_suffix", "judge", "format_judge", "max_new_tokens")
-    overrides = Overrides(**{name: tuple(given.pop(name)) for name in names})
+    given["scorer"], given["format_scorer"] = given.pop("judge"), given.pop("format_judge")
+    fields = [field.name for field in dataclasses.fields(TaskOverrides)]
+    overrides = TaskOverrides(**{name: tuple(given.pop(name)) for name in fields})
     tasks = tuple(filter(None, given.pop("tasks").split(",")))
     adapters = tuple(given.pop("adapter").split(","))
     evaluate(EvaluateConfig(tasks=tasks, adapters=adapters, overrides=overrides, **given))

@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Exports."""
-    from qerl_jax.export.export import ExportConfig, export
+    from qerl_jax.export.write import ExportConfig, export
 
     # What was begun is removed on the way out.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))

@@ -32,18 +32,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
 from qerl_jax.errors import UserError
-from qerl_jax.run.folder import config_dict, lock_holder, write_atomic
-from qerl_jax.run.metrics import LiveLine, read_metrics
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.folder import RunFolder, config_dict, lock_holder
+from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.run.sweep import Overrides, Run, format_table, is_finished, make_table, settings
+from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
+from qerl_jax.run.terminal import LiveLine
+from qerl_jax.training.describe_config import as_flag
 from qerl_jax.training.overrides import check_overrides
 
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
@@ -85,7 +87,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
 # --- From a config file to runs ---------------------------------------------------------------
 
 
-def plan(file: str, common: Overrides, folder: Path) -> list[Run]:
+def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
     """The runs of a sweep, each with the config that its command line gives.
 
     Args:
@@ -124,7 +126,7 @@ def plan(file: str, common: Overrides, folder: Path) -> list[Run]:
     return list(runs.values())
 
 
-def _load_sweep(file: str) -> list[Overrides]:
+def _load_sweep(file: str) -> list[ConfigOverrides]:
     """Calls `get_sweep` of a config file, with its preset if one is named."""
     path, colon, preset = file.partition(":")
     spec = importlib.util.spec_from_file_location("sweep_config", path)
@@ -151,23 +153,8 @@ def _parse(arguments: Sequence[str]) -> ConfigDict:
         return values.config.lock()
 
 
-def _as_flags(overrides: Overrides) -> list[str]:
-    return [f"--config.{field}={_as_text(field, value)}" for field, value in overrides.items()]
-
-
-def _as_text(field: str, value: Any) -> str:
-    match value:
-        case bool():
-            return str(value).lower()
-        case str():
-            return value
-        case float():
-            return repr(float(value))
-        case int() | dict():
-            return repr(value)
-        case tuple() | list():
-            return repr(tuple(value))
-    raise UserError(f"{field}={value!r} in the sweep: a {type(value).__name__} cannot be a flag")
+def _as_flags(overrides: ConfigOverrides) -> list[str]:
+    return [f"--config.{field}={as_flag(field, value)}" for field, value in overrides.items()]
 
 
 def _from_here(file: str) -> str:
@@ -279,13 +266,13 @@ def _stop_with_parent() -> None:
 
 
 def _last_step(run: Run) -> str:
-    path = run.folder / "metrics.jsonl"
-    rows = read_metrics(path) if path.exists() else []
+    path = RunFolder(run.folder).metrics
+    rows = read_steps(path) if path.exists() else []
     return f"step {rows[-1]['step'] if rows else 0}/{run.config['steps']}"
 
 
 def _result(run: Run) -> str:
-    row = read_metrics(run.folder / "metrics.jsonl")[-1]
+    row = read_steps(RunFolder(run.folder).metrics)[-1]
     return f"last reward {row['reward']:.3f}"
 
 

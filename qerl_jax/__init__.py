@@ -1,8 +1,8 @@
-"""QeRL in JAX: reinforcement learning of large language models on a policy in 4 bits.
+"""QeRL in JAX: reinforcement learning of large language models on a 4-bit policy.
 
     from qerl_jax import load, generate, train
 
-The public names are imported when they are first used: importing the package is free.
+Public names are imported on first use, so importing the package costs nothing.
 """
 
 import importlib

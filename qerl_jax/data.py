@@ -1,7 +1,7 @@
-"""Problems: where they come from, in which order they are trained on, and how a prompt is written.
+"""Problems: their sources, the order in which they are trained on, and how a prompt is written.
 
-A source is a local JSONL file, `reasoning_gym:TASK` (generated, needs no network), or a dataset of
-the Hugging Face hub (`openai/gsm8k`, with a configuration `owner/name:configuration`).
+A source is a local JSONL file, `reasoning_gym:TASK` (generated, needs no network), or a dataset on
+the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
 """
 
 import dataclasses
@@ -23,12 +23,12 @@ from qerl_jax.weights.tokenizer import Tokenizer
 _GENERATED = "reasoning_gym:"
 _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
-_HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # where the hub itself knows no default
+_HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A question and its short reference answer (`72`, not the way to it)."""
+    """A question and its short reference answer (`72`, not the solution that leads to it)."""
 
     question: str
     answer: str
@@ -36,7 +36,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A problem as the model sees it: the rendered chat and its token ids."""
+    """A problem as the model reads it: the rendered chat and its token ids."""
 
     problem: Problem
     text: str
@@ -45,7 +45,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Cursor:
-    """The place of the next training problem; `dataclasses.asdict` gives what JSON can hold."""
+    """The position of the next training problem; `dataclasses.asdict` makes it storable in JSON."""
 
     epoch: int = 0
     index: int = 0
@@ -67,27 +67,35 @@ def load_problems(
 ) -> list[Problem]:
     """Loads the training or the evaluation problems; no question is in both.
 
-    The evaluation problems are the first of `eval_path` where it is given; else the first of the
-    test split of `eval_source` where that is given, or of `source`; else held out: the last of the
-    training file, the first of what is generated. The same arguments give the same problems in the
-    same order.
+    The evaluation problems come from the first of these places that is given or exists:
+
+    * `eval_path`: its first problems;
+    * `eval_source`: the first problems of its test split;
+    * `source`, if it is a hub dataset with a test split: the first problems of that split;
+    * the training problems: the last problems of a file or train split, or the first generated
+      problems, which are then not trained on.
+
+    The same arguments give the same problems in the same order.
 
     Args:
-        source: `reasoning_gym:TASK` or a hub id; unused for what `path` and `eval_path` give.
-        path: A JSONL file of training problems, one object with `question` and `answer` a line. A
-            worked answer ends in `#### NUMBER` (GSM8K); `problem` and `solution` are read too.
-        eval_source: A hub id of evaluation problems.
-        eval_path: A JSONL file of evaluation problems.
-        split: Which of the two to return.
-        eval_size: The most evaluation problems.
-        levels: Difficulties to train on, by the field `level` (`3` or `Level 3`); () is all.
-        max_question_chars: Longer questions are not trained on; 0 is no limit.
-        options: The options of the reasoning_gym task.
-        seed: The seed of what is generated.
-        size: How many distinct training problems to generate; fewer where the task has no more.
+        source: `reasoning_gym:TASK` or a hub id; not used if `path` is set.
+        path: path of a JSONL file of training problems. Each line is an object with `question` and
+            `answer` (or `problem` and `solution`). A worked answer ends in `#### NUMBER`, as in
+            GSM8K.
+        eval_source: hub id of a dataset with evaluation problems.
+        eval_path: path of a JSONL file of evaluation problems.
+        split: 'train' or 'eval', the problems to return.
+        eval_size: largest number of evaluation problems.
+        levels: difficulties to train on, compared with the field `level` (`3` or `Level 3`); ()
+            selects all.
+        max_question_chars: largest length of a training question; 0 means no limit.
+        options: options of the reasoning_gym task.
+        seed: seed of the generated problems.
+        size: number of distinct training problems to generate; a task with fewer problems gives
+            fewer.
 
     Raises:
-        UserError: The source is unknown, unreachable, malformed, or holds no problem for the split.
+        UserError: the source is unknown, unreachable, malformed, or holds no problem for the split.
     """
     separate = None  # evaluation problems that do not come from the training source
     if eval_size and (eval_path or eval_source):
@@ -104,7 +112,9 @@ def load_problems(
     elif source.startswith(_GENERATED):
         where = source
         if keep.levels:
-            raise UserError(f"{source}: data.levels={sorted(keep.levels)}: its problems have none")
+            raise UserError(
+                f"{source}: data.levels={sorted(keep.levels)}, but generated problems have no level"
+            )
         problems = _generate(source, options or {}, seed=seed, size=size + held_out_size)
         train, evaluation = problems[held_out_size:], problems[:held_out_size]
         train = [problem for problem in train if keep.length(problem)]
@@ -122,25 +132,25 @@ def load_problems(
 
 @dataclasses.dataclass(frozen=True)
 class _Filter:
-    """Which problems are trained on; see `load_problems`."""
+    """Selects the problems to train on by the options of `load_problems`."""
 
     levels: frozenset[int] = frozenset()
     max_question_chars: int = 0
 
     def level(self, row: Mapping[str, Any], where: str) -> bool:
-        """Whether the difficulty of a row is wanted."""
+        """Tells whether the difficulty of a row is among the levels."""
         if not self.levels:
             return True
         found = re.fullmatch(r"(?:Level )?([0-9]+)", str(row.get("level")))
         if found is None:
             raise UserError(
-                f"{where}: data.levels={sorted(self.levels)}, but its level is "
+                f"{where}: data.levels={sorted(self.levels)}, but the level of this problem is "
                 f"{row.get('level')!r}: a number or 'Level NUMBER' is needed"
             )
         return int(found[1]) in self.levels
 
     def length(self, problem: Problem) -> bool:
-        """Whether a question is short enough."""
+        """Tells whether a question is short enough."""
         return not 0 < self.max_question_chars < len(problem.question)
 
 
@@ -185,7 +195,7 @@ def _read_jsonl(path: str, keep: _Filter = _Filter()) -> list[Problem]:
 
 
 def _problems(rows: Iterable[tuple[str, Any]], keep: _Filter) -> list[Problem]:
-    """Reads (place, row) pairs; rows with an empty answer are left out, with one warning."""
+    """Reads pairs of a place and a row; leaves out rows with an empty answer, with one warning."""
     problems, unanswered = [], []
     for where, row in rows:
         problem = _problem(row, where)
@@ -226,7 +236,7 @@ def _field(row: Mapping[str, Any], names: Sequence[str], where: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise UserError(f"{where}: {name} must be a text, not {value!r:.50}")
+        raise UserError(f"{where}: {name} must be a string, not {value!r:.50}")
     return value
 
 
@@ -236,7 +246,7 @@ def _field(row: Mapping[str, Any], names: Sequence[str], where: str) -> str:
 def _generate(source: str, options: Mapping[str, Any], *, seed: int, size: int) -> list[Problem]:
     """Returns up to `size` problems with different questions, in the order of their generation."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what reasoning_gym imports
+        warnings.simplefilter("ignore")  # warnings of packages that reasoning_gym imports
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
 
@@ -247,7 +257,7 @@ def _generate(source: str, options: Mapping[str, Any], *, seed: int, size: int) 
     for name in options:
         if name not in fields:
             raise UserError(f"{source}: no option {name!r}; it has {', '.join(sorted(fields))}")
-    draws = 4 * size  # enough to meet nearly every question of a task that has few
+    draws = 4 * size  # enough to draw nearly every question of a task that has few
     try:
         entries = reasoning_gym.create_dataset(task, **options, seed=seed, size=draws)
     except (AssertionError, TypeError, ValueError) as error:
@@ -285,7 +295,10 @@ def _load_hub_test(source: str, size: int) -> list[Problem]:
 
 
 def _hub_splits(source: str, local_field: str) -> Any:
-    """The splits of a dataset on the hub, by name; `local_field` takes a file instead."""
+    """Loads the splits of a dataset on the hub, by name.
+
+    Error messages advise to set the config field `local_field` to a local file instead.
+    """
     import datasets
 
     name, _, configuration = source.partition(":")
@@ -310,19 +323,19 @@ def _rows(rows: Iterable[Any], where: str, keep: _Filter = _Filter()) -> list[Pr
 def next_problems[T](
     problems: Sequence[T], cursor: Cursor, n: int, *, seed: int
 ) -> tuple[list[T], Cursor]:
-    """Takes the next n problems: a fresh permutation every epoch, and no problem is left out.
+    """Takes the next n problems: every epoch is a new permutation, and no problem is left out.
 
     Args:
-        problems: The training problems (or prompts).
-        cursor: Where the last call ended.
-        n: How many; a call can reach into the next epoch, even over several.
-        seed: The permutation follows from (seed, epoch) alone.
+        problems: the training problems (or prompts).
+        cursor: the position at which the last call ended.
+        n: number of problems to take; they may reach into the next epoch or over several epochs.
+        seed: seed of the permutations; each one depends only on (seed, epoch).
 
     Returns:
         The problems, and the cursor for the next call.
 
     Raises:
-        UserError: There are no problems, or fewer than the cursor has passed.
+        UserError: the cursor lies past the end of the problems, or there are no problems.
     """
     epoch, index = cursor.epoch, cursor.index
     if not problems or index >= len(problems):
@@ -354,10 +367,13 @@ def render_prompt(
     """Writes a problem as a chat that waits for the assistant.
 
     Args:
-        problem: The problem.
-        tokenizer: Whose chat template is used.
-        system_prompt: The system message; '' leaves it to the template.
-        question_suffix: Put behind the question as it is, without a space of our own.
+        problem: the problem.
+        tokenizer: tokenizer with the chat template.
+        system_prompt: the system message; with '' the template decides.
+        question_suffix: text that is appended to the question without a space in between.
+
+    Raises:
+        UserError: the tokenizer has no chat template, or the template rejects the messages.
     """
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": problem.question + question_suffix})
@@ -374,19 +390,19 @@ def encode_prompts(
     remedy: str = "instead of data.max_prompt_tokens={limit} pass "
     "--config.data.max_prompt_tokens={longest}",
 ) -> list[Prompt]:
-    """Renders and tokenises problems.
+    """Renders and tokenizes problems.
 
     Args:
-        problems: to render.
-        tokenizer: its chat template renders them.
-        system_prompt: a message before each; '' is none.
-        question_suffix: follows each question.
-        max_prompt_tokens: the longest prompt.
-        remedy: what an error advises to do; {limit} and {longest} are the tokens of the limit
-            and of the longest prompt.
+        problems: the problems to render.
+        tokenizer: tokenizer with the chat template.
+        system_prompt: the system message; with '' the template decides.
+        question_suffix: text that is appended to every question without a space in between.
+        max_prompt_tokens: largest number of tokens in a prompt.
+        remedy: advice for the error message; {limit} and {longest} are replaced by the number of
+            tokens allowed and the number of tokens in the longest prompt.
 
     Raises:
-        UserError: A prompt is over the limit.
+        UserError: a prompt is longer than the limit.
     """
     prompts = []
     for problem in problems:

@@ -1,4 +1,4 @@
-"""The error that means: what was asked for cannot be done, and the message says what to change."""
+"""The error for requests that cannot be fulfilled; its message says what to change."""
 
 import contextlib
 import math
@@ -6,18 +6,18 @@ from collections.abc import Generator, Mapping
 
 
 class UserError(Exception):
-    """Bad input: a config value, a file, a folder. Shown as one line, without a traceback."""
+    """Bad input, such as a config value, a file or a folder; shown as one line, no traceback."""
 
 
 def check_limits(limits: Mapping[str, tuple[float, ...]]) -> None:
-    """Refuses numbers out of range, NaN and infinities among them.
+    """Refuses numbers out of range, including NaN and infinities.
 
     Args:
-        limits: of flags or config fields by name: what was given, the least, and the most if there
-            is one.
+        limits: value, lower limit and, optionally, upper limit of each flag or config field, by
+            name.
 
     Raises:
-        UserError: one is out of range.
+        UserError: a value is out of range.
     """
     for name, (value, least, *most) in limits.items():
         if not least <= value < math.inf or any(value > limit for limit in most):
@@ -29,20 +29,20 @@ def check_limits(limits: Mapping[str, tuple[float, ...]]) -> None:
 
 @contextlib.contextmanager
 def memory_errors(message: str) -> Generator[None]:
-    """Turns what JAX raises where a device has no memory left into a UserError.
+    """Turns JAX's error for a device out of memory into a UserError.
 
     Args:
-        message: what did not fit, and what to lower.
+        message: what did not fit, and which option to lower.
     """
     try:
         yield
     except Exception as error:
-        # By name, as this module is imported where JAX is not.
+        # The class is compared by name: this module must not import JAX.
         if type(error).__name__ != "JaxRuntimeError" or "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"the device is out of memory: {message}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; '' when it has none."""
+    """The first line of an error's message; '' for an error without a message."""
     return (str(error).strip().splitlines() or [""])[0]

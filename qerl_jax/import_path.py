@@ -12,11 +12,11 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
     """Imports a function.
 
     Args:
-        path: `package.module:function`.
-        what: how the message calls it, for example 'reward'.
+        path: import path of the function, `package.module:function`.
+        what: kind of the function in messages, for example 'reward'.
 
     Raises:
-        UserError: the module cannot be imported, for whatever reason, or has no such function.
+        UserError: the module cannot be imported, or has no such function.
     """
     module_name, separator, name = path.partition(":")
     if not separator or not module_name or not name:
@@ -33,11 +33,11 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def own_errors(what: str, usage: str) -> Generator[None]:
-    """Turns whatever a user's function raises into a UserError.
+def user_errors(what: str, usage: str) -> Generator[None]:
+    """Turns every exception of a user function into a UserError.
 
     Args:
-        what: of which function, and when, for example "noise schedule 'a:b' at step 3".
+        what: the function and the occasion, for example "noise schedule 'a:b' at step 3".
         usage: how such a function is called, and what it returns.
     """
     try:

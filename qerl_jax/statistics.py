@@ -1,8 +1,9 @@
-"""What an evaluation measured and how sure it is of it: pass@k, majority votes, intervals.
+"""Statistics of an evaluation and their uncertainty: pass@k, majority votes, intervals.
 
-The problems of a benchmark are a sample of the problems that there could be, and the completions of
-one problem are more alike than those of two. So the unit is the problem: every figure is a mean of
-one value in [0, 1] a problem, and its uncertainty is the spread of these values.
+The problems of a benchmark are a sample of all possible problems, and completions of the same
+problem are more alike than completions of different problems. The unit is therefore the problem:
+every statistic is the mean of one value in [0, 1] per problem, and its uncertainty follows from the
+spread of these values.
 """
 
 import collections
@@ -16,49 +17,51 @@ Z95 = NormalDist().inv_cdf(0.975)
 
 
 def wilson_interval(mean: float, trials: float, *, z: float = Z95) -> tuple[float, float]:
-    """Wilson's score interval of a proportion: inside [0, 1], and never without width.
+    """Returns Wilson's score interval of a proportion: inside [0, 1] and never of zero width.
 
     Args:
-        mean: the share of successes.
-        trials: how many independent trials it comes from; need not be whole.
-        z: the normal quantile; the default is for 95 %.
+        mean: fraction of successes.
+        trials: number of independent trials; it need not be an integer.
+        z: normal quantile; the default gives a 95 % interval.
 
     Returns:
-        Its lower and upper end. (Wilson 1927; Brown, Cai and DasGupta 2001, equation 4.)
+        The lower and the upper end of the interval (Wilson 1927; Brown, Cai and DasGupta 2001,
+        equation 4).
     """
     spread = z * math.sqrt(mean * (1 - mean) / trials + (z / trials / 2) ** 2)
-    centre, scale = mean + z * z / trials / 2, 1 + z * z / trials
-    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+    center, scale = mean + z * z / trials / 2, 1 + z * z / trials
+    return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
 def interval(values: np.ndarray, *, samples: int, z: float = Z95) -> tuple[float, float]:
-    """The interval of a mean over problems, each of which was sampled several times.
+    """Returns the interval of a mean over problems that were each sampled several times.
 
-    Wilson's interval at the effective number of trials, mean (1 - mean) / se^2, where se is the
-    standard error over problems (the clustered one, as samples of a problem are a cluster). It lies
-    between the number of problems, where all samples of a problem agree, and the number of
-    completions, where they are as different as those of different problems. With one sample a
-    problem it is Wilson's interval itself.
+    The result is Wilson's interval at the effective number of trials, mean (1 - mean) / se^2, where
+    se is the standard error over problems (a clustered standard error, because the samples of a
+    problem form a cluster). The effective number lies between the number of problems, where all
+    samples of a problem agree, and the number of completions, where samples of one problem differ
+    as much as samples of different problems. With one sample per problem the result is the plain
+    Wilson interval.
 
     Args:
-        values: [P], one value in [0, 1] a problem, for example the share of its correct samples.
-        samples: how many samples each value comes from.
-        z: see `wilson_interval`.
+        values: [P] one value in [0, 1] per problem, for example the fraction of correct samples.
+        samples: number of samples per problem.
+        z: normal quantile, as in `wilson_interval`.
 
     Returns:
-        Its lower and upper end. (Kott and Carr 1997; for the standard error Miller 2024,
-        arXiv 2411.00640, equation 4.)
+        The lower and the upper end of the interval (Kott and Carr 1997; the standard error is that
+        of Miller 2024, arXiv 2411.00640, equation 4).
     """
     mean, problems = float(values.mean()), len(values)
     variance = standard_error(values) ** 2
     effective = mean * (1 - mean) / variance if variance else math.inf
-    if mean in (0.0, 1.0):  # Nothing is known of the spread.
+    if mean in (0.0, 1.0):  # The values do not show how samples of a problem differ.
         effective = problems
     return wilson_interval(mean, min(max(effective, problems), problems * samples), z=z)
 
 
 def standard_error(values: np.ndarray) -> float:
-    """The standard error of the mean of [P] independent values; infinite for a single one."""
+    """Returns the standard error of the mean of [P] independent values, or inf for one value."""
     if len(values) < 2:
         return math.inf
     return float(values.std(ddof=1)) / math.sqrt(len(values))
@@ -67,49 +70,56 @@ def standard_error(values: np.ndarray) -> float:
 def paired_difference(
     new: np.ndarray, old: np.ndarray, *, z: float = Z95
 ) -> tuple[float, float, float]:
-    """mean(new - old) over the same [P] problems, and the ends of its normal interval.
+    """Returns mean(new - old) over the same [P] problems and the ends of its normal interval.
 
-    Far narrower than the difference of two intervals: what makes a problem hard is in both.
+    The interval is far narrower than the difference of two intervals, because the difficulty of
+    each problem affects both values.
+
+    Args:
+        new: [P] one value in [0, 1] per problem.
+        old: [P] values of the same problems.
+        z: normal quantile, as in `wilson_interval`.
     """
     mean, error = float((new - old).mean()), standard_error(new - old)
     return mean, max(-1.0, mean - z * error), min(1.0, mean + z * error)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that at least one of k samples, drawn out of those there are, is correct.
+    """Returns the chance that at least one of k samples, drawn from all n samples, is correct.
 
-    The unbiased estimator 1 - C(n - c, k) / C(n, k) of Chen et al. 2021 (arXiv 2107.03374,
-    equation 1).
+    The value is the unbiased estimator 1 - C(n - c, k) / C(n, k) of Chen et al. 2021 (arXiv
+    2107.03374, equation 1).
 
     Args:
-        samples: n, at least k.
-        correct: c, how many of them are correct.
-        k: how many are drawn.
+        samples: number n of samples, at least k.
+        correct: number c of correct samples.
+        k: number of samples that are drawn.
     """
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Whether the most frequent answer is correct; a tie counts with the share that is.
+    """Returns how correct the most frequent answer is.
 
     Args:
         answers: the answer of each sample; None does not vote.
-        correct: whether it is correct.
+        correct: whether each sample is correct.
 
     Returns:
-        A value in [0, 1]; 0 where there is no answer at all.
+        A value in [0, 1]: the mean of `correct` over the samples with the most frequent answer,
+        averaged over answers that tie; 0 where no sample has an answer.
     """
-    voters = collections.defaultdict(list)
-    for answer, verdict in zip(answers, correct, strict=True):
+    scores = collections.defaultdict(list)
+    for answer, score in zip(answers, correct, strict=True):
         if answer is not None:
-            voters[answer].append(verdict)
-    most = max(map(len, voters.values()), default=0)
-    winners = [np.mean(verdicts) for verdicts in voters.values() if len(verdicts) == most]
+            scores[answer].append(score)
+    most = max(map(len, scores.values()), default=0)
+    winners = [np.mean(same) for same in scores.values() if len(same) == most]
     return float(np.mean(winners)) if winners else 0.0
 
 
 def half_interval(values: np.ndarray) -> float:
-    """Half the width of the 95 % interval of the mean of n > 1 values, by Student's t."""
+    """Returns half the width of the 95 % interval of the mean of n > 1 values, by Student's t."""
     from scipy import stats
 
     return float(stats.t.ppf(0.975, len(values) - 1)) * standard_error(values)

@@ -1,4 +1,4 @@
-"""Run folders that look finished, without the training: a random adapter of a tiny model."""
+"""Run folders that look finished without training: a random adapter of a tiny model."""
 
 import json
 
@@ -34,7 +34,7 @@ def random_adapter(config, *, norms=False, size=0.1):
 
 
 def write_run(folder, tiny, *, model=None, summary=True, norms=False, size=0.1, **changes):
-    """A run folder that looks finished, with a random adapter; `changes` as in tiny_run."""
+    """A run folder that looks finished, with a random adapter; `changes` as in `Tiny.config`."""
     model = tiny.model if model is None else model
     config = tiny.config({"model.source": str(model)} | changes)
     (folder / "checkpoints").mkdir(parents=True)

@@ -3,8 +3,8 @@
     python tests/read_with_vllm.py adapter FOLDER MAX_LORA_RANK
     python tests/read_with_vllm.py checkpoint FOLDER
 
-Prints one JSON object: of an adapter its options and the shapes that each module's A and B have; of
-a checkpoint what vLLM takes its quantisation for.
+Prints one JSON object: for an adapter its options and the shapes of each module's A and B, for a
+checkpoint the quantization that vLLM detects.
 """
 
 import json
@@ -25,7 +25,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 def read_adapter(folder, max_lora_rank):
     helper = PEFTHelper.from_local_dir(str(folder), max_position_embeddings=None)
     helper.validate_legal(LoRAConfig(max_lora_rank=max_lora_rank))
-    lora_model.PIN_MEMORY = False  # it takes a GPU
+    lora_model.PIN_MEMORY = False  # pinned memory needs a GPU
     model = lora_model.LoRAModel.from_local_checkpoint(
         str(folder), set(MODULES), helper, lora_model_id=1, device="cpu", dtype=torch.float32
     )

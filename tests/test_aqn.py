@@ -26,7 +26,7 @@ def test_reference_schedule_reaches_both_ends_in_equal_factors():
     np.testing.assert_allclose(sigmas("reference", stages=10), expected, rtol=2e-3)
 
 
-def test_exponential_schedule_is_the_papers_and_stops_one_factor_short():
+def test_exponential_schedule_of_the_paper_stops_one_factor_short():
     expected = [0.0] + [START * (END / START) ** ((k - 1) / 9) for k in range(1, 10)]
     np.testing.assert_allclose(sigmas("exponential", stages=10), expected, rtol=1e-6)
 
@@ -92,13 +92,13 @@ def test_schedule_can_be_traced(name):
     np.testing.assert_array_equal(traced, [schedule(int(step)) for step in steps])
 
 
-def own_schedule(*, sigma_start, sigma_end, stages, total_steps):
+def custom_schedule(*, sigma_start, sigma_end, stages, total_steps):
     assert stages == 7
     return optax.linear_schedule(sigma_start, sigma_end, total_steps)
 
 
-def test_own_schedule_by_import_path():
-    values = sigmas(f"{__name__}:own_schedule", stages=7, total_steps=10)
+def test_custom_schedule_by_import_path():
+    values = sigmas(f"{__name__}:custom_schedule", stages=7, total_steps=10)
     np.testing.assert_allclose(values, START + (END - START) * np.arange(10) / 10, rtol=1e-5)
     assert values.dtype == np.float32
 
@@ -132,7 +132,7 @@ def schedule_that_ends(**_):
         (schedule_of_words, "at step 0 failed: "),
     ],
 )
-def test_own_schedules_that_fail_are_one_line_at_the_start(function, message):
+def test_custom_schedules_that_fail_are_errors_of_one_line_at_the_start(function, message):
     with pytest.raises(UserError, match=message) as caught:
         sigmas(f"{__name__}:{function.__name__}", stages=5)
     assert function.__name__ in str(caught.value)
@@ -140,7 +140,7 @@ def test_own_schedules_that_fail_are_one_line_at_the_start(function, message):
     assert "\n" not in str(caught.value)
 
 
-def test_an_own_schedule_that_fails_later_names_its_step():
+def test_a_custom_schedule_that_fails_later_names_its_step():
     options = {"sigma_start": START, "sigma_end": END, "stages": 5, "total_steps": 20}
     schedule = aqn.sigma_schedule(f"{__name__}:schedule_that_ends", **options)
     assert schedule(1) == np.float32(0.2)
@@ -193,7 +193,7 @@ def make_params(num_layers=3, scale=1.0):
 
 
 def noise(params, noisy):
-    """The added noise by (layer, norm)."""
+    """Returns the added noise by layer and norm."""
     return {
         (layer, name): np.asarray(new[name] - old[name])
         for layer, (old, new) in enumerate(zip(params["layers"], noisy["layers"], strict=True))
@@ -237,7 +237,7 @@ def test_sigma_zero_keeps_every_bit(form):
 @pytest.mark.parametrize(("form", "expected"), [("additive", 1.0), ("relative", 8.0)])
 @pytest.mark.parametrize("sigma", [1e-2, 1e-4])
 def test_noise_has_its_standard_deviation(form, expected, sigma):
-    # At a scale of 8, a bfloat16 sum would swallow both sigmas almost entirely.
+    # At a scale of 8, a bfloat16 sum would round away nearly all noise of both sigmas.
     params = make_params(scale=8.0)
     noisy = aqn.perturb_norms(jax.random.key(1), params, sigma, form=form)
     values = np.concatenate(list(noise(params, noisy).values()))
@@ -263,8 +263,8 @@ def test_noise_is_keyed_by_layer_and_norm():
     assert np.abs(np.corrcoef(stacked) - np.eye(12)).max() < 0.1
 
 
-def test_the_count_is_of_what_changed():
-    # Float32 rounds such a noise away; and noise on a q_norm would be seen.
+def test_the_count_of_perturbed_norms():
+    # Float32 rounds noise of 1e-12 away. A change to a q_norm is counted, too.
     params = make_params()
     noisy = aqn.perturb_norms(jax.random.key(0), params, 1e-12)
     assert aqn.count_perturbed(params, noisy) == 0

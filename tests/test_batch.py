@@ -1,4 +1,4 @@
-"""From completions to masks, weights and micro-batches."""
+"""Batches of completions: masks, weights and micro-batches."""
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,8 @@ def test_buckets_are_few_and_close():
 
 
 def test_mask_follows_lengths_not_ids():
-    # The pad is an EOS, prompts contain it, and a completion goes on after one: nothing matters.
+    # The padding is an EOS, prompts contain it, and a completion continues after it: none of this
+    # matters.
     np.testing.assert_array_equal(batch_of().loss_mask, lengths_mask([3, 1, 4, 2]))
 
 
@@ -108,7 +109,7 @@ def test_loss_is_finite_whatever_is_empty(aggregation, lengths, all_truncated):
 
 
 def loss_of(logprobs, batch, config):
-    """The loss of some rows, at a KL to a policy half a nat away."""
+    """Returns the loss of some rows with a reference policy that is half a nat away."""
     return losses.policy_loss(
         logprobs,
         old_logprobs=batch.old_logprobs,
@@ -121,7 +122,7 @@ def loss_of(logprobs, batch, config):
     )[0]
 
 
-def test_the_constant_denominator_is_of_what_may_be_sampled():
+def test_the_constant_denominator_counts_the_tokens_that_may_be_sampled():
     # The longest completion has three tokens in eight columns; twenty may be sampled.
     lengths, completions = np.array([3, 1]), np.ones((2, 20), int)
     batch = make_batch(

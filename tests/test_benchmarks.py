@@ -15,7 +15,8 @@ from qerl_jax.errors import UserError
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 
-def write_run(folder, rewards):
+def write_run(folder, rewards, *, evaluation_rows=True):
+    """A run folder; without `evaluation_rows` as earlier versions wrote it."""
     folder.mkdir()
     rows = [
         {
@@ -26,11 +27,14 @@ def write_run(folder, rewards):
             "entropy": 1.0,
             "sigma": 0.0,
             **dict.fromkeys(run_summary._MEDIANS, float(step)),
-            "eval_accuracy_before": 0.25,
-            "eval_accuracy": 0.75,
         }
         for step, reward in enumerate(rewards, start=1)
     ]
+    if evaluation_rows:
+        rows.insert(0, {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 6.0})
+        rows.append({"step": len(rewards), "eval_accuracy": 0.75, "eval_seconds": 6.0})
+    else:
+        rows[0]["eval_accuracy_before"], rows[-1]["eval_accuracy"] = 0.25, 0.75
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "git": {"commit": "0123456789"},
@@ -61,6 +65,14 @@ def test_learning_pools_the_fifths_of_all_seeds(tmp_path):
     assert summary["eval_accuracy"] == {"before": 0.25, "after": 0.75}
     flat = [write_run(tmp_path / f"flat{i}", list(rng.normal(0, 1, 20))) for i in range(3)]
     assert abs(learning.summarize(flat)["reward"]["welch_t"]) < 3
+
+
+def test_a_run_of_an_earlier_version_has_evaluations_in_its_steps(tmp_path):
+    rewards = [0.0, 1.0] * 5
+    new = learning.summarize([write_run(tmp_path / "new", rewards)])
+    old = learning.summarize([write_run(tmp_path / "old", rewards, evaluation_rows=False)])
+    assert new.pop("minutes") == pytest.approx(old.pop("minutes") + 0.1)
+    assert new == old
 
 
 def test_learning_needs_equal_runs(tmp_path):

@@ -1,4 +1,4 @@
-"""Activation-aware scaling: the same function before rounding, a nearer one after it."""
+"""Activation-aware scaling: equal logits before rounding, closer logits after it."""
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def logits(params, ids, config):
 @pytest.mark.parametrize(
     "model_type", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)]
 )
-def test_scaling_alone_leaves_the_function(source, model_type):
+def test_scaling_alone_does_not_change_the_logits(source, model_type):
     folder = str(source(model_type))
     model = load(folder, format="bf16", dtype="float32")
     layers = list(calibrate.scaled_layers(open_checkpoint(folder), tokens(0), clip=False))
@@ -74,7 +74,7 @@ def test_scaling_alone_leaves_the_function(source, model_type):
     )
 
 
-def test_logits_on_other_tokens_come_nearer(tmp_path, source):
+def test_logits_on_other_tokens_become_closer(tmp_path, source):
     folder = str(source("qwen2"))
     checkpoint = open_checkpoint(folder)
     scaled = list(calibrate.scaled_layers(checkpoint, tokens(0)))
@@ -94,7 +94,7 @@ def test_logits_on_other_tokens_come_nearer(tmp_path, source):
     assert calibrated.mean() < 0.8 * rounded.mean()
 
 
-def test_rounding_in_the_search_is_nearly_that_of_the_quantiser():
+def test_rounding_in_the_search_is_nearly_that_of_the_quantizer():
     weight = np.random.default_rng(0).standard_normal((64, 96), np.float32).astype(BFLOAT16)
     searched = np.asarray(calibrate._round(jnp.asarray(weight, jnp.float32)))
     packed = np.asarray(dequantize(quantize_nvfp4([weight]), jnp.float32))
@@ -104,7 +104,7 @@ def test_rounding_in_the_search_is_nearly_that_of_the_quantiser():
     assert error == pytest.approx(np.linalg.norm(packed - weight.astype(np.float32)), rel=0.02)
 
 
-def test_clipping_does_not_raise_the_error_it_minimises():
+def test_clipping_does_not_raise_the_error_that_it_minimizes():
     rng = np.random.default_rng(2)
     weight = jnp.asarray(rng.standard_t(3, (32, 64)), jnp.float32)
     inputs = rng.standard_normal((200, 64), np.float32) * np.linspace(0.1, 3, 64, dtype=np.float32)

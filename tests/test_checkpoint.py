@@ -184,6 +184,12 @@ def test_no_disk_space_is_one_line_and_nothing_is_lost(saved, monkeypatch):
     assert restore(saved)[0] == 30
 
 
+def test_require_free_space(tmp_path):
+    checkpoint.require_free_space(tmp_path, 1)
+    with pytest.raises(UserError, match=r"needs 1000000000\.00 GB and has [0-9.]+ GB free"):
+        checkpoint.require_free_space(tmp_path, 10**18)
+
+
 def test_failed_background_write_is_reported(saved, monkeypatch):
     checkpoints = Checkpoints(saved, keep=3)
     monkeypatch.setattr(

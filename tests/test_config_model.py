@@ -33,7 +33,7 @@ def hf_config(model_type="qwen2", **changes):
     } | changes
 
 
-def test_qwen2_has_biases_and_the_head_dim_of_its_width():
+def test_qwen2_has_biases_and_derives_head_dim_from_its_width():
     config = from_hf_config(hf_config(use_sliding_window=False, sliding_window=32768))
     assert config.attention_bias
     assert not config.qk_norm
@@ -43,7 +43,7 @@ def test_qwen2_has_biases_and_the_head_dim_of_its_width():
     assert config.rope_scaling is None
 
 
-def test_qwen3_has_qk_norm_and_a_head_dim_of_its_own():
+def test_qwen3_has_qk_norm_and_states_its_head_dim():
     config = from_hf_config(hf_config("qwen3", attention_bias=False))
     assert config.qk_norm
     assert not config.attention_bias
@@ -110,7 +110,7 @@ def test_both_spellings_of_llama3_scaling(rope):
         ({"hidden_act": "x" * 5000}, "hidden_act"),
     ],
 )
-def test_the_unsupported_is_rejected_by_name(changes, named):
+def test_unsupported_fields_are_rejected_by_name(changes, named):
     with pytest.raises(UserError, match=named) as caught:
         from_hf_config(hf_config() | changes)
     assert "\n" not in str(caught.value)

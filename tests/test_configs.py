@@ -2,16 +2,22 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import tiny_run
+from absl import flags
+from ml_collections import config_flags
 
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, default_folder
+from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import loss_from
-from qerl_jax.training.validate import check
+from qerl_jax.training.validate import validate
 
 PRESETS = [*defaults.MODELS, *(f"qwen2.5-7b,{numerics}" for numerics in defaults.NUMERICS)]
 
@@ -28,7 +34,7 @@ def field_names(config):
 @pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])
 def test_preset_is_locked_and_complete_and_survives_json(experiment, preset):
     config = experiment.get_config(preset)
-    check(config)
+    validate(config)
     assert config.is_locked
     assert config.experiment == experiment.__name__.rpartition(".")[2]
     assert field_names(config) == field_names(grpo_gsm8k.get_config())
@@ -96,7 +102,7 @@ def test_presets_have_the_papers_hyperparameters(preset):
 @pytest.mark.parametrize("numerics", defaults.NUMERICS)
 def test_numerics_leave_the_sizes_alone_and_can_run(model, numerics):
     config, paper = (grpo_gsm8k.get_config(f"{model},{name}") for name in (numerics, "paper"))
-    check(config)
+    validate(config)
     assert loss_from(config)
     for section in ("data", "eval", "lora", "model", "rewards", "rollout"):
         assert config[section] == paper[section]
@@ -181,7 +187,7 @@ def test_combinations_that_are_not_what_they_are_called(changes, words):
     config = grpo_gsm8k.get_config("qwen2.5-7b")
     config.update_from_flattened_dict(changes)
     with pytest.raises(UserError) as error:
-        check(config)
+        validate(config)
     for word in words:
         assert word in str(error.value)
 
@@ -192,14 +198,43 @@ def test_a_reward_is_a_function_and_a_weight(reward):
     with config.unlocked():
         config.rewards.mine = reward
     with pytest.raises(UserError, match=r"rewards\.mine=.*give it a function and a weight"):
-        check(config)
+        validate(config)
 
 
 def test_dr_grpos_denominator_alone_is_an_aggregation():
     config = grpo_gsm8k.get_config("qwen2.5-7b")
     config.update_from_flattened_dict({"rl.loss": "grpo", "rl.aggregation": "constant"})
-    check(config)
+    validate(config)
     assert loss_from(config).aggregation == "constant"
+
+
+@pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])
+@pytest.mark.parametrize("preset", [defaults.STAND_IN, "qwen2.5-7b,verl"])
+def test_a_described_config_gives_the_same_config_again(experiment, preset):
+    config = experiment.get_config(preset)
+    lines = describe_config(config).splitlines()
+    assert lines == sorted(lines)
+    assert "aqn.form = additive" in lines
+    fields = [line.partition(" = ") for line in lines]
+    argv = ["", f"--config={experiment.__file__}"]
+    argv += [f"--config.{name}={value}" for name, _, value in fields]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+    values(argv)
+    assert config_dict(values.config) == config_dict(config)
+
+
+@pytest.mark.parametrize("options", [(), ("--config.aqn.schedule=off", "--config.steps=7")])
+def test_print_config_prints_the_resolved_config_and_trains_nothing(options, tmp_path):
+    command = [sys.executable, "-m", "experiments.grpo_gsm8k", "--print_config", *options]
+    environment = os.environ | {"PYTHONPATH": str(tiny_run.ROOT), "JAX_PLATFORMS": "none"}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    config = grpo_gsm8k.get_config()
+    if options:
+        config.aqn.schedule, config.steps = "off", 7
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout == describe_config(config)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""qerl_jax.data: problems from files, generators and the hub, their order, and their prompts."""
+"""Problems from files, generators and the hub, their order, and their prompts."""
 
 import dataclasses
 import functools
@@ -18,7 +18,7 @@ CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
 class WordTokenizer:
-    """One token a word."""
+    """A tokenizer with one token for each word."""
 
     def apply_chat_template(self, messages, *, add_generation_prompt=True):
         text = " ".join(f"<{message['role']}> {message['content']}" for message in messages)
@@ -71,8 +71,8 @@ def test_jsonl_rows(tmp_path, row, problem):
         (b'{"answer": "1"}', "train.jsonl:1: no field question or problem or prompt; it has answ"),
         (b'{"question": "q"}', "train.jsonl:1: no field answer or solution; it has question"),
         (b"{}", "it has none"),
-        (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a text, not None"),
-        (b'{"question": "q", "answer": true}', "train.jsonl:1: answer must be a text, not True"),
+        (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a string, not None"),
+        (b'{"question": "q", "answer": true}', "train.jsonl:1: answer must be a string, not True"),
         (b'{"question": " ", "answer": "1"}', "train.jsonl:1: the question is empty"),
         (b'{"question": "q", "answer": ""}', "train.jsonl: no problems"),
     ],
@@ -135,7 +135,7 @@ def test_levels(tmp_path, form):
 @pytest.mark.parametrize("row", [{}, {"level": "hard"}, {"level": None}])
 def test_rows_without_a_level(tmp_path, row):
     path = write(tmp_path / "math.jsonl", [{"question": "q", "answer": "1"} | row])
-    with pytest.raises(UserError, match=r"math.jsonl:1: data.levels=\[3\], but its level is"):
+    with pytest.raises(UserError, match=r"math.jsonl:1: data.levels=\[3\], but the level of this"):
         data.load_problems("", path=path, levels=(3,))
 
 
@@ -151,7 +151,7 @@ def test_long_questions_are_not_trained_on(tmp_path, monkeypatch):
 
 
 def test_generated_problems_have_no_level():
-    with pytest.raises(UserError, match=r"data.levels=\[3\]: its problems have none"):
+    with pytest.raises(UserError, match=r"data.levels=\[3\], but generated problems have no level"):
         chain_sum(levels=(3,))
 
 
@@ -169,7 +169,7 @@ def test_eval_source(tmp_path, monkeypatch):
         data.load_problems("me/big", eval_source="it/none", eval_size=1)
 
 
-def test_eval_source_out_of_reach(monkeypatch):
+def test_an_unreachable_eval_source(monkeypatch):
     fake_hub(monkeypatch, unreachable)
     with pytest.raises(UserError, match=r"you/small: .*--config.data.eval_path=FILE.jsonl"):
         data.load_problems("reasoning_gym:chain_sum", eval_source="you/small", eval_size=1)
@@ -192,10 +192,10 @@ def test_generated_problems():
         assert int(problem.answer) == int(left) + int(right) * (1 if sign == "+" else -1)
 
 
-def test_a_small_task_gives_what_it_has():
+def test_a_small_task_gives_all_its_problems():
     train = chain_sum(size=1_000, eval_size=50)
     held_out = chain_sum(size=1_000, eval_size=50, split="eval")
-    assert len(train) + len(held_out) == 200  # 10 * 10 pairs of digits, two signs
+    assert len(train) + len(held_out) == 200  # 10 * 10 pairs of digits with two signs
     assert not {p.question for p in train} & {p.question for p in held_out}
 
 
@@ -280,7 +280,7 @@ def test_hub_errors(monkeypatch, load_dataset, message):
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 21, (3, 7, 4, 7), (7, 7, 7), (20, 1), (21,)])
-def test_every_epoch_has_every_problem_once_however_it_is_cut(sizes):
+def test_every_epoch_has_every_problem_once_for_any_sizes(sizes):
     problems = numbered(7)
     whole, end = data.next_problems(problems, Cursor(), 21, seed=5)
     taken, cursor = [], Cursor()

@@ -1,4 +1,4 @@
-"""Evaluations of a tiny model, in this process: what is counted, saved, continued and refused."""
+"""Evaluations of a tiny model in this process: counting, saving, continuing, refusing."""
 
 import dataclasses
 import json
@@ -17,24 +17,26 @@ import tiny_run
 from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
+import qerl_jax.evaluation.greedy
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation.evaluate import evaluate, greedy_accuracy
+from qerl_jax.evaluation.evaluate import evaluate
+from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
-from qerl_jax.evaluation.tasks import Overrides
+from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout import budget
 from qerl_jax.rollout.engine import SamplingConfig, detokenize, generate
 from qerl_jax.run.folder import open_run
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.statistics import interval, majority, pass_at_k
 from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
-JUDGES = {"judge": ("tiny_run:even_end",), "format_judge": ("tiny_run:low_share",)}
+SCORERS = {"scorer": ("tiny_run:even_end",), "format_scorer": ("tiny_run:low_fraction",)}
 ROW = {
     "task", "problem", "sample", "question", "gold", "completion", "tokens", "finished",
     "extracted", "correct", "format",
@@ -43,15 +45,15 @@ ROW = {
 
 @pytest.fixture
 def settings(tiny, tmp_path):
-    """Three waves of three samples of each of the first 8 problems, and an option changed."""
+    """Makes configs of 8 problems with 3 samples each, in batches of 3 problems, with changes."""
 
     def make(**changes):
-        overrides = {"system_prompt": ("",), "max_new_tokens": ("6",)} | JUDGES
+        overrides = {"system_prompt": ("",), "max_new_tokens": ("6",)} | SCORERS
         overrides |= changes.pop("overrides", {})
         config = EvaluateConfig(
             source=str(tiny.model),
             tasks=(str(tiny.problems),),
-            overrides=Overrides(**overrides),
+            overrides=TaskOverrides(**overrides),
             dtype="float32",
             samples=3,
             limit=8,
@@ -64,15 +66,15 @@ def settings(tiny, tmp_path):
 
 
 @pytest.fixture
-def waves(monkeypatch):
-    """The sizes and widths of the waves that are generated."""
+def batches(monkeypatch):
+    """Records the number of prompts and the longest prompt of each batch that is generated."""
     seen = []
 
     def recording(key, params, lora, prompts, **options):
         seen.append((len(prompts), max(map(len, prompts))))
         return generate(key, params, lora, prompts, **options)
 
-    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate", recording)
+    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate", recording)
     return seen
 
 
@@ -81,7 +83,7 @@ def results_of(folder):
 
 
 def stop_at_chunk(number, monkeypatch):
-    """SIGTERM between two chunks of decoding."""
+    """Sends SIGTERM between two chunks of decoding."""
     watch = qerl_jax.evaluation.evaluate._watch
     calls = iter(range(1, 100))
 
@@ -98,7 +100,7 @@ def stop_at_chunk(number, monkeypatch):
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_watch", stopping)
 
 
-def test_greedy_accuracy_is_the_share_of_greedy_completions(tiny):
+def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     model = load(str(tiny.model), format="nvfp4", dtype="float32")
     problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=10)
     prompts = encode_prompts(problems, model.tokenizer, max_prompt_tokens=16)
@@ -124,9 +126,9 @@ def test_greedy_accuracy_is_the_share_of_greedy_completions(tiny):
     assert 0 < found < 1
 
 
-def test_what_is_saved_is_what_is_counted(settings, tiny, waves, capsys):
+def test_what_is_saved_is_what_is_counted(settings, tiny, batches, capsys):
     (folder,) = evaluate(settings())
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     places = [(row["problem"], row["sample"]) for row in rows]
     assert places == [(problem, sample) for problem in range(8) for sample in range(3)]
     given = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
@@ -134,19 +136,19 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, waves, capsys):
         assert row.keys() == ROW
         assert (row["question"], row["gold"]) == dataclasses.astuple(given[row["problem"]])
         assert row["correct"] == (tiny_run.even_end("", row["completion"], "", 1, True) > 0.5)
-        low = tiny_run.low_share("", row["completion"], "", row["tokens"], True)
+        low = tiny_run.low_fraction("", row["completion"], "", row["tokens"], True)
         assert row["format"] == (low > 0.5)
         assert row["finished"] or row["tokens"] == 6
-    # The samples of a problem differ, and so do the draws of the waves.
+    # The samples of a problem differ, and so do the samples of the batches.
     assert len({row["completion"] for row in rows}) > 12
 
     results = results_of(folder)
     figures = results["tasks"]["problems"]
     correct = np.array([row["correct"] for row in rows]).reshape(8, 3)
-    shares = correct.mean(axis=1)
-    low, high = interval(shares, samples=3)
-    assert figures["accuracy"] == {"value": shares.mean(), "low": low, "high": high}
-    assert 0 < low < shares.mean() < high < 1
+    means = correct.mean(axis=1)
+    low, high = interval(means, samples=3)
+    assert figures["accuracy"] == {"value": means.mean(), "low": low, "high": high}
+    assert 0 < low < means.mean() < high < 1
     chances = [pass_at_k(3, int(c), 2) for c in correct.sum(axis=1)]
     assert figures["pass@2"]["value"] == pytest.approx(np.mean(chances))
     assert "pass@4" not in figures
@@ -165,21 +167,21 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, waves, capsys):
     assert results["settings"]["fingerprint"] == load(str(tiny.model)).fingerprint
     assert figures["judge"] == "tiny_run:even_end"
     assert {"command", "git", "versions", "device", "created"} <= results.keys()
-    # Three problems a wave, the longest first, the last wave filled up.
-    assert waves == [(3, 6), (3, 5), (3, 4)]
+    # Three problems per batch, the longest first, the last batch filled up.
+    assert batches == [(3, 6), (3, 5), (3, 4)]
     out = capsys.readouterr().out
     assert str(folder) in out
-    percent = f"{100 * shares.mean():.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+    percent = f"{100 * means.mean():.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
     assert percent in out
     assert "24/24 completions" in out
     assert "avg@3" in out
 
 
-def test_one_sample_is_greedy(settings, tiny, waves):
+def test_one_sample_is_greedy(settings, tiny, batches):
     (folder,) = evaluate(settings(samples=1, max_rows=0))
     figures = results_of(folder)["tasks"]["problems"]
     assert not [name for name in figures if name.startswith(("pass@", "maj@"))]
-    assert len(waves) == 1
+    assert len(batches) == 1
     model = load(str(tiny.model), format="bf16", dtype="float32")
     problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
     found = greedy_accuracy(
@@ -192,51 +194,51 @@ def test_one_sample_is_greedy(settings, tiny, waves):
     )
     assert figures["accuracy"]["value"] == found
     (again,) = evaluate(settings(samples=1, seed=5, out=str(folder / "other")))
-    assert read_metrics(again / "problems.jsonl") == read_metrics(folder / "problems.jsonl")
+    assert read_jsonl(again / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
 def test_a_continued_evaluation_is_one_that_was_not_interrupted(
-    settings, waves, tmp_path, monkeypatch, capsys
+    settings, batches, tmp_path, monkeypatch, capsys
 ):
     (whole,) = evaluate(settings(out=str(tmp_path / "whole")))
     expected = (whole / "problems.jsonl").read_bytes()
-    all_waves = list(waves)
+    all_batches = list(batches)
     file = tmp_path / "out" / "problems.jsonl"
     for done in (9, 18):
         with monkeypatch.context() as patch:
             stop_at_chunk(2, patch)
             with pytest.raises(StoppedError):
                 evaluate(settings())
-        assert len(read_metrics(file)) == done
+        assert len(read_jsonl(file)) == done
         assert "accuracy" not in results_of(tmp_path / "out")["tasks"]["problems"]
         assert "the same command continues" in capsys.readouterr().out
-        # A kill can leave a part of the next wave, and half a line.
+        # A kill can leave a part of the next batch and half a line.
         there = file.read_bytes()
         rest = [line for line in expected.splitlines(keepends=True) if line not in there]
         file.write_bytes(there + rest[-1] + rest[0][:20])
 
-    waves.clear()
+    batches.clear()
     (folder,) = evaluate(settings())
     assert file.read_bytes() == expected
-    assert waves == all_waves[2:]
+    assert batches == all_batches[2:]
     figures = [results_of(path)["tasks"] for path in (whole, folder)]
     assert figures[0] == figures[1]
-    waves.clear()
+    batches.clear()
     evaluate(settings())
-    assert waves == []
+    assert batches == []
     assert file.read_bytes() == expected
 
 
-def test_a_continued_evaluation_keeps_its_waves(settings, waves, monkeypatch):
+def test_a_continued_evaluation_keeps_its_batches(settings, batches, monkeypatch):
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 6)
     (folder,) = evaluate(settings(max_rows=0, limit=3))
     assert results_of(folder)["tasks"]["problems"]["max_rows"] == 6
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 99)
     evaluate(settings(max_rows=0, limit=5))
-    assert [size for size, _ in waves] == [2, 2, 2, 2]
-    waves.clear()
-    evaluate(settings(max_rows=3, limit=8))  # unless it is told otherwise
-    assert [size for size, _ in waves] == [1, 1, 1]
+    assert [size for size, _ in batches] == [2, 2, 2, 2]
+    batches.clear()
+    evaluate(settings(max_rows=3, limit=8))  # a value that is passed takes precedence
+    assert [size for size, _ in batches] == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -254,8 +256,8 @@ def test_a_continued_evaluation_keeps_its_waves(settings, waves, monkeypatch):
 def test_rows_follow_from_the_memory(
     tiny, monkeypatch, gigabytes, in_use, format, rows, dequantize
 ):
-    # 15 360 weights in the layers. A row of 6 and 4 tokens has 12 slots of 256 bytes, and logits of
-    # 192 bytes, held four times.
+    # 15 360 weights in the layers. A row of 6 and 4 tokens has 12 cache positions of 256 bytes, and
+    # logits of 192 bytes, held four times.
     model = load(str(tiny.model), format=format, dtype="float32")
     memory = gigabytes and {"bytes_limit": gigabytes * 1e9, "bytes_in_use": in_use * 1e9}
 
@@ -267,31 +269,31 @@ def test_rows_follow_from_the_memory(
     job = mock.Mock(policy=mock.Mock(model=model), prompts=[prompt], task=task)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     assert qerl_jax.evaluation.evaluate._fitting_rows(job) == rows
-    assert qerl_jax.evaluation.evaluate._dequantize(model) == dequantize
+    assert qerl_jax.evaluation.evaluate._dequantize_mode(model) == dequantize
 
 
 def test_too_many_rows_is_one_line(settings, monkeypatch):
     def full(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
 
-    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate", full)
+    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate", full)
     with pytest.raises(UserError, match=r"9 rows do not fit.*--max-rows=9, --samples=3"):
         evaluate(settings())
 
 
-def test_other_draws_with_another_seed(settings, tmp_path):
+def test_another_seed_gives_other_samples(settings, tmp_path):
     texts = []
     for seed in (0, 1):
         (folder,) = evaluate(settings(seed=seed, out=str(tmp_path / str(seed))))
-        texts.append([row["completion"] for row in read_metrics(folder / "problems.jsonl")])
+        texts.append([row["completion"] for row in read_jsonl(folder / "problems.jsonl")])
     assert sum(a == b for a, b in zip(*texts, strict=True)) < 8
 
 
-def test_the_same_question_twice_has_its_own_draws(settings, tmp_path):
+def test_the_same_question_twice_has_different_samples(settings, tmp_path):
     path = tmp_path / "twins.jsonl"
     path.write_text(2 * '{"question": "t3 t4", "answer": "1"}\n')
     (folder,) = evaluate(settings(tasks=(str(path),)))
-    texts = [row["completion"] for row in read_metrics(folder / "twins.jsonl")]
+    texts = [row["completion"] for row in read_jsonl(folder / "twins.jsonl")]
     assert len(texts) == len(set(texts)) == 6
 
 
@@ -299,41 +301,41 @@ def test_the_same_question_twice_has_its_own_draws(settings, tmp_path):
 def test_samples_do_not_depend_on_the_rows_that_decode_together(settings, tmp_path, max_rows):
     (folder,) = evaluate(settings())
     (other,) = evaluate(settings(max_rows=max_rows, out=str(tmp_path / "other")))
-    assert read_metrics(other / "problems.jsonl") == read_metrics(folder / "problems.jsonl")
+    assert read_jsonl(other / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
 def test_sampling_among_the_most_likely_token_is_greedy(settings, tmp_path):
     (folder,) = evaluate(settings(top_p=1e-6))
     (greedy,) = evaluate(settings(samples=1, max_rows=3, out=str(tmp_path / "greedy")))
-    rows, expected = (read_metrics(path / "problems.jsonl") for path in (folder, greedy))
+    rows, expected = (read_jsonl(path / "problems.jsonl") for path in (folder, greedy))
     texts = [row["completion"] for row in expected for _ in range(3)]
     assert [row["completion"] for row in rows] == texts
 
 
-def test_more_problems_are_added(settings, waves):
+def test_more_problems_are_added(settings, batches):
     (folder,) = evaluate(settings(limit=4))
-    before = read_metrics(folder / "problems.jsonl")
+    before = read_jsonl(folder / "problems.jsonl")
     evaluate(settings(limit=8))
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert rows[:12] == before
     assert len(rows) == 24
-    waves.clear()
+    batches.clear()
     evaluate(settings(limit=4))  # What is there is not lost.
-    assert waves == []
-    assert read_metrics(folder / "problems.jsonl") == rows
+    assert batches == []
+    assert read_jsonl(folder / "problems.jsonl") == rows
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["problems"] == 4
     assert figures["accuracy"]["value"] == np.mean([row["correct"] for row in before])
 
 
-def test_another_judge_needs_no_completions(settings, waves):
+def test_another_scorer_needs_no_completions(settings, batches):
     (folder,) = evaluate(settings())
-    first = read_metrics(folder / "problems.jsonl")
-    waves.clear()
-    changes = {"judge": ("test_evaluate:odd_problem",), "format_judge": ("",)}
+    first = read_jsonl(folder / "problems.jsonl")
+    batches.clear()
+    changes = {"scorer": ("test_evaluate:odd_problem",), "format_scorer": ("",)}
     evaluate(settings(overrides=changes))
-    assert waves == []
-    rows = read_metrics(folder / "problems.jsonl")
+    assert batches == []
+    rows = read_jsonl(folder / "problems.jsonl")
     assert [row["completion"] for row in rows] == [row["completion"] for row in first]
     assert [row["correct"] for row in rows] == [row["problem"] % 2 == 1 for row in rows]
     assert {row["format"] for row in rows} == {None}
@@ -353,12 +355,12 @@ def no_opinion(prompt, completion, answer, num_tokens, finished):
     return None if int(answer) % 4 == 1 else 1.0
 
 
-def test_what_is_not_judged_is_not_correct(settings, capsys):
-    (folder,) = evaluate(settings(overrides={"judge": ("test_evaluate:no_opinion",)}))
+def test_a_missing_score_is_not_correct(settings, capsys):
+    (folder,) = evaluate(settings(overrides={"scorer": ("test_evaluate:no_opinion",)}))
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["accuracy"]["value"] == 0.5
     assert figures["not_judged"] == 12
-    rows = read_metrics(folder / "problems.jsonl")
+    rows = read_jsonl(folder / "problems.jsonl")
     assert {row["problem"] % 4 for row in rows if row["correct"] is None} == {0, 1}
     assert "no idea" in capsys.readouterr().err
 
@@ -373,7 +375,7 @@ def test_what_is_not_judged_is_not_correct(settings, capsys):
         ({"overrides": {"max_new_tokens": ("5",)}}, ["problems.max_new_tokens: 6 -> 5"]),
     ],
 )
-def test_a_folder_is_of_one_kind_of_completions(settings, changes, words):
+def test_a_folder_holds_completions_with_the_same_settings(settings, changes, words):
     (folder,) = evaluate(settings(limit=3))
     before = tiny_run.contents(folder)
     with pytest.raises(UserError) as error:
@@ -402,7 +404,7 @@ def test_other_problems_of_the_same_name_are_noticed(settings, tiny, tmp_path):
         ({"top_p": float("nan")}, ["--top-p=nan"]),
         ({"max_rows": -1}, ["--max-rows=-1"]),
         ({"overrides": {"max_new_tokens": ("125",)}}, ["8 of 8", "128", "--max-new-tokens=122"]),
-        ({"overrides": {"judge": ("absent:f",)}}, ["absent:f"]),
+        ({"overrides": {"scorer": ("absent:f",)}}, ["absent:f"]),
         ({"tasks": ("gsm7k",)}, ["gsm7k"]),
     ],
 )
@@ -425,7 +427,7 @@ def test_other_files_are_left_alone(settings, tmp_path):
 
 @pytest.fixture
 def run(tiny, tmp_path):
-    """A run folder with an adapter, whose own evaluations are of 8 problems with 6 new tokens."""
+    """A run folder with an adapter; the run evaluates 8 problems with 6 new tokens."""
     config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6})
     with open_run(tmp_path / "run", config) as folder:
         write_adapter(folder.path / "adapter", seed=1)
@@ -438,20 +440,20 @@ def write_adapter(folder, *, seed):
     save_peft_adapter(folder, Trainable(lora, {}), lora_config, base_model="")
 
 
-def test_a_run_is_evaluated_as_it_does_itself(run, tiny):
+def test_a_run_is_evaluated_as_during_its_training(run, tiny):
     (folder,) = evaluate(EvaluateConfig(source=str(run)))
     assert folder.parent == run / "evaluations"
     assert folder.name.startswith("adapter-greedy-")
     results = results_of(folder)
     figures = results["tasks"]["run"]
     assert figures["judge"] == "tiny_run:even_end"
-    assert figures["format_judge"] == "tiny_run:low_share"
+    assert figures["format_judge"] == "tiny_run:low_fraction"
     assert results["settings"]["format"] == "nvfp4"
     assert results["settings"]["adapter"] == str(run / "adapter")
 
     config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6})
     setup = prepare(config, {"correctness": (tiny_run.even_end, 1.0)}, schedule_steps=4)
-    own = greedy_accuracy(
+    expected = greedy_accuracy(
         setup.model,
         tiny_run.adapter(run),
         setup.eval_prompts,
@@ -459,12 +461,12 @@ def test_a_run_is_evaluated_as_it_does_itself(run, tiny):
         time_limit=1.0,
         sampling=setup.eval_sampling,
     )
-    assert figures["accuracy"]["value"] == own
+    assert figures["accuracy"]["value"] == expected
     assert figures["problems"] == 8
 
 
 def test_a_run_evaluates_in_the_rows_that_fit(tiny, monkeypatch):
-    """Which are fewer where its completions may be longer than those of rollouts."""
+    """Fewer rows fit if the completions of an evaluation may be longer than in a rollout."""
     config = tiny.config({"eval.problems": 8})
 
     def rows_left(*_, sampling, **__):
@@ -482,13 +484,13 @@ def test_base_and_adapter_are_compared(run, tmp_path, capsys):
     base, adapter = evaluate(EvaluateConfig(source=str(run), adapters=("none", "adapter")))
     assert base.name.startswith("base-greedy-")
     assert results_of(base)["settings"]["adapter"] is None
-    rows = [read_metrics(folder / "run.jsonl") for folder in (base, adapter)]
+    rows = [read_jsonl(folder / "run.jsonl") for folder in (base, adapter)]
     assert [row["completion"] for row in rows[0]] != [row["completion"] for row in rows[1]]
-    shares = [np.mean([row["correct"] for row in part]) for part in rows]
+    accuracies = [np.mean([row["correct"] for row in part]) for part in rows]
     assert "difference" not in results_of(base)["tasks"]["run"]
     difference = results_of(adapter)["tasks"]["run"]["difference"]
     assert difference["to"] == str(base)
-    assert difference["value"] == pytest.approx(shares[1] - shares[0])
+    assert difference["value"] == pytest.approx(accuracies[1] - accuracies[0])
     assert difference["low"] <= difference["value"] <= difference["high"]
     table = capsys.readouterr().out.splitlines()[-3:]
     assert "difference" in table[0]
@@ -498,7 +500,7 @@ def test_base_and_adapter_are_compared(run, tmp_path, capsys):
     out = str(tmp_path / "out")
     config = EvaluateConfig(source=str(run), adapters=("none", "adapter"), out=out)
     assert evaluate(config) == [tmp_path / "out" / "base", tmp_path / "out" / "adapter"]
-    # The first is what all others are compared with.
+    # All policies are compared with the first one.
     config = EvaluateConfig(source=str(run), adapters=("adapter", "none", "adapter"))
     assert evaluate(config) == [adapter, base, adapter]
     figures = results_of(adapter)["tasks"]["run"]["difference"]
@@ -520,7 +522,7 @@ def test_an_adapter_that_changed_is_another_policy(run):
 def test_a_model_is_evaluated_beside_the_working_directory(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (sampled,) = evaluate(settings(out=""))
-    changes = {"judge": ("test_evaluate:odd_problem",)}
+    changes = {"scorer": ("test_evaluate:odd_problem",)}
     assert evaluate(settings(out="", overrides=changes)) == [sampled]
     assert sampled.parent.name == "evaluations"
     assert sampled.name.startswith("model-samples3-")

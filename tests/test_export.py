@@ -1,4 +1,4 @@
-"""Checkpoints out: the bytes of those that came in, and folders that are complete or absent."""
+"""Checkpoints out: unchanged bytes of what was loaded, and folders that are complete or absent."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def assert_same(params, others):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_a_checkpoint_of_llm_compressor_comes_out_as_it_went_in(name, dtype, tmp_path):
+def test_a_checkpoint_of_llm_compressor_is_exported_unchanged(name, dtype, tmp_path):
     source = GOLDEN / f"nvfp4_{name}"
     folder = export_model(load(str(source), format="nvfp4", dtype=dtype), tmp_path / "out")
     written = contents(folder)
@@ -78,7 +78,7 @@ def test_fused_projections_keep_their_own_global_scales(tmp_path):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
-def test_a_bf16_checkpoint_comes_out_as_it_went_in(model_type, tied, tmp_path):
+def test_a_bf16_checkpoint_is_exported_unchanged(model_type, tied, tmp_path):
     config = model_config(model_type, tie_embeddings=tied)
     tensors = random_tensors(config)
     source = write_folder(tmp_path / "in", config, tensors, torch_dtype="bfloat16")
@@ -138,7 +138,7 @@ def test_float32(tmp_path):
     assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "float32"
 
 
-def test_layers_may_come_one_by_one(tmp_path):
+def test_layers_may_be_an_iterator(tmp_path):
     model = load(str(GOLDEN / "nvfp4_llama"))
     taken = []
 
@@ -157,19 +157,19 @@ def test_layers_may_come_one_by_one(tmp_path):
     assert "model.layers.1.mlp.down_proj.weight_packed" in written
 
 
-def test_what_is_not_contiguous_is_written_in_order(tmp_path):
+def test_an_array_that_is_not_contiguous_is_written_in_order(tmp_path):
     array = np.arange(12, dtype=np.float32).reshape(3, 4).T
     write_checkpoint(tmp_path / "out", [("a", array)], files={})
     np.testing.assert_array_equal(load_file(tmp_path / "out" / "model.safetensors")["a"], array)
 
 
-def test_files_can_be_read_by_all_who_may_read_the_folder(tmp_path):
+def test_files_have_the_read_permissions_of_their_folder(tmp_path):
     write_checkpoint(tmp_path / "out", TENSORS, files={"config.json": b"{}"})
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
     assert modes["model.safetensors"] == modes["config.json"]
 
 
-def test_config_of_a_requantised_model(tmp_path):
+def test_config_of_a_requantized_model(tmp_path):
     config = model_config("qwen2")
     source = write_folder(
         tmp_path, config, random_tensors(config), dtype="float32", rope_theta=5e5, extra=[1]
@@ -181,7 +181,7 @@ def test_config_of_a_requantised_model(tmp_path):
     assert "torch_dtype" not in written
 
 
-def test_the_quantization_config_says_what_llm_compressor_says():
+def test_the_quantization_config_equals_that_of_llm_compressor():
     stored = json.loads((GOLDEN / "nvfp4_llama" / "config.json").read_text())
     stored = stored["quantization_config"]
     group = stored["config_groups"]["group_0"]["weights"]
@@ -290,7 +290,7 @@ def test_a_source_that_fails_leaves_nothing(error, tmp_path):
     assert list((tmp_path / "deep").iterdir()) == []
 
 
-def test_a_full_disk_leaves_nothing_and_is_one_line(tmp_path):
+def test_a_full_disk_leaves_nothing_and_is_an_error_of_one_line(tmp_path):
     program = (
         "import resource, sys, numpy as np\n"
         "from qerl_jax.errors import UserError\n"
@@ -334,7 +334,7 @@ def test_two_exports_to_one_place(tmp_path):
         assert (tmp_path / ".out.partial" / "new").exists()
 
 
-def test_what_exists_is_not_touched(tmp_path):
+def test_an_existing_folder_is_not_touched(tmp_path):
     (tmp_path / "out").mkdir()
     write_checkpoint(tmp_path / "out", TENSORS, files={})
     before = contents(tmp_path / "out")
@@ -346,7 +346,7 @@ def test_what_exists_is_not_touched(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "out"]
 
 
-def test_a_place_that_cannot_be(tmp_path):
+def test_a_path_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="could not be written"):
         write_checkpoint(tmp_path / "file" / "out", TENSORS, files={})

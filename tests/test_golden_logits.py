@@ -16,7 +16,7 @@ MODELS = ("qwen2", "qwen3", "llama3", "llama_tied")
 
 
 def golden(name):
-    """The model in float32, its rows of ids padded to one width, and the logits of each row."""
+    """Returns the model in float32, rows of ids padded to one width, and the logits of each row."""
     model = load(str(GOLDEN / f"logits_{name}"), format="bf16", dtype="float32")
     expected = load_file(GOLDEN / f"logits_{name}" / "logits.safetensors")
     rows = [expected[f"ids_{i}"] for i in range(3)]

@@ -1,4 +1,4 @@
-"""Losses, advantages and the numerics presets equal TRL's, verl's and the papers' equations.
+"""Losses, advantages and the recipes equal TRL's, verl's and the papers' equations.
 
 Generators: golden/make_trl_losses.py, golden/make_verl_losses.py.
 """
@@ -15,12 +15,12 @@ from experiments.configs import grpo_gsm8k
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.losses import LossConfig, loss_config, policy_loss, token_weights
 from qerl_jax.training.setup import loss_from
-from qerl_jax.training.validate import check
+from qerl_jax.training.validate import validate
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MAX_NEW_TOKENS = 9  # TRL's max_completion_length and verl's loss_scale_factor
 MICRO_BATCH_ROWS = 2
-TRL_CLIPS = {"gspo": (0.001, 0.1), "cispo": (1.0, 0.1)}  # of the others (0.2, 0.28)
+TRL_CLIPS = {"gspo": (0.001, 0.1), "cispo": (1.0, 0.1)}  # the other losses have (0.2, 0.28)
 
 
 def assert_loss(golden, variant, config):
@@ -61,10 +61,10 @@ def verl():
     return np.load(GOLDEN / "verl_losses.npz")
 
 
-def preset(numerics, changes=None):
-    config = grpo_gsm8k.get_config(f"qwen2.5-7b,{numerics}")
+def preset(recipe, changes=None):
+    config = grpo_gsm8k.get_config(f"qwen2.5-7b,{recipe}")
     config.update_from_flattened_dict(changes or {})
-    check(config)
+    validate(config)
     return config
 
 
@@ -95,7 +95,7 @@ def test_two_sided_clipping_of_trl_is_the_dual_clip(trl):
         ("seq-mean-token-mean", LossConfig("sequence", clip_high=0.2, dual_clip=3.0)),
         ("seq-mean-token-sum", LossConfig("sequence_sum", clip_high=0.2, dual_clip=3.0)),
         ("seq-mean-token-sum-norm", LossConfig("constant", clip_high=0.2, dual_clip=3.0)),
-        # verl gives each token of a sequence the gradient of its own; the sums are the same.
+        # verl gives each token of a sequence its own gradient; the sums are the same.
         ("gspo", loss_config("gspo", clip_low=0.001, clip_high=0.1)),
         ("cispo", loss_config("cispo", clip_low=10.0, clip_high=0.2)),
         ("cispo_both", loss_config("cispo", clip_low=0.2, clip_high=0.28)),
@@ -117,7 +117,7 @@ def test_preset_trl(trl):
     assert_loss(trl, "defaults_kl", loss_from(preset("trl", {"rl.kl_coef": 0.04})))
     config, theirs = preset("trl"), json.loads((GOLDEN / "trl_defaults.json").read_text())
     assert theirs["epsilon_high"] is theirs["delta"] is None
-    assert not theirs["use_vllm"]  # without it there is no correction for the rollout's policy
+    assert not theirs["use_vllm"]  # without vLLM, TRL does not correct for the rollout's policy
     assert {
         "loss_type": config.rl.loss,
         "epsilon": config.rl.clip_low,
@@ -163,7 +163,7 @@ def test_preset_verl(verl):
 
 
 def test_preset_reference_code(trl):
-    # It is made of TRL 0.21, whose loss_type 'bnpo' has stayed what it was.
+    # The code uses TRL 0.21; the loss_type 'bnpo' has not changed since.
     config = preset("reference_code")
     assert_loss(trl, "bnpo", loss_from(config))
     assert (config.aqn.schedule, config.aqn.stages) == ("reference", 10)
@@ -177,7 +177,7 @@ def test_preset_reference_code(trl):
     assert optimizer.warmup_steps == 0.1 * config.steps
 
 
-def test_presets_that_trl_has_settings_for(trl):
+def test_presets_that_trl_can_be_set_to(trl):
     assert_loss(trl, "grpo", loss_from(preset("paper")))
     assert_loss(trl, "dr_grpo", loss_from(preset("dr_grpo")))
     assert preset("dr_grpo").rl.advantage_scale == "none"

@@ -70,7 +70,7 @@ def test_an_excluded_mlp_stays_as_it_is_stored():
 
 
 def copied(folder, name, change):
-    """A copy of a golden checkpoint with another quantization_config."""
+    """Copies a golden checkpoint with another quantization_config."""
     shutil.copytree(GOLDEN / f"modelopt_{name}", folder, dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = change(config["quantization_config"])
@@ -79,7 +79,7 @@ def copied(folder, name, change):
     return str(folder)
 
 
-def test_older_checkpoints_are_told_by_their_own_file(tmp_path):
+def test_older_checkpoints_are_recognized_by_hf_quant_config(tmp_path):
     folder = copied(tmp_path, "llama", lambda found: None)
     load(folder)
     (tmp_path / "hf_quant_config.json").unlink()

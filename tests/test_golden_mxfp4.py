@@ -28,7 +28,7 @@ def test_values(dtype, jit):
     quantized = quantize([SOURCE], format="mxfp4")
     function = jax.jit(dequantize, static_argnums=1) if jit else dequantize
     values = np.asarray(function(quantized, jnp.dtype(dtype)))
-    # They have two significant bits: bfloat16 holds them exactly.
+    # The values have two significant bits, so bfloat16 holds them exactly.
     np.testing.assert_array_equal(values.astype(np.float32), GOLDEN["values"])
 
 

@@ -47,7 +47,7 @@ def test_values(dtype, jit):
     assert np.abs(values[~rows].astype(np.float32)).max() < 2e-37
 
 
-def test_the_ratios_reach_every_decision():
+def test_the_ratios_reach_every_decision_bound():
     weight = source("ratios").astype(np.float64).reshape(128, -1, 64)
     ratios = weight / np.abs(weight).max(axis=-1, keepdims=True)
     codebook = np.array(FORMATS["nf4"].codebook)

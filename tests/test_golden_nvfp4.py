@@ -60,7 +60,7 @@ def assert_stored(params, tensors):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_quantising_the_source_gives_the_bytes_of_the_checkpoint(name, source_folder):
+def test_quantizing_the_source_gives_the_bytes_of_the_checkpoint(name, source_folder):
     model = load(source_folder(name), format="nvfp4")
     assert_stored(model.params, read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors"))
 

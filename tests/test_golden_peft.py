@@ -40,7 +40,7 @@ def test_adapted_logits(name):
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_export_writes_what_peft_writes(name, tmp_path):
+def test_exports_equal_the_files_that_peft_writes(name, tmp_path):
     config = load_base().config
     adapter = load_peft_adapter(FOLDER / name, config, ADAPTERS[name])
     save_peft_adapter(tmp_path / name, adapter, ADAPTERS[name], base_model="logits_qwen2")

@@ -1,4 +1,4 @@
-"""Whole optimiser steps equal TRL's (generator: golden/make_trl_step.py)."""
+"""Whole optimizer steps equal those of TRL (generator: golden/make_trl_step.py)."""
 
 import json
 import pathlib
@@ -28,7 +28,7 @@ from qerl_jax.weights.save import checkpoint_tensors
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 STEP = GOLDEN / "trl_step"
-# Changes nothing and keeps the gradient as its state.
+# An optimizer that updates nothing and keeps the gradient as its state.
 KEEP_GRADIENT = optax.GradientTransformation(
     init=lambda params: jax.tree.map(jnp.zeros_like, params),
     update=lambda grad, state, params: (grad, grad),
@@ -36,21 +36,21 @@ KEEP_GRADIENT = optax.GradientTransformation(
 
 
 def assert_close(actual, expected, name=""):
-    """Asserts that two tensors differ by less than 1e-5 of the expected one's norm."""
+    """Asserts that two tensors differ by at most 1e-5 of the norm of the expected tensor."""
     expected = np.asarray(expected)
     distance = np.linalg.norm(np.asarray(actual, np.float64) - expected)
     assert distance <= 1e-5 * np.linalg.norm(expected), f"{name}: {distance}"
 
 
 def assert_tensors(found, tensors, prefix):
-    """Asserts that tensors by name equal those that have the prefix before their name."""
+    """Asserts that tensors equal the golden tensors whose names begin with a prefix."""
     assert found.keys() == {n.removeprefix(prefix) for n in tensors if n.startswith(prefix)}
     for name, value in found.items():
         assert_close(value, tensors[prefix + name], name)
 
 
 def adapter_tensors(lora):
-    """A tree of the adapter's shape under PEFT's names."""
+    """Returns a tree of the adapter's shape under PEFT's names."""
     return {
         peft_tensor(layer, projection, matrix): value
         for layer, adapters in enumerate(lora.layers)
@@ -60,7 +60,7 @@ def adapter_tensors(lora):
 
 
 def trained_tensors(trainable, model):
-    """What was trained, under PEFT's or, without an adapter, Hugging Face's names."""
+    """Returns the trained tensors under PEFT's or, without an adapter, Hugging Face's names."""
     if trainable.lora is None:
         return dict(checkpoint_tensors(trainable.params, model.config, dtype="float32"))
     norms = {
@@ -72,7 +72,7 @@ def trained_tensors(trainable, model):
 
 
 def step_batch(aggregation, tensors):
-    """The fixed rollout as a batch."""
+    """Returns the fixed rollout as a batch."""
     rollout = json.loads((STEP / "rollout.json").read_text())
     completions = [ids for group in rollout["completions"] for ids in group]
     advantages = group_advantages(np.array(rollout["rewards"]), scale="group", eps=1e-4).reshape(-1)
@@ -107,7 +107,7 @@ def step_batch(aggregation, tensors):
         ("full", 5),
     ],
 )
-def test_optimiser_step(variant, micro_batch_rows):
+def test_optimizer_step(variant, micro_batch_rows):
     tensors = load_file(STEP / f"{variant}.safetensors")
     record = json.loads((STEP / f"{variant}.json").read_text())
     settings = record["settings"]

@@ -109,6 +109,20 @@ def test_no_circles():
     assert len(order) == len(modules(ROOT))
 
 
+def test_no_circles_between_the_folders_of_pallas_kernels():
+    """Imports inside functions count, and a file beside the folders is a folder of its own."""
+    folders = {}
+    for name, targets in imports(ROOT).items():
+        for target in targets:
+            parts, others = name.split("."), target.split(".")
+            if parts[0] == others[0] == "pallas_kernels" and len(others) > 1:
+                found = folders.setdefault(parts[1], set())
+                if parts[1] != others[1]:
+                    found.add(others[1])
+    assert folders["fp4_matmul"] >= {"device", "matvec"}
+    tuple(graphlib.TopologicalSorter(folders).static_order())
+
+
 def test_a_circle_would_be_found(tmp_path):
     for package in PACKAGES:
         (tmp_path / package).mkdir()

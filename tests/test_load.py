@@ -1,4 +1,4 @@
-"""The door for weights: equal parameters from every kind of source, and clear refusals."""
+"""Loading: equal parameters from every kind of source, and clear errors for what does not fit."""
 
 import importlib.metadata
 import json
@@ -127,7 +127,7 @@ def test_shards_give_the_same_parameters(tmp_path):
     assert a.fingerprint == b.fingerprint
 
 
-def test_fingerprint_follows_the_weights(tmp_path):
+def test_the_fingerprint_depends_on_the_weights(tmp_path):
     config = model_config()
     tensors = random_tensors(config)
     first = load.load(str(write_folder(tmp_path / "a", config, tensors)))
@@ -159,7 +159,7 @@ def test_a_tied_model_may_store_its_head_and_rotary_frequencies(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_a_compressed_tensors_checkpoint_is_taken_as_it_is(tmp_path, name):
+def test_a_compressed_tensors_checkpoint_keeps_its_bytes(tmp_path, name):
     stored = safetensors.read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors")
     config = json.loads((GOLDEN / f"nvfp4_{name}" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -226,7 +226,7 @@ def test_projections_that_are_not_packed_stay_dense(tmp_path):
         )
 
 
-def test_scales_of_activations_and_of_the_cache_are_not_used(tmp_path):
+def test_scales_of_activations_and_of_the_kv_cache_are_ignored(tmp_path):
     config = model_config()
     tensors = random_tensors(config)
     attention = "model.layers.0.self_attn"
@@ -247,7 +247,7 @@ def test_scales_of_activations_and_of_the_cache_are_not_used(tmp_path):
         ({"dense": ("_proj",)}, r"config.json says .* but none is"),
     ],
 )
-def test_what_is_packed_in_part_is_refused_by_name(tmp_path, options, named):
+def test_partly_packed_groups_are_refused_by_name(tmp_path, options, named):
     config = model_config()
     write_packed(tmp_path, config, random_tensors(config), **options)
     with pytest.raises(UserError, match=named) as caught:
@@ -266,7 +266,7 @@ def test_what_is_packed_in_part_is_refused_by_name(tmp_path, options, named):
         ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "'num_bits': 8"),
     ],
 )
-def test_other_quantisations_are_refused_by_name(tmp_path, quantization, named):
+def test_other_quantizations_are_refused_by_name(tmp_path, quantization, named):
     config = model_config()
     write_packed(tmp_path, config, random_tensors(config), **quantization)
     with pytest.raises(UserError, match=named):
@@ -283,7 +283,7 @@ def set_scale(name, value):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        # NaN, -NaN, -0.125 and -0 as bytes of FP8
+        # NaN, -NaN, -0.125 and -0 as FP8 bytes
         *(
             (set_scale("model.layers.1.mlp.up_proj.weight_scale", byte), "up_proj.weight_scale'")
             for byte in (0x7F, 0xFF, 0xA0, 0x80)
@@ -359,7 +359,7 @@ def test_a_weight_that_is_not_finite(tmp_path, name, named, format):
         load.load(str(tmp_path), format=format)
 
 
-def test_a_folder_without_a_tokenizer_opens_but_does_not_run(tmp_path):
+def test_a_folder_without_a_tokenizer_can_be_opened_but_not_loaded(tmp_path):
     config = model_config()
     folder = write_folder(tmp_path, config, random_tensors(config))
     (folder / "tokenizer.json").unlink()
@@ -377,7 +377,7 @@ def test_more_layers_than_tensors(tmp_path):
         load.load(str(tmp_path))
 
 
-def test_layers_are_read_a_few_ahead():
+def test_only_a_few_layers_are_read_in_advance():
     started, taken = [], []
 
     def read(layer):
@@ -400,7 +400,7 @@ def test_a_tokenizer_with_more_ids_than_the_embedding(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, r"has no config.json: pass a folder as transformers saves"),
+        (None, r"has no config.json: pass a model folder that transformers"),
         ("{", r"config.json: malformed"),
         ("[1]", r"config.json: malformed"),
     ],

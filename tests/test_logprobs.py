@@ -18,7 +18,7 @@ PROMPT_LENGTHS = np.array([3, 1, 9], np.int32)
 LENGTHS = np.array([10, 6, 14], np.int32)
 WIDTH = 8
 MASK = np.arange(WIDTH) < (LENGTHS - PROMPT_LENGTHS)[:, None]
-# Chunks of 5 rows of float32 logits: 24 rows do not divide.
+# Chunks have 5 rows of float32 logits, which do not divide 24 rows.
 SMALL_CHUNKS = 5 * 4 * VOCAB
 
 
@@ -79,7 +79,7 @@ def test_chunks_change_neither_values_nor_gradients(monkeypatch):
 
     def loss(lora):
         logprobs, entropies = completion_logprobs(params, lora, 0.8)
-        # The entropies are metrics: their part has no gradient.
+        # The entropies are metrics and have no gradient.
         return jnp.mean(jnp.sin(logprobs) * MASK) + jnp.mean(entropies), (logprobs, entropies)
 
     def run():

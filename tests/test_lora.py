@@ -1,4 +1,4 @@
-"""The adapter: initialisation, scale, and stacking in the shape of the stored weights."""
+"""Adapters: initialization, scale, and stacking to fit the stored weights."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def test_scale(rslora, scale):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_initialisation(model_type):
+def test_initialization(model_type):
     config, _ = tiny_policy(model_type)
     lora = lora_lib.init(jax.random.key(0), config, LoraConfig(rank=8, alpha=16))
     seen = set()
@@ -80,7 +80,7 @@ def test_initialisation(model_type):
     assert len(seen) == 14
 
 
-def test_initialisation_of_a_projection_does_not_depend_on_the_others():
+def test_initialization_of_a_projection_does_not_depend_on_the_others():
     config, _ = tiny_policy()
     key = jax.random.key(0)
     every = lora_lib.init(key, config, LoraConfig(rank=4, alpha=8))
@@ -107,7 +107,7 @@ def test_a_new_adapter_changes_nothing_and_a_trained_one_does(quantized):
 
 
 @pytest.mark.parametrize("model_type", KINDS)
-def test_the_adapted_policy_is_that_of_merged_weights(model_type):
+def test_the_adapted_policy_equals_that_of_merged_weights(model_type):
     config, params = tiny_policy(model_type)
     lora = random_lora(config, targets=("k_proj", "up_proj", "o_proj", "down_proj"))
     shapes = projection_shapes(config)

@@ -11,12 +11,12 @@ from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
 
 LENGTHS = [7, 4, 0, 1, 6, 3]
-SIZES = {"max_new_tokens": 9, "micro_batch_rows": 2}  # a micro-batch each: 11, 1 and 9 tokens
+SIZES = {"max_new_tokens": 9, "micro_batch_rows": 2}  # the micro-batches have 11, 1 and 9 tokens
 
 
 @dataclasses.dataclass
 class Case:
-    """Arguments of `policy_loss`, with something of everything in them."""
+    """Arguments of `policy_loss` that exercise every term."""
 
     logprobs: np.ndarray
     inputs: dict[str, np.ndarray]
@@ -53,7 +53,7 @@ def make_case(aggregation="token"):
 
 
 def token_case(difference, advantage):
-    """One token with log(new / old) = difference and weight 1."""
+    """Makes a case of one token with log(new / old) = difference and weight 1."""
     one = np.ones((1, 1), np.float32)
     inputs = {"mask": one, "weights": one, "advantages": np.array([advantage], np.float32)}
     return Case(-one, inputs | {"old_logprobs": -one - np.float32(difference)})
@@ -94,7 +94,7 @@ def test_micro_batches_add_up(name, options):
         ("sequence", [15, 5, 1, 10, 1]),
         ("sequence_sum", [5, 5, 5, 5, 5]),
         ("constant", [45, 45, 45, 45, 45]),
-        # Three micro-batches; the last one has one row, and that no token.
+        # Three micro-batches; the last one has one row, which has no token.
         ("micro_batch", [12, 12, 6, 6, 1]),
     ],
 )
@@ -115,7 +115,7 @@ def test_sizes_that_an_aggregation_needs(aggregation, missing):
 
 
 def by_the_equations(name, new, now, inputs, *, dual_clip, kl_coef, tis_cap):
-    """A loss in float64, row by row and token by token; what has no gradient is taken at `now`."""
+    """Computes a loss in float64, token by token; terms without a gradient are taken at `now`."""
     old, ref, rollout = (
         np.asarray(inputs[k], np.float64)
         for k in ("old_logprobs", "ref_logprobs", "rollout_logprobs")
@@ -159,7 +159,7 @@ def by_the_equations(name, new, now, inputs, *, dual_clip, kl_coef, tis_cap):
 @pytest.mark.parametrize(
     "options",
     [
-        {},  # QeRL's for 'grpo': the preset 'paper'
+        {},  # for 'grpo' this is QeRL's loss, the recipe 'paper'
         {"kl_coef": 0.1},
         {"tis_cap": 1.1, "kl_coef": 0.1},
         {"dual_clip": 1.2, "tis_cap": 1.1},
@@ -189,7 +189,7 @@ def test_losses_by_their_equations(name, options):
 def test_gspo_clips_whole_sequences():
     config = losses.loss_config("gspo", clip_low=0.1, clip_high=0.1)
     case = make_case("sequence")
-    # Ratios of tokens far from 1; their geometric means are 1.05, 1.2, 1, 1.2 and 0.8, 0.95.
+    # The token ratios are far from 1; their geometric means are 1.05, 1.2, 1, 1.2, 0.8 and 0.95.
     means = np.array([1.05, 1.2, 1.0, 1.2, 0.8, 0.95])
     wobble = np.where(np.arange(7) % 2, 2.0, -2.0) * (
         np.arange(7) < np.array(LENGTHS)[:, None] // 2 * 2
@@ -200,7 +200,7 @@ def test_gspo_clips_whole_sequences():
     case.inputs["advantages"] = np.array([1, -1, 1, 1, -1, -1], np.float32)
     _, gradient, metrics = case.loss(config)
     mask = case.inputs["mask"] > 0
-    # Above 1.1 with a positive advantage, below 0.9 with a negative one; nothing of them is left.
+    # Above 1.1 with a positive advantage and below 0.9 with a negative one, no gradient is left.
     assert [bool(row.any()) for row in gradient] == [True, True, False, False, False, True]
     assert all(np.unique(row[row != 0]).size == 1 for row in gradient if row.any())
     summary = summarize(metrics)
@@ -258,7 +258,7 @@ def test_masked_positions_may_hold_anything(name, options):
 
 
 @pytest.mark.parametrize("name", losses.LOSSES)
-def test_nothing_in_the_mask(name):
+def test_an_empty_mask(name):
     config = losses.loss_config(name, kl_coef=0.1, tis_cap=2.0)
     case = make_case()
     nothing = np.zeros_like(case.inputs["mask"])
@@ -286,7 +286,7 @@ def test_gradient_on_policy_is_the_policy_gradient(name):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "loss", "passes", "low", "high"),
     [
-        (1.25, 1.0, -1.25, True, 0, 0),  # clip-higher leaves it room
+        (1.25, 1.0, -1.25, True, 0, 0),  # clip-higher does not clip it
         (1.30, 1.0, -1.28, False, 0, 1),
         (0.70, 1.0, -0.70, True, 0, 0),
         (0.70, -1.0, 0.80, False, 1, 0),
@@ -315,7 +315,7 @@ def test_kl_gradients(kl_grad):
     slope = 1 - np.exp(-0.5)
     if kl_grad == "unbiased":
         assert loss == pytest.approx(np.exp(0.3) * k3, rel=1e-5)
-        # The ratio's own derivative makes it the KL's gradient: r (new - ref).
+        # With the derivative of the ratio it is the gradient of the KL: r (new - ref).
         slope = np.exp(0.3) * 0.5
     else:
         assert loss == pytest.approx(k3, rel=1e-5)
@@ -332,7 +332,7 @@ def test_clipped_k3_has_no_gradient_beyond_ten(gap, has_gradient):
     k3 = np.exp(gap) - gap - 1
     assert loss == pytest.approx(0.5 * min(k3, 10.0), rel=1e-5)
     assert gradient.item() == pytest.approx(0.5 * has_gradient * (1 - np.exp(gap)), rel=1e-5)
-    assert summarize(metrics)["kl"] == pytest.approx(k3, rel=1e-5)  # what is logged is not clipped
+    assert summarize(metrics)["kl"] == pytest.approx(k3, rel=1e-5)  # the logged KL is not clipped
 
 
 def test_k3_of_close_policies():
@@ -399,7 +399,7 @@ def test_bad_options(options, message):
         losses.loss_config(**{"name": "dapo"} | options)
 
 
-def test_an_aggregation_replaces_the_rows_own():
+def test_an_aggregation_replaces_the_one_of_the_loss():
     assert losses.loss_config("grpo").aggregation == "sequence"
     config = losses.loss_config("gspo", aggregation="token")
     assert (config.aggregation, config.ratio) == ("token", "sequence")

@@ -1,4 +1,4 @@
-"""math-verify's process: answers, what it cannot finish, and how it ends."""
+"""The process of math-verify: answers, comparisons that do not finish, and how it ends."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from qerl_jax.rl import math_process, rewards
 from qerl_jax.rl.math_process import verify
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-# Python's int in C code: no signal handler runs until it is done.
+# Python computes such integers in C code: no signal handler runs until it is done.
 ENDLESS = r"\boxed{7^{7^{7^{7}}} + 99999999!}"
 
 
@@ -42,7 +42,7 @@ def test_the_worker_is_kept():
 
 def test_a_failure_is_an_error_of_this_pair_only(monkeypatch):
     with pytest.raises(TypeError):
-        verify("7", object())  # What is no text never reaches the worker.
+        verify("7", object())  # A value that is not text never reaches the worker.
     assert verify("7", r"\boxed{7}")
 
 
@@ -105,5 +105,5 @@ def alive(pid):
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    # An orphan that nobody waits for stays as a zombie.
+    # An orphan that no process waits for remains as a zombie.
     return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

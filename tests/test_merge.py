@@ -1,4 +1,4 @@
-"""Merged weights compute what the weights with the adapter beside them compute."""
+"""Merged weights compute the same as the weights with a separate adapter."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,10 +26,10 @@ def test_merged_layers_compute_the_same(kind, quantized, targets):
     ]
     tokens, lengths = random_tokens(2, 7), jnp.array([7, 7])
     merged = transformer.forward({**params, "layers": layers}, None, tokens, lengths, config=config)
-    beside = transformer.forward(params, lora, tokens, lengths, config=config)
+    separate = transformer.forward(params, lora, tokens, lengths, config=config)
     without = transformer.forward(params, None, tokens, lengths, config=config)
-    np.testing.assert_allclose(merged, beside, atol=2e-4)
-    assert np.abs(beside - without).max() > 0.1
+    np.testing.assert_allclose(merged, separate, atol=2e-4)
+    assert np.abs(separate - without).max() > 0.1
 
 
 def test_the_updates_are_what_was_added():

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import sys
 import types
 
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.run import metrics
+from qerl_jax.run import metrics, terminal
+from qerl_jax.run.jsonl import read_jsonl
 
 
 def open_log(folder, **options):
@@ -23,7 +25,7 @@ def test_rows_round_trip_bit_for_bit(tmp_path):
     row = {"step": 1, "reward": np.float32(0.1), "loss": jnp.float32(1e-7), "entropy": 0.1 + 0.2}
     with open_log(tmp_path) as log:
         log.write(row | {"finished": np.int64(3), "update_skipped": True, "note": "a\u2028b"})
-    (read,) = metrics.read_metrics(tmp_path / "metrics.jsonl")
+    (read,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert read == {
         "step": 1,
         "reward": reward,
@@ -42,7 +44,7 @@ def test_nan_and_infinities_become_null(tmp_path, value):
     log.write({"step": 1, "noise_kl": value})
     log.write_completions(1, [{"reward": value}])
     assert "null" in (tmp_path / "metrics.jsonl").read_text()
-    assert metrics.read_metrics(tmp_path / "completions.jsonl") == [{"step": 1, "reward": None}]
+    assert read_jsonl(tmp_path / "completions.jsonl") == [{"step": 1, "reward": None}]
 
 
 @pytest.mark.parametrize("value", [np.zeros(2), object()])
@@ -64,10 +66,30 @@ def test_truncate_drops_later_rows_and_a_torn_line(tmp_path):
     log = open_log(tmp_path)
     log.truncate(2)
     assert (tmp_path / "metrics.jsonl").read_bytes() == kept
-    steps = [row["step"] for row in metrics.read_metrics(tmp_path / "completions.jsonl")]
+    steps = [row["step"] for row in read_jsonl(tmp_path / "completions.jsonl")]
     assert steps == [1, 1, 2, 2]
     log.write({"step": 3, "reward": 1.0})
-    assert [row["step"] for row in metrics.read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_rows_of_evaluations_and_the_rows_of_earlier_versions(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with open_log(tmp_path) as log:
+        log.write({"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 1.0})
+        log.write({"step": 1, "reward": 0.5})
+        log.write({"step": 2, "reward": 0.75})
+        log.write({"step": 2, "eval_accuracy": 0.5, "eval_seconds": 1.0})
+    assert [row["step"] for row in metrics.read_steps(path)] == [1, 2]
+    assert metrics.read_evaluations(path) == {0: 0.25, 2: 0.5}
+    log = open_log(tmp_path)
+    log.truncate(0)
+    assert metrics.read_steps(path) == []
+    assert metrics.read_evaluations(path) == {0: 0.25}
+    log.truncate(-1)
+    log.write({"step": 1, "reward": 0.5, "eval_accuracy_before": 0.25})
+    log.write({"step": 2, "reward": 0.75, "eval_accuracy": 0.5})
+    assert [row["step"] for row in metrics.read_steps(path)] == [1, 2]
+    assert metrics.read_evaluations(path) == {0: 0.25, 2: 0.5}
 
 
 def test_truncate_without_files_is_fine(tmp_path):
@@ -75,13 +97,13 @@ def test_truncate_without_files_is_fine(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_read_metrics_names_a_damaged_line(tmp_path):
+def test_read_jsonl_names_a_damaged_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match="line 2 is not JSON"):
-        metrics.read_metrics(path)
+        read_jsonl(path)
     with pytest.raises(UserError, match=r"cannot read .*absent\.jsonl"):
-        metrics.read_metrics(tmp_path / "absent.jsonl")
+        read_jsonl(tmp_path / "absent.jsonl")
 
 
 def read_events(folder):
@@ -101,6 +123,7 @@ def test_tensorboard_has_sections_and_purges_on_resume(tmp_path):
     with open_log(tmp_path, tensorboard=True) as log:
         log.write({"step": 1, "reward": 0.5, "format": 0.9, "reward/format": 1.0, "loss": 2})
         log.write({"step": 2, "reward": 0.6, "train_seconds": 3.0})
+        log.write({"step": 2, "eval_accuracy": 0.25, "eval_seconds": 4.0})
     with open_log(tmp_path, tensorboard=True) as log:
         log.truncate(1)
         log.write({"step": 2, "reward": 0.7})
@@ -113,6 +136,8 @@ def test_tensorboard_has_sections_and_purges_on_resume(tmp_path):
         ("rewards/format", 1): 1.0,
         ("train/loss", 1): 2.0,
         ("time/train_seconds", 2): 3.0,
+        ("eval/eval_accuracy", 2): 0.25,
+        ("time/eval_seconds", 2): 4.0,
         ("reward/reward", 2): pytest.approx(0.7),
     }
     starts = [e.step for e in events if e.HasField("session_log")]
@@ -121,7 +146,7 @@ def test_tensorboard_has_sections_and_purges_on_resume(tmp_path):
 
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
-    monkeypatch.setitem(metrics.sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UserError, match=f"uv sync --extra {name}"):
         open_log(tmp_path, **{name: True})
 
@@ -134,7 +159,7 @@ def test_tracker_gets_config_rows_and_finish(tmp_path, monkeypatch, name):
         log=lambda row, step: calls.append(("log", row, step)),
         finish=lambda: calls.append(("finish",)),
     )
-    monkeypatch.setitem(metrics.sys.modules, name, fake)
+    monkeypatch.setitem(sys.modules, name, fake)
     (tmp_path / "config.json").write_text(json.dumps({"config": {"seed": 0}}))
     with open_log(tmp_path, **{name: True}) as log:
         log.write({"step": 1, "entropy": np.float32(0.5), "kl": math.nan})
@@ -158,40 +183,47 @@ def test_format_row():
         "rollout_tokens_per_second": 51234.0,
         "train_tokens_per_second": 812.3,
         "remaining_seconds": 3720.0,
-        "eval_accuracy": 0.55,
         "update_skipped": True,
     }
-    line = metrics.format_row(row, 600)
+    line = terminal.format_row(row, 600)
     assert line == (
         "step   7/600  reward  0.412  acc 0.40  format 0.98  len 231.4  entropy 0.812  "
-        "sigma 1.0e-02  grad 0.213  rollout 51.2k train 812 tok/s  left 1h02m  eval 0.550  "
-        "UPDATE SKIPPED"
+        "sigma 1.0e-02  grad 0.213  rollout 51.2k train 812 tok/s  left 1h02m  UPDATE SKIPPED"
     )
-    del row["update_skipped"], row["eval_accuracy"]
-    assert len(metrics.format_row(row, 600)) <= 150
-    assert metrics.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
-    assert "format 1.00" in metrics.format_row({"step": 1, "reward/format": 1.0}, 9)
+    del row["update_skipped"]
+    assert len(terminal.format_row(row, 600)) <= 150
+    assert terminal.format_row({"step": 1, "reward": None}, 9) == "step 1/9  reward -"
+    assert "format 1.00" in terminal.format_row({"step": 1, "reward/format": 1.0}, 9)
+
+
+def test_format_of_an_evaluation():
+    before = {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 3.0}
+    assert terminal.format_row(before, 9) == "greedy accuracy before training: 0.250"
+    after = {"step": 4, "eval_accuracy": 0.5, "eval_seconds": 3.0}
+    assert terminal.format_row(after, 9) == "greedy accuracy after step 4: 0.500"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.4, "4s"), (192, "3m12s"), (3599.9, "1h00m")])
 def test_time_left(seconds, text):
-    assert metrics.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(f"left {text}")
+    assert terminal.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(
+        f"left {text}"
+    )
 
 
 def test_live_line_is_silent_off_a_terminal_and_rewritten_on_one():
     quiet = io.StringIO()
-    live = metrics.LiveLine(quiet)
+    live = terminal.LiveLine(quiet)
     live.update("rollout 1/64 rows")
     live.clear()
     assert quiet.getvalue() == ""
 
-    terminal = io.StringIO()
-    terminal.isatty = lambda: True
-    live = metrics.LiveLine(terminal, interval=3600)
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    live = terminal.LiveLine(screen, interval=3600)
     live.update("rollout 1/64 rows")
     live.update("too soon")
     live.clear()
     live.update("x" * 1000)
-    first, second, third = terminal.getvalue().split("\r\x1b[K")[1:]
+    first, second, third = screen.getvalue().split("\r\x1b[K")[1:]
     assert (first, second) == ("rollout 1/64 rows", "")
     assert 0 < len(third) < 1000

@@ -1,4 +1,4 @@
-"""The table of what a run reads is true of the code, and what is not read cannot be set."""
+"""The table of the fields that a run reads matches the code, and unread fields cannot be set."""
 
 import re
 import shlex
@@ -9,7 +9,7 @@ import pytest
 import tiny_run
 from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
-from test_config_reads import Recorded, fields
+from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
 from experiments.configs import grpo_gsm8k
@@ -18,7 +18,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.training.loop import train
 from qerl_jax.training.overrides import NEEDS, check_overrides, need
 
-# Everything that can be off is off,
+# Everything that can be off is off.
 QUIET = {
     "steps": 3,
     "aqn.schedule": "off",
@@ -27,7 +27,7 @@ QUIET = {
     "model.format": "bf16",
     "eval.every": 0,
 }
-# and all of it is on.
+# Everything that can be on is on.
 BUSY = {
     "seed": 1,  # Some groups have equal rewards.
     "steps": 3,
@@ -57,7 +57,7 @@ BUSY = {
     "profile.start": 2,
     "profile.stop": 2,
 }
-# Modes in which something is not read.
+# Modes in which some fields are not read.
 MODES = {
     "quiet": QUIET,
     "one stage": {"steps": 3, "aqn.stages": 1, "aqn.correction": "noisy_forward", "eval.every": 0},
@@ -66,7 +66,7 @@ MODES = {
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
 }
-FAST = ("late profile",)  # The others compile programs of their own.
+FAST = ("late profile",)  # The other modes compile more programs.
 SOME_SLOW = [m if m in FAST else pytest.param(m, marks=pytest.mark.slow) for m in MODES]
 # Another value of each field that is not always read.
 OTHERS = {
@@ -99,12 +99,12 @@ OTHERS = {
     "eval.problems": 3,
     "eval.max_new_tokens": 1,
 }
-PROFILE = {"profile.start", "profile.stop"}  # They write files, and change no result.
+PROFILE = {"profile.start", "profile.stop"}  # These write files and change no result.
 SOURCES = {"data.source", "data.eval_source", "data.options"}  # A tiny model reads no text.
 
 
 def with_changes(config, changes):
-    """The config with some fields changed; an option is a table of its own."""
+    """The config with some fields changed; `data.options` is replaced as a whole."""
     for field, value in changes.items():
         if field == "data.options":
             config.data.options = ConfigDict(value)
@@ -114,20 +114,21 @@ def with_changes(config, changes):
 
 
 def outcome(tiny, folder, changes):
-    """All that a run finds, without the times."""
+    """The metrics, evaluations and completions of a run, without the times."""
     shutil.rmtree(folder, ignore_errors=True)
     train(with_changes(tiny.config(), changes), workdir=folder)
     rows = tiny_run.results(folder)
     for row in rows:
-        # Where it clips nothing, its metric is all that comes of rl.dual_clip.
+        # rl.dual_clip that clips nothing only adds its metric.
         if row.get("clip_fraction_dual") == 0.0:
             del row["clip_fraction_dual"]
     numbers = {f"{name} {row['step']}": value for row in rows for name, value in row.items()}
+    numbers |= {f"evaluation {step}": v for step, v in tiny_run.evaluations(folder).items()}
     return numbers, (folder / "completions.jsonl").read_text()
 
 
 def same(old, new):
-    """Whether two outcomes are the same but for rounding: another constant is another program."""
+    """Whether two outcomes are equal up to rounding: another constant makes another program."""
     return old[0] == pytest.approx(new[0], rel=1e-4, abs=1e-6) and old[1] == new[1]
 
 
@@ -151,7 +152,7 @@ def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
 
 
 @pytest.mark.parametrize("mode", SOME_SLOW)
-def test_what_it_calls_unread_changes_nothing(tiny, tmp_path, mode):
+def test_unread_fields_change_nothing(tiny, tmp_path, mode):
     changes = MODES[mode]
     ignored = unread(with_changes(tiny.config(), changes))
     assert ignored
@@ -165,20 +166,20 @@ def test_what_it_calls_unread_changes_nothing(tiny, tmp_path, mode):
 
 
 @pytest.mark.parametrize("mode", [pytest.param("busy", marks=pytest.mark.slow), *SOME_SLOW])
-def test_what_it_calls_read_is_read(tiny, tmp_path, monkeypatch, mode):
+def test_read_fields_are_read(tiny, tmp_path, monkeypatch, mode):
     config = with_changes(tiny.config(), BUSY if mode == "busy" else MODES[mode])
     recorded = Recorded(config, set())
-    # To compare a value with its limits is not to use it.
-    check = qerl_jax.training.loop.check
-    monkeypatch.setattr(qerl_jax.training.loop, "check", lambda config: check(config.config))
+    # Comparing a value with its limits does not count as reading it.
+    validate = qerl_jax.training.loop.validate
+    monkeypatch.setattr(qerl_jax.training.loop, "validate", lambda c: validate(c.config))
     train(recorded, workdir=tmp_path / "run")
     read = {field for field in fields(config) if not (found := need(field)) or found[1](config)}
-    # They name the run folder, where no other is given.
+    # These fields name the run folder when no --workdir is given.
     assert read - recorded.reads <= {"experiment", "preset"}
 
 
 @pytest.mark.slow
-def test_what_it_calls_read_changes_something(tiny, tmp_path):
+def test_read_fields_change_something(tiny, tmp_path):
     config = with_changes(tiny.config(), BUSY)
     tiny_run.write_problems(tmp_path / "eval.jsonl", count=30)
     others = OTHERS | {
@@ -190,7 +191,7 @@ def test_what_it_calls_read_changes_something(tiny, tmp_path):
     checked = set()
     for field in sorted(set(OTHERS) - unread(config) - SOURCES):
         changed = outcome(tiny, tmp_path / "run", BUSY | {field: others[field]})
-        # How the weights are dequantised changes time and memory alone.
+        # rollout.dequantize changes only time and memory.
         assert same(before, changed) == (field == "rollout.dequantize"), field
         checked.add(field)
     assert checked == set(OTHERS) - SOURCES
@@ -256,7 +257,7 @@ def test_an_unread_override_is_named_with_what_it_needs(changes, field, words):
     assert "seed" not in str(error.value)
 
 
-def test_a_schedule_of_ones_own_may_read_everything():
+def test_a_custom_schedule_may_read_every_field():
     config = grpo_gsm8k.get_config()
     config.aqn.schedule = "my_schedules:triangle"
     config.aqn.stages = 1
@@ -264,7 +265,7 @@ def test_a_schedule_of_ones_own_may_read_everything():
 
 
 def documented_commands():
-    """Experiment and arguments of the command lines in the pages and docstrings."""
+    """Experiment and arguments of the command lines in Markdown files and docstrings."""
     paths = [*tiny_run.ROOT.glob("*.md"), *tiny_run.ROOT.glob("experiments/**/*.py")]
     for path in paths:
         for line in path.read_text().replace("\\\n", " ").splitlines():
@@ -276,7 +277,7 @@ def documented_commands():
 
 
 def parsed(experiment, arguments):
-    """The config of a command line, and the fields that it sets."""
+    """The config of a command line, and the fields that the command line sets."""
     argv, values = ["", *(a for a in arguments if a.startswith("--config"))], FlagValues()
     default = f"experiments/configs/{experiment}.py"
     config_flags.DEFINE_config_file("config", default, flag_values=values, sys_argv=argv)

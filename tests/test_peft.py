@@ -1,4 +1,4 @@
-"""PEFT adapters: what is written, what PEFT wrote, and adapters that do not fit."""
+"""PEFT adapters: files that are written, files from PEFT, and adapters that do not fit."""
 
 import json
 import pathlib
@@ -73,12 +73,12 @@ def test_other_saved_modules(tmp_path):
         peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG)
 
 
-def test_a_folder_that_is_no_adapter(tmp_path):
-    with pytest.raises(UserError, match=r"has no adapter_config.json: pass a folder as PEFT"):
+def test_a_folder_that_is_not_an_adapter(tmp_path):
+    with pytest.raises(UserError, match=r"has no adapter_config.json: pass a folder that PEFT"):
         peft.read_peft_config(tmp_path / "nowhere")
 
 
-def test_what_is_written(tmp_path):
+def test_the_written_files(tmp_path):
     folder, adapter = saved(tmp_path)
     lora = adapter.lora
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter"]

@@ -1,6 +1,6 @@
 """PEFT loads an exported adapter and computes the same logits.
 
-Needs torch, transformers and peft, which are no dependencies of the project:
+This test needs torch, transformers and peft, which the project does not depend on:
 
     uv run --with torch --with peft pytest -m slow tests/test_peft_reload.py
 """

@@ -39,14 +39,14 @@ def test_losses_are_those_of_the_next_tokens(model):
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
-def test_a_model_that_knows_nothing(model):
+def test_a_uniform_model(model):
     params = jax.tree.map(jnp.zeros_like, model.params)
     blank = types.SimpleNamespace(params=params, config=model.config)
     tokens = np.zeros((1, 5), np.int32)
     assert np.exp(window_losses(blank, None, tokens).mean()) == pytest.approx(VOCAB, rel=1e-5)
 
 
-def test_windows_are_full_and_run_the_documents_together(model):
+def test_windows_are_full_and_concatenate_the_documents(model):
     documents = ["t1 t2 t3", "t4", "t5 t6 t7 t8"]
     expected = np.arange(1, 9).reshape(2, 4)
     np.testing.assert_array_equal(windows(model.tokenizer, documents, width=4, count=9), expected)

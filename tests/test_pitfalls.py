@@ -1,11 +1,11 @@
-"""What reinforcement learning of language models is known to get wrong, and where it is tested.
+"""Known errors in reinforcement learning of language models, and the tests that exclude them.
 
-a denominator counts what the mask leaves out     test_batch: truncated_rows_leave
+a denominator counts masked tokens                test_batch: truncated_rows_leave
 an EOS is taken for padding                       test_batch: mask_follows_lengths
 only one of several EOS ends a completion         test_engine: ends_with_any_eos
-what follows the EOS is attended to               test_batch: tokens_are_contiguous
+tokens after the EOS are attended to              test_batch: tokens_are_contiguous
 padding changes the log-probabilities             test_transformer: padding_does_not_matter
-one value for a sequence is not masked            test_losses: masked_positions, for 'gspo'
+a value per sequence is not masked                test_losses: masked_positions, for 'gspo'
 exp before the mask makes NaN                     test_losses: masked_positions
 micro-batches change the loss                     test_batch: micro_batches_have_the_loss
 a resumed run has other samples or a lost buffer  test_resume
@@ -19,7 +19,7 @@ the sampler lags behind the trained adapter       here
 the length penalty counts characters              here
 the noise never reaches the model                 here; test_aqn: count_is_of_what_changed
 
-A name is a part of the test's.
+Each entry names a test file and a part of the test's name.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ import tiny_run
 
 from qerl_jax.errors import UserError
 from qerl_jax.rl.rewards import overlong_penalty
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.training.loop import train
 
 
@@ -52,7 +52,7 @@ def test_the_sampler_has_the_adapter_of_the_step(clean):
 
 
 def test_the_length_penalty_counts_tokens(clean):
-    samples = read_metrics(clean / "completions.jsonl")
+    samples = read_jsonl(clean / "completions.jsonl")
     assert {sample["tokens"] for sample in samples} > {6}
     for sample in samples:
         assert len(sample["completion"]) >= sample["tokens"] - 1
@@ -61,7 +61,7 @@ def test_the_length_penalty_counts_tokens(clean):
 
 
 def faint(**_):
-    """A noise schedule that float32 rounds away."""
+    """A noise schedule whose noise float32 rounds away."""
     return lambda step: np.float32(1e-12)
 
 

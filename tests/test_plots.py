@@ -5,7 +5,8 @@ import json
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.plots import plot_run
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.plots import _all_series, plot_run
 
 
 def write(folder, rows):
@@ -32,6 +33,8 @@ FULL = [
     [
         FULL,
         FULL[:1],
+        [*FULL[:4], {"step": 4, "eval_accuracy": 0.5, "eval_seconds": 1.0}, *FULL[4:]],
+        [{"step": 0, "eval_accuracy_before": 0.5, "eval_seconds": 1.0}, *FULL[:1]],
         [{"step": 1, "reward": 0.5}, {"step": 2, "entropy": 0.4}],
         [{"step": 1, "sigma": 0.0}, {"step": 2, "sigma": 0.0}],
         [{"step": 1, "reward": None, "accuracy": 0.1}],
@@ -49,6 +52,17 @@ def test_nothing_to_draw(tmp_path, rows):
     write(tmp_path, rows)
     assert plot_run(tmp_path) is None
     assert not (tmp_path / "curves.png").exists()
+
+
+def test_points_of_evaluations_of_both_forms(tmp_path):
+    row = {"step": 2, "reward": 0.5}
+    in_the_row = [row | {"eval_accuracy_before": 0.1, "eval_accuracy": 0.25}]
+    before = {"step": 0, "eval_accuracy_before": 0.1, "eval_seconds": 1.0}
+    rows_of_their_own = [before, row, {"step": 2, "eval_accuracy": 0.25, "eval_seconds": 1.0}]
+    for rows in (in_the_row, rows_of_their_own):
+        write(tmp_path, rows)
+        steps, values = _all_series(RunFolder(tmp_path))["eval_accuracy"]
+        assert (steps.tolist(), values.tolist()) == ([2], [0.25])
 
 
 def test_missing_metrics(tmp_path):

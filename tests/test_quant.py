@@ -1,4 +1,4 @@
-"""The quantisers: code points, ties, signs, scales and errors."""
+"""The quantizers: code points, ties, signs, scales and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def random_weight(outputs=8, inputs=64, *, size=1.0, seed=0):
 
 
 def unit_block(values):
-    """One row whose scale is exactly 1: a largest weight of 6 has the global scale 448."""
+    """Returns a row whose scale is exactly 1: the largest weight 6 gives the global scale 448."""
     block = np.zeros((1, 16), np.float32)
     block[0, : len(values)] = values
     block[0, 15] = 6.0
@@ -42,7 +42,7 @@ def unit_block(values):
     ("value", "code"),
     [
         (0.0, 0), (0.5, 1), (1.0, 2), (1.5, 3), (2.0, 4), (3.0, 5), (4.0, 6), (6.0, 7),
-        # Ties go to the even code, their neighbours in bfloat16 to the nearer one.
+        # Ties go to the even code, and their neighbors in bfloat16 to the nearer code.
         (0.25, 0), (0.251953125, 1), (0.2490234375, 0),
         (0.75, 2), (0.74609375, 1), (0.75390625, 2),
         (1.25, 2), (1.2578125, 3), (1.2421875, 2),
@@ -62,8 +62,8 @@ def test_codes_are_the_nearest_and_ties_are_even(value, code):
     assert codes[15] == 7
 
 
-def test_signs_of_what_rounds_to_zero():
-    # A weight that rounds to zero keeps its sign; a weight that is zero has none.
+def test_signs_of_weights_that_round_to_zero():
+    # A weight that rounds to zero keeps its sign; a weight of -0.0 loses it.
     codes = codes_of(quantize_nvfp4([unit_block([0.0, -0.0, 0.125, -0.125])]))
     np.testing.assert_array_equal(codes[0, :4], [0, 0, 0, 8])
 
@@ -143,9 +143,9 @@ def test_blocks_of_zeros_stay_zero(format):
 @pytest.mark.parametrize(
     ("format", "bound"),
     [
-        # The widest step is from 4 to 6 of the largest weight's 6; FP8 rounds the scale by 1/16.
+        # Where the largest weight is 6, the widest step is 4 to 6; FP8 rounds the scale by 1/16.
         ("nvfp4", 1 / 6 + 1 / 16),
-        # The same step of a largest weight of 4; or 8 becomes 6.
+        # The same step where the largest weight is 4, or where it is 8, which becomes 6.
         ("mxfp4", 1 / 4),
         ("nf4", (1 - 0.696) / 2),
     ],
@@ -212,7 +212,7 @@ def test_weights_are_rounded_to_bfloat16_first(format):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_packed_weight_goes_through_jit(format):
+def test_a_packed_weight_is_an_argument_of_jit(format):
     quantized = quantize([random_weight()], format=format)
     traced = jax.jit(dequantize, static_argnums=1)(quantized, jnp.float32)
     np.testing.assert_array_equal(traced, dequantize(quantized, jnp.float32))

@@ -1,4 +1,4 @@
-"""Whole NVFP4 checkpoints: llm-compressor's bytes, and what the command says."""
+"""Whole NVFP4 checkpoints: llm-compressor's bytes, and the output of the command."""
 
 import json
 import pathlib
@@ -25,7 +25,7 @@ MODELS = ("qwen2", "qwen3", "llama")
 
 
 def golden_source(name, folder):
-    """The bfloat16 model of an NVFP4 golden, as a folder without a tokenizer."""
+    """Writes the bfloat16 source of an NVFP4 golden as a folder without a tokenizer."""
     golden = GOLDEN / f"nvfp4_{name}"
     folder.mkdir()
     config = json.loads((golden / "config.json").read_text())
@@ -46,7 +46,7 @@ def assert_same_params(a, b):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_file_is_that_of_llm_compressor(tmp_path, name):
+def test_the_file_equals_that_of_llm_compressor(tmp_path, name):
     quantized(golden_source(name, tmp_path / "source"), tmp_path / "out")
     golden = GOLDEN / f"nvfp4_{name}"
     theirs = (golden / "model.safetensors").read_bytes()
@@ -68,7 +68,7 @@ def test_the_file_is_that_of_llm_compressor(tmp_path, name):
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_what_is_written_is_what_loading_quantises(tmp_path, model_type):
+def test_a_written_checkpoint_equals_what_loading_quantizes(tmp_path, model_type):
     config = model_config(model_type, tie_embeddings=model_type == "llama")
     tensors = {name: t.astype(np.float32) for name, t in random_tensors(config).items()}
     source = write_gguf(tmp_path / "x.gguf", config, tensors)
@@ -117,7 +117,7 @@ def test_the_model_is_never_in_memory_as_a_whole(tmp_path):
     quantized(source, tmp_path / "out", max_shard_bytes=size // 40)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    # The temporaries of the quantiser are several times a layer.
+    # The temporary arrays of the quantizer take several times the memory of a layer.
     assert peak < size
     assert size > 6e6
 
@@ -130,7 +130,7 @@ def test_the_model_is_never_in_memory_as_a_whole(tmp_path):
         ("lm_head.weight", "lm_head"),
     ],
 )
-def test_what_is_not_finite_is_named_and_nothing_is_left(tmp_path, name, named):
+def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_left(tmp_path, name, named):
     config = model_config()
     tensors = random_tensors(config)
     tensors[name].reshape(-1)[3] = np.inf
@@ -149,7 +149,7 @@ def options(**changes):
 def source(tmp_path):
     config = model_config()
     tensors = random_tensors(config)
-    # Small weights, so that the perplexity is that of a model and not astronomical.
+    # With small weights the perplexity is in the range of a real model.
     tensors = {
         name: tensor if "norm" in name else (tensor.astype(np.float32) / 8).astype(tensor.dtype)
         for name, tensor in tensors.items()
@@ -218,7 +218,7 @@ def test_the_command_refuses(tmp_path, monkeypatch, source, text, changes, named
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_refuses_what_is_packed_or_cannot_be_read(tmp_path, source, text):
+def test_the_command_refuses_packed_and_unreadable_sources(tmp_path, source, text):
     packed = str(GOLDEN / "nvfp4_llama")
     with pytest.raises(UserError, match="in NVFP4 already"):
         command.run(options(model=packed, out=str(tmp_path / "out")))
@@ -245,8 +245,8 @@ def test_the_command_line(tmp_path, monkeypatch, capsys, source):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_computes_our_logits(tmp_path, name):
-    """Needs torch and compressed-tensors: uv run --with torch --with compressed-tensors."""
+def test_transformers_computes_the_same_logits(tmp_path, name):
+    """Requires torch and compressed-tensors: uv run --with torch --with compressed-tensors."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("compressed_tensors")
     transformers = pytest.importorskip("transformers")
@@ -255,7 +255,7 @@ def test_transformers_computes_our_logits(tmp_path, name):
     quantized(golden_source(name, tmp_path / "source"), out)
     shutil.copy(GOLDEN / f"nvfp4_{name}" / "tokenizer.json", out)
     model = load(str(out), dtype="float32")
-    # compressed-tensors rounds each weight to bfloat16 after its scales.
+    # compressed-tensors rounds each weight to bfloat16 after it has applied the scales.
     params = transformer.dequantize_params(
         {**model.params, "embed_tokens": model.params["embed_tokens"].astype(jnp.bfloat16)}
     )
@@ -265,7 +265,7 @@ def test_transformers_computes_our_logits(tmp_path, name):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
     with torch.no_grad():
         theirs(torch.tensor(ids, dtype=torch.long))  # decompresses
-        # Their float32 strays further from their float64 than ours does.
+        # Float64, because the float32 logits of transformers are less exact than the project's.
         plain = {key: value.double() for key, value in theirs.state_dict().items()}
         config = transformers.AutoConfig.from_pretrained(out)
         del config.quantization_config

@@ -1,6 +1,7 @@
 """A run that ends early and starts again is the run that did not end early."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -8,10 +9,13 @@ import sys
 import time
 
 import jax
+import numpy as np
 import pytest
 import tiny_run
 
 import qerl_jax.training.loop
+from qerl_jax.run.checkpoints import Checkpoints
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.loop import train
 
@@ -55,7 +59,7 @@ def rewards_that(act, *, at):
             act()
         return tiny_run.rare(*arguments)
 
-    return {"correctness": (correctness, 1.0), "format": (tiny_run.low_share, 0.0)}
+    return {"correctness": (correctness, 1.0), "format": (tiny_run.low_fraction, 0.0)}
 
 
 @pytest.fixture(scope="module")
@@ -83,9 +87,16 @@ def steps(run):
     return [row["step"] for row in tiny_run.results(run)] if path.exists() else []
 
 
+def rows(run):
+    """The step and the number of keys of each row: the order in which a run writes."""
+    return [(row["step"], len(row)) for row in read_jsonl(run / "metrics.jsonl")]
+
+
 def assert_same(run, uninterrupted):
     """Metrics, sampled texts and adapters are the same, and all that ends a run is there."""
     assert tiny_run.results(run) == tiny_run.results(uninterrupted)
+    assert tiny_run.evaluations(run) == tiny_run.evaluations(uninterrupted)
+    assert rows(run) == rows(uninterrupted)
     files = ["completions.jsonl", "summary.json"]
     files += [str(path.relative_to(uninterrupted)) for path in uninterrupted.rglob("adapter_*.*")]
     assert len(files) == 6
@@ -95,11 +106,11 @@ def assert_same(run, uninterrupted):
 
 
 def test_the_calls_are_where_the_tests_expect_them(uninterrupted):
-    rows = tiny_run.results(uninterrupted)
-    rounds = [row["sampled_groups"] // 2 for row in rows]
+    rounds = [row["sampled_groups"] // 2 for row in tiny_run.results(uninterrupted)]
     assert rounds == [1, 2, 2, 2, 1, 2]
     assert 4 * 4 + 8 * sum(rounds) == CALLS
-    assert rows[0]["eval_accuracy_before"] < rows[1]["eval_accuracy"]  # There is a best adapter.
+    evaluations = tiny_run.evaluations(uninterrupted)
+    assert evaluations[0] < evaluations[2]  # There is a best adapter.
 
 
 @pytest.mark.parametrize("at", [STEP_1, STEP_3, STEP_6])
@@ -147,11 +158,69 @@ def test_terminated(uninterrupted, interrupted, tiny, capsys, at, saved):
 
 def test_terminated_and_then_killed(uninterrupted, interrupted, tiny):
     run = interrupted(terminate, at=STEP_4)
-    assert steps(run) == [1, 2, 3]  # The fourth waits for its evaluation.
+    assert steps(run) == [1, 2, 3, 4]
+    assert 4 not in tiny_run.evaluations(run)
     interrupted(kill, at=4 + 1)
     assert steps(run) == [1, 2, 3, 4]
+    assert 4 in tiny_run.evaluations(run)
     train(tiny.config(CHANGES), workdir=run)
     assert_same(run, uninterrupted)
+
+
+def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monkeypatch):
+    accuracies = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.4}
+    changes = CHANGES | {"rl.dynamic_sampling": False}
+    changes.pop("rl.dynamic_sampling_rounds")
+    made, ends = [], iter([None, terminate, None, kill])
+
+    def greedy_accuracy(model, lora, prompts, *, on_progress, **options):
+        if (end := next(ends, None)) is not None:
+            end()
+        on_progress(0, 0)
+        made.append(jax.device_get(lora))
+        return accuracies[2 * (len(made) - 1)]
+
+    monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
+    run = tmp_path / "run"
+    # The first start stops in the evaluation after step 2. The second one makes it, and dies in the
+    # evaluation after step 4, before a checkpoint holds anything of the evaluation after step 2.
+    for error in (StoppedError, KilledError):
+        with pytest.raises(error):
+            train(tiny.config(changes), workdir=run)
+    train(tiny.config(changes), workdir=run)
+    assert tiny_run.evaluations(run) == accuracies
+    best = jax.tree.leaves(tiny_run.adapter(run, "best_adapter"))
+    for trained, expected in zip(best, jax.tree.leaves(made[1]), strict=True):
+        np.testing.assert_array_equal(trained, expected)
+    assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
+
+
+def test_a_checkpoint_of_an_earlier_version_holds_the_row_of_its_last_step(
+    uninterrupted, interrupted, tiny, monkeypatch
+):
+    run = interrupted(terminate, at=EVALUATION_2)
+    lines = (run / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    row = json.loads(lines[2])
+    samples = read_jsonl(run / "completions.jsonl")[2:]
+    before = json.loads(lines[1]) | {
+        "eval_accuracy_before": json.loads(lines[0])["eval_accuracy_before"]
+    }
+    (run / "metrics.jsonl").write_text(json.dumps(before) + "\n")
+    restore = Checkpoints.restore_latest
+
+    def with_row(checkpoints, like):
+        step, state, meta = restore(checkpoints, like)
+        kept = {k: v for k, v in row.items() if k not in ("step_seconds", "remaining_seconds")}
+        return step, state, meta | {"best_accuracy": 0.0, "unlogged": (kept, samples)}
+
+    monkeypatch.setattr(Checkpoints, "restore_latest", with_row)
+    train(tiny.config(CHANGES), workdir=run)
+    found = tiny_run.results(run)
+    assert found[0].pop("eval_accuracy_before") == tiny_run.evaluations(uninterrupted)[0]
+    assert found == tiny_run.results(uninterrupted)
+    assert tiny_run.evaluations(run) == tiny_run.evaluations(uninterrupted)
+    for name in ("completions.jsonl", "summary.json"):
+        assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
 
 
 def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeypatch, capsys):

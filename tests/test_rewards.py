@@ -1,4 +1,4 @@
-"""qerl_jax.rl.rewards: reading answers, comparing them, and surviving rewards that misbehave."""
+"""Rewards: reading and comparing answers, and surviving rewards that misbehave."""
 
 import contextlib
 import math
@@ -257,7 +257,7 @@ def test_math_answer_stays_under_the_time_limit(power):
     assert time.perf_counter() - start < 3
 
 
-def test_scores_are_weighted_sums_of_what_is_present():
+def test_scores_are_weighted_sums_of_the_rewards_that_are_present():
     length = lambda prompt, completion, answer, num_tokens, finished: num_tokens  # noqa: E731
     not_for_long = lambda p, c, a, num_tokens, f: None if num_tokens > 2 else True  # noqa: E731
     texts = ["", "", ""]

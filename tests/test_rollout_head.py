@@ -53,11 +53,10 @@ def test_formats():
 
 def test_a_run_logs_what_the_rounding_does_to_the_log_probabilities(tiny, tmp_path):
     changes = {"rollout.head_format": "nvfp4", "aqn.schedule": "off", "steps": 2}
-    rows = tiny_run.results(train(tiny.config(changes), workdir=tmp_path / "run"))
+    run = train(tiny.config(changes), workdir=tmp_path / "run")
+    rows = tiny_run.results(run)
     assert all(1e-3 < row["logprob_diff_max"] < 1 for row in rows)
-    exact = tiny_run.results(
-        train(tiny.config(changes | {"rollout.head_format": ""}), workdir=tmp_path / "exact")
-    )
-    assert exact[0]["logprob_diff_max"] < 1e-4
+    exact = train(tiny.config(changes | {"rollout.head_format": ""}), workdir=tmp_path / "exact")
+    assert tiny_run.results(exact)[0]["logprob_diff_max"] < 1e-4
     # The held-out problems are solved by the policy itself.
-    assert rows[0]["eval_accuracy_before"] == exact[0]["eval_accuracy_before"]
+    assert tiny_run.evaluations(run)[0] == tiny_run.evaluations(exact)[0]

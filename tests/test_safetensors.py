@@ -1,4 +1,4 @@
-"""The safetensors reader: what it reads, and the files that it refuses."""
+"""The safetensors reader: the files that it reads, and the files that it refuses."""
 
 import json
 import struct
@@ -14,7 +14,7 @@ from qerl_jax.weights import safetensors
 
 
 def write_raw(path, header, data=b""):
-    """A file with any header: a dict, or the bytes themselves."""
+    """Writes a file with any header, given as a dict or as bytes."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
     return path
@@ -35,7 +35,7 @@ def write_shards(folder, shards, weight_map=None):
 @pytest.mark.parametrize(
     "dtype", [np.float32, np.float16, np.uint8, np.int64, np.bool_, ml_dtypes.bfloat16]
 )
-def test_reads_what_the_safetensors_package_writes(tmp_path, dtype):
+def test_files_of_the_safetensors_package_are_read(tmp_path, dtype):
     tensors = {
         "matrix": np.arange(6).reshape(2, 3).astype(dtype),
         "scalar": np.array(1).astype(dtype),
@@ -98,7 +98,7 @@ def test_tensors_are_read_only_views(tmp_path):
         ({"a": entry(), "b": entry(offsets=(12, 20))}, bytes(20), "'b' leaves a gap"),
     ],
 )
-def test_a_lying_header_is_one_line(tmp_path, header, data, named):
+def test_a_false_header_is_an_error_of_one_line(tmp_path, header, data, named):
     path = write_raw(tmp_path / "x.safetensors", header, data)
     with pytest.raises(UserError, match=named) as caught:
         safetensors.read_file(path)
@@ -116,7 +116,7 @@ def test_a_lying_header_is_one_line(tmp_path, header, data, named):
         (b"version https://git-lfs.github.com/spec/v1", "header would be"),
     ],
 )
-def test_no_safetensors_file_at_all(tmp_path, content, named):
+def test_files_of_another_format(tmp_path, content, named):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=named):
         safetensors.read_file(tmp_path / "x.safetensors")
@@ -127,7 +127,7 @@ def test_a_large_header_is_not_read(tmp_path, length):
     path = tmp_path / "x.safetensors"
     with path.open("wb") as file:
         file.write(struct.pack("<Q", length))
-        file.truncate(8 + length)  # a hole: it takes no room on the disk
+        file.truncate(8 + length)  # a sparse file, which takes no space on the disk
     tracemalloc.start()
     with pytest.raises(UserError, match=f"its header would be {length} bytes long"):
         safetensors.read_file(path)
@@ -182,7 +182,7 @@ def test_shards(tmp_path):
         ([], "weight_map"),
     ],
 )
-def test_an_index_that_lies(tmp_path, weight_map, named):
+def test_an_index_that_does_not_describe_its_shards(tmp_path, weight_map, named):
     tensors = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
     write_shards(tmp_path, {"1.safetensors": tensors}, weight_map)
     with pytest.raises(UserError, match=named) as caught:

@@ -1,4 +1,4 @@
-"""The answer that appears while it is decoded: its text, whom is asked, and what."""
+"""The answer that appears while it is decoded: its text, the policies and the prompt."""
 
 import io
 import subprocess
@@ -29,7 +29,7 @@ def run(tiny, tmp_path_factory):
 
 
 def byte_tokenizer():
-    """Every byte is a token."""
+    """Returns a tokenizer in which every byte is a token."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     tokens = [*alphabet, "<|im_end|>"]
     return tokenizer_lib.from_gguf(
@@ -58,7 +58,7 @@ def test_characters_appear_when_their_last_byte_is_there():
     assert after == ["a", "a", "aé", "aé", "aé", "aé", "aé🌊", "aé🌊b"]
 
 
-def test_bytes_that_are_no_text_are_shown_in_the_end():
+def test_incomplete_characters_are_shown_at_the_end():
     tokenizer = byte_tokenizer()
     ids, written = tokenizer.encode("a🌊")[:3], []
     show = stream_text(tokenizer, written.append)
@@ -81,9 +81,9 @@ def test_the_pieces_are_the_text(seed):
     assert len(written) > 5
 
 
-def test_the_engine_tells_what_it_has():
+def test_the_engine_reports_the_tokens_so_far():
     config, params = tiny_policy()
-    looks = []
+    updates = []
     rollout = generate(
         jax.random.key(0),
         params,
@@ -93,22 +93,22 @@ def test_the_engine_tells_what_it_has():
         sampling=SamplingConfig(max_new_tokens=9, chunk_steps=2),
         eos_ids=(5,),
         pad_id=0,
-        on_tokens=lambda tokens, lengths: looks.append((tokens, lengths)),
+        on_tokens=lambda tokens, lengths: updates.append((tokens, lengths)),
     )
-    assert len(looks) >= 5
-    assert looks[0][1].tolist() == [1, 1, 1]
-    np.testing.assert_array_equal(looks[-1][0], rollout.tokens)
-    np.testing.assert_array_equal(looks[-1][1], rollout.lengths)
-    for tokens, lengths in looks:
+    assert len(updates) >= 5
+    assert updates[0][1].tolist() == [1, 1, 1]
+    np.testing.assert_array_equal(updates[-1][0], rollout.tokens)
+    np.testing.assert_array_equal(updates[-1][1], rollout.lengths)
+    for tokens, lengths in updates:
         for row, length in enumerate(lengths):
             np.testing.assert_array_equal(tokens[row, :length], rollout.tokens[row, :length])
 
 
-# --- Whom, and what -------------------------------------------------------------------------------
+# --- Policies and prompts -------------------------------------------------------------------------
 
 
 def answer(source, question="t3 t4", **options):
-    """What generate gives for the prompt of a run with its own settings."""
+    """Returns what `generate` gives for the prompt of a run with the settings of the run."""
     policy = open_policy(str(source), **options)
     prompt = policy.model.tokenizer.encode(question)
     rollout = generate(
@@ -127,7 +127,7 @@ def answer(source, question="t3 t4", **options):
 def test_a_run_shows_base_and_adapter(run, tiny, capsys):
     sample(SampleConfig(source=str(run), question="t3 t4"))
     captured = capsys.readouterr()
-    prompt = "t20 t21 t3 t4 t22 t1 t2"  # as in training
+    prompt = "t20 t21 t3 t4 t22 t1 t2"  # the same prompt as in training
     base, adapted = answer(run, prompt, adapter="none"), answer(run, prompt)
     assert base != adapted
     assert captured.out == f"--- {tiny.model} in nvfp4\n{base}\n\n--- {run}/adapter\n{adapted}\n"
@@ -137,7 +137,7 @@ def test_a_run_shows_base_and_adapter(run, tiny, capsys):
 
 
 @pytest.mark.parametrize("adapter", ["none", "adapter"])
-def test_one_of_them_is_shown_alone(adapter, run, capsys):
+def test_a_named_policy_is_shown_alone(adapter, run, capsys):
     config = SampleConfig(source=str(run), question="t3", adapter=adapter, system="", suffix="")
     sample(config)
     expected = answer(run, "t3 t1 t2", adapter=adapter)
@@ -158,7 +158,7 @@ def test_a_run_that_trained_norms_has_them_in_the_second_answer(tiny, tmp_path):
     assert [lora is None for _, _, lora in asked] == [True, False]
 
 
-def test_draws_follow_the_seed(tiny, capsys):
+def test_samples_follow_the_seed(tiny, capsys):
     shown = []
     for seed in (0, 0, 1):
         sample(

@@ -1,4 +1,4 @@
-"""Estimators and intervals, against scipy, closed forms and counting."""
+"""Estimators and intervals, compared with scipy, closed forms and counting."""
 
 import itertools
 import math
@@ -20,14 +20,14 @@ from qerl_jax.statistics import (
 @pytest.mark.parametrize(
     ("successes", "trials"), [(0, 4), (1, 4), (120, 256), (256, 256), (7, 500)]
 )
-def test_wilson_is_scipys(successes, trials):
+def test_wilson_interval_equals_that_of_scipy(successes, trials):
     expected = stats.binomtest(successes, trials).proportion_ci(method="wilson")
     low, high = wilson_interval(successes / trials, trials)
     assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-12)
 
 
 @pytest.mark.parametrize("successes", [0, 1, 5, 20])
-def test_one_sample_a_problem_is_wilson(successes):
+def test_one_sample_per_problem_gives_the_wilson_interval(successes):
     values = np.array([1.0] * successes + [0.0] * (20 - successes))
     assert interval(values, samples=1) == wilson_interval(successes / 20, 20)
 
@@ -38,9 +38,9 @@ def test_samples_that_agree_count_as_one():
 
 
 def test_samples_that_do_not_depend_on_the_problem_count_each():
-    # Every problem has the same share: nothing differs between them.
+    # Every problem has the same fraction of correct samples, so problems do not differ.
     assert interval(np.full(10, 0.25), samples=8) == wilson_interval(0.25, 80)
-    # All correct or none: then nothing is known of how they differ.
+    # All samples are correct, so the values do not show how samples of a problem differ.
     assert interval(np.full(10, 1.0), samples=8) == wilson_interval(1.0, 10)
     low, high = interval(np.full(10, 0.0), samples=8)
     assert low == pytest.approx(0, abs=1e-12)
@@ -57,8 +57,8 @@ def test_many_problems_give_the_clustered_normal_interval():
     assert high == pytest.approx(values.mean() + 1.959964 * error, abs=1e-5)
 
 
-def test_the_interval_covers():
-    """Between 93 and 98 % of the intervals of 40 problems with 4 samples hold the true mean."""
+def test_coverage_of_the_interval():
+    """93 % to 98 % of the intervals of 40 problems with 4 samples contain the true mean."""
     rng = np.random.default_rng(0)
     hits = 0
     for _ in range(2000):
@@ -68,7 +68,7 @@ def test_the_interval_covers():
     assert 0.93 < hits / 2000 < 0.98
 
 
-def test_one_problem_is_no_error():
+def test_a_single_problem_is_accepted():
     low, high = interval(np.array([0.5]), samples=4)
     assert (low, high) == wilson_interval(0.5, 1)
     assert standard_error(np.array([0.5])) == math.inf
@@ -108,7 +108,7 @@ def test_pass_at_k_is_unbiased():
         (["2", "1", "2"], [True, False, True], 1.0),
         (["1", "2", "3"], [True, False, False], 1 / 3),
         (["1", "1", "2", "2", "3"], [True, True, False, False, True], 0.5),
-        (["1", "1", "2"], [True, False, False], 0.5),  # as a judge may look at more than the answer
+        (["1", "1", "2"], [True, False, False], 0.5),  # a scorer may read more than the answer
         ([None, None, "7"], [False, False, True], 1.0),  # None does not vote
         ([None, None], [False, True], 0.0),
     ],

@@ -177,13 +177,21 @@ def write_run(folder, overrides, rewards, *, finished=True):
         | ({"noise_kl": 0.5 * step} if step % 2 else {})
         for step, reward in enumerate(rewards, start=1)
     ]
-    rows[-1]["eval_accuracy"] = 0.5
+    rows.append({"step": len(rewards), "eval_accuracy": 0.5, "eval_seconds": 1.0})
     (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if finished:
         (run.folder / "summary.json").write_text(json.dumps({"steps": len(rewards)}))
     origin = {"git": None, "device": {"kind": "cpu"}, "versions": {}}
     (run.folder / "config.json").write_text(json.dumps(origin))
     return run
+
+
+def test_the_accuracy_of_a_run_of_an_earlier_version(tmp_path):
+    run = write_run(tmp_path, {"seed": 0}, [0.1, 0.2])
+    rows = [{"step": 1, "reward": 0.1}, {"step": 2, "reward": 0.2, "eval_accuracy": 0.75}]
+    (run.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (row,) = make_table([run])["runs"]
+    assert (row["reward"], row["accuracy"]) == (0.2, 0.75)
 
 
 def test_table_over_seeds(tmp_path):

@@ -1,4 +1,4 @@
-"""Which problems a task has, how it asks, who judges."""
+"""Problems, prompts and scorers of tasks."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import (
     BENCHMARKS,
     SYSTEM_PROMPT,
-    Overrides,
+    TaskOverrides,
     extracted_answer,
     make_tasks,
 )
@@ -31,7 +31,7 @@ ROWS = {
 
 @pytest.fixture
 def hub(monkeypatch):
-    """The hub as far as these tasks need it; returns what was asked for."""
+    """Replaces the hub, as far as these tasks need it; returns the list of requests."""
     asked = []
 
     def load_dataset(name, configuration=None):
@@ -54,13 +54,13 @@ def file(tmp_path):
 
 @pytest.fixture
 def run():
-    """The config of the run that the default command makes."""
+    """The config of a run of the default command."""
     return config_dict(get_config())
 
 
 def make(*names, run=None, **overrides):
     given = {name: tuple(values) for name, values in overrides.items()}
-    return make_tasks(names, run=run, overrides=Overrides(**given))
+    return make_tasks(names, run=run, overrides=TaskOverrides(**given))
 
 
 def test_benchmarks_come_from_the_hub(hub):
@@ -72,11 +72,11 @@ def test_benchmarks_come_from_the_hub(hub):
         row[BENCHMARKS[name].fields[0]] for name, row in zip(BENCHMARKS, ROWS.values(), strict=True)
     ]
     assert hub == [("openai/gsm8k", "main"), *((name, None) for name in list(ROWS)[1:])]
-    assert tasks[0].judge == REWARDS + "numeric_answer"
-    assert {task.judge for task in tasks[1:]} == {REWARDS + "math_answer"}
+    assert tasks[0].scorer == REWARDS + "numeric_answer"
+    assert {task.scorer for task in tasks[1:]} == {REWARDS + "math_answer"}
     for task in tasks:
         assert (task.system_prompt, task.question_suffix) == (SYSTEM_PROMPT, "")
-        assert task.format_judge == REWARDS + "boxed_format"
+        assert task.format_scorer == REWARDS + "boxed_format"
         assert task.max_new_tokens == BENCHMARKS[task.name].max_new_tokens
 
 
@@ -96,15 +96,15 @@ def test_without_the_hub_the_message_says_what_to_pass(monkeypatch, file):
     (task,) = make("aime24", data=[f"aime24={path}"])
     assert task.source == path
     assert [problem.answer for problem in task.problems] == ["1", "2"]
-    assert task.judge == REWARDS + "math_answer"
+    assert task.scorer == REWARDS + "math_answer"
 
 
 @pytest.mark.parametrize(
-    ("answers", "judge"), [(("1", "-2.5"), "numeric_answer"), (("1", r"\pi"), "math_answer")]
+    ("answers", "scorer"), [(("1", "-2.5"), "numeric_answer"), (("1", r"\pi"), "math_answer")]
 )
-def test_a_file_is_a_task(file, answers, judge):
+def test_a_file_is_a_task(file, answers, scorer):
     (task,) = make(file(*answers))
-    assert (task.name, task.judge) == ("my", REWARDS + judge)
+    assert (task.name, task.scorer) == ("my", REWARDS + scorer)
     assert task.problems == [Problem(f"q{i}", answer) for i, answer in enumerate(answers)]
     assert task.max_new_tokens == 1024
 
@@ -119,21 +119,21 @@ def test_a_run_is_asked_what_it_held_out(run, file):
     expected = {
         "system_prompt": "Be brief.",
         "question_suffix": " Answer with the number only.",
-        "judge": REWARDS + "numeric_answer",
-        "format_judge": REWARDS + "number_only_format",
+        "scorer": REWARDS + "numeric_answer",
+        "format_scorer": REWARDS + "number_only_format",
         "max_new_tokens": 16,
     }
     assert dataclasses.asdict(task).items() >= expected.items()
-    # A file is asked and judged likewise.
+    # A file has the same prompt and scorers.
     run["rewards"]["correctness"]["function"] = REWARDS + "tagged_answer"
     (task,) = make(file("1"), run=run)
-    assert task.judge == REWARDS + "tagged_answer"
+    assert task.scorer == REWARDS + "tagged_answer"
     assert task.system_prompt == "Be brief."
 
 
-def test_a_benchmark_has_its_own_judge_under_a_run_too(run, hub):
+def test_a_benchmark_keeps_its_scorer_for_a_run(run, hub):
     (task,) = make("math500", run=run)
-    assert task.judge == REWARDS + "math_answer"
+    assert task.scorer == REWARDS + "math_answer"
     assert task.system_prompt == "Be brief."
     assert task.max_new_tokens == 16
 
@@ -144,13 +144,13 @@ def test_overrides_are_for_all_tasks_or_one(hub, file):
         file("1"),
         system_prompt=["my=a=b", "x = y"],
         max_new_tokens=["77"],
-        judge=["my=m:f"],
-        format_judge=["gsm8k="],
+        scorer=["my=m:f"],
+        format_scorer=["gsm8k="],
     )
     assert (first.system_prompt, second.system_prompt) == ("x = y", "a=b")
     assert (first.max_new_tokens, second.max_new_tokens) == (77, 77)
-    assert (first.judge, second.judge) == (REWARDS + "numeric_answer", "m:f")
-    assert (first.format_judge, second.format_judge) == ("", REWARDS + "boxed_format")
+    assert (first.scorer, second.scorer) == (REWARDS + "numeric_answer", "m:f")
+    assert (first.format_scorer, second.format_scorer) == ("", REWARDS + "boxed_format")
 
 
 def test_the_fingerprint_is_of_the_problems(file):
@@ -163,14 +163,14 @@ def test_the_fingerprint_is_of_the_problems(file):
     ("names", "overrides", "words"),
     [
         (["gsm8"], {}, ["gsm8", "gsm8k, math500", "FILE.jsonl"]),
-        (["a/my.jsonl", "my.jsonl"], {}, ["my", "twice"]),
+        (["a/my.jsonl", "my.jsonl"], {}, ["my", "occurs twice"]),
         (["absent.jsonl"], {}, ["absent.jsonl", "cannot read"]),
         (["run"], {}, ["not a run folder"]),
         (["gsm8k"], {"data": ["x.jsonl"]}, ["--data=x.jsonl", "TASK=FILE.jsonl"]),
         (["gsm8k"], {"data": ["math500=x.jsonl"]}, ["math500=x.jsonl", "gsm8k"]),
         (["gsm8k"], {"max_new_tokens": ["0"]}, ["--max-new-tokens=0", "at least 1"]),
         (["gsm8k"], {"max_new_tokens": ["many"]}, ["--max-new-tokens=many"]),
-        (["gsm8k"], {"judge": [""]}, ["gsm8k", "--judge=MODULE:FUNCTION"]),
+        (["gsm8k"], {"scorer": [""]}, ["gsm8k", "--judge=MODULE:FUNCTION"]),
     ],
 )
 def test_what_cannot_be_asked(hub, names, overrides, words):
@@ -197,7 +197,7 @@ def test_a_run_may_have_nothing_to_ask(run, file):
 
 
 @pytest.mark.parametrize(
-    ("judge", "completion", "expected"),
+    ("scorer", "completion", "expected"),
     [
         ("numeric_answer", r"3 * 6 = \boxed{1,018.0} dollars", "1018"),
         ("numeric_answer", "It is 5.\n#### $18\nor 19", "18"),
@@ -215,16 +215,16 @@ def test_a_run_may_have_nothing_to_ask(run, file):
         ("other", "first\nthe last.\n", "thelast"),
     ],
 )
-def test_extracted_answer(judge, completion, expected):
-    assert extracted_answer(completion, REWARDS + judge) == expected
+def test_extracted_answer(scorer, completion, expected):
+    assert extracted_answer(completion, REWARDS + scorer) == expected
 
 
 @pytest.mark.parametrize(
-    "judge", ["numeric_answer", "boxed_answer", "tagged_answer", "exact_answer"]
+    "scorer", ["numeric_answer", "boxed_answer", "tagged_answer", "exact_answer"]
 )
-def test_the_extracted_answer_is_the_one_that_is_judged(judge):
+def test_the_extracted_answer_is_the_one_that_is_scored(scorer):
     texts = [r"\boxed{7} 8", "#### 7\n8", "7 8", "<answer>7</answer> 8", "8 7", "7", "no"]
     for text in texts:
-        found = extracted_answer(text, REWARDS + judge)
-        correct = getattr(rewards, judge)("", text, "7", 1, True)
+        found = extracted_answer(text, REWARDS + scorer)
+        correct = getattr(rewards, scorer)("", text, "7", 1, True)
         assert correct == float(found == "7"), text

@@ -1,4 +1,4 @@
-"""The tokenizer: SmolLM2's against transformers, the pre-tokenizers, folders, chat templates."""
+"""The tokenizer: SmolLM2's ids equal those of transformers; pre-tokenizers, folders, templates."""
 
 import functools
 import importlib.metadata
@@ -39,7 +39,7 @@ def gguf_metadata(pre, tokens, merges=(), **extra):
 
 
 def byte_tokens(*more):
-    """A vocabulary with the 256 byte tokens, the printable form of GPT-2, and some more."""
+    """Returns a vocabulary of the 256 byte tokens, in GPT-2's printable form, and more tokens."""
     return [*sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()), *more]
 
 
@@ -62,7 +62,7 @@ def test_smollm2_renders_the_chats_of_transformers(case):
     assert smollm2().encode(text) == case["ids"]
 
 
-def test_smollm2_ends():
+def test_end_tokens_of_smollm2():
     assert GOLDEN["eos_id"] in smollm2().eos_ids
     assert smollm2().eos_ids == (0, 2)  # <|endoftext|>, <|im_end|>
     assert smollm2().pad_id == 2
@@ -78,7 +78,7 @@ def test_decode_leaves_special_tokens_out():
 @pytest.mark.parametrize(
     ("pre", "text", "pieces"),
     [
-        # Qwen2 splits every digit off, Llama 3 takes up to three; both split letters from a prefix.
+        # Qwen2 splits off every digit, Llama 3 keeps up to three; both split letters from a prefix.
         ("qwen2", "ab 1234", ["ab", "Ġ", "1", "2", "3", "4"]),
         ("llama-bpe", "ab 1234", ["ab", "Ġ", "123", "4"]),
         ("smollm", "ab 1234", ["ab", "Ġ", "1", "2", "3", "4"]),
@@ -95,20 +95,20 @@ def test_pre_tokenizers(pre, text, pieces):
     assert built.decode(built.encode(text)) == text
 
 
-def test_qwen2_normalises_and_llama3_does_not():
+def test_qwen2_normalizes_and_llama3_does_not():
     decomposed = "e\u0301"
     for pre, expected in (("qwen2", "\u00e9"), ("llama-bpe", decomposed)):
         built = tokenizer.from_gguf(gguf_metadata(pre, byte_tokens("<|im_end|>")))
         assert built.decode(built.encode(decomposed)) == expected
 
 
-def test_llama3_takes_whole_words_of_the_vocabulary():
+def test_llama3_keeps_words_of_the_vocabulary_whole():
     tokens = byte_tokens("abc", "<|eot_id|>")  # no merge leads to 'abc'
     assert len(tokenizer.from_gguf(gguf_metadata("llama-bpe", tokens)).encode("abc")) == 1
     assert len(tokenizer.from_gguf(gguf_metadata("qwen2", tokens)).encode("abc")) == 3
 
 
-def test_gguf_ends_are_eos_eot_and_the_well_known():
+def test_end_tokens_of_gguf_are_eos_eot_and_the_well_known_ones():
     tokens = byte_tokens("<|a|>", "<|b|>", "<|im_end|>", "<|c|>", "<|endoftext|>")
     metadata = gguf_metadata("qwen2", tokens)
     metadata["tokenizer.ggml.eos_token_id"] = 256
@@ -156,7 +156,7 @@ def test_folder(tmp_path):
     assert read.vocab_size == VOCAB
 
 
-def test_folder_truncation_and_padding_of_the_file_are_off(tmp_path):
+def test_truncation_and_padding_in_the_file_are_turned_off(tmp_path):
     write_tokenizer(tmp_path)
     stored = json.loads((tmp_path / "tokenizer.json").read_text())
     stored["truncation"] = {
@@ -169,7 +169,7 @@ def test_folder_truncation_and_padding_of_the_file_are_off(tmp_path):
     assert len(tokenizer.from_folder(tmp_path).encode("t1 " * 10)) == 10
 
 
-def test_folder_without_an_end(tmp_path):
+def test_folder_without_an_end_token(tmp_path):
     write_tokenizer(tmp_path, eos_token=None)
     stored = json.loads((tmp_path / "tokenizer.json").read_text())
     stored["added_tokens"] = []
@@ -200,7 +200,7 @@ def test_folder_without_a_tokenizer(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["config", "list", "json", "jinja"])
-def test_where_a_chat_template_may_lie(tmp_path, place):
+def test_a_chat_template_is_found_in_every_place(tmp_path, place):
     template = "{{ messages[0].content }}{{ eos_token }}"
     settings = {
         "config": {"chat_template": template},
@@ -231,7 +231,7 @@ def test_where_a_chat_template_may_lie(tmp_path, place):
         ("{% if enable_thinking is defined %}a{% endif %}c", "c"),
     ],
 )
-def test_what_templates_use(tmp_path, template, rendered):
+def test_template_functions_and_variables(tmp_path, template, rendered):
     write_tokenizer(tmp_path, chat_template=template)
     assert tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES) == rendered
 
@@ -253,7 +253,7 @@ def test_templates_that_fail(tmp_path, template, named):
     assert "\n" not in str(caught.value)
 
 
-# --- Written for others ---------------------------------------------------------------------------
+# --- Exported tokenizers --------------------------------------------------------------------------
 
 
 def write_files(built, folder):
@@ -264,13 +264,13 @@ def write_files(built, folder):
 
 @pytest.fixture(scope="module")
 def auto_smollm2(tmp_path_factory):
-    """The tokenizer that transformers builds from what we write."""
+    """Returns the tokenizer that transformers builds from the exported files."""
     folder = write_files(smollm2(), tmp_path_factory.mktemp("smollm2"))
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def test_transformers_reads_what_is_written(auto_smollm2):
+def test_transformers_reads_exported_files(auto_smollm2):
     for case in GOLDEN["texts"]:
         assert auto_smollm2(case["text"]).input_ids == case["ids"], case["text"]
         assert auto_smollm2.decode(case["ids"]) == case["text"]
@@ -283,7 +283,7 @@ def test_transformers_reads_what_is_written(auto_smollm2):
         assert text == case["text"]
 
 
-def test_transformers_knows_the_special_tokens(auto_smollm2):
+def test_transformers_finds_the_special_tokens(auto_smollm2):
     assert auto_smollm2.eos_token_id == GOLDEN["eos_id"]
     assert auto_smollm2.pad_token_id == smollm2().pad_id
     assert auto_smollm2.bos_token == "<|im_start|>"
@@ -295,7 +295,7 @@ def test_transformers_knows_the_special_tokens(auto_smollm2):
     ("model_type", "pre"),
     [("qwen2", "qwen2"), ("qwen3", "qwen2"), ("llama", "llama-bpe"), ("llama", "smollm")],
 )
-def test_transformers_splits_as_we_do(model_type, pre, tmp_path):
+def test_transformers_splits_text_the_same_way(model_type, pre, tmp_path):
     tokens = byte_tokens("ab", "12", "123", "ĊĊ", "LL", "'LL", "'l", "'ll", "<think>", "<|im_end|>")
     merges = ["a b", "1 2", "12 3", "Ċ Ċ", "L L", "' LL", "' l", "'l l"]
     metadata = gguf_metadata(pre, tokens, merges)
@@ -311,7 +311,7 @@ def test_transformers_splits_as_we_do(model_type, pre, tmp_path):
         assert theirs.decode(ids, skip_special_tokens=skip) == built.decode(ids, skip_special=skip)
 
 
-def test_a_tokenizer_comes_back_from_its_files(tmp_path):
+def test_a_tokenizer_can_be_read_from_its_exported_files(tmp_path):
     built = smollm2()
     read = tokenizer.from_folder(write_files(built, tmp_path))
     assert read.chat_template == built.chat_template
@@ -328,8 +328,8 @@ def test_a_tokenizer_comes_back_from_its_files(tmp_path):
 
 @pytest.mark.parametrize("given", [None, True, False])
 @pytest.mark.parametrize("pre", ["qwen2", "llama-bpe"])
-def test_the_first_token_that_others_add(pre, given, tmp_path):
-    """Llama 3 begins with one unless its file says otherwise; we never add any."""
+def test_the_first_token_that_transformers_adds(pre, given, tmp_path):
+    """Llama 3 begins with a token unless its file says otherwise; `Tokenizer` never adds one."""
     tokens = byte_tokens("<|begin|>", "<|end|>")
     metadata = gguf_metadata(pre, tokens) | {
         "tokenizer.ggml.bos_token_id": 256,
@@ -346,7 +346,7 @@ def test_the_first_token_that_others_add(pre, given, tmp_path):
     assert theirs("a", add_special_tokens=False).input_ids == ids
 
 
-def test_padding_that_the_file_does_not_name(tmp_path):
+def test_a_pad_token_that_the_file_does_not_name(tmp_path):
     built = tokenizer.from_gguf(gguf_metadata("qwen2", byte_tokens("<|im_end|>")))
     assert "pad_token" not in built.special_tokens
     theirs = transformers.AutoTokenizer.from_pretrained(write_files(built, tmp_path))

@@ -12,8 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 import qerl_jax.training.loop
 import qerl_jax.training.setup
+import qerl_jax.training.step
 from qerl_jax.errors import UserError
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
 
 ALWAYS = {
@@ -48,14 +50,17 @@ def same_adapters(a, b):
 
 
 def test_rows(finished):
-    rows = read_metrics(finished / "metrics.jsonl")
+    written = read_jsonl(finished / "metrics.jsonl")
+    assert [row["step"] for row in written] == [0, 1, 2, 2, 3, 4, 4]
+    assert_finite(written)
+    assert written[0].keys() == {"step", "eval_accuracy_before", "eval_seconds"}
+    for row in (written[3], written[6]):
+        assert row.keys() == {"step", "eval_accuracy", "eval_seconds"}
+    rows = read_steps(finished / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert_finite(rows)
     for row in rows:
         step = row["step"]
-        expected = ALWAYS | ({"eval_accuracy"} if step in (2, 4) else set())
-        expected |= {"noise_kl"} if step in (1, 3) else set()
-        expected |= {"eval_accuracy_before"} if step == 1 else set()
+        expected = ALWAYS | ({"noise_kl"} if step in (1, 3) else set())
         assert expected <= row.keys()
         assert row.keys() - expected <= {"clip_fraction_low", "clip_fraction_high"}
         assert row["rollout_tokens"] == row["length"] * 8
@@ -68,7 +73,7 @@ def test_rows(finished):
 
 
 def test_files(finished):
-    samples = read_metrics(finished / "completions.jsonl")
+    samples = read_jsonl(finished / "completions.jsonl")
     assert [sample["step"] for sample in samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     for sample in samples:
         assert sample["prompt"].endswith(" t1 t2")
@@ -96,6 +101,7 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
 def test_same_config_gives_the_same_metrics(finished, tiny, tmp_path):
     again = train(tiny.config({"aqn.stages": 4}), workdir=tmp_path / "again")
     assert tiny_run.results(again) == tiny_run.results(finished)
+    assert tiny_run.evaluations(again) == tiny_run.evaluations(finished)
     other = train(tiny.config({"aqn.stages": 4, "seed": 1, "steps": 1}), workdir=tmp_path / "other")
     assert tiny_run.results(other)[0]["entropy"] != tiny_run.results(finished)[0]["entropy"]
 
@@ -131,9 +137,7 @@ def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
     for steps in (2, 4):  # The best is remembered where a run goes on.
         run = train(tiny.config({"eval.every": 1, "steps": steps}), workdir=tmp_path / "run")
-    rows = tiny_run.results(run)
-    assert rows[0]["eval_accuracy_before"] == 0.25
-    assert [row["eval_accuracy"] for row in rows] == [0.5, 0.25, 0.5, 0.375]
+    assert tiny_run.evaluations(run) == {0: 0.25, 1: 0.5, 2: 0.25, 3: 0.5, 4: 0.375}
     assert same_adapters(tiny_run.adapter(run, "best_adapter"), adapters[1])
     assert same_adapters(tiny_run.adapter(run), adapters[4])
     assert not same_adapters(adapters[1], adapters[4])
@@ -237,7 +241,6 @@ def test_dapo_with_several_updates(variant):
 def test_fully_truncated_batch_has_no_gradient(variant):
     rows = variant("truncated")
     assert all(row["finished"] == row["loss"] == row["grad_norm"] == 0 for row in rows)
-    assert not any("eval_accuracy" in row or "eval_accuracy_before" in row for row in rows)
 
 
 def constant(prompt, completion, answer, num_tokens, finished):
@@ -278,13 +281,13 @@ def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
 
 
 def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeypatch, capsys):
-    compiled, collect = [], qerl_jax.training.loop.collect
+    compiled, collect = [], qerl_jax.training.step.collect
 
     def recording(*arguments, **options):
         compiled.append(options["compiled"])
         return collect(*arguments, **options)
 
-    monkeypatch.setattr(qerl_jax.training.loop, "collect", recording)
+    monkeypatch.setattr(qerl_jax.training.step, "collect", recording)
     changes = {
         "seed": 3,
         "steps": 4,
@@ -298,7 +301,7 @@ def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeyp
     assert compiled == [False, False, True, True]
     assert "compiled 5 of 5 rollout programs in " in capsys.readouterr().out
     assert all(0.2 < row["rollout_live_share"] < 1 for row in tiny_run.results(run))
-    completions = [row["completion"].split() for row in read_metrics(run / "completions.jsonl")]
+    completions = [row["completion"].split() for row in read_jsonl(run / "completions.jsonl")]
     stopped = [words for words in completions if any(word.startswith("t1") for word in words)]
     assert len(stopped) > 10
     for words in stopped:
@@ -321,7 +324,7 @@ def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):
         return 1.0
 
     changes = {"reward_time_limit": 0.05, "eval.every": 0, "steps": 2}
-    rewards = {"failing": (failing, 1.0), "format": (tiny_run.low_share, 1.0)}
+    rewards = {"failing": (failing, 1.0), "format": (tiny_run.low_fraction, 1.0)}
     run = train(tiny.config(changes), workdir=tmp_path / "run", rewards=rewards)
     rows = tiny_run.results(run)
     assert_finite(rows, allowed=("accuracy",))
@@ -341,9 +344,9 @@ def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):
 
 def test_a_step_without_any_reward_is_told(tiny, tmp_path, capsys):
     config = tiny.config({"eval.every": 0, "steps": 2})
-    rewards = {"silent": (lambda *_: None, 1.0), "logged": (tiny_run.low_share, 0.0)}
+    rewards = {"silent": (lambda *_: None, 1.0), "logged": (tiny_run.low_fraction, 0.0)}
     train(config, workdir=tmp_path / "run", rewards=rewards)
-    line = "warning: no completion has a reward: every function that counts returned None"
+    line = "warning: no completion has a reward: every function with a weight returned None"
     assert capsys.readouterr().err.splitlines() == [line] * 2
 
 
@@ -359,9 +362,9 @@ def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
     folder, words = tmp_path / "run", "no completion has a reward.*for 8 of 8.*by zero"
     with pytest.raises(UserError, match=words):
         train(config, workdir=folder, rewards={"failing": (failing, 1.0)})
-    assert len(read_metrics(folder / "metrics.jsonl")) == 1
-    train(config, workdir=folder, rewards={"failing": (tiny_run.low_share, 1.0)})
-    assert len(read_metrics(folder / "metrics.jsonl")) == 4
+    assert len(tiny_run.results(folder)) == 1
+    train(config, workdir=folder, rewards={"failing": (tiny_run.low_fraction, 1.0)})
+    assert len(tiny_run.results(folder)) == 4
 
 
 @pytest.mark.parametrize(
@@ -375,7 +378,7 @@ def test_a_device_out_of_memory_is_one_line(message, words, tiny, tmp_path, monk
     def full(*_, **__):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(qerl_jax.training.loop, "train_step", full)
+    monkeypatch.setattr(qerl_jax.training.step, "train_step", full)
     config = tiny.config({"eval.every": 0})
     expected = UserError if words else jax.errors.JaxRuntimeError
     with pytest.raises(expected, match=words) as caught:
@@ -388,7 +391,8 @@ def test_no_reward_at_all(tiny, tmp_path):
     run = train(tiny.config({"steps": 1}), workdir=tmp_path / "run", rewards=rewards)
     (row,) = tiny_run.results(run)
     assert row["reward"] is None
-    assert row["grad_norm"] == row["eval_accuracy"] == 0
+    assert row["grad_norm"] == 0
+    assert tiny_run.evaluations(run) == {0: 0, 1: 0}
 
 
 def test_start_from_an_adapter(finished, tiny, tmp_path):
@@ -445,7 +449,7 @@ def test_fewer_problems_than_prompts_in_a_step(tiny, tmp_path):
         "steps": 1,
     }
     run = train(tiny.config(changes), workdir=tmp_path / "run")
-    prompts = [sample["prompt"] for sample in read_metrics(run / "completions.jsonl")]
+    prompts = [sample["prompt"] for sample in read_jsonl(run / "completions.jsonl")]
     assert len(set(prompts)) == len(prompts) == 3
 
 

@@ -1,4 +1,4 @@
-"""One optimiser step: micro-batches, gradients that are not finite, traces, learning rates."""
+"""One optimizer step: micro-batches, gradients that are not finite, traces, learning rates."""
 
 import functools
 
@@ -41,7 +41,7 @@ def policy():
 
 
 def batch_of(loss="dapo", *, seed=0, advantages=None):
-    """Random completions, the old policy's and the reference's log-probabilities near ours."""
+    """Makes random completions; old and reference log-probabilities are near the current ones."""
     rng = np.random.default_rng(seed)
     if advantages is None:
         advantages = rng.standard_normal(ROWS)
@@ -57,20 +57,20 @@ def batch_of(loss="dapo", *, seed=0, advantages=None):
         pad_id=0,
     )
     config, params, lora = policy()
-    ours = batch_logprobs(params, lora, micro_batches(batch, ROWS), config=config, temperature=1.0)[
-        0
-    ]
+    (ours,) = batch_logprobs(
+        params, lora, micro_batches(batch, ROWS), config=config, temperature=1.0
+    )
     nearby = [np.asarray(ours + 0.2 * rng.standard_normal(ours.shape), np.float32) for _ in "ab"]
     return batch.replace(old_logprobs=nearby[0], ref_logprobs=nearby[1])
 
 
 def step(batch, *, rows=ROWS, state=None, optimizer=SGD, loss="dapo", remat=False):
-    """A train_step of the tiny policy; returns the new state and the metrics."""
+    """Runs a train_step of the tiny policy; returns the new state and the metrics."""
     config, params, lora = policy()
     if state is None:
         state = init_state(Trainable(lora, {}), optimizer)
     return train_step(
-        jax.tree.map(jnp.array, state),  # a copy, as the step consumes it
+        jax.tree.map(jnp.array, state),  # a copy, because the step donates the state
         params,
         micro_batches(batch, rows),
         config=config,
@@ -85,7 +85,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-# Micro-batches of 3 rows leave one that is filled up.
+# With micro-batches of 3 rows the last one is filled up.
 @pytest.mark.parametrize(
     ("loss", "splits"), [pytest.param("dapo", (2, 4), marks=pytest.mark.slow), ("grpo", (3,))]
 )
@@ -168,7 +168,7 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted():
     after, metrics = step(good, state=state, optimizer=optimizer)
     assert not metrics["update_skipped"]
     assert int(after.skipped_in_a_row) == 0
-    # As if the bad batches had never been.
+    # The result is the same as without the bad batches.
     expected, _ = step(good, state=before, optimizer=optimizer)
     assert_same((after.trainable, after.opt_state), (expected.trainable, expected.opt_state))
 
@@ -186,7 +186,7 @@ def test_steps_of_equal_shapes_compile_once():
     assert len(traces) == 1
 
 
-def test_the_state_is_consumed():
+def test_the_state_is_donated():
     config, params, lora = policy()
     state = jax.tree.map(jnp.array, init_state(Trainable(lora, {}), SGD))
     train_step(
@@ -203,7 +203,7 @@ def test_the_state_is_consumed():
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, lora)))
 
 
-def test_score_and_mean_kl():
+def test_batch_logprobs_and_mean_kl():
     config, params, lora = policy()
     batch = batch_of()
     shared = {"config": config, "temperature": 1.0}
@@ -221,7 +221,7 @@ def test_score_and_mean_kl():
 
 
 def learning_rates(updates, **options):
-    """Sizes of AdamW's first updates; without memory and epsilon they are the learning rate."""
+    """Returns the sizes of AdamW's first updates: without moments and eps, the learning rates."""
     options = {"b1": 0.0, "b2": 0.0, "eps": 0.0, "max_grad_norm": 1e9, **options}
     optimizer = make_optimizer(**ADAMW | options)
     params = jnp.zeros(())
@@ -247,7 +247,7 @@ def test_warm_up():
         ("cosine", lambda u, final: final + (1 - final) * (1 + np.cos(np.pi * u)) / 2),
     ],
 )
-def test_decay_to_a_share_at_the_end(schedule, decay, final, warmup):
+def test_decay_to_a_fraction_at_the_end(schedule, decay, final, warmup):
     total = 8 + warmup
     rates = learning_rates(
         total + 3,

@@ -1,4 +1,4 @@
-"""What is trained beside or instead of the adapter: norms, or every parameter."""
+"""Training norms together with the adapter, or every parameter instead of it."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def noise_of(sigma=0.05, form="additive"):
     return aqn.Noise(key=jax.random.key(3), sigma=np.float32(sigma), form=form, final_norm=False)
 
 
-def test_the_parts():
+def test_trained_params():
     _, params = tiny_policy("qwen3")
     assert trained_params(params, "lora") == {}
     norms = trained_params(params, "lora+norms")
@@ -39,7 +39,7 @@ def test_the_parts():
     assert {leaf.dtype for leaf in jax.tree.leaves(full)} == {jnp.dtype(jnp.float32)}
 
 
-def test_what_cannot_be_trained():
+def test_packed_weights_and_unknown_parts_cannot_be_trained():
     _, params = tiny_policy("qwen3", quantized=True)
     with pytest.raises(UserError, match=r"'full'.*model.format=bf16"):
         trained_params(params, "full")
@@ -101,7 +101,7 @@ def test_the_gradient_passes_the_noise(form):
     ],
 )
 def whole(request, tiny, tmp_path_factory):
-    """The changes to the config and the folder of an uninterrupted run."""
+    """Runs without interruption; returns the changes to the config and the run folder."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     return request.param, train(tiny.config(CHANGES | request.param), workdir=folder)
 
@@ -129,7 +129,7 @@ def test_a_run(whole):
         pytest.param("noisy_forward", FULL, id="noisy_forward-full", marks=pytest.mark.slow),
     ],
 )
-def test_the_trainer_meets_the_policy_that_sampled(changes, correction, tiny, tmp_path):
+def test_the_trainer_has_the_policy_that_sampled(changes, correction, tiny, tmp_path):
     noise = {"aqn.stages": 1, "aqn.schedule": "tiny_run:loud", "aqn.correction": correction}
     brief = {"steps": 1, "eval.every": 0}
     run = train(tiny.config(CHANGES | changes | noise | brief), workdir=tmp_path / "run")
@@ -137,20 +137,20 @@ def test_the_trainer_meets_the_policy_that_sampled(changes, correction, tiny, tm
     assert max(apart) < 1e-4 if correction == "noisy_forward" else min(apart) > 1e-2
 
 
-def test_rollouts_leave_memory_to_what_is_trained(tiny, monkeypatch):
-    """To itself, its two moments, and the policy that it makes."""
+def test_rollouts_reserve_memory_for_trained_parameters(tiny, monkeypatch):
+    """The memory is that of the parameters, of two moments and of the updated policy."""
     reserved, sizes = [], []
     monkeypatch.setattr(budget, "rows_left", lambda *_, reserve, **__: reserved.append(reserve))
     for changes in ({"model.format": "bf16"}, FULL):
         config = tiny.config(changes | {"eval.every": 0})
-        setup = prepare(config, {"low": (tiny_run.low_share, 1.0)}, schedule_steps=4)
+        setup = prepare(config, {"low": (tiny_run.low_fraction, 1.0)}, schedule_steps=4)
         trained = first_trainable(config, setup.model, setup.lora_config, setup.key)
         sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(trained)))
     assert reserved[1] - reserved[0] == 4 * (sizes[1] - sizes[0]) > 0
 
 
 class KilledError(BaseException):
-    """Ends a run abruptly."""
+    """An exception that ends a run abruptly."""
 
 
 def test_resume(whole, tiny, tmp_path):
@@ -159,11 +159,11 @@ def test_resume(whole, tiny, tmp_path):
     calls = itertools.count(1)
 
     def correctness(*arguments):
-        if next(calls) == 37:  # in step 4: 4 calls in an evaluation, 8 in a step
+        if next(calls) == 37:  # in step 4: an evaluation has 4 calls, a step has 8
             raise KilledError
         return tiny_run.even_end(*arguments)
 
-    rewards = {"correctness": (correctness, 1.0), "format": (tiny_run.low_share, 0.1)}
+    rewards = {"correctness": (correctness, 1.0), "format": (tiny_run.low_fraction, 0.1)}
     with pytest.raises(KilledError):
         train(config, workdir=tmp_path / "run", rewards=rewards)
     resumed = train(config, workdir=tmp_path / "run")
@@ -173,7 +173,7 @@ def test_resume(whole, tiny, tmp_path):
         assert (resumed / name / path.name).read_bytes() == path.read_bytes()
 
 
-def test_an_adapter_with_norms_to_start_from(whole, tiny, tmp_path):
+def test_a_run_can_start_from_an_adapter_with_norms(whole, tiny, tmp_path):
     changes, run = whole
     if changes is FULL:
         pytest.skip("has no adapter")

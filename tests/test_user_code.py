@@ -1,4 +1,4 @@
-"""A schedule, a loss weight and a reward from a module outside of the project, by import path."""
+"""Custom schedules, loss weights and rewards: functions outside the project, by import path."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def sequence(mask, advantages, logprobs):
 def surprising(mask, advantages, logprobs):
     weights = mask * (np.nan_to_num(logprobs) < -3.0)
     weights *= advantages[:, None] > 0
-    mask[:] = 0.0  # its own copy
+    mask[:] = 0.0  # The function gets a copy.
     return weights / weights.sum().clip(1)
 
 def short(prompt, completion, answer, num_tokens, finished):
@@ -49,7 +49,7 @@ def words(mask, advantages, logprobs):
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
-    """The name of a module of one's own, which can be imported."""
+    """The name of a module outside the project that can be imported."""
     (tmp_path / "my_ideas.py").write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
     yield "my_ideas"
@@ -57,7 +57,7 @@ def module(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_they_run_from_the_command_line(tiny, tmp_path):
+def test_custom_functions_run_from_the_command_line(tiny, tmp_path):
     (tmp_path / "my_ideas.py").write_text(MODULE)
     config = tiny.config_file(tmp_path / "my_config.py", {"eval.every": 0, "aqn.kl_every": 1})
     command = [
@@ -81,7 +81,7 @@ def test_they_run_from_the_command_line(tiny, tmp_path):
         assert row["rewards_missing"] == round(8 * (1.0 - row["finished"]))
 
 
-def test_a_loss_weight_of_ones_own_trains(tiny, tmp_path, module):
+def test_a_custom_loss_weight_trains(tiny, tmp_path, module):
     changes = {"steps": 2, "eval.every": 0}
     found = {}
     for name in ("sequence", f"{module}:sequence", f"{module}:surprising"):
@@ -107,10 +107,10 @@ def batch(aggregation):
     )
 
 
-def test_it_is_given_mask_advantages_and_logprobs(module):
-    own = batch(f"{module}:surprising")
-    np.testing.assert_array_equal(own.weights, [[0, 1, 0, 0], [0, 0, 0, 0]])
-    np.testing.assert_array_equal(own.loss_mask, [[1, 1, 0, 0], [1, 1, 1, 1]])
+def test_a_custom_weight_gets_mask_advantages_and_logprobs(module):
+    custom = batch(f"{module}:surprising")
+    np.testing.assert_array_equal(custom.weights, [[0, 1, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_array_equal(custom.loss_mask, [[1, 1, 0, 0], [1, 1, 1, 1]])
     np.testing.assert_array_equal(batch(f"{module}:sequence").weights, batch("sequence").weights)
 
 
@@ -131,6 +131,6 @@ def test_bad_weights(module, function, words):
 
 
 @pytest.mark.parametrize("name", ["absent_module:f", "my_ideas:absent"])
-def test_a_weight_that_there_is_not_is_named_at_once(module, name):
+def test_an_unknown_weight_is_named_at_once(module, name):
     with pytest.raises(UserError, match=f"loss weight '{name}'"):
         losses.loss_config("grpo", aggregation=name)

@@ -1,8 +1,8 @@
-"""vLLM's own readers take our exports.
+"""vLLM reads the project's exports.
 
-vLLM is no dependency of the project, and pins other versions than ours: QERL_VLLM_PYTHON names the
-Python of an environment that has it (its CPU-only parts are enough: pip install --no-deps vllm, and
-what its imports ask for).
+The project does not depend on vLLM, which pins other versions of common packages. QERL_VLLM_PYTHON
+names the Python of an environment with vLLM. Its CPU-only parts are enough: pip install --no-deps
+vllm, and the packages that its imports need.
 
     QERL_VLLM_PYTHON=.../bin/python uv run pytest -m slow tests/test_vllm_readers.py
 """
@@ -15,7 +15,7 @@ import subprocess
 import pytest
 
 from qerl_jax.export import model_card as card_lib
-from qerl_jax.export.export import ExportConfig, export
+from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module
@@ -26,7 +26,7 @@ PYTHON = os.environ.get("QERL_VLLM_PYTHON")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="QERL_VLLM_PYTHON names no Python with vLLM"),
+    pytest.mark.skipif(not PYTHON, reason="QERL_VLLM_PYTHON is not set to a Python with vLLM"),
 ]
 
 
@@ -64,7 +64,7 @@ def test_adapters(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-@pytest.mark.parametrize("kind", ["base", "requantised"])
+@pytest.mark.parametrize("kind", ["base", "requantized"])
 def test_checkpoints(kind, name, tmp_path):
     if kind == "base":
         exported(name, "peft", tmp_path / "out", with_base=True)

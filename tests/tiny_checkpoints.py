@@ -22,7 +22,7 @@ NVFP4 = {
 
 
 def model_config(model_type="llama", **changes):
-    """An architecture with 2 layers, and head_dim other than embed_dim / num_heads for Qwen3."""
+    """Returns an architecture of 2 layers; for Qwen3 head_dim is not embed_dim / num_heads."""
     fields = {
         "model_type": model_type,
         "vocab_size": VOCAB,
@@ -44,7 +44,7 @@ def model_config(model_type="llama", **changes):
 
 
 def random_tensors(config, *, dtype=ml_dtypes.bfloat16, seed=0):
-    """Every tensor of an unquantised checkpoint."""
+    """Returns every tensor of an unquantized checkpoint."""
     rng = np.random.default_rng(seed)
     return {
         name: rng.standard_normal(shape, np.float32).astype(dtype)
@@ -64,16 +64,16 @@ def write_folder(folder, config, tensors, **config_extra):
 
 
 def write_packed(folder, config, tensors, *, dense=(), also=(), change=None, **quantization):
-    """A compressed-tensors folder with the projections of `tensors`, each quantised alone.
+    """Writes a compressed-tensors folder with every projection of `tensors` quantized alone.
 
     Args:
-        folder: where to.
+        folder: target path.
         config: the architecture.
-        tensors: the dense tensors.
-        dense: parts of the names of projections that stay as they are.
-        also: names of other tensors to quantise.
-        change: called with the tensors as they are stored.
-        quantization: fields of the quantization_config.
+        tensors: the dense tensors by Hugging Face name.
+        dense: parts of names; projections with such a part stay dense.
+        also: names of other tensors to quantize.
+        change: function that is called with the stored tensors and may change them.
+        quantization: fields of the quantization_config to set.
     """
     stored = {}
     for name, tensor in tensors.items():
@@ -83,7 +83,7 @@ def write_packed(folder, config, tensors, *, dense=(), also=(), change=None, **q
             continue
         packed = quantize_nvfp4([tensor])
         stored[f"{name}_packed"] = np.asarray(packed.packed)
-        # The safetensors package writes no FP8 from NumPy; its bytes are patched in below.
+        # The safetensors package cannot write FP8 from NumPy, so the header is patched below.
         stored[f"{name}_scale"] = np.asarray(packed.scales).view(np.uint8)
         stored[f"{name}_global_scale"] = np.asarray(packed.global_scale)[:1]
     if change is not None:
@@ -102,7 +102,7 @@ def write_packed(folder, config, tensors, *, dense=(), also=(), change=None, **q
 
 
 def write_tokenizer(folder, **settings):
-    """A tokenizer whose words t0, t1, ... are the ids 0, 1, ...; it ends with <|im_end|>."""
+    """Writes a tokenizer whose words t0, t1, ... are the ids 0, 1, ...; its end is <|im_end|>."""
     vocabulary = {f"t{i}": i for i in range(VOCAB - 2)}
     vocabulary |= {"<|endoftext|>": VOCAB - 2, "<|im_end|>": VOCAB - 1}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="t0"))
@@ -129,7 +129,7 @@ _GGUF_NAMES = {
 
 
 def gguf_name(name):
-    """llama.cpp's name of a Hugging Face tensor."""
+    """Returns llama.cpp's name of a Hugging Face tensor."""
     fixed = {
         names.EMBED: "token_embd.weight",
         names.NORM: "output_norm.weight",
@@ -146,12 +146,12 @@ def write_gguf(path, config, tensors, *, metadata=None, rope_freqs=None, quantiz
     """Writes a GGUF file as llama.cpp's converter does: Llama's q and k rows are interleaved.
 
     Args:
-        path: the file.
-        config: its architecture.
+        path: the path of the file.
+        config: the architecture.
         tensors: float32 tensors by Hugging Face name.
-        metadata: architecture keys to add or, with None, to leave out.
-        rope_freqs: contents of rope_freqs.weight.
-        quantization: the gguf type of the projections, or None for float32.
+        metadata: values by architecture key, to add or, with None, to leave out.
+        rope_freqs: contents of rope_freqs.weight, or None.
+        quantization: gguf type of the projections, or None for float32.
     """
     arch = config.model_type
     writer = gguf.GGUFWriter(path, arch)

@@ -12,7 +12,7 @@ KINDS = ("qwen2", "qwen3", "llama")
 
 
 def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
-    """The architecture and the parameters of a random policy, see `model_config`."""
+    """Returns the architecture and the parameters of a random policy, as in `model_config`."""
     config = model_config(model_type, **changes)
     rng = np.random.default_rng(seed)
     shapes = projection_shapes(config)
@@ -52,7 +52,7 @@ def tiny_policy(model_type="qwen3", *, quantized=False, seed=0, **changes):
 
 
 def random_lora(config, *, rank=4, scale=0.5, targets=PROJECTIONS, seed=1):
-    """An adapter with both factors random."""
+    """Returns adapters with random numbers in both factors."""
     rng = np.random.default_rng(seed)
     shapes = projection_shapes(config)
 
@@ -68,5 +68,5 @@ def random_lora(config, *, rank=4, scale=0.5, targets=PROJECTIONS, seed=1):
 
 
 def random_tokens(*shape, seed=2):
-    """int32 token ids."""
+    """Returns random int32 token ids."""
     return np.random.default_rng(seed).integers(0, VOCAB, shape, np.int32)

@@ -14,7 +14,7 @@ import tiny_checkpoints
 
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.policy.lora import LoraConfig
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.weights import names
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -39,7 +39,7 @@ SETTINGS = {
     "rollout.max_new_tokens": 6,
     "rollout.chunk_steps": 3,
     "rewards.correctness.function": f"{MODULE}:even_end",
-    "rewards.format.function": f"{MODULE}:low_share",
+    "rewards.format.function": f"{MODULE}:low_fraction",
     "aqn.stages": 2,
     "aqn.kl_every": 2,
     "aqn.kl_rows": 2,
@@ -85,14 +85,14 @@ def write_problems(path, *, count=24):
 
 @dataclasses.dataclass(frozen=True)
 class Tiny:
-    """What runs start from: a model folder, a JSONL file, and a cache of what XLA compiled."""
+    """The inputs of runs: a model folder, a JSONL file, and a cache of compiled programs."""
 
     model: pathlib.Path
     problems: pathlib.Path
     compile_cache: pathlib.Path
 
     def config(self, changes=None):
-        """The default config made tiny; `changes` by flattened name."""
+        """The default config made tiny, with `changes` by flattened name."""
         config = get_config("qwen2.5-1.5b")
         config.update_from_flattened_dict(
             SETTINGS
@@ -112,7 +112,7 @@ class Tiny:
         return path
 
     def environment(self):
-        """The environment of a command: finds this module, and uses the compile cache."""
+        """The environment of a command, which finds this module and uses the compile cache."""
         path = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         return os.environ | {
             "PYTHONPATH": os.pathsep.join(path),
@@ -125,7 +125,7 @@ class Tiny:
 
 
 def write_tiny(folder, compile_cache):
-    """Writes what runs start from."""
+    """Writes the inputs of runs."""
     return Tiny(
         model=write_model(folder / "model"),
         problems=write_problems(folder / "problems.jsonl"),
@@ -134,15 +134,20 @@ def write_tiny(folder, compile_cache):
 
 
 def results(run):
-    """The rows of metrics of a run folder, without the times."""
+    """The rows of the steps in a run folder, without the times."""
     return [
         {k: v for k, v in row.items() if not k.endswith(("_seconds", "_per_second"))}
-        for row in read_metrics(run / "metrics.jsonl")
+        for row in read_steps(run / "metrics.jsonl")
     ]
 
 
+def evaluations(run):
+    """The greedy accuracy by step in a run folder; step 0 is before training."""
+    return read_evaluations(run / "metrics.jsonl")
+
+
 def adapter(run, name="adapter"):
-    """The adapter of a run folder of a tiny config with its own targets, rank and alpha."""
+    """An adapter of a run folder, with the targets, rank and alpha of the run's config."""
     saved = json.loads((run / "config.json").read_text())["config"]["lora"]
     lora_config = LoraConfig(
         rank=saved["rank"],
@@ -154,7 +159,7 @@ def adapter(run, name="adapter"):
 
 
 def contents(run):
-    """The bytes of every file of a run folder but its lock."""
+    """The bytes of every file of a run folder except the lock."""
     files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != "lock"]
     return {str(path.relative_to(run)): path.read_bytes() for path in files}
 
@@ -168,16 +173,16 @@ def even_end(prompt, completion, answer, num_tokens, finished):
     return float(bool(completion) and numbers(completion)[-1] % 2 == 0)
 
 
-def low_share(prompt, completion, answer, num_tokens, finished):
-    """The share of words in the lower half of the vocabulary."""
+def low_fraction(prompt, completion, answer, num_tokens, finished):
+    """The fraction of words in the lower half of the vocabulary."""
     return sum(number < 23 for number in numbers(completion)) / max(1, num_tokens)
 
 
 def rare(prompt, completion, answer, num_tokens, finished):
     """1.0 when one of the first two words of the vocabulary occurs.
 
-    With TINY_RUN_PAUSE=NUMBER:PATH in the environment, the call of this number makes the file and
-    waits until somebody removes it.
+    With TINY_RUN_PAUSE=NUMBER:PATH in the environment, the call with this number creates the file
+    and waits until the file is removed.
     """
     number, _, path = os.environ.get("TINY_RUN_PAUSE", "0:").partition(":")
     if next(_calls) == int(number):
@@ -188,7 +193,7 @@ def rare(prompt, completion, answer, num_tokens, finished):
 
 
 def loud(**_):
-    """A noise schedule that is never silent."""
+    """A noise schedule that is never zero."""
     return lambda step: np.float32(0.1)
 
 

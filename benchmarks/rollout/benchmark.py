@@ -65,7 +65,7 @@ from qerl_jax.rollout import budget, decode
 from qerl_jax.rollout.ahead import compile_ahead, compile_programs
 from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generate, live_share
 from qerl_jax.rollout.programs import Programs, bound
-from qerl_jax.run.metrics import LiveLine
+from qerl_jax.run.terminal import LiveLine
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # of a copy, bytes read and written per second

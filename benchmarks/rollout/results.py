@@ -12,7 +12,8 @@ import jax
 import jaxlib
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.folder import provenance, without_folders, write_atomic
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.provenance import provenance, without_folders
 
 _POLICY = (
     "kind", "model", "format", "weights", "lora_rank", "kv_cache_dtype", "head_format",

@@ -13,7 +13,7 @@ GPU.
 from ml_collections import ConfigDict
 
 from experiments.configs import defaults, grpo_gsm8k
-from qerl_jax.run.sweep import Overrides, chain, product
+from qerl_jax.run.sweep import ConfigOverrides, chain, product
 
 _STAND_IN = {
     "steps": 15,
@@ -33,7 +33,7 @@ def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
     return config
 
 
-def get_sweep(preset: str = defaults.STAND_IN) -> list[Overrides]:
+def get_sweep(preset: str = defaults.STAND_IN) -> list[ConfigOverrides]:
     """Returns the overrides of the runs."""
     schedules = ["exponential"]
     if preset != defaults.STAND_IN:

@@ -1,1 +1,1 @@
-"""How good a policy is: accuracy on problems, perplexity, a single answer."""
+"""How good a policy is: its accuracy on problems, its perplexity, a single answer."""

@@ -1,13 +1,12 @@
-"""What a policy can do: problems that it was not trained on, completed, judged and counted.
+"""Evaluates policies on tasks: completes problems, scores the completions and counts.
 
-`greedy_accuracy` is the number that a training run watches, `evaluate` the command. An evaluation
-is a folder:
+An evaluation is a folder:
 
     results.json     settings, versions, commit, command, and the figures of every task
-    gsm8k.jsonl      every completion of a task with its verdicts, appended while it runs
+    gsm8k.jsonl      every completion of a task with its scores, appended while the task runs
 
-The same command continues an interrupted evaluation: what is completed is judged again, not
-generated again.
+The same command continues an interrupted evaluation. Completions that are in the file are scored
+again but not generated again.
 """
 
 import dataclasses
@@ -25,145 +24,47 @@ import numpy as np
 from qerl_jax.buckets import bucket
 from qerl_jax.data import Prompt, encode_prompts
 from qerl_jax.errors import UserError, memory_errors
-from qerl_jax.evaluation import results_folder as evaluation
+from qerl_jax.evaluation import results_folder
+from qerl_jax.evaluation.greedy import generate_completions, passed, score_completions
 from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
-from qerl_jax.policy.lora import Lora
-from qerl_jax.rl.rewards import Reward, Scores, resolve, score
+from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rollout.budget import dense_bytes, rows_left
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, detokenize, generate
-from qerl_jax.run.folder import write_atomic
-from qerl_jax.run.metrics import LiveLine, read_metrics
+from qerl_jax.rollout.engine import SamplingConfig, detokenize
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
+from qerl_jax.run.terminal import LiveLine
 from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.load import LoadedModel
 
 _CPU_ROWS = 32
-_MOST_ROWS = 256  # beyond, waiting for the longest row costs more than it gains
-
-
-def greedy_accuracy(
-    model: LoadedModel,
-    lora: Lora | None,
-    problems: Sequence[Prompt],
-    *,
-    correctness: Reward,
-    time_limit: float,
-    sampling: SamplingConfig,
-    prompt_width: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> float:
-    """The share of problems whose greedy completion is correct.
-
-    Args:
-        model: the policy, without noise.
-        lora: its adapter, or None.
-        problems: the prompts.
-        correctness: the reward that judges a completion; more than 0.5 is correct, missing is not.
-        time_limit: seconds for one judgement.
-        sampling: limits, and the rows that decode together; the temperature is ignored.
-        prompt_width: see `engine.generate`.
-        on_progress: see `engine.generate`.
-    """
-    rollout = _generate(
-        jax.random.key(0),
-        model,
-        lora,
-        problems,
-        sampling=dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0),
-        prompt_width=prompt_width,
-        on_progress=on_progress,
-    )
-    scores = _judge(
-        {"correct": correctness},
-        problems,
-        detokenize(rollout, model.tokenizer.decode),
-        rollout.lengths,
-        rollout.finished,
-        time_limit=time_limit,
-    )
-    return float(_passed(scores.parts["correct"]).mean())
-
-
-def _generate(
-    key: jax.Array,
-    model: LoadedModel,
-    lora: Lora | None,
-    prompts: Sequence[Prompt],
-    *,
-    sampling: SamplingConfig,
-    samples: int = 1,
-    prompt_ids: Sequence[int] | None = None,
-    prompt_width: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Rollout:
-    return generate(
-        key,
-        model.params,
-        lora,
-        [prompt.ids for prompt in prompts],
-        config=model.config,
-        sampling=sampling,
-        eos_ids=model.tokenizer.eos_ids,
-        pad_id=model.tokenizer.pad_id,
-        group_size=samples,
-        prompt_ids=prompt_ids,
-        prompt_width=prompt_width,
-        decode_text=model.tokenizer.decode,
-        on_progress=on_progress,
-    )
-
-
-def _judge(
-    judges: Mapping[str, Reward],
-    prompts: Sequence[Prompt],
-    completions: Sequence[str],
-    lengths: Sequence[int] | np.ndarray,
-    finished: Sequence[bool] | np.ndarray,
-    *,
-    time_limit: float,
-) -> Scores:
-    """Judges the completions of as many prompts; what a judge could not do is printed."""
-    scores = score(
-        {name: (judge, 1.0) for name, judge in judges.items()},
-        [prompt.text for prompt in prompts],
-        completions,
-        [prompt.problem.answer for prompt in prompts],
-        lengths,
-        finished,
-        time_limit=time_limit,
-    )
-    for error in scores.errors:
-        print(f"warning: {error}", file=sys.stderr, flush=True)
-    return scores
-
-
-def _passed(values: np.ndarray) -> np.ndarray:
-    return np.nan_to_num(values) > 0.5
-
-
-# --- A whole evaluation ---------------------------------------------------------------------------
+_MOST_ROWS = 256  # with more, waiting for the longest row costs more than the larger batch gains
 
 
 def evaluate(config: EvaluateConfig) -> list[Path]:
-    """Evaluates policies on tasks, or continues where that was interrupted.
+    """Evaluates policies on tasks, or continues an interrupted evaluation.
 
-    Sampled completions follow from the seed and the problems: an evaluation that was continued, or
-    whose rows decode in other numbers, has those of one that was not, up to rounding.
+    Sampled completions depend on the seed and the problems alone. An evaluation that was continued,
+    or that decodes another number of rows together, has the same completions as an uninterrupted
+    one, up to rounding.
+
+    Args:
+        config: what to evaluate, and how.
 
     Returns:
         The folder of each policy.
 
     Raises:
-        UserError: something asked for cannot be done.
-        StoppedError: SIGTERM or SIGINT arrived; the completions of all whole waves are saved.
+        UserError: a setting is invalid, or a policy or a task cannot be loaded.
+        StoppedError: SIGTERM or SIGINT arrived; the completions of all finished batches are saved.
     """
-    evaluation.check(config)
+    results_folder.validate(config)
     run = read_run(Path(config.source).expanduser())
     tasks = make_tasks(config.tasks, run=run and run["config"], overrides=config.overrides)
-    judges = {task.name: _resolve(task) for task in tasks}
+    scorers = {task.name: _resolve(task) for task in tasks}
     folders: list[Path] = []
     first: dict[str, np.ndarray] = {}
     table = []
@@ -177,13 +78,13 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 dtype=config.dtype,
             )
             prompts = {task.name: _prompts(policy.model, task, config.limit) for task in tasks}
-            name, folder, results = evaluation.open_folder(policy, tasks, config)
+            name, folder, results = results_folder.open_folder(policy, tasks, config)
             print(f"{name or config.source}: {folder}", flush=True)
             for task in tasks:
-                job = _Job(policy, task, prompts[task.name], judges[task.name], config)
+                job = _Job(policy, task, prompts[task.name], scorers[task.name], config)
                 entry = results["tasks"][task.name]
                 entry["max_rows"] = entry.get("max_rows") or _fitting_rows(job)
-                evaluation.save_results(folder, results)
+                results_folder.save_results(folder, results)
                 path = folder / f"{task.name}.jsonl"
                 rows = _complete(job, path, max_rows=entry["max_rows"], received=received)
                 figures, values = task_figures(rows)
@@ -192,21 +93,21 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                     figures["difference"] = {"to": str(folders[0])} | bounds(*difference)
                 first.setdefault(task.name, values)
                 entry |= figures
-                evaluation.save_results(folder, results)
+                results_folder.save_results(folder, results)
                 table.append((name, task.name, figures))
             folders.append(folder)
-            del policy, job  # The next one needs the memory.
+            del policy, job  # The next policy needs the memory.
     print("\n" + format_table(table), flush=True)
     return folders
 
 
 def _resolve(task: Task) -> dict[str, Reward]:
-    judges = {"correct": resolve(task.judge)}
-    return judges | ({"format": resolve(task.format_judge)} if task.format_judge else {})
+    scorers = {"correct": resolve(task.scorer)}
+    return scorers | ({"format": resolve(task.format_scorer)} if task.format_scorer else {})
 
 
 def _prompts(model: LoadedModel, task: Task, limit: int) -> list[Prompt]:
-    """The prompts of a task; each leaves room for a completion."""
+    """Returns the prompts of a task, which with a completion fit the positions of the model."""
     prompts = encode_prompts(
         task.problems[: limit or None],
         model.tokenizer,
@@ -218,9 +119,9 @@ def _prompts(model: LoadedModel, task: Task, limit: int) -> list[Prompt]:
     over = sum(length + task.max_new_tokens > positions for length in lengths)
     if over:
         raise UserError(
-            f"{task.name}: {over} of {len(prompts)} prompts, of up to {max(lengths)} tokens, and "
-            f"{task.max_new_tokens} new ones are over the model's {positions} positions: pass "
-            f"--max-new-tokens={max(1, positions - max(lengths))}, or take them out"
+            f"{task.name}: {over} of {len(prompts)} prompts (up to {max(lengths)} tokens) with "
+            f"{task.max_new_tokens} new tokens exceed the model's {positions} positions: pass "
+            f"--max-new-tokens={max(1, positions - max(lengths))}, or leave out these problems"
         )
     return prompts
 
@@ -232,52 +133,53 @@ _Rows = dict[tuple[int, int], dict[str, Any]]  # (problem, sample) -> a line of 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A policy at a task.
+    """One policy on one task.
 
     Attributes:
-        policy: the policy.
-        task: the task.
-        prompts: P prompts.
-        judges: what judges a completion, 'correct' and perhaps 'format'.
-        config: how to sample; S completions of each prompt.
+        policy: policy to evaluate.
+        task: task to complete.
+        prompts: P prompts of the task.
+        scorers: rewards that score a completion: 'correct' and, if the task has one, 'format'.
+        config: settings of the evaluation, with S samples per prompt.
     """
 
     policy: Policy
     task: Task
     prompts: Sequence[Prompt]
-    judges: Mapping[str, Reward]
+    scorers: Mapping[str, Reward]
     config: EvaluateConfig
 
 
 def _complete(
     job: _Job, path: Path, *, max_rows: int, received: list[int]
 ) -> list[list[dict[str, Any]]]:
-    """Completes what is not in the file yet and judges all of it.
+    """Completes what is not in the file yet, and scores all completions.
 
-    Problems of similar length decode together, the longest first. A wave of which anything is
-    missing is generated whole, so that it has the shapes that it would have had.
+    Problems with prompts of similar length decode together, the longest first. A batch that lacks
+    any completion is generated as a whole, so that it has the same shapes as without interruption.
 
     Args:
-        job: what to complete.
-        path: the task's file of completions.
-        max_rows: rows that decode together.
-        received: the signals that arrived, see `signals.stop_signals`.
+        job: policy and task.
+        path: file of the task's completions.
+        max_rows: number of rows that decode together.
+        received: signals that arrived, as in `signals.stop_signals`.
 
     Returns:
-        The lines of the file for the P prompts, S each.
+        The lines of the file for P prompts, with S samples each.
     """
     samples, longest_first = job.config.samples, _longest_first(job.prompts)
     size = min(max(1, max_rows // samples), len(longest_first))
-    max_rows = min(max_rows, size * samples)  # fewer than the samples of a problem wait for seats
+    max_rows = min(max_rows, size * samples)  # If S is larger, samples wait for free slots.
     wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
-    found = read_metrics(path) if path.exists() else []
+    found = read_jsonl(path) if path.exists() else []
     rows: _Rows = {(row["problem"], row["sample"]): row for row in found}
-    rows |= _judged(job, [row for place, row in rows.items() if place in wanted])
-    _write_rows(path, rows)  # without a torn last line
+    rows |= _scored(job, [row for place, row in rows.items() if place in wanted])
+    _write_rows(path, rows)  # This drops an incomplete last line.
     live = LiveLine()
     for first in range(0, len(longest_first), size):
-        wave = longest_first[first : first + size]
-        missing = {(problem, sample) for problem in wave for sample in range(samples)} - rows.keys()
+        batch = longest_first[first : first + size]
+        places = {(problem, sample) for problem in batch for sample in range(samples)}
+        missing = places - rows.keys()
         if not missing:
             continue
         began, before = time.perf_counter(), len(wanted & rows.keys())
@@ -286,9 +188,9 @@ def _complete(
             f"{max_rows} rows do not fit; lower --max-rows={max_rows}, --samples={samples} or "
             "--max-new-tokens"
         ):
-            drafts = _complete_wave(job, wave, size, max_rows, watch)
+            drafts = _complete_batch(job, batch, size, max_rows, watch)
         rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
-        new = _judged(job, [d for d in drafts if (d["problem"], d["sample"]) in missing])
+        new = _scored(job, [d for d in drafts if (d["problem"], d["sample"]) in missing])
         with path.open("a", encoding="utf-8") as file:
             file.write(_lines(new))
         rows |= new
@@ -310,7 +212,7 @@ def _longest_first(prompts: Sequence[Prompt]) -> list[int]:
 def _watch(
     live: LiveLine, name: str, before: int, total: int, received: list[int]
 ) -> Callable[[int, int], None]:
-    """Shows how far a wave is; a signal ends it."""
+    """Returns a callback that shows the progress of a batch and ends it after a signal."""
     began = time.perf_counter()
 
     def on_progress(ended: int, tokens: int) -> None:
@@ -324,27 +226,27 @@ def _watch(
     return on_progress
 
 
-def _complete_wave(
+def _complete_batch(
     job: _Job,
-    wave: list[int],
+    batch: list[int],
     size: int,
     max_rows: int,
     on_progress: Callable[[int, int], None],
 ) -> list[dict[str, Any]]:
-    """The completions of problems that are generated together."""
+    """Returns the completions of problems that are generated together."""
     config, samples, prompts = job.config, job.config.samples, job.prompts
-    filled = wave + wave[:1] * (size - len(wave))  # so that all waves have the same shape
-    rollout = _generate(
+    filled = batch + batch[:1] * (size - len(batch))  # so that all batches have the same shape
+    rollout = generate_completions(
         jax.random.key(config.seed, impl="threefry2x32"),
         job.policy.model,
         job.policy.lora,
         [prompts[problem] for problem in filled],
         sampling=SamplingConfig(
             max_new_tokens=job.task.max_new_tokens,
-            temperature=evaluation.temperature_of(config),
+            temperature=results_folder.temperature_of(config),
             top_p=config.top_p,
             max_rows=max_rows,
-            dequantize=_dequantize(job.policy.model),
+            dequantize=_dequantize_mode(job.policy.model),
         ),
         samples=samples,
         prompt_ids=filled,
@@ -362,15 +264,18 @@ def _complete_wave(
             "tokens": int(rollout.lengths[i * samples + sample]),
             "finished": bool(rollout.finished[i * samples + sample]),
         }
-        for i, problem in enumerate(wave)
+        for i, problem in enumerate(batch)
         for sample in range(samples)
     ]
 
 
-def _judged(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
-    """Completions with their verdicts: extracted answer, correct, format; None is not judged."""
-    scores = _judge(
-        job.judges,
+def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
+    """Returns completions with their extracted answer and their scores.
+
+    The scores 'correct' and 'format' are True, False, or None where the score is missing.
+    """
+    scores = score_completions(
+        job.scorers,
         [job.prompts[draft["problem"]] for draft in drafts],
         [draft["completion"] for draft in drafts],
         [draft["tokens"] for draft in drafts],
@@ -379,18 +284,18 @@ def _judged(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
     )
     rows: _Rows = {}
     for i, draft in enumerate(drafts):
-        verdicts: dict[str, bool | None] = {"correct": None, "format": None}
+        outcomes: dict[str, bool | None] = {"correct": None, "format": None}
         for name, values in scores.parts.items():
-            verdicts[name] = None if np.isnan(values[i]) else bool(_passed(values[i]))
-        answer = extracted_answer(draft["completion"], job.task.judge)
-        rows[draft["problem"], draft["sample"]] = {**draft, "extracted": answer, **verdicts}
+            outcomes[name] = None if np.isnan(values[i]) else bool(passed(values[i]))
+        answer = extracted_answer(draft["completion"], job.task.scorer)
+        rows[draft["problem"], draft["sample"]] = {**draft, "extracted": answer, **outcomes}
     return rows
 
 
 def _fitting_rows(job: _Job) -> int:
-    """How many rows fit into the memory of a GPU, by a rough count; few on anything else.
+    """Estimates how many rows fit into the memory of the device, `_CPU_ROWS` if it is unknown.
 
-    At least one: that may fit, as the count is rough.
+    The result is at least 1: the estimate is rough, so one row may fit even if it says otherwise.
     """
     model = job.policy.model
     rows = rows_left(
@@ -398,14 +303,14 @@ def _fitting_rows(job: _Job) -> int:
         slots=bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens,
         config=model.config,
         sampling=SamplingConfig(
-            max_new_tokens=job.task.max_new_tokens, dequantize=_dequantize(model)
+            max_new_tokens=job.task.max_new_tokens, dequantize=_dequantize_mode(model)
         ),
     )
     return _CPU_ROWS if rows is None else min(max(1, rows), _MOST_ROWS)
 
 
-def _dequantize(model: LoadedModel) -> str:
-    """'once' where a dense copy of the layers takes at most a third of a GPU, see the engine."""
+def _dequantize_mode(model: LoadedModel) -> str:
+    """Returns 'once' if a dense copy of the layers takes at most a third of a GPU, else 'step'."""
     memory = jax.local_devices()[0].memory_stats() or {}
     fits = 3 * dense_bytes(model.params) <= memory.get("bytes_limit", math.inf)
     return "once" if fits else "step"

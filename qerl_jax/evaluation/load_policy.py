@@ -1,4 +1,4 @@
-"""A policy as published or as trained: where evaluation, sampling and export begin."""
+"""Opens the policy of a run, an adapter with its base, or a model."""
 
 import dataclasses
 import pathlib
@@ -7,11 +7,9 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import current_policy
+from qerl_jax.run.folder import RunFolder
 from qerl_jax.weights import json_file, peft
 from qerl_jax.weights.load import LoadedModel, load
-
-# What a run leaves, the preferred one first: adapters, or models where all parameters are trained.
-_TRAINED = ("best_adapter", "adapter", "best_model", "model")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +17,13 @@ class Policy:
     """A model with the adapter that was trained on it, if any.
 
     Attributes:
-        base: the model before training, or, where every parameter was trained, after it.
-        model: the base, with the norms that were trained beside the adapter, if any.
-        lora: its adapter, or None.
-        lora_config: the adapter's options, or None.
-        adapter: the folder of the adapter, or None.
-        run: the config.json of the run folder that it comes from ('config', 'command', 'git',
-            'versions', 'device'), or None.
+        base: model before training; if all parameters were trained, the model after training.
+        model: base with the norms that were trained together with the adapter, if any.
+        lora: LoRA of the policy, or None.
+        lora_config: options of the LoRA, or None.
+        adapter: folder of the adapter, or None.
+        run: content of config.json of the run folder ('config', 'command', 'git', 'versions',
+            'device'), or None if the policy does not come from a run folder.
     """
 
     base: LoadedModel
@@ -39,19 +37,25 @@ class Policy:
 def open_policy(
     source: str, *, adapter: str = "", base: str = "", format: str = "", dtype: str = ""
 ) -> Policy:
-    """Loads a run's policy, a PEFT adapter with its base, or a model.
+    """Loads the policy of a run, a PEFT adapter with its base, or a model.
 
     Args:
-        source: a run folder, a PEFT adapter folder, or anything that `load` reads.
-        adapter: which adapter: '' the best of a run, or its last where no evaluation was better
-            than the one before training; 'best_adapter', 'adapter' (of a run that trained all
-            parameters, 'best_model' and 'model') or another folder's path; 'none' the base alone.
-        base: the model to load instead of the one that the run or the adapter names.
-        format: see `load`; '' is the run's, else 'nvfp4' under an adapter, else what is stored.
-        dtype: see `load`; '' is the run's, or bfloat16.
+        source: run folder, PEFT adapter folder, or any source that `load` reads.
+        adapter: adapter to load. '' is the best adapter of a run, or its last adapter if no
+            evaluation was better than the one before training. 'best_adapter' and 'adapter' (in a
+            run that trained all parameters 'best_model' and 'model') name one of them. 'none' loads
+            the base alone, and any other text is the path of an adapter folder.
+        base: model to load instead of the one that the run or the adapter names; '' keeps it.
+        format: format of the weights, as in `load`. '' is the format of the run; without a run it
+            is 'nvfp4' under an adapter, and the stored format for a model.
+        dtype: dtype of the activations, as in `load`; '' is the dtype of the run, or bfloat16.
+
+    Returns:
+        The policy.
 
     Raises:
-        UserError: something of it is missing or does not fit together.
+        UserError: the run, the adapter or the model is missing, cannot be read, or does not fit the
+            others.
     """
     path = pathlib.Path(source).expanduser()
     run = read_run(path)
@@ -87,36 +91,46 @@ def open_policy(
 
 
 def read_run(path: pathlib.Path) -> dict[str, Any] | None:
-    """The config.json of a run folder; None for anything else, such as a model's.
+    """Returns the content of config.json of a run folder, or None for any other path.
+
+    Args:
+        path: path that may be a run folder; the config.json of a model does not make it one.
 
     Raises:
-        UserError: it cannot be read, or lacks what every run has.
+        UserError: config.json cannot be read, or lacks a field that every run has.
     """
-    if not (path / "config.json").exists() or not path.is_dir():
+    config_path = RunFolder(path).config
+    if not config_path.exists() or not path.is_dir():
         return None
-    found = json_file.read_object(path / "config.json")
+    found = json_file.read_object(config_path)
     if "schedule_steps" not in found:
         return None
     model = found["config"].get("model") if isinstance(found.get("config"), dict) else None
     fields = ("source", "format", "dtype")
     if not isinstance(model, dict) or not all(isinstance(model.get(f), str) for f in fields):
         raise UserError(
-            f"{path / 'config.json'}: not the config of a run: model.source, model.format or "
+            f"{config_path}: not the config of a run: model.source, model.format or "
             "model.dtype is missing"
         )
     return found
 
 
 def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
-    """What to take of a run: an adapter, or a model where all parameters were trained."""
+    """Returns the folder of an adapter, or of a model if all parameters were trained."""
     if adapter == "none":
         return None
-    if adapter and adapter not in _TRAINED:
-        return pathlib.Path(adapter).expanduser()
-    for name in (adapter,) if adapter else _TRAINED:
-        if (run / name).is_dir():
-            return run / name
+    folder = RunFolder(run)
+    # In the order of preference: adapters, then models where all parameters were trained.
+    trained = [make(best=best) for make in (folder.adapter, folder.model) for best in (True, False)]
+    if adapter:
+        named = [path for path in trained if path.name == adapter]
+        if not named:
+            return pathlib.Path(adapter).expanduser()
+        trained = named
+    for path in trained:
+        if path.is_dir():
+            return path
     raise UserError(
-        f"{run}: the run has no {adapter or 'adapter'} yet: the last one is written when it ends, "
-        "the best one after an evaluation; --adapter=none takes the base alone"
+        f"{run}: the run has no {adapter or 'adapter'} yet: it writes the last one at its end and "
+        "the best one after an evaluation; --adapter=none loads the base alone"
     )

@@ -1,4 +1,4 @@
-"""Perplexity: how well a policy predicts a text of the user's."""
+"""Perplexity: how well a policy predicts a text."""
 
 import functools
 import itertools
@@ -17,22 +17,23 @@ from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
-_ROWS = 4  # windows that are read together
-_HUB_ROWS = 20_000  # of a dataset
+_ROWS = 4  # number of windows in a forward pass
+_HUB_ROWS = 20_000  # number of rows that are read of a dataset
 _MAX_BYTES = 256 << 20
 
 
 def read_documents(source: str) -> list[str]:
-    """The documents of a text, in order.
+    """Reads the documents of a text in their order.
 
     Args:
-        source: a .jsonl file, each line an object with `text`, or else its fields that are texts
-            one after the other (a question, then its answer); any other file, whose paragraphs are
-            the documents; or the hub id of a dataset, `owner/name:configuration`, whose training
-            split is read like the lines of a .jsonl.
+        source: a .jsonl file, any other text file, or the hub id of a dataset as
+            `owner/name:configuration`. Each line of a .jsonl file is an object: its field `text` is
+            a document, or, without this field, all its text fields joined in their order (a
+            question, then its answer). In any other file each paragraph is a document. The training
+            split of a dataset is read like the lines of a .jsonl file.
 
     Raises:
-        UserError: it cannot be read, or there is no text in it.
+        UserError: the source cannot be read, or holds no text.
     """
     path = pathlib.Path(source).expanduser()
     if path.suffix == ".jsonl":
@@ -43,25 +44,28 @@ def read_documents(source: str) -> list[str]:
         documents = [_row_text(row) for row in _hub_rows(source)]
     documents = [document for document in documents if document.strip()]
     if not documents:
-        raise UserError(f"{source}: there is no text in it")
+        raise UserError(f"{source}: there is no text in it; pass a source with text")
     return documents
 
 
 def windows(
     tokenizer: Tokenizer, documents: Iterable[str], *, width: int, count: int
 ) -> np.ndarray:
-    """The first windows of a text, int32 [B, T], full of tokens; the documents are run together.
+    """Cuts a text into windows of tokens without padding; the documents are concatenated.
 
-    Each begins as the tokenizer begins a text: with a beginning-of-sequence token for Llama.
+    Each window begins as the tokenizer begins a text: with a beginning-of-sequence token for Llama.
 
     Args:
-        tokenizer: encodes them.
-        documents: see `read_documents`.
-        width: T.
-        count: the most windows.
+        tokenizer: tokenizer of the policy.
+        documents: documents of the text, as in `read_documents`.
+        width: number of tokens T of a window.
+        count: largest number of windows.
+
+    Returns:
+        int32 [B, T] token ids of the first windows.
 
     Raises:
-        UserError: the text does not fill one.
+        UserError: the text does not fill one window.
     """
     start = tokenizer.backend.encode("").ids
     body = width - len(start)
@@ -72,20 +76,26 @@ def windows(
             break
     full = min(len(ids) // body, count)
     if not full:
-        raise UserError(f"the text has only {len(ids)} tokens, a window needs {body}")
+        raise UserError(
+            f"the text has only {len(ids)} tokens, a window needs {body}; pass a longer text"
+        )
     rows = np.array(ids[: full * body], np.int32).reshape(full, body)
     return np.concatenate([np.tile(np.array(start, np.int32), (full, 1)), rows], axis=1)
 
 
 def window_losses(model: LoadedModel, lora: Lora | None, tokens: np.ndarray) -> np.ndarray:
-    """The mean negative log-likelihood of each window, float32 [B], in nats per token.
+    """Computes the mean negative log-likelihood of each window.
 
-    exp of their mean is the perplexity. The first token of a window is not predicted.
+    The perplexity is exp of the mean over all windows. The first token of a window is not
+    predicted.
 
     Args:
-        model: the policy.
-        lora: its adapter, or None.
-        tokens: int32 [B, T], see `windows`.
+        model: model of the policy.
+        lora: LoRA of the policy, or None.
+        tokens: int32 [B, T] token ids, as in `windows`.
+
+    Returns:
+        float32 [B] losses in nats per token.
     """
     logprobs = jax.jit(
         functools.partial(
@@ -94,7 +104,7 @@ def window_losses(model: LoadedModel, lora: Lora | None, tokens: np.ndarray) -> 
     )
     losses = []
     for start in range(0, len(tokens), _ROWS):
-        # The last rows are filled up: one width, one program.
+        # The last rows are filled up, so that one program is compiled.
         rows = np.resize(tokens[start : start + _ROWS], (_ROWS, tokens.shape[1]))
         first = jnp.ones(_ROWS, jnp.int32)
         found, _ = logprobs(model.params, lora, jnp.asarray(rows), first, first * rows.shape[1])
@@ -106,7 +116,9 @@ def _read(path: pathlib.Path) -> str:
     try:
         size = path.stat().st_size
         if size > _MAX_BYTES:
-            raise UserError(f"{path}: {size} bytes; at most {_MAX_BYTES} are read, pass a part")
+            raise UserError(
+                f"{path}: it has {size} bytes, the limit is {_MAX_BYTES}; pass a part of it"
+            )
         return path.read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot read the text: {error.strerror}") from error
@@ -128,13 +140,14 @@ def _json_lines(path: pathlib.Path, text: str) -> Iterable[Mapping[str, Any]]:
 
 
 def _hub_rows(source: str) -> Iterable[Mapping[str, Any]]:
-    import datasets  # not needed for files
+    import datasets  # imported here because files do not need it
 
     name, _, configuration = source.partition(":")
     try:
         rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
         return list(itertools.islice(rows, _HUB_ROWS))
-    # Not found, no access, no network: each has classes of its own.
+    # A missing dataset, a denied access and a missing network raise exceptions without a common
+    # class.
     except Exception as error:
         raise UserError(
             f"{source} is neither a file nor a dataset that can be read from the Hugging Face hub "

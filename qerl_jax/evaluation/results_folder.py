@@ -1,8 +1,8 @@
-"""An evaluation as it was asked for, and the folder that it fills.
+"""The settings of an evaluation, and the folder of its results.
 
 results.json holds the settings, versions, commit and command, and the figures of every task. An
-evaluation that has begun goes on if the same completions are asked for: paths may change, and
-judges.
+interrupted evaluation continues if the settings that decide the completions are the same. Paths and
+scorers may change.
 """
 
 import dataclasses
@@ -15,8 +15,10 @@ from typing import Any
 
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.load_policy import Policy
-from qerl_jax.evaluation.tasks import Overrides, Task
-from qerl_jax.run.folder import provenance, write_atomic
+from qerl_jax.evaluation.tasks import Task, TaskOverrides
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.provenance import provenance
 from qerl_jax.weights import json_file, peft
 
 _RESULTS = "results.json"
@@ -31,27 +33,27 @@ class EvaluateConfig:
     """What to evaluate, and how.
 
     Attributes:
-        source: a run folder, a PEFT adapter folder or a model, see `restore.open_policy`.
-        tasks: see `tasks.make_tasks`.
-        overrides: likewise.
-        adapters: one or several policies, see `restore.open_policy`; '' is its default.
-        base: see `restore.open_policy`.
-        format: likewise.
-        dtype: likewise.
-        samples: completions of every problem.
-        temperature: None is greedy for one sample and 1 for several.
-        top_p: 1 is off.
-        seed: of the draws.
-        limit: the first problems of each task; 0 is all of them.
-        max_rows: rows that decode together; 0 is what fits.
-        time_limit: seconds for one judgement.
-        out: the folder, with a subfolder for each of several policies; '' names it after the
-            policy and the settings.
+        source: run folder, PEFT adapter folder or model, as in `open_policy`.
+        tasks: names of the tasks, as in `make_tasks`.
+        overrides: settings that replace the settings of the tasks.
+        adapters: adapters to evaluate one after the other, each as in `open_policy`.
+        base: model to load instead of the one that the source names, as in `open_policy`.
+        format: format of the weights, as in `open_policy`.
+        dtype: dtype of the activations, as in `open_policy`.
+        samples: number of completions per problem.
+        temperature: sampling temperature; None is 0 (greedy) for one sample and 1 for several.
+        top_p: cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
+        seed: seed of the samples.
+        limit: number of problems to take from the start of each task; 0 takes all.
+        max_rows: number of rows that decode together; 0 is the number that fits into memory.
+        time_limit: time limit for one call of a scorer in seconds.
+        out: folder of the results, with a subfolder per policy if there are several; '' names the
+            folder after the policy and the settings.
     """
 
     source: str
     tasks: Sequence[str] = ()
-    overrides: Overrides = dataclasses.field(default_factory=Overrides)
+    overrides: TaskOverrides = dataclasses.field(default_factory=TaskOverrides)
     adapters: Sequence[str] = ("",)
     base: str = ""
     format: str = ""
@@ -66,8 +68,8 @@ class EvaluateConfig:
     out: str = ""
 
 
-def check(config: EvaluateConfig) -> None:
-    """Raises a UserError for what cannot be evaluated."""
+def validate(config: EvaluateConfig) -> None:
+    """Raises a UserError for a setting that is invalid."""
     check_limits(
         {
             "--samples": (config.samples, 1),
@@ -82,12 +84,12 @@ def check(config: EvaluateConfig) -> None:
     if config.samples > 1 and config.temperature == 0:
         raise UserError(
             f"--samples={config.samples} --temperature=0: greedy samples are all the same; raise "
-            "the temperature or leave out --samples"
+            "--temperature or leave out --samples"
         )
 
 
 def temperature_of(config: EvaluateConfig) -> float:
-    """The temperature of an evaluation that may leave it open."""
+    """Returns the sampling temperature: the configured one, or else the default."""
     if config.temperature is not None:
         return config.temperature
     return 0.0 if config.samples == 1 else 1.0
@@ -96,10 +98,19 @@ def temperature_of(config: EvaluateConfig) -> float:
 def open_folder(
     policy: Policy, tasks: Sequence[Task], config: EvaluateConfig
 ) -> tuple[str, Path, dict[str, Any]]:
-    """The policy's name, its folder, and what results.json holds so far.
+    """Opens the folder of a policy, or creates it.
+
+    Args:
+        policy: policy to evaluate.
+        tasks: tasks of the evaluation.
+        config: settings of the evaluation.
+
+    Returns:
+        The name of the policy, its folder, and the content of results.json so far.
 
     Raises:
-        UserError: the folder holds completions that were made otherwise.
+        UserError: the folder holds completions that were made with other settings, or other files,
+            or cannot be created.
     """
     adapter = policy.adapter
     settings = {
@@ -122,8 +133,8 @@ def open_folder(
             "system_prompt": task.system_prompt,
             "question_suffix": task.question_suffix,
             "max_new_tokens": task.max_new_tokens,
-            "judge": task.judge,
-            "format_judge": task.format_judge,
+            "judge": task.scorer,
+            "format_judge": task.format_scorer,
         }
         | ({"max_rows": config.max_rows} if config.max_rows else {})
         for task in tasks
@@ -137,21 +148,21 @@ def open_folder(
         _check_same(folder, "", found["settings"], settings, _SAME_SETTINGS)
         for task in asked.keys() & done.keys():
             _check_same(folder, f"{task}.", done[task], asked[task], _SAME_TASK)
-            # A continued evaluation has the waves that it began with.
+            # A continued evaluation has the batches that it began with.
             asked[task] = {"max_rows": done[task].get("max_rows", 0)} | asked[task]
     elif folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder}: holds other files and no {_RESULTS}: pass another --out")
+        raise UserError(f"{folder}: it holds other files but no {_RESULTS}; pass another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be made: {error.strerror}; pass --out") from error
+        raise UserError(f"{folder}: cannot create it: {error.strerror}; pass --out") from error
     results = {"settings": settings, **provenance(), "tasks": done | asked}
     save_results(folder, results)
     return name, folder, results
 
 
 def _policy_name(policy: Policy, config: EvaluateConfig) -> str:
-    """What tells the policies of a source apart; '' for a model or an adapter by itself."""
+    """Returns a name that distinguishes the policies of a source, '' if there is only one."""
     if policy.adapter is not None:
         return "" if policy.adapter == Path(config.source).expanduser() else policy.adapter.name
     if policy.run is not None and policy.model.path.parent == Path(config.source).expanduser():
@@ -169,7 +180,8 @@ def _named_folder(
     digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
     mode = "greedy" if settings["temperature"] == 0 else f"samples{config.samples}"
     if policy.run is not None:
-        return Path(config.source).expanduser() / "evaluations" / f"{name}-{mode}-{digest}"
+        run = RunFolder(Path(config.source).expanduser())
+        return run.evaluations / f"{name}-{mode}-{digest}"
     model = re.sub(r"[^\w.-]+", "_", re.split("[/:]", config.source.rstrip("/"))[-1])
     parts = [model.removesuffix(".gguf"), name, mode, digest]
     return Path("evaluations") / "-".join(filter(None, parts))
@@ -185,8 +197,8 @@ def _check_same(
     ]
     if changes:
         raise UserError(
-            f"{folder} holds completions that were made otherwise ({', '.join(changes)}); restore "
-            "that or pass another --out"
+            f"{folder} holds completions with other settings ({', '.join(changes)}); use the same "
+            "settings or pass another --out"
         )
 
 
@@ -196,5 +208,5 @@ def _sha256(path: Path) -> str:
 
 
 def save_results(folder: Path, results: Mapping[str, Any]) -> None:
-    """Writes results.json."""
+    """Writes results.json into the folder."""
     write_atomic(folder / _RESULTS, json.dumps(results, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""One answer, shown while it is decoded, by a policy and by its base."""
+"""Shows the answers of a policy and of its base to one question while they are decoded."""
 
 import dataclasses
 import functools
@@ -18,26 +18,27 @@ from qerl_jax.rollout.engine import SamplingConfig, generate
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
-_CHUNK_STEPS = 4  # tokens between two looks: what a reader takes for continuous
+_CHUNK_STEPS = 4  # tokens between two updates of the text, few enough to look continuous
 _MAX_NEW_TOKENS = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """What to ask whom.
+    """The question, the policy that answers it, and how the answer is sampled.
 
     Attributes:
-        source: a run folder, a PEFT adapter folder or a model, see `restore.open_policy`.
-        question: the user's message.
-        adapter: see `restore.open_policy`; '' shows the base and then the default adapter.
-        base: see `restore.open_policy`.
-        format: likewise.
-        system: the system message; None is the run's, or the chat template's.
-        suffix: put behind the question; None is the run's, or ''.
-        max_new_tokens: the longest answer; None is the run's limit in evaluations, or 512.
-        temperature: 0 is greedy.
-        top_p: 1 is off.
-        seed: of the draws.
+        source: run folder, PEFT adapter folder or model, as in `open_policy`.
+        question: message of the user.
+        adapter: adapter of the policy, as in `open_policy`; '' shows the answer of the base first
+            and then the answer with the default adapter.
+        base: model to load instead of the one that the source names, as in `open_policy`.
+        format: format of the weights, as in `open_policy`.
+        system: system message; None is the system message of the run, or of the chat template.
+        suffix: text that is appended to the question; None is the suffix of the run, or ''.
+        max_new_tokens: limit on new tokens; None is the limit of the run's evaluations, or 512.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
+        seed: seed of the samples.
     """
 
     source: str
@@ -56,11 +57,14 @@ class SampleConfig:
 def sample(config: SampleConfig) -> None:
     """Prints the answers to stdout as they are decoded, and tokens per second to stderr.
 
+    Args:
+        config: the question, the policy and the sampling settings.
+
     Raises:
-        UserError: something asked for cannot be done.
+        UserError: a setting is invalid, the policy cannot be loaded, or the prompt is too long.
     """
     if not config.question.strip():
-        raise UserError("the question is empty")
+        raise UserError("the question is empty: pass a text")
     new_tokens = 1 if config.max_new_tokens is None else config.max_new_tokens
     check_limits(
         {
@@ -78,10 +82,15 @@ def sample(config: SampleConfig) -> None:
 
 
 def stream_text(tokenizer: Tokenizer, write: Callable[[str], object]) -> Callable[..., None]:
-    """A function that is called with the ids so far and writes what is new in their text.
+    """Returns a function that writes the text of a growing list of token ids.
 
-    A character whose bytes are spread over several tokens is written when the last of them is
-    there; with `final=True` what is left is written as it is.
+    The function is called as `show(ids)` with all ids so far and writes the text that is new. A
+    character whose bytes are spread over several tokens is written after the last of these tokens;
+    `show(ids, final=True)` also writes incomplete characters.
+
+    Args:
+        tokenizer: tokenizer that decodes the ids.
+        write: function that receives each new piece of text.
     """
     written = 0
 
@@ -98,7 +107,7 @@ def stream_text(tokenizer: Tokenizer, write: Callable[[str], object]) -> Callabl
 
 
 def _policies(config: SampleConfig) -> list[tuple[str, Policy, Lora | None]]:
-    """Whom to ask: what is named, or the base and then what was trained on it."""
+    """Returns the policies to show, with name and LoRA: the named one, or base and trained one."""
     opened = functools.partial(open_policy, config.source, base=config.base, format=config.format)
     policy = opened(adapter=config.adapter)
     all_trained = policy.lora is None and policy.run is not None
@@ -121,10 +130,10 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     prompt, limit = _prompt(config, model, run)
     dequantize = run.get("rollout", {}).get("dequantize", "once")
     show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))
-    looks: list[tuple[float, int]] = []
+    updates: list[tuple[float, int]] = []  # (time, number of tokens)
 
     def on_tokens(tokens: np.ndarray, lengths: np.ndarray) -> None:
-        looks.append((time.perf_counter(), int(lengths[0])))
+        updates.append((time.perf_counter(), int(lengths[0])))
         show(tokens[0, : lengths[0]].tolist())
 
     rollout = generate(
@@ -148,9 +157,9 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     show(rollout.tokens[0, :length].tolist(), final=True)
     print(flush=True)
     facts = [f"{length} tokens"] + ([] if rollout.finished[0] else ["cut off by the limit"])
-    # Before the second look the programs were compiled.
-    if len(looks) > 2 and looks[-1][1] > looks[1][1]:
-        rate = (looks[-1][1] - looks[1][1]) / (looks[-1][0] - looks[1][0])
+    # The rate counts from the second update on: before it the programs are compiled.
+    if len(updates) > 2 and updates[-1][1] > updates[1][1]:
+        rate = (updates[-1][1] - updates[1][1]) / (updates[-1][0] - updates[1][0])
         facts.append(f"{rate:.1f} tokens/s")
     print(", ".join(facts), file=sys.stderr, flush=True)
 
@@ -158,7 +167,7 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
 def _prompt(
     config: SampleConfig, model: LoadedModel, run: Mapping[str, Any]
 ) -> tuple[Sequence[int], int]:
-    """The ids of the prompt, and the longest answer."""
+    """Returns the token ids of the prompt and the limit on new tokens."""
     data = run.get("data", {})
     system = data.get("system_prompt", "") if config.system is None else config.system
     suffix = data.get("question_suffix", "") if config.suffix is None else config.suffix
@@ -173,7 +182,7 @@ def _prompt(
     positions = model.config.max_position
     if len(prompt.ids) + limit > positions:
         raise UserError(
-            f"the prompt has {len(prompt.ids)} tokens, with {limit} new ones that is over the "
+            f"the prompt has {len(prompt.ids)} tokens and with {limit} new tokens exceeds the "
             f"model's {positions} positions: shorten it or pass a smaller --max-new-tokens"
         )
     return prompt.ids, limit

@@ -1,4 +1,4 @@
-"""The figures of an evaluated task, and the table that shows them."""
+"""Computes the figures of an evaluated task, and the table that shows them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,15 @@ from qerl_jax.statistics import interval, majority, pass_at_k
 
 
 def task_figures(rows: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, Any], np.ndarray]:
-    """The figures of a task from P x S rows, and the share of correct samples of each problem."""
+    """Computes the figures of a task.
+
+    Args:
+        rows: completions of P problems with S samples each, as they are saved.
+
+    Returns:
+        The figures, as results.json holds them, and the fraction of correct samples of each
+        problem, float64 [P].
+    """
     correct = np.array([[row["correct"] is True for row in group] for group in rows])
     form = np.array([[row["format"] is True for row in group] for group in rows])
     problems, samples = correct.shape
@@ -25,8 +33,8 @@ def task_figures(rows: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str,
         figures[f"pass@{k}"] = _estimate(chances, samples)
     if samples > 1:
         votes = [
-            majority([row["extracted"] for row in group], verdicts)
-            for group, verdicts in zip(rows, correct.tolist(), strict=True)
+            majority([row["extracted"] for row in group], scores)
+            for group, scores in zip(rows, correct.tolist(), strict=True)
         ]
         figures[f"maj@{samples}"] = _estimate(np.array(votes), samples)
     if any(row["format"] is not None for row in flat):
@@ -42,12 +50,16 @@ def _estimate(values: np.ndarray, samples: int) -> dict[str, float]:
 
 
 def bounds(value: float, low: float, high: float) -> dict[str, float]:
-    """A value and its interval, as results.json has them."""
+    """Returns a value and its interval as results.json holds them."""
     return {"value": value, "low": low, "high": high}
 
 
 def format_table(table: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
-    """Lines for the terminal out of (policy, task, figures): percent with 95 % intervals."""
+    """Formats figures for the terminal, in percent with 95 % intervals.
+
+    Args:
+        table: rows (policy, task, figures).
+    """
     names = list(dict.fromkeys(key for *_, figures in table for key in figures))
     measured = [key for key in names if any(isinstance(f.get(key), Mapping) for *_, f in table)]
     samples = table[0][2]["samples"]

@@ -1,6 +1,6 @@
-r"""What a policy is asked in an evaluation: problems, the prompt around them, and who judges.
+r"""Tasks of an evaluation: problems, the prompt around them, and the scorers of completions.
 
-A task is named after a benchmark of the table below, a JSONL file, or `run`: the problems that a
+The name of a task is a benchmark of the table below, a JSONL file, or `run` for the problems that a
 run held out. A benchmark comes from the Hugging Face hub, or from a local copy of its fields.
 """
 
@@ -23,8 +23,8 @@ RUN = "run"
 _NUMBER = "qerl_jax.rl.rewards:numeric_answer"
 _MATH = "qerl_jax.rl.rewards:math_answer"
 _BOXED = "qerl_jax.rl.rewards:boxed_format"
-_NEW_TOKENS = 1024  # of files
-_ALL = 10**9
+_NEW_TOKENS = 1024  # default limit on new tokens for tasks that are files
+_ALL = 10**9  # number of problems that takes all of a task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,19 +32,19 @@ class Benchmark:
     """A published test set: the split `test` of a dataset on the hub.
 
     Attributes:
-        hub: its id.
-        fields: where the question and the answer are, for whoever makes a local copy.
-        judge: the reward that says whether a completion is correct.
-        max_new_tokens: the longest completion, unless another is asked for.
+        hub: hub id of the dataset.
+        fields: names of the fields with the question and the answer, which a local copy needs.
+        scorer: import path of the reward that decides whether a completion is correct.
+        max_new_tokens: default limit on new tokens per completion.
     """
 
     hub: str
     fields: tuple[str, str]
-    judge: str
+    scorer: str
     max_new_tokens: int
 
 
-# GSM8K's answer ends in `#### NUMBER`, the solution of math-ai/aime24 is \boxed{NUMBER}.
+# An answer of GSM8K ends in `#### NUMBER`; a solution of math-ai/aime24 is \boxed{NUMBER}.
 BENCHMARKS = {
     "gsm8k": Benchmark("openai/gsm8k", ("question", "answer"), _NUMBER, 1024),
     "math500": Benchmark("HuggingFaceH4/MATH-500", ("problem", "answer"), _MATH, 4096),
@@ -56,17 +56,18 @@ BENCHMARKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Problems, and how a policy is asked and judged.
+    """Problems with their prompt and their scorers.
 
     Attributes:
-        name: of the task, and of its file of completions.
-        source: where the problems come from.
-        problems: all of them.
-        system_prompt: the system message; '' leaves it to the chat template.
-        question_suffix: put behind every question.
-        judge: import path of the reward that says whether a completion is correct.
-        format_judge: import path of the one that says whether it has the right form, or ''.
-        max_new_tokens: the longest completion.
+        name: name of the task and of its file of completions.
+        source: hub id or file that the problems come from, or 'run'.
+        problems: all problems of the task.
+        system_prompt: system message; '' leaves it to the chat template.
+        question_suffix: text that is appended to every question.
+        scorer: import path of the reward that decides whether a completion is correct.
+        format_scorer: import path of the reward that decides whether a completion has the right
+            format; '' scores no format.
+        max_new_tokens: limit on new tokens per completion.
     """
 
     name: str
@@ -74,70 +75,77 @@ class Task:
     problems: list[Problem]
     system_prompt: str
     question_suffix: str
-    judge: str
-    format_judge: str
+    scorer: str
+    format_scorer: str
     max_new_tokens: int
 
     @property
     def fingerprint(self) -> str:
-        """sha256 over all questions and answers."""
+        """SHA-256 of all questions and answers."""
         text = json.dumps([dataclasses.astuple(problem) for problem in self.problems])
         return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
-class Overrides:
-    """What replaces a task's own settings: VALUE for all tasks, or TASK=VALUE for one.
+class TaskOverrides:
+    """Settings that replace the settings of tasks.
+
+    Each item is VALUE for all tasks, or TASK=VALUE for one task.
 
     Attributes:
-        data: TASK=FILE.jsonl only, a local file instead of the hub's data.
-        system_prompt: see `Task`.
-        question_suffix: see `Task`.
-        judge: see `Task`.
-        format_judge: see `Task`.
-        max_new_tokens: see `Task`.
+        data: local files that replace the data of the hub, always as TASK=FILE.jsonl.
+        system_prompt: system messages, as in `Task`.
+        question_suffix: texts that are appended to every question.
+        scorer: import paths of rewards that decide whether a completion is correct.
+        format_scorer: import paths of rewards that decide whether the format is right; '' scores no
+            format.
+        max_new_tokens: limits on new tokens per completion.
     """
 
     data: Sequence[str] = ()
     system_prompt: Sequence[str] = ()
     question_suffix: Sequence[str] = ()
-    judge: Sequence[str] = ()
-    format_judge: Sequence[str] = ()
+    scorer: Sequence[str] = ()
+    format_scorer: Sequence[str] = ()
     max_new_tokens: Sequence[str] = ()
 
 
 def make_tasks(
-    names: Sequence[str], *, run: Mapping[str, Any] | None, overrides: Overrides
+    names: Sequence[str], *, run: Mapping[str, Any] | None, overrides: TaskOverrides
 ) -> list[Task]:
-    """Loads the problems of tasks and settles how they are asked and judged.
+    """Loads the problems of tasks and determines their prompts and scorers.
 
-    A benchmark has its own judge, so that every policy is judged alike. A file and `run` have the
-    run's, where there is one; else a file is judged by number where all its answers are numbers,
-    and by math-verify where they are not. System prompt, suffix and the judge of the format are the
-    run's, where there is one; else `SYSTEM_PROMPT`, none, and whether there is a box.
+    A benchmark has a fixed scorer, so that every policy is scored in the same way. A file and `run`
+    have the scorer of the run, if the policy comes from a run. Without a run, a file is scored by
+    number if all its answers are numbers, and by math-verify otherwise. The system message, the
+    suffix and the scorer of the format come from the run; without a run they are `SYSTEM_PROMPT`,
+    no suffix, and `boxed_format`.
 
     Args:
-        names: of `BENCHMARKS`, files that end in .jsonl, or 'run'; none is the run's own problems,
-            or GSM8K.
-        run: the config of the run that the policy comes from, or None.
-        overrides: what to do otherwise.
+        names: names of `BENCHMARKS`, files that end in .jsonl, or 'run'. Without names, the task is
+            'run' if the policy comes from a run, and GSM8K otherwise.
+        run: config of the run that the policy comes from, or None.
+        overrides: settings that replace the settings of the tasks.
+
+    Returns:
+        The tasks in the order of their names.
 
     Raises:
-        UserError: there is no such task, or its problems cannot be loaded.
+        UserError: a task does not exist, its problems cannot be loaded, or a setting is invalid.
     """
     names = names or ([RUN] if run is not None else ["gsm8k"])
     files = {Path(name).stem: name for name in names if name.endswith(".jsonl")}
     short = [Path(name).stem if name.endswith(".jsonl") else name for name in names]
     for name in short:
         if short.count(name) > 1:
-            raise UserError(f"--tasks={','.join(names)}: {name} is there twice; rename a file")
+            raise UserError(f"--tasks={','.join(names)}: {name} occurs twice; rename a file")
         if name not in files and name not in (*BENCHMARKS, RUN):
             raise UserError(
-                f"--tasks={name}: no such task; there are {', '.join(BENCHMARKS)}, {RUN} (what a "
-                "run held out), and local files FILE.jsonl"
+                f"--tasks={name}: no such task; choose from {', '.join(BENCHMARKS)}, {RUN} (the "
+                "problems that a run held out), and local files FILE.jsonl"
             )
     chosen = {
-        field.name: _by_task(f"--{field.name.replace('_', '-')}", given, short)
+        field.name: _by_task(field.name, given, short)
         for field in dataclasses.fields(overrides)
         if (given := getattr(overrides, field.name))
     }
@@ -153,20 +161,21 @@ def make_tasks(
     ]
 
 
-def _by_task(flag: str, given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Splits [TASK=]VALUE; what names a task wins over what does not."""
-    common, own = {}, {}
+def _by_task(setting: str, given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Returns the values of a setting by task; TASK=VALUE takes precedence over VALUE."""
+    common, named = {}, {}
     for text in given:
         name, equals, value = text.partition("=")
         if equals and name in names:
-            own[name] = value
-        elif flag == "--data":
+            named[name] = value
+        elif setting == "data":
             raise UserError(
-                f"--data={text}: write it as TASK=FILE.jsonl, TASK one of {', '.join(names)}"
+                f"--data={text}: write it as TASK=FILE.jsonl, where TASK is one of "
+                f"{', '.join(names)}"
             )
         else:
             common = dict.fromkeys(names, text)
-    return common | own
+    return common | named
 
 
 def _make_task(
@@ -182,17 +191,17 @@ def _make_task(
     settings = {
         "system_prompt": SYSTEM_PROMPT,
         "question_suffix": "",
-        "judge": _NUMBER if _all_numbers(problems) else _MATH,
-        "format_judge": _BOXED,
+        "scorer": _NUMBER if _all_numbers(problems) else _MATH,
+        "format_scorer": _BOXED,
         "max_new_tokens": str(benchmark.max_new_tokens if benchmark else _NEW_TOKENS),
     }
     if run is not None:
         settings |= _run_settings(run)
     if benchmark is not None:
-        settings["judge"] = benchmark.judge
+        settings["scorer"] = benchmark.scorer
     settings |= chosen
-    if not settings["judge"]:
-        raise UserError(f"{name}: nothing judges it, pass --judge=MODULE:FUNCTION")
+    if not settings["scorer"]:
+        raise UserError(f"{name}: it has no scorer; pass --judge=MODULE:FUNCTION")
     max_new_tokens = settings.pop("max_new_tokens")
     if not re.fullmatch("[1-9][0-9]*", max_new_tokens):
         raise UserError(f"--max-new-tokens={max_new_tokens}: it must be a number of at least 1")
@@ -216,16 +225,15 @@ def _load_hub(name: str, benchmark: Benchmark) -> list[Problem]:
         reason = first_line(error.__cause__ or error)
         raise UserError(
             f"{benchmark.hub}: cannot load it from the Hugging Face hub ({reason}); pass a local "
-            f"copy, an object with {' and '.join(benchmark.fields)} a line: "
-            f"--data={name}=FILE.jsonl"
+            f"copy with {' and '.join(benchmark.fields)} on each line: --data={name}=FILE.jsonl"
         ) from error
 
 
 def _held_out(run: Mapping[str, Any] | None) -> list[Problem]:
-    """The evaluation problems of a run, as its training had them."""
+    """Returns the evaluation problems of a run, the same as during its training."""
     if run is None:
         raise UserError(
-            f"--tasks={RUN}: the policy is not a run folder, so it held out no problems"
+            f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
         )
     data, size = run["data"], run["eval"]["problems"]
     if not run["eval"]["every"] and not data["eval_path"] and not data.get("eval_source"):
@@ -246,19 +254,19 @@ def _held_out(run: Mapping[str, Any] | None) -> list[Problem]:
         )
     except UserError as error:
         raise UserError(
-            f"the problems that the run held out cannot be loaded ({first_line(error)}); pass a "
-            f"copy of them: --data={RUN}=FILE.jsonl"
+            f"the problems that the run held out cannot be loaded ({first_line(error)}); pass "
+            f"these problems as a file: --data={RUN}=FILE.jsonl"
         ) from error
 
 
 def _run_settings(run: Mapping[str, Any]) -> dict[str, str]:
-    """How a run asks and judges."""
+    """Returns the settings of tasks that a run decides."""
     functions = {name: reward["function"] for name, reward in run["rewards"].items()}
     return {
         "system_prompt": run["data"]["system_prompt"],
         "question_suffix": run["data"]["question_suffix"],
-        "judge": functions.get("correctness", ""),
-        "format_judge": functions.get("format", ""),
+        "scorer": functions.get("correctness", ""),
+        "format_scorer": functions.get("format", ""),
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
     }
 
@@ -266,23 +274,23 @@ def _run_settings(run: Mapping[str, Any]) -> dict[str, str]:
 # --- The answer of a completion -------------------------------------------------------------------
 
 
-def extracted_answer(completion: str, judge: str) -> str | None:
-    r"""What a completion's answer is taken to be: shown beside the verdict, and what votes.
+def extracted_answer(completion: str, scorer: str) -> str | None:
+    r"""Extracts the answer of a completion, which is saved with its scores and counts as its vote.
 
-    It is looked for where the built-in judges look for it; any other judge is taken to read the
-    marked answer, `\boxed{}` or `<answer>`, or else the last line. Numbers are written alike
-    (`1,000.0` is `1000`), other answers lose spaces, dollar signs and a final full stop.
+    The answer is extracted in the way of the built-in scorers. Any other scorer is assumed to read
+    the marked answer, `\boxed{}` or `<answer>`, or else the last line. Numbers are normalized:
+    `1,000.0` becomes `1000`. Other answers lose spaces, dollar signs and a final period.
 
     Args:
-        completion: the text.
-        judge: import path of the reward that judges it.
+        completion: completion as text.
+        scorer: import path of the reward that scores the completion.
 
     Returns:
-        None where there is none. (Of a completion without a mark math-verify reads the end by
-        itself: it may be correct all the same.)
+        The answer, or None if no answer is found. (A completion without a mark may still be
+        correct, because `math_answer` lets math-verify read its end.)
     """
     marked = last_marked(completion)
-    match judge.removeprefix("qerl_jax.rl.rewards:"):
+    match scorer.removeprefix("qerl_jax.rl.rewards:"):
         case "numeric_answer":
             if marked is None and "####" in completion:
                 marked = completion.rpartition("####")[2].strip().partition("\n")[0]

@@ -1,10 +1,10 @@
-"""Adapters merged into weights, and what remains of the update after the weights are rounded.
+"""Merges an adapter into weights, and measures how much of the update the rounding keeps.
 
-A merged weight is W + scale * B A, summed in float32 and rounded once: to bfloat16, or to NVFP4.
-The update is small beside the weights, so rounding can swallow it. Where the weights lie on the
-4-bit grid already, as those of an NVFP4 base do, an update of less than half a step between two
-code points changes nothing at all. `Kept` counts what remains in the weights, `mean_kl` in the
-policy.
+A merged weight is W + scale * B A, summed in float32 and rounded once, to bfloat16 or to NVFP4. The
+update is small compared to the weights, so rounding can remove it. If the weights are on the 4-bit
+grid already, as the weights of an NVFP4 base are, an update of less than half the distance between
+two code points changes nothing at all. `Kept` measures what remains of the update in the weights;
+`scores.probe_kl` measures the effect on the policy.
 """
 
 import dataclasses
@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from qerl_jax.policy import transformer
 from qerl_jax.policy.aqn import LAYER_NORMS
-from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, Lora, merge_layer, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize
 from qerl_jax.weights.load import LoadedModel
@@ -26,14 +24,14 @@ from qerl_jax.weights.load import LoadedModel
 
 @dataclasses.dataclass
 class Kept:
-    """How much of the update dW of some weights is in the weights that are written.
+    """Measures how much of the update dW of some weights is in the weights that are written.
 
-    With `change`, the difference that the update makes to them: all three are sums over elements.
+    Let `change` be the difference that the update makes in the written weights.
 
     Attributes:
-        overlap: of change * dW.
-        update: of dW^2.
-        error: of (change - dW)^2.
+        overlap: sum of change * dW over all elements.
+        update: sum of dW^2 over all elements.
+        error: sum of (change - dW)^2 over all elements.
     """
 
     overlap: float = 0.0
@@ -41,34 +39,34 @@ class Kept:
     error: float = 0.0
 
     def add(self, sums: Sequence[float]) -> None:
-        """Adds the sums over more weights."""
+        """Adds the sums (overlap, update, error) over more weights."""
         self.overlap += float(sums[0])
         self.update += float(sums[1])
         self.error += float(sums[2])
 
     @property
-    def share(self) -> float:
-        """<change, dW> / <dW, dW>: 1 where the update is there, 0 where it is lost."""
+    def kept_fraction(self) -> float:
+        """<change, dW> / <dW, dW>: 1 if the update is kept, 0 if it is lost."""
         return self.overlap / self.update
 
     @property
     def relative_error(self) -> float:
-        """|change - dW| / |dW|."""
+        """|change - dW| / |dW|: 0 if the update is kept exactly, 1 if it is lost."""
         return (self.error / self.update) ** 0.5
 
 
 def merged_layers(
     model: LoadedModel, lora: Lora | None, *, packed: bool, kept: dict[str, Kept]
 ) -> Iterator[dict]:
-    """The layers of a parameter tree with the adapter merged into them, one at a time.
+    """Yields the layers of a model with the adapter merged into them, one at a time.
 
     Args:
-        model: the weights to merge into, dense or packed.
-        lora: the adapter; None where the weights themselves were trained.
-        packed: round to NVFP4, as llm-compressor would round the merged bfloat16 weights, instead
-            of to bfloat16.
-        kept: what is kept of the update is added here, by projection; one without an update is
-            left out.
+        model: model whose weights the adapter is merged into, dense or packed.
+        lora: LoRA to merge; None if the weights themselves were trained.
+        packed: whether the weights are rounded to NVFP4, as llm-compressor would round the merged
+            bfloat16 weights, instead of to bfloat16.
+        kept: dictionary by projection, to which the measures of the kept update are added; a
+            projection without an update is left out.
 
     Yields:
         Layers with the projections in bfloat16 or packed, as NumPy arrays.
@@ -94,14 +92,14 @@ def merged_layers(
 
 
 def norms_kept(before: dict, after: dict) -> dict[str, Kept]:
-    """What bfloat16 keeps of the norms that were trained beside an adapter.
+    """Measures how much of the update of trained norms bfloat16 keeps.
 
     Args:
-        before: the parameter tree before the training.
-        after: the one after it.
+        before: parameters before the training.
+        after: parameters after the training.
 
     Returns:
-        {'norms': ...}, or {} where none was trained.
+        The measure under the key 'norms', or {} if no norm was trained.
     """
     kept = Kept()
     for old, new in zip(before["layers"], after["layers"], strict=True):
@@ -117,7 +115,7 @@ def norms_kept(before: dict, after: dict) -> dict[str, Kept]:
 def _rounded(
     weight: jax.Array | QuantTensor, ends: np.ndarray, *, packed: bool
 ) -> np.ndarray | QuantTensor:
-    """A fused weight as it is written; one that is in NVFP4 already stays as it is."""
+    """Rounds a fused weight to the written format; an NVFP4 weight stays as it is."""
     if isinstance(weight, QuantTensor):
         if packed and weight.format == "nvfp4":
             return weight
@@ -133,7 +131,7 @@ def _dense(weight: QuantTensor) -> jax.Array:
 
 @jax.jit
 def _row_sums(before, after, update):
-    """float32 [3, N]: the sums of `Kept` over each row of [N, K]."""
+    """Returns the sums of `Kept` over each row of weights [N, K], float32 [3, N]."""
     before, after = (
         dequantize(weight, jnp.float32)
         if isinstance(weight, QuantTensor)
@@ -143,42 +141,3 @@ def _row_sums(before, after, update):
     change = after - before
     sums = (change * update, jnp.square(update), jnp.square(change - update))
     return jnp.stack([jnp.sum(x, axis=1) for x in sums])
-
-
-def completion_logprobs(
-    model: LoadedModel,
-    lora: Lora | None,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Sequence[int]],
-) -> list[np.ndarray]:
-    """The log-probabilities of every token of the vocabulary at every place of some completions.
-
-    Args:
-        model: the policy.
-        lora: its adapter, or None.
-        prompts: P lists of ids.
-        completions: P lists of ids, C of them in each.
-
-    Returns:
-        float32 [C, V] for every prompt.
-    """
-    texts = [[*pair[0], *pair[1]] for pair in zip(prompts, completions, strict=True)]
-    width, found = max(map(len, texts)), []
-    for prompt, text in zip(prompts, texts, strict=True):
-        tokens = np.zeros((1, width), np.int32)
-        tokens[0, : len(text)] = text
-        logits = _forward(model.params, lora, tokens, config=model.config)
-        found.append(np.asarray(jax.nn.log_softmax(logits[0, len(prompt) - 1 : len(text) - 1])))
-    return found
-
-
-@functools.partial(jax.jit, static_argnames="config")
-def _forward(params: dict, lora: Lora | None, tokens: jax.Array, *, config: ModelConfig):
-    lengths = jnp.full(len(tokens), tokens.shape[1])
-    return transformer.forward(params, lora, tokens, lengths, config=config)
-
-
-def mean_kl(logprobs: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
-    """KL(policy | other), the mean over all places, in nats; see `completion_logprobs`."""
-    kl = [np.sum(np.exp(p) * (p - q), axis=-1) for p, q in zip(logprobs, others, strict=True)]
-    return float(np.concatenate(kl).mean())

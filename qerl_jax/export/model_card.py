@@ -1,4 +1,4 @@
-"""The model card of an export: README.md, with the front matter that the Hugging Face hub reads."""
+"""Writes the model card of an export: README.md with front matter for the Hugging Face hub."""
 
 import dataclasses
 import json
@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.export.merge import Kept
-from qerl_jax.run.folder import without_folders
+from qerl_jax.run.provenance import without_folders
 from qerl_jax.statistics import wilson_interval
 
 FORMAT_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "bf16"}
 
 _RELATIONS = {"peft": "adapter", "merged": "finetune", "nvfp4": "quantized"}
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank can be
-# Of the config, what a reader wants to know first.
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that --max-lora-rank accepts
+# Fields of the config that a reader of the card wants to know first.
 _SUMMARY = (
     "model.source",
     "model.format",
@@ -37,35 +37,37 @@ _SUMMARY = (
     "seed",
 )
 _KEPT = (
-    "dW is the update, of a projection scale * B A, and c what it changes in the weights that are "
-    "written, which are rounded. Kept is <c, dW> / <dW, dW>, the error |c - dW| / |dW|."
+    "dW is the update (scale * B A for a projection), and c is the change that it makes in the "
+    "written weights, which are rounded. Kept is <c, dW> / <dW, dW>, and the error is "
+    "|c - dW| / |dW|."
 )
 _DIVERGENCE = (
-    "How far the trained policy is from others: KL(trained, other) on greedy completions of it."
+    "How far the trained policy is from other policies: KL(trained, other) on greedy completions "
+    "of the trained policy."
 )
 
 
 @dataclasses.dataclass
 class Card:
-    """An export, as its card describes it.
+    """Describes an export for its model card.
 
     Attributes:
-        name: of the run or the adapter.
-        format: 'peft', 'merged' or 'nvfp4'.
-        folder: where the export lies.
+        name: name of the run or the adapter.
+        format: format of the export: 'peft', 'merged' or 'nvfp4'.
+        folder: folder of the export.
         base: hub id or path of the base.
-        base_format: what its weights were in while it was trained.
-        source: what `load` reads the base from.
-        served_base: a model of these very weights that vLLM can read; '' where there is none.
-        onto: what was merged into, 'trained' or 'bf16'.
-        rank: of the adapter; 0 where all parameters were trained.
-        trained_norms: the exported adapter holds norms too.
-        run: config.json of the run, or None.
-        steps: how many steps it has, or None where it is not finished.
-        problems: how many problems the scores are of.
-        scores: policies and their greedy pass@1.
-        kept: what rounding keeps of the update, by projection; empty where nothing was rounded.
-        divergences: policies and the KL of the trained policy to them, in nats a token.
+        base_format: format of the base's weights during the training.
+        source: source from which `load` reads the base.
+        served_base: model with exactly these weights that vLLM can read; '' without such a model.
+        onto: weights that the update was merged into: 'trained' or 'bf16'.
+        rank: rank of the adapter; 0 if all parameters were trained.
+        trained_norms: whether the exported adapter contains norms.
+        run: content of config.json of the run, or None.
+        steps: number of steps of the run, or None if it is not finished.
+        problems: number of problems that the scores were measured on.
+        scores: names of policies and their greedy pass@1.
+        kept: measures of the kept update by projection; empty if nothing was rounded.
+        divergences: names of policies and the KL of the trained policy to them in nats per token.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Card:
 
 
 def model_card(card: Card) -> str:
-    """The text of README.md."""
+    """Returns the text of README.md."""
     parts = [_front_matter(card), f"# {card.name}", *_about(card)]
     parts += ["## Use", _code("bash", "\n".join(serve_lines(card))), _code("python", _python(card))]
     if card.scores:
@@ -108,14 +110,14 @@ def model_card(card: Card) -> str:
 
 
 def serve_lines(card: Card) -> list[str]:
-    """The commands that serve an export with vLLM."""
+    """Returns the commands that serve an export with vLLM."""
     if card.format != "peft":
         return [f"vllm serve {shlex.quote(str(card.folder))}"]
     if card.base_format not in ("nvfp4", "bf16"):
         form = FORMAT_NAMES[card.base_format]
         return [f"# vLLM cannot serve this base in {form}: export with --format=merged"]
     if card.trained_norms:
-        return ["# vLLM takes no adapter with norms: export with --with-base, it has them then"]
+        return ["# vLLM accepts no adapter with norms: --with-base puts the norms into the base"]
     base, lines = card.served_base, []
     if not base:
         base = f"{card.folder}-base"
@@ -126,31 +128,31 @@ def serve_lines(card: Card) -> list[str]:
 
 
 def vllm_rank(rank: int) -> int:
-    """The smallest --max-lora-rank of vLLM for adapters of this rank."""
+    """Returns the smallest --max-lora-rank of vLLM that accepts adapters of this rank."""
     return min((allowed for allowed in _VLLM_RANKS if allowed >= rank), default=rank)
 
 
 def kept_table(kept: Mapping[str, Kept]) -> str:
-    """What rounding keeps, a row a projection and one for all of them."""
+    """Returns a table of what rounding keeps: a row per projection, and one for all together."""
     total = Kept()
     for part in kept.values():
         total.add((part.overlap, part.update, part.error))
     rows = [
         # Adding 0.0 makes -0.0 positive.
-        (name, f"{round(100 * part.share, 1) + 0.0} %", f"{part.relative_error:.3f}")
+        (name, f"{round(100 * part.kept_fraction, 1) + 0.0} %", f"{part.relative_error:.3f}")
         for name, part in [*kept.items(), ("all", total)]
     ]
     return format_table(("projection", "kept", "error"), rows)
 
 
 def divergence_table(divergences: Sequence[tuple[str, float]]) -> str:
-    """The KL of the trained policy to others."""
+    """Returns a table of the KL of the trained policy to other policies."""
     rows = [(name, f"{kl:.3g}") for name, kl in divergences]
-    return format_table(("policy", "KL, nats a token"), rows)
+    return format_table(("policy", "KL (nats per token)"), rows)
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns are aligned, so that it reads well as plain text."""
+    """Returns a Markdown table with aligned columns, which is readable as plain text too."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -176,11 +178,11 @@ def _front_matter(card: Card) -> str:
         "pipeline_tag": "text-generation",
         "tags": tags,
     }
-    # The hub knows models by id; a path means nothing to it.
+    # The hub identifies models by id; a local path means nothing there.
     if not Path(card.base).is_absolute():
         matter["base_model"] = card.base
         matter["base_model_relation"] = _RELATIONS[card.format]
-    # JSON is YAML.
+    # Every JSON value is a YAML value.
     lines = [f"{key}: {json.dumps(value)}" for key, value in matter.items()]
     return "\n".join(["---", *lines, "---"])
 
@@ -193,12 +195,12 @@ def _about(card: Card) -> list[str]:
         case "peft", _ if card.base_format != "bf16":
             lines.append(
                 f"The adapter belongs to these {form} weights: it was trained with their rounding "
-                "errors. Over the unquantised model it is another policy."
+                "errors. On top of the unquantized model it is a different policy."
             )
         case (("merged" | "nvfp4"), "bf16"):
             lines.append(
-                f"The update is merged into the weights before they were quantised, though it was "
-                f"trained on {form}; the sum is rounded to {FORMAT_NAMES.get(card.format, 'bf16')}."
+                f"The update was trained on {form} but is merged into the unquantized weights; the "
+                f"sum is rounded to {FORMAT_NAMES.get(card.format, 'bf16')}."
             )
         case "merged", _:
             lines.append(
@@ -208,14 +210,14 @@ def _about(card: Card) -> list[str]:
         case "nvfp4", _:
             lines.append(
                 "The update is merged in float32 into the weights that it was trained on, and the "
-                "sum is rounded to NVFP4, as llm-compressor does it. Four bits keep "
-                "only part of the update, see below."
+                "sum is rounded to NVFP4 in the same way as by llm-compressor. Four bits keep only "
+                "part of the update, as shown below."
             )
     data = {} if card.run is None else card.run["config"]["data"]
     if data.get("system_prompt"):
         lines.append(f"The system message was {json.dumps(data['system_prompt'])}.")
     if data.get("question_suffix"):
-        lines.append(f"Behind each question stood {json.dumps(data['question_suffix'])}.")
+        lines.append(f"Each question was followed by {json.dumps(data['question_suffix'])}.")
     return lines
 
 
@@ -250,15 +252,15 @@ def _training(run: Mapping[str, Any], steps: int | None) -> list[str]:
     facts += [f"{name} {run['versions'][name]}" for name in ("jax", "python")]
     found = {name: _lookup(run["config"], name) for name in _SUMMARY}
     if found["data.path"]:
-        del found["data.source"]  # which it replaced
-    # Folders of the machine that trained mean nothing elsewhere.
+        del found["data.source"]  # because data.path replaces it
+    # Folders of the training machine mean nothing elsewhere.
     shown = {name: without_folders(_show(v)) for name, v in found.items() if v not in (None, "")}
     return [
         "## Training",
         f"{done}: {', '.join(facts)}.",
         _code("bash", without_folders(run["command"])),
         format_table(("field", "value"), list(shown.items())),
-        "<details><summary>The whole config</summary>",
+        "<details><summary>Full config</summary>",
         _code("json", without_folders(json.dumps(run["config"], indent=2))),
         "</details>",
     ]

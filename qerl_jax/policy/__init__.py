@@ -1,1 +1,1 @@
-"""What the model is: the quantised transformer, its adapter and its noise."""
+"""What the model is: the quantized transformer, its adapter and its noise."""

@@ -1,4 +1,4 @@
-"""The architectures of known models, for what needs their shapes and not their weights."""
+"""Architectures of known models, for code that needs their shapes but not their weights."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ from qerl_jax.policy.config import ModelConfig, RopeScaling
 
 
 def _qwen2(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
-    """Qwen2.5; its embedding is the head up to 3B."""
+    """Returns an architecture of Qwen2.5; up to 3B its embedding is also the output head."""
     return ModelConfig(
         model_type="qwen2",
         vocab_size=vocab,
@@ -27,7 +27,7 @@ def _qwen2(vocab: int, embed: int, mlp: int, layers: int, heads: int, kv_heads: 
 
 
 def _qwen3(embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> ModelConfig:
-    """Qwen3; its embedding is the head up to 4B."""
+    """Returns an architecture of Qwen3; up to 4B its embedding is also the output head."""
     return dataclasses.replace(
         _qwen2(151936, embed, mlp, layers, heads, kv_heads),
         model_type="qwen3",

@@ -20,10 +20,10 @@ class RopeScaling:
     """Llama 3's scaling of the rotary frequencies.
 
     Attributes:
-        factor: what the low frequencies are divided by.
+        factor: divisor of the low frequencies.
         low_freq_factor: wavelengths above original_max_position / low_freq_factor are scaled fully.
         high_freq_factor: wavelengths below original_max_position / high_freq_factor are kept.
-        original_max_position: the context length of the pretraining, in tokens.
+        original_max_position: context length of the pretraining, in tokens.
     """
 
     factor: float
@@ -50,20 +50,20 @@ class ModelConfig:
 
     Attributes:
         model_type: 'qwen2', 'qwen3' or 'llama'.
-        vocab_size: V, rows of the embedding.
-        embed_dim: D.
-        mlp_dim: F.
-        num_layers: L.
-        num_heads: query heads.
-        num_kv_heads: key and value heads, a divisor of num_heads.
-        head_dim: H.
+        vocab_size: number V of rows in the embedding.
+        embed_dim: width D of the residual stream.
+        mlp_dim: width F of the MLP.
+        num_layers: number L of layers.
+        num_heads: number of query heads.
+        num_kv_heads: number of key and value heads, a divisor of num_heads.
+        head_dim: width H of an attention head.
         rope_theta: base of the rotary frequencies.
         rope_scaling: Llama 3's frequency scaling, or None.
         norm_eps: epsilon of every RMSNorm.
-        tie_embeddings: the output head is the embedding.
-        attention_bias: q, k and v have biases.
-        qk_norm: q and k are normalised per head.
-        max_position: the longest context, in tokens.
+        tie_embeddings: whether the output head is the embedding.
+        attention_bias: whether q, k and v have biases.
+        qk_norm: whether q and k are normalized in each head.
+        max_position: longest context, in tokens.
     """
 
     model_type: str
@@ -103,11 +103,11 @@ class ModelConfig:
 
 
 def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
-    """Reads the contents of a config.json.
+    """Reads the architecture from the contents of a config.json.
 
     Args:
-        hf: the parsed config.json, of transformers 4 (`rope_theta`, `rope_scaling`) or 5
-            (`rope_parameters`).
+        hf: the parsed config.json, written by transformers 4 (`rope_theta`, `rope_scaling`) or by
+            transformers 5 (`rope_parameters`).
 
     Raises:
         UserError: a key is missing or malformed, or the model needs something that is not
@@ -145,7 +145,7 @@ def from_hf_config(hf: dict[str, Any]) -> ModelConfig:
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
-    """The config.json of an architecture, readable by transformers 4 and 5 and by vLLM."""
+    """Returns the config.json of an architecture, for transformers 4 and 5 and for vLLM."""
     hf: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[config.model_type]],
         "model_type": config.model_type,
@@ -187,7 +187,7 @@ def _reject_unsupported(hf: dict[str, Any], model_type: str) -> None:
             f"config.json: hidden_act {hf['hidden_act']!r:.50} is not supported; supported: 'silu'"
         )
     for flag in ("attention_bias", "mlp_bias"):
-        # Qwen2 has biases on q, k and v whatever its config says; a bias elsewhere has no place.
+        # Qwen2 has biases on q, k and v whatever its config says; no other bias is supported.
         if _flag(hf, flag) and not (model_type == "qwen2" and flag == "attention_bias"):
             raise UserError(f"config.json: {flag}=true is not supported for {model_type}")
     rotated = hf.get("partial_rotary_factor", 1.0)
@@ -208,7 +208,7 @@ def _uses_sliding_window(hf: dict[str, Any], model_type: str) -> bool:
         return False
     if model_type == "llama":
         return True
-    # Qwen slides only in the layers from max_window_layers on, and only if the flag is set.
+    # Qwen uses the window only in the layers from max_window_layers on, and only with the flag set.
     first = _integer(hf, "max_window_layers", default=28)
     return _flag(hf, "use_sliding_window") and first < _integer(hf, "num_hidden_layers")
 

@@ -1,4 +1,4 @@
-"""LoRA (https://arxiv.org/abs/2106.09685) as a tree of its own beside the frozen weights."""
+"""LoRA (https://arxiv.org/abs/2106.09685) as a tree that is separate from the frozen weights."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.quant import QuantTensor, dequantize
 
-# The projections that a layer stores stacked, by the name of the stored weight.
+# The projections that a layer stores stacked in one weight, by the name of that weight.
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "o_proj": ("o_proj",),
@@ -24,12 +24,12 @@ PROJECTIONS = tuple(name for members in FUSED.values() for name in members)
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """What is adapted and how strongly.
+    """Which projections are adapted, and how strongly.
 
     Attributes:
-        rank: R.
-        alpha: the numerator of the scale.
-        rslora: divide alpha by sqrt(R) (https://arxiv.org/abs/2312.03732) instead of by R.
+        rank: rank R of every adapter.
+        alpha: numerator of the scale.
+        rslora: whether to divide alpha by sqrt(R) (https://arxiv.org/abs/2312.03732) instead of R.
         targets: Hugging Face names of the adapted projections.
     """
 
@@ -48,7 +48,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """The factor of B A."""
+        """The factor of the update B A."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
@@ -57,8 +57,8 @@ class Lora:
     """The trainable low-rank update W + scale * B A of the adapted projections.
 
     Attributes:
-        layers: for every layer a dict from projection name to {'a': [R, K], 'b': [N, R]}, float32.
-        scale: the factor of B A.
+        layers: one dict per layer, from projection name to {'a': [R, K], 'b': [N, R]} in float32.
+        scale: factor of the update B A.
     """
 
     layers: list[dict[str, dict[str, jax.Array]]]
@@ -66,7 +66,7 @@ class Lora:
 
 
 def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of the seven projections of a layer."""
+    """Returns the shape (outputs, inputs) of each of the seven projections of a layer."""
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
     return {
@@ -81,7 +81,13 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:
-    """PEFT's initialisation: A uniform in +-1/sqrt(K), B zero, so that the update is zero."""
+    """Initializes adapters as PEFT does: A uniform in +-1/sqrt(K) and B zero, so B A is zero.
+
+    Args:
+        key: random key; each matrix depends only on the key, its layer and its projection.
+        config: the architecture.
+        lora_config: rank, scale and targets of the adapters.
+    """
     shapes = projection_shapes(config)
     layers = []
     for layer in range(config.num_layers):
@@ -109,15 +115,21 @@ def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:
 def fuse(
     lora: Lora | None, config: ModelConfig, dtype: jnp.dtype
 ) -> list[dict[str, tuple[jax.Array, jax.Array]]]:
-    """The adapters in the shape of the stored weights.
+    """Stacks the adapters of fused projections to fit the stored weights.
 
-    A of the fused projections is stacked and carries the scale (multiplied in float32), B is block
-    diagonal, so that a fused projection has one A [R', K] and one B [N, R'].
+    The A matrices of a fused projection are stacked and multiplied by the scale in float32. The B
+    matrices form a block-diagonal matrix. A fused projection then has one A [R', K] and one B
+    [N, R'], where R' is the sum of the ranks.
+
+    Args:
+        lora: the adapters, or None.
+        config: the architecture.
+        dtype: dtype of the result.
 
     Returns:
-        For every layer a dict from 'qkv_proj', 'o_proj', 'gate_up_proj', 'down_proj' to (A, B) in
-        `dtype`; projections without an adapter are absent. Where the FP4 kernel runs, B has columns
-        of zeros behind R', up to the multiple of 64 that it reads.
+        One dict per layer, from 'qkv_proj', 'o_proj', 'gate_up_proj', 'down_proj' to the pair
+        (A, B); projections without an adapter are absent. Where the FP4 kernel runs, B is padded
+        with columns of zeros to the multiple of 64 that the kernel reads.
     """
     if lora is None:
         return [{} for _ in range(config.num_layers)]
@@ -155,18 +167,18 @@ def _stack(adapters, outputs, *, scale, dtype):
 def merge_layer(
     layer: dict, adapters: dict[str, dict[str, jax.Array]], config: ModelConfig, *, scale: float
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Adds a layer's adapters to its weights: W + scale * B A, computed in float32.
+    """Adds the adapters of a layer to its weights: W + scale * B A, computed in float32.
 
     Args:
-        layer: the layer of a parameter tree, its projections dense or packed.
-        adapters: the layer of a `Lora`.
+        layer: one layer of a parameter tree, with dense or packed projections.
+        adapters: the same layer of a `Lora`.
         config: the architecture.
-        scale: the factor of B A.
+        scale: factor of the update B A.
 
     Returns:
-        The layer with every projection dense in float32 and not rounded (packed ones dequantised),
-        and the updates scale * B A that were added, float32 [N, K], under the same names; zero
-        where a projection has no adapter.
+        The layer with every projection dense in float32 and not rounded (packed projections are
+        dequantized), and the added updates scale * B A, float32 [N, K], under the same names. The
+        update of a projection without an adapter is zero.
     """
     shapes = projection_shapes(config)
     merged, updates = dict(layer), {}

@@ -1,14 +1,18 @@
-"""Four-bit weights: the number formats, their quantisers and the packed tensor of the policy.
+"""Four-bit weights: the number formats, their quantizers and the packed tensor of the policy.
 
-A format writes a weight as a 4-bit code times the scale of its block, consecutive inputs of a row:
+A format writes a weight as a 4-bit code times the scale of its block. A block is a group of
+consecutive inputs of a row:
 
-    nvfp4  E2M1 codes, an FP8 (E4M3) scale for 16 inputs over a float32 of the tensor, 4.5 bits a
-           weight (https://arxiv.org/abs/2509.25149); the bytes of llm-compressor's NVFP4A16
-    mxfp4  E2M1 codes, a power of two (E8M0) for 32 inputs, 4.25 bits; OCP Microscaling v1.0
-    nf4    quantiles of a normal distribution as codes, a float32 for 64 inputs, 4.5 bits
-           (https://arxiv.org/abs/2305.14314); the bytes of bitsandbytes
+    nvfp4  E2M1 codes and, for 16 inputs, an FP8 (E4M3) scale, divided by one float32 for the
+           tensor: 4.5 bits a weight (https://arxiv.org/abs/2509.25149). The bytes equal those of
+           llm-compressor's NVFP4A16.
+    mxfp4  E2M1 codes and, for 32 inputs, a power of two (E8M0) as scale: 4.25 bits a weight (OCP
+           Microscaling v1.0).
+    nf4    quantiles of a normal distribution as codes and, for 64 inputs, a float32 scale: 4.5 bits
+           a weight (https://arxiv.org/abs/2305.14314). The bytes equal those of bitsandbytes.
 
-`fp4_matmul.FORMATS` holds them as data. All round to nearest, without calibration data.
+`fp4_matmul.FORMATS` holds the formats as data. All quantizers round to nearest, without calibration
+data.
 """
 
 from collections.abc import Sequence
@@ -24,7 +28,7 @@ from pallas_kernels import fp4_matmul
 from pallas_kernels.fp4_matmul import FORMATS
 from qerl_jax.errors import UserError
 
-Array = Any  # NumPy while loading, jax.Array in the policy
+Array = Any  # np.ndarray while loading, jax.Array in the policy
 
 BLOCK = fp4_matmul.BLOCK  # inputs that share an FP8 scale in NVFP4
 _E2M1_MAX = 6.0
@@ -37,18 +41,18 @@ _E8M0_BIAS = 127
 
 @struct.dataclass
 class QuantTensor:
-    """A frozen [N, K] weight in 4 bits; N outputs, K inputs.
+    """A frozen [N, K] weight in 4 bits, with N outputs and K inputs.
 
-    The type of the scales tells the format, so that no field can contradict the arrays.
+    The dtype of the scales tells the format, so that no field can contradict the arrays.
 
     Attributes:
-        packed: uint8 [N, K/2], two codes a byte.
+        packed: uint8 [N, K/2], two codes in each byte.
         scales: [N, K/block] in the format's scale_dtype, positive where a block is not zero.
-        global_scale: of NVFP4 float32 [N], the divisor of each row, otherwise None. Rows of one
-            checkpoint tensor share it; fused projections (q, k, v and gate, up) may differ from one
-            another.
-        tiles: the same weight in the order of the Hopper kernel, see `tile_order`; then the other
-            three are None.
+        global_scale: float32 [N], the divisor of each row in NVFP4, or None in another format. The
+            rows of one checkpoint tensor have the same divisor; fused projections (q, k, v and
+            gate, up) may have different divisors.
+        tiles: the same weight in the order of the Hopper kernel, as `tile_order` returns it, or
+            None. Where it is set, the other three attributes are None.
     """
 
     packed: Array = None
@@ -75,14 +79,16 @@ def quantize(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
     """Rounds the members of one fused group to a format.
 
     Args:
-        weights: [N_i, K] each, for example [q, k, v]; they are rounded to bfloat16 first.
+        weights: members of shape [N_i, K], for example [q, k, v]; they are rounded to bfloat16
+            first.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
 
     Returns:
         A QuantTensor of NumPy arrays with the rows of all members stacked, [sum N_i, K].
 
     Raises:
-        UserError: an unknown format, K is not a multiple of its block, or a weight is not finite.
+        UserError: the format is unknown, K is not a multiple of its block, or a weight is not
+            finite.
     """
     if format not in _QUANTIZERS:
         raise UserError(f"format={format!r}: must be one of {', '.join(_QUANTIZERS)}")
@@ -90,10 +96,10 @@ def quantize(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
 
 
 def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group to NVFP4 as llm-compressor's NVFP4A16 does, see `quantize`.
+    """Rounds a fused group, as in `quantize`, to NVFP4 as llm-compressor's NVFP4A16 does.
 
     The scales are computed in bfloat16 where llm-compressor does so, which makes the bytes equal.
-    The members share one global scale, the smallest of theirs.
+    All members get the same global scale, the smallest one that any member would have alone.
     """
     weights = _rounded(weights, "nvfp4")
     global_scale = min(_global_scale(w) for w in weights)
@@ -107,22 +113,23 @@ def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
 
 
 def quantize_mxfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group to MXFP4 as OCP Microscaling v1.0 (section 6.3) does, see `quantize`.
+    """Rounds a fused group, as in `quantize`, to MXFP4 as OCP Microscaling v1.0, section 6.3, does.
 
-    The scale of a block is 2^(floor(log2(amax)) - 2), so that its largest weight lies in [4, 8) of
-    it; what exceeds 6 becomes 6. compressed-tensors takes the next power of two where amax is
-    1.75 times a power of two or more.
+    The scale of a block is 2^(floor(log2(amax)) - 2), so that the largest weight is 4 to 8 times
+    the scale; a weight of more than 6 times the scale becomes 6 times the scale. compressed-tensors
+    takes the next power of two where amax is at least 1.75 times a power of two.
     """
     packed, scales = zip(*(_pack_mxfp4(w) for w in _rounded(weights, "mxfp4")), strict=True)
     return QuantTensor(packed=np.concatenate(packed), scales=np.concatenate(scales))
 
 
 def quantize_nf4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group to NF4 as bitsandbytes' `quantize_4bit` does, see `quantize`.
+    """Rounds a fused group, as in `quantize`, to NF4 as bitsandbytes' `quantize_4bit` does.
 
-    The scale of a block is its largest magnitude. bitsandbytes' second quantisation, of the scales
-    (`compress_statistics`, 4.127 bits a weight), is not done. Its CUDA kernels write another code
-    than its CPU code, which is followed here, where a whole block is zero; both mean zero.
+    The scale of a block is its largest magnitude. The scales themselves are not quantized
+    (bitsandbytes calls that `compress_statistics`; it gives 4.127 bits a weight). Where a whole
+    block is zero, the bytes are those of bitsandbytes' CPU code; its CUDA kernels write another
+    code, which also means zero.
     """
     packed, scales = zip(*(_pack_nf4(w) for w in _rounded(weights, "nf4")), strict=True)
     return QuantTensor(packed=np.concatenate(packed), scales=np.concatenate(scales))
@@ -132,16 +139,16 @@ _QUANTIZERS = {"nvfp4": quantize_nvfp4, "mxfp4": quantize_mxfp4, "nf4": quantize
 
 
 def dequantize(weight: QuantTensor, dtype: jnp.dtype) -> jax.Array:
-    """The weight [N, K] that a QuantTensor stands for, computed in float32."""
+    """Returns the weight [N, K] of a QuantTensor in `dtype`, computed in float32."""
     stored = checkpoint_order(weight)
     rows = fp4_matmul.Fp4Weight(stored.packed, stored.scales, stored.global_scale)
     return fp4_matmul.dequantize(rows, dtype)
 
 
 def tile_order(weight: QuantTensor) -> QuantTensor:
-    """The weight as the Hopper kernel reads it; one that has no tile order stays as it is.
+    """Returns the weight in the order of the Hopper kernel, or the weight itself.
 
-    NF4 has none, nor have MXFP4 weights whose scales lie too far apart.
+    NF4 weights have no such order, and neither have MXFP4 weights whose scales lie too far apart.
     """
     rows = fp4_matmul.Fp4Weight(weight.packed, weight.scales, weight.global_scale)
     try:
@@ -151,7 +158,10 @@ def tile_order(weight: QuantTensor) -> QuantTensor:
 
 
 def in_machine_order(layer: dict) -> dict:
-    """A layer of the policy with its packed projections in the order that this machine reads."""
+    """Returns a layer of the policy with its packed projections in the order of this machine.
+
+    The order is that of the Hopper kernel where the kernel runs, otherwise that of checkpoints.
+    """
     if not fp4_matmul.supports_device():
         return layer
     return {
@@ -161,33 +171,33 @@ def in_machine_order(layer: dict) -> dict:
 
 
 def checkpoint_order(weight: QuantTensor) -> QuantTensor:
-    """The weight as it lies in files, whatever the order it is stored in."""
+    """Returns the weight in the order of checkpoints, whatever its order in memory."""
     if weight.tiles is None:
         return weight
     return QuantTensor(*fp4_matmul.from_tiles(weight.tiles))
 
 
 def kernel_weight(weight: QuantTensor) -> fp4_matmul.Fp4Weight | fp4_matmul.Fp4Tiles:
-    """The arrays of a QuantTensor as the matmul takes them."""
+    """Returns the arrays of a QuantTensor as `fp4_matmul` takes them."""
     if weight.tiles is not None:
         return weight.tiles
     return fp4_matmul.Fp4Weight(weight.packed, weight.scales, weight.global_scale)
 
 
 def _rounded(weights: Sequence[np.ndarray], format: str) -> list[np.ndarray]:
-    """The weights in bfloat16, if their inputs fill the format's blocks."""
+    """Returns the weights in bfloat16 after checking that their inputs fill whole blocks."""
     inputs, block = weights[0].shape[1], FORMATS[format].block
     if inputs % block:
         raise UserError(
             f"{format} needs a multiple of {block} inputs per row, got a weight of shape "
-            f"{weights[0].shape}; load the model in bf16 (of a run: "
+            f"{weights[0].shape}; load the model in bf16 (in a run: "
             "--config.model.format=bf16)"
         )
     return [np.asarray(w, _BFLOAT16) for w in weights]
 
 
 def _global_scale(weight: np.ndarray) -> np.float32:
-    """bfloat16(bfloat16(1 / amax) * 2688), where 2688 = 448 * 6."""
+    """Returns bfloat16(bfloat16(1 / amax) * 2688), where 2688 = 448 * 6."""
     amax = np.float32(np.max(np.abs(weight)))
     _check_finite(amax, weight)
     if amax == 0:
@@ -209,7 +219,7 @@ def _pack_nvfp4(weight: np.ndarray, global_scale: np.float32) -> tuple[np.ndarra
 def _pack_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the packed codes uint8 [N, K/2] and scales float8_e8m0fnu [N, K/32]."""
     blocks, amax = _blocks(weight, "mxfp4")
-    # frexp's mantissa lies in [0.5, 1), and E2M1's largest power of two is 4.
+    # The mantissa of frexp lies in [0.5, 1), and the largest power of two in E2M1 is 4.
     exponents = np.where(amax > 0, np.frexp(amax)[1] - 3, -_E8M0_BIAS)
     exponents = np.maximum(exponents, -_E8M0_BIAS)
     blocks *= np.ldexp(np.float32(1.0), -exponents)[..., None]
@@ -220,8 +230,8 @@ def _pack_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _pack_nf4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the packed codes uint8 [N, K/2] and scales float32 [N, K/64]."""
     blocks, amax = _blocks(weight, "nf4")
-    # bitsandbytes multiplies with the reciprocal, and bounds it. A quotient would give the same
-    # codes: two bfloat16 numbers have no ratio within 1e-6 of a midpoint.
+    # bitsandbytes multiplies by the reciprocal, which it bounds. A division would give the same
+    # codes: no ratio of two bfloat16 numbers is within 1e-6 of a midpoint.
     blocks *= (np.float32(1.0) / np.maximum(amax, np.float32(1e-38)))[..., None]
     codebook = np.array(FORMATS["nf4"].codebook, np.float32)
     codes = np.zeros(blocks.shape, np.uint8)
@@ -231,7 +241,7 @@ def _pack_nf4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _blocks(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """float32 weights [N, K/block, block] and the largest magnitudes [N, K/block]."""
+    """Returns float32 weights [N, K/block, block] and the largest magnitudes [N, K/block]."""
     blocks = weight.astype(np.float32).reshape(len(weight), -1, FORMATS[format].block)
     amax = np.abs(blocks).max(axis=-1)
     _check_finite(amax, weight)
@@ -244,17 +254,20 @@ def _check_finite(amax: np.ndarray | np.float32, weight: np.ndarray) -> None:
 
 
 def _pack(codes: np.ndarray, format: str) -> np.ndarray:
-    """Codes [N, K/block, block], two a byte, [N, K/2]."""
+    """Packs codes [N, K/block, block] into bytes [N, K/2], two codes in each."""
     codes = codes.reshape(len(codes), -1)
     even, odd = codes[:, 0::2], codes[:, 1::2]
     return even << 4 | odd if FORMATS[format].high_first else even | odd << 4
 
 
 def _e2m1_codes(values: np.ndarray) -> np.ndarray:
-    """The 4-bit codes (sign, 3-bit magnitude index) nearest to float32 values, ties to even."""
+    """Returns the 4-bit codes (sign, 3-bit magnitude index) nearest to float32 values.
+
+    Ties go to the even code.
+    """
     magnitude = np.abs(values)
     codes = (values < 0).astype(np.uint8) << 3
     for index, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        # The tie goes to the even one of the two neighbouring codes.
+        # A tie goes to the even one of the two neighboring codes.
         codes += magnitude > midpoint if index % 2 == 0 else magnitude >= midpoint
     return codes

@@ -1,4 +1,4 @@
-"""What training changes: the adapter, the norms of the layers too, or every parameter."""
+"""What training changes: the adapter, the adapter and the layers' norms, or every parameter."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ class Trainable:
 
     Attributes:
         lora: the adapter, or None where every parameter is trained.
-        params: the trained parameters, float32, in a tree that holds them alone: {} for 'lora', the
-            two norms of each layer for 'lora+norms', everything for 'full'.
+        params: a tree of the trained parameters only, in float32: {} for 'lora', the two norms of
+            each layer for 'lora+norms', every parameter for 'full'.
     """
 
     lora: Lora | None
@@ -29,16 +29,17 @@ class Trainable:
 
 
 def trained_params(params: dict, parameters: str) -> dict:
-    """The part of a parameter tree that is trained beside the adapter, in float32.
+    """Returns the part of a parameter tree that is trained besides the adapter, in float32.
 
-    Float32 whatever the policy computes in: an update of 1e-6 would vanish in bfloat16.
+    The dtype is float32 whatever the policy computes in, because an update of 1e-6 would vanish in
+    bfloat16.
 
     Args:
-        params: the policy.
+        params: the parameters of the policy.
         parameters: 'lora', 'lora+norms' or 'full'.
 
     Raises:
-        UserError: an unknown value, or 'full' on packed weights.
+        UserError: `parameters` is unknown, or it is 'full' and weights are packed.
     """
     match parameters:
         case "lora":
@@ -54,18 +55,19 @@ def trained_params(params: dict, parameters: str) -> dict:
             )
     if any(isinstance(leaf, QuantTensor) for leaf in _leaves(part)):
         raise UserError(
-            "train.parameters='full' trains the weights, and packed ones have no gradient: pass "
+            "train.parameters='full' trains the weights, but packed weights have no gradient: pass "
             "--config.model.format=bf16, or train.parameters=lora"
         )
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), part)
 
 
 def current_policy(params: dict, trainable: Trainable, noise: aqn.Noise | None = None) -> dict:
-    """The policy at this point of the training: the frozen parameters, the trained ones, the noise.
+    """Returns the current policy: frozen parameters, trained parameters and noise together.
 
     Args:
-        params: the policy before training; what is not trained is passed on, the same objects.
-        trainable: the trained part, rounded here to the dtypes of `params`.
+        params: the parameters before training; those that are not trained are returned as the same
+            objects.
+        trainable: the trained part, which is rounded to the dtypes of `params`.
         noise: the noise on the norm scales, or None.
     """
     params = _replace(params, trainable.params)
@@ -73,7 +75,7 @@ def current_policy(params: dict, trainable: Trainable, noise: aqn.Noise | None =
 
 
 def _replace(old: Any, new: Any) -> Any:
-    """`old` with the leaves that `new` has."""
+    """Returns `old` with those leaves replaced that `new` also has."""
     if isinstance(new, dict):
         return old | {name: _replace(old[name], value) for name, value in new.items()}
     if isinstance(new, list):

@@ -8,24 +8,28 @@ SCALES = ("group", "batch", "none")
 
 
 def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 1e-4) -> np.ndarray:
-    """Returns each reward less its group's mean, divided by a standard deviation plus `eps`.
+    """Returns the advantage of each completion: its reward relative to the rewards of its group.
 
-    GRPO's advantage (arXiv 2402.03300, Eq. 3 ff.), in float64 and with Bessel's correction. A
-    missing reward takes no part in the statistics and has advantage 0. A group whose rewards are
-    all equal has advantage exactly 0, not rounding noise divided by `eps`; so has a group with a
-    single reward.
+    GRPO's advantage (arXiv 2402.03300, Eq. 3 ff.),
+
+        A = (reward - mean of the group) / (standard deviation + eps),
+
+    in float64 and with Bessel's correction. A missing reward takes no part in the statistics and
+    has advantage 0. A group whose rewards are all equal has advantage exactly 0 instead of rounding
+    noise divided by `eps`, and so has a group with a single reward.
 
     Args:
-      rewards: [P, G]; a value that is not finite (NaN, usually) is a missing reward.
-      scale: the standard deviation to divide by: of the 'group', of the whole 'batch' (of its
-        rewards, not of their distances from the group's mean), or 'none'.
-      eps: added to the standard deviation.
+        rewards: [P, G] rewards; a value that is not finite (usually NaN) is a missing reward.
+        scale: standard deviation to divide by. 'group' is the standard deviation of the group's
+            rewards, 'batch' is the standard deviation of all rewards of the batch (not of their
+            distances from the group means), and 'none' leaves out the division.
+        eps: constant that is added to the standard deviation.
 
     Returns:
-      float32 [P, G], the advantage of every token of a completion.
+        float32 [P, G] advantages; every token of a completion shares its value.
 
     Raises:
-      UserError: an unknown scale.
+        UserError: the scale is unknown.
     """
     if scale not in SCALES:
         raise UserError(f"unknown advantage scale {scale!r}: choose from {', '.join(SCALES)}")

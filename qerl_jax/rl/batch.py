@@ -1,4 +1,4 @@
-"""From sampled completions to the arrays of an update, on the host."""
+"""Turns sampled completions into the arrays of an update, on the host."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,29 +11,43 @@ import numpy as np
 
 from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
-from qerl_jax.rl.losses import own_weights, token_weights
+from qerl_jax.rl.losses import custom_weights, token_weights
 
-Array = Any  # NumPy on the host, jax.Array inside of jit
+Array = Any  # a NumPy array on the host, a jax.Array under jit
 
 
 @flax.struct.dataclass
 class TrainBatch:
-    """Prompts with their completions, left-aligned; the arrays [B, C] speak of the completions.
+    """Prompts with their completions, left-aligned.
 
-    C is the bucket of the longest completion, not the most that may be sampled.
-    Completion token c of row b is at position prompt_lengths[b] + c of `tokens`. Where it is in the
-    mask that position exists; beyond, it may be outside of T.
+    Arrays [B, C] have one column per completion token. C is the bucket of the longest completion,
+    not the limit on sampled tokens. Completion token c of row b is at position
+    prompt_lengths[b] + c of `tokens`. This position exists wherever the loss mask is 1; elsewhere
+    it may be past the last column T - 1.
+
+    Attributes:
+        tokens: int32 [B, T] token ids: prompt, completion, padding.
+        prompt_lengths: int32 [B] prompt lengths in tokens, at least 1.
+        lengths: int32 [B] lengths of prompt and completion together.
+        loss_mask: float32 [B, C] mask, 1 for the tokens in the loss.
+        advantages: float32 [B] advantages.
+        weights: float32 [B, C] weight of each token in the loss, 0 outside the mask.
+        rollout_logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN for a
+            token without a record, 0 past the end of a completion.
+        old_logprobs: float32 [B, C] log-probabilities under the policy before the first update of
+            this rollout, as the trainer computes them, or None.
+        ref_logprobs: float32 [B, C] log-probabilities under the reference policy, or None.
     """
 
-    tokens: Array  # int32 [B, T]: prompt, completion, padding
-    prompt_lengths: Array  # int32 [B], at least 1
-    lengths: Array  # int32 [B]: prompt and completion
-    loss_mask: Array  # float32 [B, C]: 1 for the tokens in the loss
-    advantages: Array  # float32 [B]
-    weights: Array  # float32 [B, C]: the weight of each token in the loss, 0 outside of the mask
-    rollout_logprobs: Array  # float32 [B, C], as sampled; NaN where not recorded, 0 beyond the end
-    old_logprobs: Array | None = None  # float32 [B, C]: the trainer's, before the first update
-    ref_logprobs: Array | None = None  # float32 [B, C]: the reference policy's
+    tokens: Array
+    prompt_lengths: Array
+    lengths: Array
+    loss_mask: Array
+    advantages: Array
+    weights: Array
+    rollout_logprobs: Array
+    old_logprobs: Array | None = None
+    ref_logprobs: Array | None = None
 
 
 def make_batch(
@@ -52,27 +66,33 @@ def make_batch(
 ) -> TrainBatch:
     """Returns the batch of one rollout.
 
-    Everything follows from the lengths and nothing from the ids, so padding may be an EOS: a
-    completion's tokens, its first EOS included, are in the loss, what comes after is not. A row
-    that is masked out has no part in a denominator over tokens.
+    The masks follow from the lengths alone, never from token ids, so the padding may be an EOS: the
+    tokens of a completion, its first EOS included, are in the loss, and what follows is not. A row
+    that is masked out does not count in a denominator over tokens.
 
     Args:
-      prompts: B lists of token ids, none empty.
-      completions: int [B, M], M the most tokens that are sampled.
-      lengths: int [B], tokens of each completion, its EOS included; may be 0.
-      finished: bool [B], whether the completion ended by itself.
-      advantages: [B].
-      rollout_logprobs: [B, M].
-      mask_truncated: take unfinished completions out of the loss (DAPO's overlong filtering).
-      aggregation: of the weights, see `losses.token_weights`; or a function of one's own, see
-        `losses.own_weights`.
-      pad_id: fills `tokens` beyond the end.
-      micro_batch_rows: the rows that `micro_batches` is going to take; the aggregation
-        'micro_batch' needs them, for the others they do not matter.
-      max_prompt: the longest prompt of the run, in tokens; T need not exceed it plus M.
+        prompts: B non-empty lists of token ids.
+        completions: int [B, M] sampled token ids; M is the limit on sampled tokens.
+        lengths: int [B] completion lengths in tokens, EOS included; may be 0.
+        finished: bool [B] flags, True where the completion ended by itself.
+        advantages: [B] advantages.
+        rollout_logprobs: [B, M] log-probabilities that the sampler recorded; NaN for a token
+            without a record.
+        mask_truncated: whether unfinished completions are left out of the loss (DAPO's overlong
+            filtering).
+        aggregation: how the token losses become one, as in `losses.token_weights`, or the import
+            path of a user function, as in `losses.custom_weights`.
+        pad_id: token id that fills `tokens` past the end of a row.
+        micro_batch_rows: number of rows that will be passed to `micro_batches`; only the
+            aggregation 'micro_batch' needs it.
+        max_prompt: length in tokens of the longest prompt of the run; it bounds T by
+            max_prompt + M, rounded up to a multiple of 8. None sets no bound.
+
+    Returns:
+        The batch, as NumPy arrays, without `old_logprobs` and `ref_logprobs`.
 
     Raises:
-      UserError: an empty prompt.
+        UserError: a prompt is empty.
     """
     rows, max_new_tokens = completions.shape
     chex.assert_shape(rollout_logprobs, (rows, max_new_tokens))
@@ -102,7 +122,7 @@ def make_batch(
     advantages = np.asarray(advantages, np.float32)
     rollout_logprobs = np.where(sampled, rollout_logprobs, 0.0).astype(np.float32)
     if ":" in aggregation:
-        weights = own_weights(
+        weights = custom_weights(
             loss_mask, aggregation, advantages=advantages, logprobs=rollout_logprobs
         )
     else:
@@ -124,7 +144,7 @@ def make_batch(
 
 
 def longest_first(batch: TrainBatch) -> TrainBatch:
-    """The batch with its rows in the order of their lengths: neighbours need the same width."""
+    """Returns the batch sorted by length, longest row first, so that neighbors share a width."""
     order = np.argsort(-batch.lengths, kind="stable")
     return jax.tree.map(lambda x: np.asarray(x)[order], batch)
 
@@ -132,9 +152,16 @@ def longest_first(batch: TrainBatch) -> TrainBatch:
 def micro_batches(batch: TrainBatch, rows: int) -> list[TrainBatch]:
     """Cuts the batch into micro-batches of `rows` rows, each about as wide as its rows need.
 
-    The widths of both kinds of arrays are the batch's or buckets of a half or a quarter of it, so
-    that three programs serve. The last micro-batch is filled with rows of one token that have no
-    part in the loss.
+    A micro-batch is as wide as the batch or as the bucket of a half or a quarter of its T, and its
+    arrays [B, C] are cut to the same width, so at most three programs are compiled. The last
+    micro-batch is filled up with rows of one token that take no part in the loss.
+
+    Args:
+        batch: the batch, as NumPy arrays.
+        rows: number of rows of each micro-batch.
+
+    Returns:
+        The micro-batches in the order of the rows.
     """
     missing = -len(batch.lengths) % rows
 

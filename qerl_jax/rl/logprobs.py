@@ -1,4 +1,4 @@
-"""Log-probabilities of completions under a policy, without ever holding all logits."""
+"""Log-probabilities of completions under a policy, without holding all logits at once."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.sampling import entropy
 
-_CHUNK_BYTES = 256 << 20  # float32 logits held at a time
+_CHUNK_BYTES = 256 << 20  # size of the float32 logits that are held at a time
 
 
 def completion_logprobs(
@@ -23,33 +23,34 @@ def completion_logprobs(
     temperature: float,
     remat: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of each completion token, and the entropy of its distribution.
+    """Returns the log-probability of each completion token and the entropy of its distribution.
 
     Args:
-        params: the policy.
-        lora: its adapter, or None.
-        tokens: int32 [B, T], prompt and completion without a gap, padded on the right.
-        prompt_lengths: int32 [B].
-        lengths: int32 [B], prompt and completion together.
-        width: C, the longest completion.
-        config: the architecture.
-        temperature: of the sampling; 0 counts as 1.
-        remat: recompute each layer in the backward pass.
+        params: parameters of the policy.
+        lora: LoRA of the policy, or None.
+        tokens: int32 [B, T] token ids, prompt and completion without a gap, padded on the right.
+        prompt_lengths: int32 [B] prompt lengths in tokens, at least 1.
+        lengths: int32 [B] lengths of prompt and completion together.
+        width: number of columns C of the result, at least the length of the longest completion.
+        config: architecture of the policy.
+        temperature: sampling temperature; 0 counts as 1.
+        remat: whether each layer is recomputed in the backward pass.
 
     Returns:
-        float32 [B, C] log-probabilities and entropies in nats, aligned with the completion;
-        columns beyond a row's completion are finite and mean nothing.
+        float32 [B, C] log-probabilities and float32 [B, C] entropies, in nats. Column c belongs to
+        completion token c; values past the end of a completion are finite and have no meaning.
+        The entropies have no gradient.
     """
     hidden, ids = _completion_states(
         params, lora, tokens, prompt_lengths, lengths, width=width, config=config, remat=remat
     )
 
-    def chunk(hidden, ids):
+    def chosen_and_entropy(hidden, ids):
         logprobs = _log_softmax(params, hidden, temperature)
         chosen = jnp.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0]
         return chosen, jax.lax.stop_gradient(entropy(logprobs))
 
-    outputs = _map_rows(chunk, (hidden, ids.reshape(-1)), vocab_size=config.vocab_size)
+    outputs = _map_rows(chosen_and_entropy, (hidden, ids.reshape(-1)), vocab_size=config.vocab_size)
     return tuple(x.reshape(ids.shape) for x in outputs)
 
 
@@ -65,32 +66,42 @@ def completion_kl(
     config: ModelConfig,
     temperature: float,
 ) -> jax.Array:
-    """KL(policy | other policy) of the next-token distributions at each completion token.
+    """Returns KL(policy | other policy) of the next-token distributions at each completion token.
 
-    Exact, over the whole vocabulary; the two policies share the adapter. The arguments are those of
-    `completion_logprobs`.
+    The KL is exact: it sums over the whole vocabulary. Both policies use the same LoRA.
+
+    Args:
+        params: parameters of the policy.
+        other_params: parameters of the other policy.
+        lora: LoRA of both policies, or None.
+        tokens: int32 [B, T] token ids, as in `completion_logprobs`.
+        prompt_lengths: int32 [B] prompt lengths in tokens, at least 1.
+        lengths: int32 [B] lengths of prompt and completion together.
+        width: number of columns C of the result, at least the length of the longest completion.
+        config: architecture of both policies.
+        temperature: sampling temperature; 0 counts as 1.
 
     Returns:
-        float32 [B, C] in nats.
+        float32 [B, C] KL in nats; values past the end of a completion have no meaning.
     """
     hidden, other = (
         _completion_states(p, lora, tokens, prompt_lengths, lengths, width=width, config=config)[0]
         for p in (params, other_params)
     )
 
-    def chunk(hidden, other):
+    def exact_kl(hidden, other):
         logprobs = _log_softmax(params, hidden, temperature)
         other_logprobs = _log_softmax(other_params, other, temperature)
         return jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
 
-    kl = _map_rows(chunk, (hidden, other), vocab_size=config.vocab_size)
+    kl = _map_rows(exact_kl, (hidden, other), vocab_size=config.vocab_size)
     return kl.reshape(tokens.shape[0], width)
 
 
 def _completion_states(
     params, lora, tokens, prompt_lengths, lengths, *, width, config, remat=False
 ):
-    """Hidden states [B C, D] that predict the completion tokens, and their ids [B, C]."""
+    """Returns the hidden states [B C, D] that predict the completion tokens, and the ids [B, C]."""
     hidden = transformer.hidden_states(params, lora, tokens, lengths, config=config, remat=remat)
     # Position t predicts token t + 1.
     targets = jnp.minimum(prompt_lengths[:, None] + jnp.arange(width), tokens.shape[1] - 1)
@@ -103,7 +114,10 @@ def _log_softmax(params, hidden, temperature):
 
 
 def _map_rows(function, args, *, vocab_size):
-    """function(*args) over leading rows [M, ...], in chunks whose logits are recomputed."""
+    """Applies `function` to arrays [M, ...] in chunks of rows, to bound the logits in memory.
+
+    The backward pass recomputes the logits of a chunk instead of storing them.
+    """
     function = jax.checkpoint(function)
     rows = args[0].shape[0]
     chunks = -(-rows // max(1, _CHUNK_BYTES // (4 * vocab_size)))

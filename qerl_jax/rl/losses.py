@@ -1,9 +1,9 @@
-"""The clipped policy-gradient losses, in float32, as sums that add up over micro-batches.
+"""Clipped policy-gradient losses, in float32, as sums that add up over micro-batches.
 
-A loss is `sum(weights * per_token_loss)`. The weights hold the aggregation and its denominator and
-are computed once, from the mask of all rows of an update (`token_weights`). Micro-batches then only
-add: losses, gradients and metrics do not depend on how the rows are split. The one exception is
-'bnpo', which is defined by the split.
+A loss is `sum(weights * per_token_loss)`. The weights carry the aggregation and its denominator.
+They are computed once, from the mask of all rows of an update (`token_weights`), so micro-batches
+only add: losses, gradients and metrics do not depend on how the rows are split. The one exception
+is 'bnpo', which is defined by the split.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, own_errors
+from qerl_jax.import_path import import_function, user_errors
 
-# What distinguishes the losses: the fields of LossConfig that the name decides.
+# The named losses differ in these fields of LossConfig only.
 LOSSES: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "sequence"},  # arXiv 2402.03300, Eq. 3
     "dapo": {"aggregation": "token"},  # arXiv 2503.14476, Eq. 8
@@ -32,32 +32,35 @@ RATIOS = ("token", "sequence")
 OBJECTIVES = ("clipped_ratio", "clipped_weight")
 KL_GRADS = ("k3", "k3_clipped", "unbiased")
 
-_K3_CLIP = 10.0  # verl's
+_K3_CLIP = 10.0  # the bound that verl uses
 
 Metrics = dict[str, jax.Array | tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
 class LossConfig:
-    """A policy loss.
+    """Defines a policy loss.
 
     Attributes:
-      aggregation: how the losses of the tokens become one, see `token_weights`; or
-        'package.module:function', see `own_weights`.
-      ratio: of the new to the old policy: of each 'token', or one for the 'sequence', the geometric
-        mean over its tokens.
-      objective: 'clipped_ratio', PPO's, or 'clipped_weight', REINFORCE weighted with the clipped
-        ratio, where every token keeps a gradient.
-      clip_low: the ratio is clipped at 1 - clip_low from below (1 and more: never),
-      clip_high: and at 1 + clip_high from above (larger than clip_low: DAPO's clip-higher).
-      dual_clip: the most that a negative advantage is multiplied with (arXiv 1912.09729), above 1;
-        None sets no bound. Only of 'clipped_ratio'.
-      kl_coef: factor of the KL to the reference policy; 0 leaves it out.
-      kl_grad: 'k3', the plain estimator, whose gradient is not that of the KL; 'k3_clipped', the
-        same up to 10, beyond which it has no gradient; or 'unbiased', k3 times the ratio, whose
-        gradient is, in expectation, the KL's.
-      tis_cap: cap of the truncated importance weight from the rollout's policy to the old one; None
-        applies no weight.
+        aggregation: how the token losses become one: a name that `token_weights` lists, or the
+            import path 'package.module:function' of a user function, as in `custom_weights`.
+        ratio: granularity of the probability ratio between the new and the old policy: 'token' for
+            one ratio per token, or 'sequence' for the geometric mean over the tokens of a row.
+        objective: form of the loss of a token. 'clipped_ratio' is PPO's clipped surrogate;
+            'clipped_weight' is REINFORCE weighted with the clipped ratio, in which every token
+            keeps a gradient.
+        clip_low: distance from 1 at which the ratio is clipped from below, at 1 - clip_low; 1 or
+            more never clips.
+        clip_high: distance from 1 at which the ratio is clipped from above, at 1 + clip_high; a
+            value larger than clip_low is DAPO's clip-higher.
+        dual_clip: largest factor that a negative advantage is multiplied with (arXiv 1912.09729),
+            above 1; None sets no bound. Only 'clipped_ratio' takes one.
+        kl_coef: factor of the KL to the reference policy; 0 leaves the KL out.
+        kl_grad: how the KL is estimated. 'k3' is the plain estimator, whose gradient differs from
+            the gradient of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond 10.
+            'unbiased' is k3 times the ratio, whose expected gradient is the gradient of the KL.
+        tis_cap: upper bound of the truncated importance weight (TIS), the probability ratio of the
+            old policy to the policy that sampled; None applies no weight.
     """
 
     aggregation: str
@@ -71,11 +74,11 @@ class LossConfig:
     tis_cap: float | None = None
 
     def __post_init__(self):
-        own = ":" in self.aggregation
-        if own:
+        custom = ":" in self.aggregation
+        if custom:
             import_function(self.aggregation, what="loss weight")
         for name, choices in {
-            "aggregation": (self.aggregation,) if own else AGGREGATIONS,
+            "aggregation": (self.aggregation,) if custom else AGGREGATIONS,
             "ratio": RATIOS,
             "objective": OBJECTIVES,
             "kl_grad": KL_GRADS,
@@ -100,15 +103,18 @@ class LossConfig:
 
 
 def loss_config(name: str, *, aggregation: str = "", **options) -> LossConfig:
-    """Returns the loss of this name (a row of `LOSSES`) with the other fields of LossConfig.
+    """Returns the config of a named loss.
 
     Args:
-      name: the row.
-      aggregation: '' is the row's own.
-      **options: what the row leaves open.
+        name: name of the loss, a key of `LOSSES`.
+        aggregation: aggregation that replaces the one in `LOSSES`; '' keeps it.
+        **options: fields of LossConfig that `LOSSES` leaves open.
+
+    Returns:
+        The config.
 
     Raises:
-      UserError: an unknown name, an option out of range.
+        UserError: the name is unknown, or an option is out of range.
     """
     if name not in LOSSES:
         raise UserError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
@@ -125,7 +131,7 @@ def token_weights(
     max_new_tokens: int | None = None,
     micro_batch_rows: int | None = None,
 ) -> np.ndarray:
-    """Returns the weight of each token in the loss, on the host.
+    """Returns the weight of each token in the loss, computed on the host.
 
         'token'         1 / (tokens of the batch)
         'sequence'      1 / (tokens of the row * rows of the batch)
@@ -133,21 +139,22 @@ def token_weights(
         'constant'      1 / (max_new_tokens * rows of the batch)
         'micro_batch'   1 / (tokens of the micro-batch * micro-batches of the batch)
 
-    A row that is masked out entirely has no tokens to count but remains a row, as in TRL. The
-    weights of a batch without any tokens are 0. A last micro-batch with fewer rows counts as much
-    as the others.
+    Only tokens in the mask are counted. A row that is masked out entirely adds no tokens but still
+    counts as a row, as in TRL. A batch without any tokens has weights of 0. The last micro-batch
+    counts as much as the others, even if it has fewer rows.
 
     Args:
-      mask: float32 [B, C], all rows of one update: 1 for the tokens in the loss.
-      aggregation: one of these.
-      max_new_tokens: the most tokens that are sampled; needed by 'constant'.
-      micro_batch_rows: consecutive rows that form a micro-batch; needed by 'micro_batch'.
+        mask: float32 [B, C] mask of all rows of one update, 1 for the tokens in the loss.
+        aggregation: one of the names above.
+        max_new_tokens: limit on sampled tokens per completion; needed by 'constant'.
+        micro_batch_rows: number of consecutive rows that form a micro-batch; needed by
+            'micro_batch'.
 
     Returns:
-      float32 [B, C], 0 outside of the mask.
+        float32 [B, C] weights, 0 outside the mask.
 
     Raises:
-      ValueError: what the aggregation needs is missing.
+        ValueError: an argument that the aggregation needs is missing.
     """
     rows = len(mask)
     if aggregation == "token":
@@ -167,34 +174,36 @@ def token_weights(
     return mask / np.repeat(tokens, micro_batch_rows)[:rows, None]
 
 
-def own_weights(
+def custom_weights(
     mask: np.ndarray, function: str, *, advantages: np.ndarray, logprobs: np.ndarray
 ) -> np.ndarray:
-    """Returns the weight of each token in the loss as a function of one's own gives it.
+    """Returns the weight of each token in the loss, computed by a user function.
 
-    It is called on the host, once for a rollout, as `f(mask, advantages, logprobs)` with the
-    arrays of all rows, and returns what `token_weights` does: the denominator is its own to choose.
+    The function is called on the host, once per rollout, as `f(mask, advantages, logprobs)` with
+    the arrays of all rows. It returns what `token_weights` returns, and chooses the denominator.
 
     Args:
-      mask: float32 [B, C], 1 for the tokens in the loss.
-      function: 'package.module:function'.
-      advantages: float32 [B].
-      logprobs: float32 [B, C], of the tokens as they were sampled; NaN where not recorded.
+        mask: float32 [B, C] mask, 1 for the tokens in the loss.
+        function: import path 'package.module:function'.
+        advantages: float32 [B] advantages.
+        logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN for a token
+            without a record.
 
     Returns:
-      float32 [B, C], 0 outside of the mask.
+        float32 [B, C] weights, 0 outside the mask.
 
     Raises:
-      UserError: it cannot be imported, raises, or gives no finite weight for a token in the loss.
+        UserError: the function cannot be imported, raises, returns another shape, or returns a
+            weight that is not finite for a token in the loss.
     """
-    own = import_function(function, what="loss weight")
+    compute = import_function(function, what="loss weight")
     usage = "it is called as f(mask, advantages, logprobs) and returns an array like the mask"
-    with own_errors(f"loss weight {function!r}", usage):
-        weights = np.asarray(own(mask.copy(), advantages.copy(), logprobs.copy()), np.float32)
+    with user_errors(f"loss weight {function!r}", usage):
+        weights = np.asarray(compute(mask.copy(), advantages.copy(), logprobs.copy()), np.float32)
     if weights.shape != mask.shape:
         raise UserError(
             f"loss weight {function!r}: it returned the shape {weights.shape}, [B, C] is "
-            f"{mask.shape}"
+            f"{mask.shape}: return an array like the mask"
         )
     weights = np.where(mask > 0, weights, np.float32(0))
     if not np.isfinite(weights).all():
@@ -203,7 +212,15 @@ def own_weights(
 
 
 def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
-    """Estimates KL(policy | reference) at each sampled token: exp(ref - new) - (ref - new) - 1."""
+    """Estimates KL(policy | reference) at each sampled token as exp(ref - new) - (ref - new) - 1.
+
+    Args:
+        logprobs: log-probabilities of the sampled tokens under the policy.
+        ref_logprobs: log-probabilities of the same tokens under the reference policy, same shape.
+
+    Returns:
+        The estimates in nats, in the shape of the arguments, never negative.
+    """
     difference = ref_logprobs - logprobs
     return jnp.expm1(difference) - difference
 
@@ -221,53 +238,101 @@ def policy_loss(
 ) -> tuple[jax.Array, Metrics]:
     """Returns the loss of some rows of an update, and their metrics.
 
-    With the ratio r = exp(new - old), of a token or as the mean over its sequence in the exponent,
-    the advantage A and c(r) = clip(r, 1 - clip_low, 1 + clip_high), a token's loss is
+    Let A be the advantage, r = exp(new - old) the probability ratio of a token (or, with
+    ratio='sequence', exp of the mean of new - old over the tokens of the row), and
+    c(r) = clip(r, 1 - clip_low, 1 + clip_high). The loss of a token is
 
         w L + kl_coef KL,    L = -min(r A, c(r) A)            'clipped_ratio'
                              L = -stop_gradient(c(r)) A new   'clipped_weight'
 
-    where L of a negative advantage is at most -dual_clip A, and w = min(exp(old - rollout),
-    tis_cap) corrects for a rollout policy that is not the old one (kernels, noise).
-    Log-probabilities outside of the mask may have any value, NaN included. Nothing else is clamped:
-    a ratio that overflows float32 makes the gradient non-finite.
+    KL is the estimate that kl_grad selects. With dual_clip, L is at most -dual_clip A if A is
+    negative. The factor w = min(exp(old - rollout), tis_cap) corrects for a policy that sampled
+    with other kernels or with noise, and therefore differs from the old one; without tis_cap, w
+    is 1.
+
+    Log-probabilities outside the mask may have any value, NaN included. Nothing else is clamped: a
+    ratio that overflows float32 makes the gradient non-finite.
 
     Args:
-      logprobs: [B, C], of the sampled tokens under the policy that is trained.
-      old_logprobs: [B, C], under the policy before the first update of this rollout. None stands
-        for the values of `logprobs`: the ratio is exactly 1.
-      advantages: [B].
-      mask: [B, C], 1 for the tokens in the loss.
-      weights: [B, C], the rows' part of `token_weights`.
-      config: the loss.
-      ref_logprobs: [B, C], under the reference policy; needed where kl_coef is not 0.
-      rollout_logprobs: [B, C], as the sampler recorded them; needed where tis_cap is set. A token
-        with NaN counts as not recorded: it has importance weight 1.
+        logprobs: [B, C] log-probabilities of the sampled tokens under the policy that is trained.
+        old_logprobs: [B, C] log-probabilities under the policy before the first update of this
+            rollout. None stands for the values of `logprobs`, which makes the ratio exactly 1.
+        advantages: [B] advantages.
+        mask: [B, C] mask, 1 for the tokens in the loss.
+        weights: [B, C] weights of the tokens, these rows of `token_weights`.
+        config: definition of the loss.
+        ref_logprobs: [B, C] log-probabilities under the reference policy; needed if kl_coef is
+            not 0.
+        rollout_logprobs: [B, C] log-probabilities that the sampler recorded; needed if tis_cap is
+            set. NaN marks a token without a record, whose w is 1.
 
     Returns:
-      The loss, a float32 scalar: its sum over all rows of an update is the update's loss. The
-      metrics, for `summarize_metrics`: pairs (sum over tokens, number of tokens), and maxima.
+        The loss, a float32 scalar, and the metrics. The losses of all rows of an update add up to
+        the loss of the update. A metric is a pair (sum over tokens, number of tokens) or a maximum;
+        `summarize_metrics` combines the metrics of micro-batches.
 
     Raises:
-      ValueError: ref_logprobs or rollout_logprobs are missing but needed.
+        ValueError: ref_logprobs or rollout_logprobs are needed but missing.
     """
     if config.kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs")
     if config.tis_cap is not None and rollout_logprobs is None:
         raise ValueError(f"tis_cap={config.tis_cap} needs rollout_logprobs")
     in_loss = mask > 0
-
-    def masked(x):
-        # Before any exp: a masked position must not become inf * 0 in the loss or its gradient.
-        return jnp.where(in_loss, x, 0.0).astype(jnp.float32)
-
-    logprobs = masked(logprobs)
-    old = jax.lax.stop_gradient(logprobs if old_logprobs is None else masked(old_logprobs))
+    logprobs = _masked(logprobs, in_loss)
+    old = jax.lax.stop_gradient(
+        logprobs if old_logprobs is None else _masked(old_logprobs, in_loss)
+    )
     log_ratio = logprobs - old
     if config.ratio == "sequence":
         length = jnp.maximum(in_loss.sum(axis=1, keepdims=True), 1)
         log_ratio = log_ratio.sum(axis=1, keepdims=True) / length
     ratio = jnp.exp(log_ratio)
+    tokens = in_loss.sum().astype(jnp.float32)
+    token_loss, metrics = _clipped_loss(logprobs, ratio, advantages, in_loss, tokens, config)
+    if rollout_logprobs is not None:
+        recorded = in_loss & ~jnp.isnan(rollout_logprobs)
+        difference = jnp.where(recorded, old - rollout_logprobs, 0.0).astype(jnp.float32)
+        distance = jnp.abs(difference)
+        metrics["logprob_diff_mean"] = (distance.sum(), recorded.sum().astype(jnp.float32))
+        metrics["logprob_diff_max"] = distance.max()
+        if config.tis_cap is not None:
+            importance = jnp.minimum(jnp.exp(difference), config.tis_cap)
+            token_loss = token_loss * importance
+            metrics["tis_weight"] = (_masked(importance, in_loss).sum(), tokens)
+    if ref_logprobs is not None:
+        kl = k3(logprobs, jax.lax.stop_gradient(_masked(ref_logprobs, in_loss)))
+        metrics["kl"] = (kl.sum(), tokens)
+        if config.kl_grad == "k3_clipped":
+            kl = jnp.minimum(kl, _K3_CLIP)
+        elif config.kl_grad == "unbiased":
+            kl = kl * ratio
+        token_loss = token_loss + config.kl_coef * kl
+    return (weights * token_loss).sum(), jax.lax.stop_gradient(metrics)
+
+
+def _masked(x: jax.Array, in_loss: jax.Array) -> jax.Array:
+    """Returns `x` in float32, with 0 outside the mask.
+
+    Masking comes before any exp: a masked position must not become inf * 0 in the loss or in its
+    gradient.
+    """
+    return jnp.where(in_loss, x, 0.0).astype(jnp.float32)
+
+
+def _clipped_loss(
+    logprobs: jax.Array,
+    ratio: jax.Array,
+    advantages: jax.Array,
+    in_loss: jax.Array,
+    tokens: jax.Array,
+    config: LossConfig,
+) -> tuple[jax.Array, Metrics]:
+    """Returns L of `policy_loss` [B, C] and the metrics of the ratio and its clipping.
+
+    The clip fractions count the tokens whose gradient the clip removes. In 'clipped_weight' the
+    clip removes no gradient, so they count the tokens whose ratio it changes.
+    """
     advantages = advantages.astype(jnp.float32)[:, None]
     clipped_ratio = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     low = in_loss & (ratio < 1.0 - config.clip_low)
@@ -278,49 +343,31 @@ def policy_loss(
         token_loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
         low, high = low & (advantages < 0), high & (advantages > 0)
 
-    tokens = in_loss.sum().astype(jnp.float32)
     metrics: Metrics = {
         "clip_fraction": ((low | high).sum().astype(jnp.float32), tokens),
         "clip_fraction_low": (low.sum().astype(jnp.float32), tokens),
         "clip_fraction_high": (high.sum().astype(jnp.float32), tokens),
-        "ratio_mean": (masked(ratio).sum(), tokens),
-        "ratio_max": masked(ratio).max(),
+        "ratio_mean": (_masked(ratio, in_loss).sum(), tokens),
+        "ratio_max": _masked(ratio, in_loss).max(),
     }
     if config.dual_clip is not None:
         bound = -config.dual_clip * advantages
         beyond = in_loss & (advantages < 0) & (token_loss > bound)
         metrics["clip_fraction_dual"] = (beyond.sum().astype(jnp.float32), tokens)
         token_loss = jnp.where(advantages < 0, jnp.minimum(token_loss, bound), token_loss)
-    if rollout_logprobs is not None:
-        recorded = in_loss & ~jnp.isnan(rollout_logprobs)
-        difference = jnp.where(recorded, old - rollout_logprobs, 0.0).astype(jnp.float32)
-        distance = jnp.abs(difference)
-        metrics["logprob_diff_mean"] = (distance.sum(), recorded.sum().astype(jnp.float32))
-        metrics["logprob_diff_max"] = distance.max()
-        if config.tis_cap is not None:
-            importance = jnp.minimum(jnp.exp(difference), config.tis_cap)
-            token_loss = token_loss * importance
-            metrics["tis_weight"] = (masked(importance).sum(), tokens)
-    if ref_logprobs is not None:
-        kl = k3(logprobs, jax.lax.stop_gradient(masked(ref_logprobs)))
-        metrics["kl"] = (kl.sum(), tokens)
-        if config.kl_grad == "k3_clipped":
-            kl = jnp.minimum(kl, _K3_CLIP)
-        elif config.kl_grad == "unbiased":
-            kl = kl * ratio
-        token_loss = token_loss + config.kl_coef * kl
-    return (weights * token_loss).sum(), jax.lax.stop_gradient(metrics)
+    return token_loss, metrics
 
 
 def summarize_metrics(metrics: Mapping[str, jax.Array | tuple[jax.Array, jax.Array]]) -> dict:
-    """Returns the means and maxima over micro-batches.
+    """Combines the metrics of N micro-batches.
 
     Args:
-      metrics: as of `policy_loss`, stacked over the micro-batches (as `jax.lax.scan` returns them):
-        pairs ([N] sums, [N] counts), and [N] maxima.
+        metrics: metrics of `policy_loss`, stacked over the micro-batches: pairs ([N] sums,
+            [N] counts), and [N] maxima.
 
     Returns:
-      Scalars by name; a mean over nothing is 0.
+        Scalars by name: the mean over all tokens of each pair, 0 if there are no tokens, and the
+        maximum of the maxima.
     """
     return {
         name: value[0].sum() / jnp.maximum(value[1].sum(), 1.0)

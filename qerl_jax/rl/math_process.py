@@ -1,8 +1,9 @@
-"""math-verify in a process of its own, where a comparison that does not end can be ended.
+"""math-verify in a separate process, which can be killed if a comparison does not end.
 
-A model's answer may send sympy into C code for hours (a tower of powers, say), which no signal
-handler of Python interrupts. The worker compares one pair at a time, under a timer whose signal the
-kernel lets end it, and under a limit of its memory; the next comparison starts a new one.
+The answer of a model can send sympy into C code for hours (with a tower of powers, for example),
+and no Python signal handler interrupts C code. The worker process compares one pair at a time. A
+timer, whose default signal action kills the process, and a memory limit bound each comparison;
+after a kill the next comparison starts a new worker.
 """
 
 import contextlib
@@ -17,20 +18,23 @@ import threading
 
 from qerl_jax import worker_process
 
-SECONDS = 20.0  # for one comparison; a shorter limit is the caller's, see `verify`
+SECONDS = 20.0  # time limit for one comparison; a caller of `verify` may set a shorter one
 _MEMORY_BYTES = 4 << 30
 _lock = threading.Lock()
 
 
 def verify(answer: str, text: str) -> bool:
-    """Whether the answer that math-verify finds in a text equals the reference in mathematics.
+    """Returns whether the answer that math-verify finds in a text equals the reference.
 
-    Whatever interrupts the wait (a time limit of the caller that works by a signal) ends the worker
-    and passes on.
+    The comparison is mathematical: 1/2 equals 0.5. An exception that interrupts the wait, such as
+    the time limit of a caller that works by a signal, kills the worker and propagates.
 
     Args:
-        answer: the reference, in LaTeX or plain.
-        text: the completion, or what was cut out of it.
+        answer: reference answer, in LaTeX or as plain text.
+        text: completion, or a part of it.
+
+    Returns:
+        True if the answers are equal; False if they differ or the text holds no answer.
 
     Raises:
         TimeoutError: the comparison took more than `SECONDS`, or more memory than 4 GiB.
@@ -57,7 +61,7 @@ def verify(answer: str, text: str) -> bool:
 
 @functools.cache
 def start() -> subprocess.Popen[str]:
-    """The worker, started if there is none; it takes seconds until it has imported sympy."""
+    """Returns the worker, and starts it first if needed; its import of sympy takes seconds."""
     command = worker_process.module_command(__name__)
     return worker_process.start(command, text=True, encoding="utf-8")
 
@@ -72,10 +76,11 @@ def _stop(worker: subprocess.Popen[str]) -> None:
 
 
 def _serve() -> None:
-    """Answers [reference, text] lines with true, false or the text of an error, until EOF."""
+    """Answers JSON lines [reference, text] with true, false or an error text, until EOF."""
     import math_verify
 
-    # Its own time limits are off, as SIGALRM ends this process; it warns about that.
+    # math-verify's own time limits are off, because SIGALRM kills this process; math-verify logs a
+    # warning about that, which is silenced here.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 

@@ -1,11 +1,12 @@
-r"""Rewards: plain functions of one completion, the door to a user's own, and the built-in ones.
+r"""Rewards as plain functions: the interface for user functions, and the built-in rewards.
 
-A reward is `f(prompt, completion, answer, num_tokens, finished) -> float | None`: the prompt and
-the completion as text, the problem's reference answer, the completion's length in tokens, and
-whether it ended with an end-of-sequence token. None means that the reward does not apply to this
-completion. A config names it by import path, `package.module:function`.
+A reward is a function `f(prompt, completion, answer, num_tokens, finished) -> float | None`. It
+takes the prompt and the completion as text, the reference answer of the problem, the length of the
+completion in tokens, and whether the completion ended with an end-of-sequence token. It returns
+None if it does not apply to this completion. A config names a reward by its import path,
+`package.module:function`.
 
-The built-in rewards look for a *marked* answer: the last balanced `\boxed{...}` or the last
+The built-in rewards search for a *marked* answer: the last balanced `\boxed{...}` or the last
 `<answer>...</answer>`, whichever ends later.
 """
 
@@ -32,7 +33,7 @@ Reward = Callable[[str, str, str, int, bool], float | None]
 
 _ARGUMENTS = "(prompt, completion, answer, num_tokens, finished)"
 _TOLERANCE = Decimal("1e-6")
-_LARGEST = 3e38  # value of a reward: training computes in float32
+_LARGEST = 3e38  # largest absolute value of a reward, because training computes in float32
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)}])[-+])?\\?\$?"  # `5-3` holds an operator, not a sign
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
@@ -49,9 +50,9 @@ class Scores:
     """The rewards of B completions.
 
     Attributes:
-        total: float64 [B], the weighted sum of the rewards that are present; NaN where none with a
-            weight is.
-        parts: each reward by name, float64 [B], unweighted; NaN = missing.
+        total: float64 [B] weighted sums of the rewards that are present; NaN where no reward with a
+            non-zero weight is present.
+        parts: float64 [B] unweighted values of each reward, by name; NaN where a reward is missing.
         errors: one line for each distinct failure, with its count.
     """
 
@@ -61,14 +62,21 @@ class Scores:
 
 
 class _OutOfTimeError(BaseException):
-    """Outside Exception, so that no `except Exception` in a reward holds it up."""
+    """Raised at the time limit; no Exception, so that `except Exception` cannot catch it."""
 
 
 def resolve(path: str) -> Reward:
-    """Imports the reward function that `package.module:function` names.
+    """Imports a reward function.
+
+    Args:
+        path: import path, `package.module:function`.
+
+    Returns:
+        The function.
 
     Raises:
-        UserError: The module or the function does not exist, or does not take the five arguments.
+        UserError: the module or the function does not exist, or the function does not take the five
+            arguments of a reward.
     """
     function = import_function(path, what="reward")
     try:
@@ -76,7 +84,8 @@ def resolve(path: str) -> Reward:
     except (TypeError, ValueError) as error:
         raise UserError(f"reward {path!r}: it must take {_ARGUMENTS}: {error}") from error
     if function is math_answer:
-        math_process.verify("1", "1")  # It starts within seconds, not under a time limit.
+        # The worker takes seconds to start, which would exceed the time limit of the first call.
+        math_process.verify("1", "1")
     return function
 
 
@@ -92,18 +101,22 @@ def score(
 ) -> Scores:
     """Scores B completions with every reward.
 
-    A reward that raises, exceeds its time, or returns something that is no finite number is missing
-    (NaN) for that completion and is reported in `errors`; None is missing without a report.
+    A reward that raises, exceeds the time limit, or returns a value that is not a finite number is
+    missing (NaN) for that completion, and `errors` reports it. A reward that returns None is
+    missing without a report.
 
     Args:
-        rewards: Functions and their weights, by name.
-        prompts: B texts, like completions and answers.
-        completions: B texts.
+        rewards: reward functions and their weights, by name.
+        prompts: B prompts as text.
+        completions: B completions as text.
         answers: B reference answers.
         num_tokens: B completion lengths in tokens.
-        finished: B flags, whether the completion ended by itself.
-        time_limit: Seconds for one call; 0 is no limit. It works by SIGALRM, hence only in the main
-            thread: elsewhere there is no limit.
+        finished: B flags, True where the completion ended by itself.
+        time_limit: time limit for one call in seconds; 0 sets no limit. The limit works by SIGALRM
+            and therefore only in the main thread: other threads have no limit.
+
+    Returns:
+        The rewards of each completion.
     """
     lengths, flags = np.asarray(num_tokens).tolist(), np.asarray(finished).tolist()
     rows = list(zip(prompts, completions, answers, lengths, flags, strict=True))
@@ -127,7 +140,7 @@ def score(
             messages.setdefault(failure, message)
             counts[failure] += 1
 
-    # A reward of weight 0 is logged only: it does not make up for one that is missing.
+    # A reward of weight 0 is only logged: it does not make up for a missing reward.
     weighted = [weight * parts[name] for name, (_, weight) in rewards.items() if weight]
     present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros(len(rows), bool)
     total = np.where(present, np.nansum(weighted, axis=0), np.nan)
@@ -141,7 +154,7 @@ def score(
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Generator[None]:
-    """Raises _OutOfTimeError inside the block after `seconds`; leaves SIGALRM as it found it."""
+    """Raises _OutOfTimeError in the block after `seconds`, and restores SIGALRM at the end."""
     if seconds <= 0 or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -153,7 +166,7 @@ def _limited(seconds: float) -> Generator[None]:
             raise _OutOfTimeError
 
     handler = signal.signal(signal.SIGALRM, interrupt)
-    # It repeats, because a bare `except:` can swallow the first one.
+    # The timer repeats, because a bare `except:` can swallow the first exception.
     timer = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield
@@ -167,7 +180,7 @@ def _limited(seconds: float) -> Generator[None]:
 def _finite(value: float) -> float:
     number = float(value)
     if not abs(number) <= _LARGEST:
-        raise ValueError(f"it returned {number:g}, a reward is a number up to {_LARGEST:g}")
+        raise ValueError(f"it returned {number:g}; a reward is a number up to {_LARGEST:g}")
     return number
 
 
@@ -180,7 +193,7 @@ def _place(error: BaseException) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns what the last balanced `\boxed{...}` holds, or None without one.
+    r"""Returns the content of the last balanced `\boxed{...}`, or None if there is no box.
 
     Example: `\boxed{2} or \boxed{\frac{1}{2}}` gives `\frac{1}{2}`.
     """
@@ -189,15 +202,16 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_tagged(text: str) -> str | None:
-    """Returns what the last closed `<answer>...</answer>` holds, or None without one."""
+    """Returns the content of the last closed `<answer>...</answer>`, or None without such a tag."""
     span = _last_tagged_span(text)
     return None if span is None else text[span[0] : span[1]]
 
 
 def last_marked(text: str) -> str | None:
-    r"""Returns what the last `\boxed{...}` or `<answer>...</answer>` holds, or None without a mark.
+    r"""Returns the marked answer, or None if the text has no mark.
 
-    A box inside the tags is opened: `<answer>\boxed{18}</answer>` -> `18`.
+    The marked answer is the content of the last `\boxed{...}` or the last `<answer>...</answer>`,
+    whichever ends later. A box inside the tags is opened: `<answer>\boxed{18}</answer>` gives `18`.
     """
     spans = [span for span in (_last_boxed_span(text), _last_tagged_span(text)) if span]
     if not spans:
@@ -211,7 +225,7 @@ def _last_boxed_span(text: str) -> tuple[int, int] | None:
     if "\\boxed" not in text:
         return None
     span = None
-    opened: list[int | None] = []  # for each open brace, where its box begins
+    opened: list[int | None] = []  # per open brace: start of its box, None without a box
     for token in _BOX_TOKEN.finditer(text):
         if token[0].startswith("\\boxed"):
             opened.append(token.end())
@@ -231,10 +245,10 @@ def _last_tagged_span(text: str) -> tuple[int, int] | None:
 
 
 def last_number(text: str) -> Decimal | None:
-    r"""Returns the last number of a text, exactly; None without one.
+    r"""Returns the exact value of the last number in a text, or None if there is no number.
 
     Reads `-3`, `3.50`, `1,000`, `1{,}000`, `$18`, `18 dollars`, `5%`, `1.5e3` and Unicode's minus.
-    None as well when the last one is a fraction (`1/2`, `\frac{1}{2}`): 2 is not its value.
+    Also returns None if the last number is a fraction (`1/2`, `\frac{1}{2}`), whose value is not 2.
     """
     last = None
     for last in _NUMBER.finditer(_plain(text)):  # noqa: B007
@@ -274,10 +288,11 @@ def _same_number(number: Decimal | None, answer: str) -> float:
 def numeric_answer(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    r"""1.0 when the completion's number is the answer's, within 1e-6.
+    r"""Returns 1.0 if the completion's number equals the answer within 1e-6, else 0.0.
 
-    The completion's number is the last one in the marked answer; without a mark, the last one of
-    the line after `####`; without that, the last one in the text. A mark without a number is wrong.
+    The completion's number is the last number in the marked answer. Without a mark, it is the last
+    number on the line after `####`, and without `####` the last number in the text. A mark without
+    a number is wrong.
     Example: `3 * 6 = 18 dollars.` is right for `18`; `I count 18. \boxed{1999}` is wrong.
     """
     found = last_marked(completion)
@@ -289,8 +304,9 @@ def numeric_answer(
 def tagged_answer(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    """1.0 when the last number inside the last `<answer>...</answer>` is the answer, within 1e-6.
+    """Returns 1.0 if the last number in the last `<answer>...</answer>` is the answer, else 0.0.
 
+    The numbers are equal if they differ by at most 1e-6.
     Example: `<think>9 + 9</think> <answer>18</answer>` is right for `18`; a bare `18` is wrong.
     """
     return _same_number(last_number(last_tagged(completion) or ""), answer)
@@ -299,8 +315,9 @@ def tagged_answer(
 def boxed_answer(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    r"""1.0 when the last number inside the last balanced `\boxed{...}` is the answer, within 1e-6.
+    r"""Returns 1.0 if the last number in the last balanced `\boxed{...}` is the answer, else 0.0.
 
+    The numbers are equal if they differ by at most 1e-6.
     Example: `so \boxed{1{,}000}` is right for `1000`; `so 1000` is wrong.
     """
     return _same_number(last_number(last_boxed(completion) or ""), answer)
@@ -309,8 +326,9 @@ def boxed_answer(
 def exact_answer(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    """1.0 when the marked answer, or else the whole completion, is the answer, ends stripped.
+    """Returns 1.0 if the marked answer equals the reference answer, else 0.0.
 
+    Without a mark, the whole completion is compared. Both texts are stripped.
     Example: ` yes ` is right for `yes`; `yes, it is` is wrong, `<answer>yes</answer>` is right.
     """
     found = last_marked(completion)
@@ -320,10 +338,10 @@ def exact_answer(
 def math_answer(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    r"""1.0 when the completion's answer equals the reference in mathematics, judged by math-verify.
+    r"""Returns 1.0 if math-verify finds the completion's answer equal to the reference, else 0.0.
 
-    Reads the marked answer (`<answer>42</answer>` counts like `\boxed{42}`); without a mark, what
-    math-verify finds in the last 500 characters.
+    Reads the marked answer: `<answer>42</answer>` counts like `\boxed{42}`. Without a mark,
+    math-verify searches the last 500 characters.
     Example: `\boxed{\frac{1}{2}}`, `<answer>1/2</answer>` and `It is $0.5$.` are right for `0.5`.
     """
     found = last_marked(completion)
@@ -344,8 +362,9 @@ def math_answer(
 def think_format(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    """1.0 for QeRL's layout, nothing before, between or after, and each tag once.
+    """Returns 1.0 if the completion has QeRL's layout, else 0.0.
 
+    In this layout each tag occurs once, and there is no text before, between or after the tags.
     Example: `<think>9 + 9 = 18</think> <answer>18</answer>`.
     """
     tags = ("<think>", "</think>", "<answer>", "</answer>")
@@ -356,7 +375,7 @@ def think_format(
 def boxed_format(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    r"""1.0 when the last balanced `\boxed{...}` holds something.
+    r"""Returns 1.0 if the last balanced `\boxed{...}` is not empty, else 0.0.
 
     Example: `It is \boxed{18}.`
     """
@@ -366,20 +385,25 @@ def boxed_format(
 def number_only_format(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    """1.0 when the completion is one number and nothing else.
+    """Returns 1.0 if the completion is one number and nothing else, else 0.0.
 
-    Example: `-1,000.5`, but not `It is 18.`
+    Example: `-1,000.5` is right; `It is 18.` is wrong.
     """
     return float(_whole_number(completion) is not None)
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
-    """DAPO's soft punishment of long completions (Eq. 13), in tokens, from 0 down to -1.
+    """Returns DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), from 0 down to -1.
 
     Args:
-        num_tokens: The completion's length.
-        max_tokens: The longest length allowed (L).
-        buffer: The last tokens before that, over which the punishment grows (Lc).
+        num_tokens: length of the completion in tokens.
+        max_tokens: longest allowed length in tokens, L in the paper.
+        buffer: number of tokens before the limit over which the punishment grows, L_cache in the
+            paper.
+
+    Returns:
+        0 up to max_tokens - buffer tokens, from there a linear decrease to -1 at max_tokens, and -1
+        beyond.
     """
     if num_tokens <= max_tokens - buffer:
         return 0.0

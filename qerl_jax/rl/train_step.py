@@ -1,7 +1,8 @@
-"""One optimiser step on a batch of completions."""
+"""One optimizer step on a batch of completions."""
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,9 @@ class TrainState:
     """Everything that an update changes.
 
     Attributes:
-        trainable: what is trained.
-        opt_state: the optimiser's state.
-        skipped_in_a_row: int32, how many of the latest updates were skipped as not finite.
+        trainable: parameters that are trained.
+        opt_state: state of the optimizer.
+        skipped_in_a_row: int32 number of updates that were skipped since the last finite one.
     """
 
     trainable: Trainable
@@ -46,22 +47,28 @@ def make_optimizer(
     weight_decay: float,
     max_grad_norm: float,
 ) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global gradient norm.
+    """Returns AdamW, preceded by a clip of the global gradient norm.
 
     Args:
-        learning_rate: after the warm-up.
-        schedule: 'constant', or 'cosine' or 'linear' down to a share of it over `total_updates`.
-        final_fraction: that share.
-        warmup_updates: linear from zero; the first update already has a share of it.
-        total_updates: the length of the schedule.
-        b1: decay of the first moment.
-        b2: decay of the second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled, times the learning rate; norms and biases have none.
-        max_grad_norm: larger gradients are scaled down to this norm.
+        learning_rate: learning rate after the warm-up.
+        schedule: course of the learning rate after the warm-up: 'constant', or a decay to
+            `final_fraction * learning_rate` along a 'cosine' or a 'linear' curve.
+        final_fraction: fraction of the learning rate that remains at the end of the decay.
+        warmup_updates: number N of updates of the linear warm-up, in which update i = 0, 1, ... has
+            (i + 1) / (N + 1) of the learning rate, so that the first update is not lost.
+        total_updates: number of updates until the decay ends, warm-up included.
+        b1: decay rate of the first moment.
+        b2: decay rate of the second moment.
+        eps: constant that is added to the root of the second moment.
+        weight_decay: decoupled weight decay, multiplied by the learning rate; norms and biases do
+            not decay.
+        max_grad_norm: largest global gradient norm; larger gradients are scaled down to it.
+
+    Returns:
+        The optimizer.
 
     Raises:
-        UserError: an unknown schedule.
+        UserError: the schedule is unknown.
     """
     steps = max(1, total_updates - warmup_updates)
     decays = {
@@ -92,7 +99,7 @@ def _is_matrix(tree):
 
 
 def init_state(trainable: Trainable, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update."""
+    """Returns the state before the first update."""
     return TrainState(
         trainable=trainable,
         opt_state=optimizer.init(trainable),  # pyrefly: ignore[bad-argument-type]
@@ -114,25 +121,27 @@ def train_step(
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """Accumulates the gradient over the micro-batches and applies it.
 
-    A gradient that is not finite leaves what is trained and the optimiser as they were.
+    If the loss or the gradient is not finite, the trained parameters and the state of the optimizer
+    stay as they are.
 
     Args:
-        state: is consumed.
-        params: the policy before training.
-        batches: the micro-batches.
-        config: the architecture.
-        loss: the loss.
-        optimizer: see `make_optimizer`.
-        temperature: of the sampling.
-        remat: recompute each layer in the backward pass.
-        noise: the rollout's, to train under it.
+        state: state before the update; its buffers are donated.
+        params: parameters of the policy before training.
+        batches: micro-batches of the update.
+        config: architecture of the policy.
+        loss: definition of the loss.
+        optimizer: optimizer, as made by `make_optimizer`.
+        temperature: sampling temperature of the rollout.
+        remat: whether each layer is recomputed in the backward pass.
+        noise: noise of the rollout, to train under the same noise; None trains without noise.
 
     Returns:
-        The new state and scalar metrics: loss, grad_norm (before the clip), update_skipped, and
-        those of `policy_loss`.
+        The new state and scalar metrics: loss, grad_norm (before the clip), update_skipped,
+        train_entropy, and the metrics of `policy_loss`.
     """
-    # One program for a micro-batch, called for each. In a scan over them XLA keeps what remat is to
-    # recompute: 158 instead of 18 GB for a 7B model with 8 rows of 4416 tokens on an H200.
+    # One program per micro-batch shape, called once per micro-batch. In a scan over micro-batches
+    # XLA keeps what remat should recompute: 158 GB instead of 18 GB for a 7B model with 8 rows of
+    # 4416 tokens on an H200.
     total = _zeros_like((jnp.float32(0), state.trainable))
     history = []
     for micro in batches:
@@ -157,12 +166,17 @@ def train_step(
     donate_argnames="total",
 )
 def _accumulate(total, trainable, params, noise, micro, *, config, loss, temperature, remat):
-    """Adds one micro-batch's loss and gradient to `total`; returns its metrics too."""
+    """Adds the loss and the gradient of one micro-batch to `total`; also returns its metrics."""
 
     def micro_loss(trainable):
         policy = current_policy(params, trainable, noise)
-        logprobs, entropies = _logprobs(
-            policy, trainable.lora, micro, config=config, temperature=temperature, remat=remat
+        logprobs, entropies = completion_logprobs(
+            policy,
+            trainable.lora,
+            **_completions(micro),
+            config=config,
+            temperature=temperature,
+            remat=remat,
         )
         value, metrics = policy_loss(
             logprobs,
@@ -184,10 +198,10 @@ def _accumulate(total, trainable, params, noise, micro, *, config, loss, tempera
 
 @functools.partial(jax.jit, static_argnames="optimizer", donate_argnames="state")
 def _apply(state, total_loss, grad, history, *, optimizer):
-    """Takes the optimiser's step, unless loss or gradient are not finite."""
+    """Takes the step of the optimizer, unless the loss or the gradient is not finite."""
     grad_norm = optax.tree.norm(grad)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(total_loss)
-    # optax's types do not know dataclasses as trees.
+    # The type annotations of optax do not accept dataclasses as trees.
     updates, opt_state = optimizer.update(grad, state.opt_state, state.trainable)
     trainable = optax.apply_updates(state.trainable, updates)
     trainable, opt_state = jax.tree.map(
@@ -222,7 +236,18 @@ def batch_logprobs(
     config: ModelConfig,
     temperature: float,
 ) -> list[jax.Array]:
-    """Log-probabilities float32 [B, C] of the completions of each micro-batch, no gradient."""
+    """Returns the log-probabilities of the completions of each micro-batch, without a gradient.
+
+    Args:
+        params: parameters of the policy.
+        lora: LoRA of the policy, or None.
+        batches: micro-batches.
+        config: architecture of the policy.
+        temperature: sampling temperature of the rollout.
+
+    Returns:
+        A float32 [B, C] array per micro-batch, as in `completion_logprobs`.
+    """
     return [
         _micro_logprobs(params, lora, micro, config=config, temperature=temperature)
         for micro in batches
@@ -231,22 +256,20 @@ def batch_logprobs(
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
 def _micro_logprobs(params, lora, micro, *, config, temperature):
-    return _logprobs(params, lora, micro, config=config, temperature=temperature)[0]
-
-
-def _logprobs(params, lora, micro, *, config, temperature, remat=False):
-    """`completion_logprobs` of one micro-batch."""
-    return completion_logprobs(
-        params,
-        lora,
-        micro.tokens,
-        micro.prompt_lengths,
-        micro.lengths,
-        width=micro.weights.shape[-1],
-        config=config,
-        temperature=temperature,
-        remat=remat,
+    logprobs, _ = completion_logprobs(
+        params, lora, **_completions(micro), config=config, temperature=temperature
     )
+    return logprobs
+
+
+def _completions(batch: TrainBatch) -> dict[str, Any]:
+    """Returns the arguments that say where the completions of a batch are."""
+    return {
+        "tokens": batch.tokens,
+        "prompt_lengths": batch.prompt_lengths,
+        "lengths": batch.lengths,
+        "width": batch.weights.shape[-1],
+    }
 
 
 @functools.partial(jax.jit, static_argnames=("config", "temperature"))
@@ -259,15 +282,24 @@ def mean_kl(
     config: ModelConfig,
     temperature: float,
 ) -> jax.Array:
-    """Mean exact KL(policy | other policy) over the tokens of a batch's completions [B, ...]."""
+    """Returns the mean exact KL(policy | other policy) over all completion tokens of a batch.
+
+    Args:
+        params: parameters of the policy.
+        other_params: parameters of the other policy.
+        lora: LoRA of both policies, or None.
+        batch: batch of B rows.
+        config: architecture of both policies.
+        temperature: sampling temperature of the rollout.
+
+    Returns:
+        float32 scalar in nats per token; 0 if there is no completion token.
+    """
     kl = completion_kl(
         params,
         other_params,
         lora,
-        batch.tokens,
-        batch.prompt_lengths,
-        batch.lengths,
-        width=batch.weights.shape[-1],
+        **_completions(batch),
         config=config,
         temperature=temperature,
     )

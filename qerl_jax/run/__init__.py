@@ -1,1 +1,1 @@
-"""What lies in a run folder: metrics, checkpoints, pictures; and how a run is stopped."""
+"""The run folder: its files, metrics, checkpoints, pictures; and how a signal stops a run."""

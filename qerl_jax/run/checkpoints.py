@@ -1,8 +1,8 @@
-"""Checkpoints of what changes during a run: saved in the background, checked when restored.
+"""Checkpoints of the state of a run: saved in the background, verified when restored.
 
 Orbax writes a checkpoint under a temporary name and renames it when it is complete, so a process
-killed while saving leaves the earlier ones as they were. It does not notice altered bytes inside a
-complete checkpoint: a CRC-32 of the arrays, saved beside them, does.
+that is killed while it saves leaves the earlier checkpoints as they were. Orbax does not notice
+altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved beside them.
 """
 
 import shutil
@@ -16,7 +16,6 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.folder import require_free_space
 
 _MARGIN_BYTES = 64 * 2**20
 
@@ -25,9 +24,9 @@ class Checkpoints:
     """The checkpoints of one run, at `folder/STEP`; use it as a context manager.
 
     Args:
-        folder: where they lie; made if missing. What an interrupted save left there is removed, so
-          the caller must hold the run's lock.
-        keep: how many of the newest to keep.
+        folder: folder of the checkpoints; made if missing. The remains of an interrupted save are
+            removed, so the caller must hold the run's lock.
+        keep: number of newest checkpoints that are kept.
     """
 
     def __init__(self, folder: str | Path, *, keep: int):
@@ -51,13 +50,13 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, ascending; one still being written is included."""
+        """The steps that have a checkpoint, ascending, including one that is being written."""
         return [checkpoint.step for checkpoint in self._checkpointer.checkpoints]
 
     def save(self, step: int, state: Any, meta: dict[str, Any]) -> None:
         """Saves in the background; returns when `state` is copied and may be donated.
 
-        Waits for the save before it. Does nothing when `step` is saved already.
+        Waits for the previous save. Does nothing when `step` is saved already.
 
         Args:
             step: number of finished steps.
@@ -65,7 +64,7 @@ class Checkpoints:
             meta: a small JSON object, given back by `restore_latest`.
 
         Raises:
-            UserError: no disk space, or the save before this one failed.
+            UserError: no disk space, or the previous save failed.
         """
         self.wait()
         if step in self.steps:
@@ -79,25 +78,25 @@ class Checkpoints:
         """Waits until the last save is on disk.
 
         Raises:
-            UserError: it could not be written. The checkpoints before it are intact.
+            UserError: the checkpoint could not be written. The earlier checkpoints are intact.
         """
         try:
             self._checkpointer.wait()
         except Exception as error:
             raise UserError(
                 f"a checkpoint could not be written to {self._folder} ({_reason(error)}); "
-                "the ones before it are intact"
+                "the earlier ones are intact"
             ) from error
 
     def restore_latest(self, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
-        """Restores the newest checkpoint that is whole.
+        """Restores the newest checkpoint that is undamaged.
 
-        One that is damaged is named on stderr, and the one before it is taken; the damaged one is
-        renamed to `damaged-STEP`, so that its step can be saved again.
+        A damaged checkpoint is reported on stderr and renamed to `damaged-STEP`, so that its step
+        can be saved again; then the checkpoint before it is tried.
 
         Args:
-            like: a state, or its `jax.eval_shape`: tree, shapes, dtypes and shardings are wanted
-                like this. Without a sharding an array goes to the first device.
+            like: a state, or its `jax.eval_shape`, with the tree, shapes, dtypes and shardings of
+                the result. An array without a sharding goes to the first device.
 
         Returns:
             The step, the state and the meta object; None when there is no checkpoint.
@@ -158,6 +157,16 @@ class Checkpoints:
             self._checkpointer.reload()
 
 
+def require_free_space(path: str | Path, num_bytes: int) -> None:
+    """Raises a UserError when the file system of `path` has less than `num_bytes` bytes free."""
+    free = shutil.disk_usage(path).free
+    if free < num_bytes:
+        raise UserError(
+            f"no disk space: {path} needs {num_bytes / 1e9:.2f} GB and has {free / 1e9:.2f} GB "
+            "free; free some and run the same command again"
+        )
+
+
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
     if sharding is None:
@@ -176,7 +185,7 @@ def _crc32(state: Any) -> int:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause of an error, on one line of at most 200 characters."""
+    """The first cause of an error, in one line of at most 200 characters."""
     while cause := error.__cause__ or error.__context__:
         error = cause
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,21 +1,30 @@
-"""Where compiled programs are kept."""
+"""The compiled programs of a run, which a resumed run executes again.
+
+On a GPU the compiler measures candidates and may choose other matmul kernels the next time, which
+round differently. So a run keeps its programs in its folder: the same programs give the same bits.
+"""
 
 import contextlib
+import sys
+import zlib
 from collections.abc import Generator
 from pathlib import Path
 
 import jax
-from jax._src.compilation_cache import decompress_executable
 from jax.experimental.compilation_cache import compilation_cache
+
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 @contextlib.contextmanager
 def programs_in(path: Path) -> Generator[None]:
-    """On a GPU, keeps the compiled programs in a folder while the block runs.
+    """On a GPU, keeps compiled programs in a folder while the block runs.
 
-    A resumed run must execute the very programs it was begun with: compiling again can choose
-    other matmul kernels, which round otherwise. The folder begins with what JAX's cache has, and
-    JAX's cache gets what is new, by links: where they cannot be, each keeps its own.
+    The folder starts with the programs of JAX's cache, and JAX's cache receives the new programs
+    when the block ends. The files are hard links; where links are impossible, nothing is shared.
+
+    Args:
+        path: folder of the programs; made if missing.
     """
     if jax.default_backend() != "gpu":
         yield
@@ -35,43 +44,60 @@ def programs_in(path: Path) -> Generator[None]:
 
 
 def _link_files(source: Path, target: Path) -> None:
-    """Links the files of a folder into another one, but those that it has; unfinished ones not."""
+    """Links the complete files of a folder into another one that lacks them."""
     try:
         target.mkdir(parents=True, exist_ok=True)
         if source.stat().st_dev != target.stat().st_dev:
-            return  # Nothing can be linked, so all that is there need not be read.
-    except OSError:  # One of them cannot be there.
+            return  # Links are impossible, so no file needs to be read.
+    except OSError:  # One of the folders cannot be made.
         return
     _remove_torn(source)
     for file in source.glob("*"):
-        if file.is_file() and not file.suffix:
-            with contextlib.suppress(OSError):  # It is there, or links are not possible.
+        if file.is_file() and not file.suffix:  # Files with a suffix are being written.
+            with contextlib.suppress(OSError):  # The file exists, or links are impossible.
                 (target / file.name).hardlink_to(file)
 
 
 def _remove_torn(folder: Path) -> None:
-    """Removes programs of JAX's cache that a killed process, or a full disk, left unfinished.
+    """Removes entries of JAX's cache that a killed process or a full disk left incomplete.
 
-    JAX would compile them again each time, and never write them anew. What is linked was looked at.
+    JAX writes an entry in place. When it cannot read one, it warns and compiles, but it never
+    replaces an entry that exists: each process would compile the program again, perhaps with other
+    kernels. A file with two links was complete when it was linked and is not read again.
     """
     for file in folder.glob("*-cache"):
         with contextlib.suppress(OSError):
-            if file.stat().st_nlink == 1 and _is_torn(file):
+            if file.stat().st_nlink == 1 and _is_torn(file.read_bytes()):
                 file.unlink()
 
 
-def _is_torn(file: Path) -> bool:
-    content = file.read_bytes()
+def _is_torn(entry: bytes) -> bool:
     try:
-        decompress_executable(content)
-    except Exception:  # of one of the packages that it may have been compressed by
+        _decompress(entry)
+    except Exception:  # Each of the compressors has an exception class of its own.
         return True
     return False
 
 
+def _decompress(entry: bytes) -> bytes:
+    """Decompresses an entry of JAX's cache: zstd where Python or a package has it, else zlib."""
+    if not entry.startswith(_ZSTD_MAGIC):
+        return zlib.decompress(entry)
+    if sys.version_info >= (3, 14):
+        from compression import zstd
+
+        return zstd.decompress(entry)
+    import zstandard  # pyrefly: ignore[missing-import]
+
+    return zstandard.ZstdDecompressor().decompress(entry)
+
+
 @contextlib.contextmanager
 def cached_in(path: Path) -> Generator[None]:
-    """Makes a folder JAX's cache of compiled programs while the block runs, the small ones too."""
+    """Makes a folder JAX's cache of compiled programs while the block runs.
+
+    Programs that compile in less than JAX's default of one second are cached too.
+    """
     settings = {
         "jax_compilation_cache_dir": str(path.resolve()),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -80,7 +106,7 @@ def cached_in(path: Path) -> Generator[None]:
     try:
         for name, value in settings.items():
             jax.config.update(name, value)
-        # The cache otherwise stays where it was first opened.
+        # Without a reset the cache stays in the folder that was first opened.
         compilation_cache.reset_cache()
         yield
     finally:

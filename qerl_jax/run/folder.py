@@ -1,29 +1,12 @@
-"""The run folder: its name, its lock, and the config that it belongs to.
-
-runs/grpo_gsm8k-smollm2-135m-paper-1a2b3c4d/
-  config.json        the resolved config, versions, commit, device, command line (written once)
-  lock               held while a process trains here
-  checkpoints/       see `checkpoint.py`
-  metrics.jsonl, completions.jsonl, tensorboard/    see `metrics.py`
-  curves.png         see `plots.py`
-  summary.json       steps, best accuracy, peak memory; written last
-"""
+"""The run folder: its files, its name, its lock, and the config of its run."""
 
 import contextlib
 import dataclasses
 import fcntl
 import hashlib
-import importlib.metadata
 import json
 import os
-import platform
-import re
-import shlex
-import shutil
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,24 +14,110 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.provenance import provenance
 
-_PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
-_FREE = ("steps", "log", "checkpoint", "profile")  # what does not change how a run goes
-_SOURCE_ROOT = Path(__file__).resolve().parents[2]
+# Sections of the config that do not change how a run trains.
+_FREE = ("steps", "log", "checkpoint", "profile")
 
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """An open run folder; the process that has it holds the lock.
+    """Where the files of a run lie; they need not exist.
 
     Attributes:
-        path: the folder.
-        schedule_steps: the steps that learning rate and noise schedules span: `config.steps` of the
-          first start. A later start with more steps extends the run and leaves the schedules alone.
-        resumed: whether the folder held this run before, with a step or more.
+        path: the folder, for example runs/grpo_gsm8k-smollm2-135m-paper-1a2b3c4d.
     """
 
     path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, versions, commit, device and command line; written once."""
+        return self.path / "config.json"
+
+    @property
+    def lock(self) -> Path:
+        """The file that a process locks while it trains here."""
+        return self.path / "lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of `checkpoints.Checkpoints`."""
+        return self.path / "checkpoints"
+
+    @property
+    def programs(self) -> Path:
+        """The folder of compiled programs, see `compilation_cache.programs_in`."""
+        return self.path / "programs"
+
+    @property
+    def metrics(self) -> Path:
+        """Rows of steps and evaluations, see `metrics`."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def completions(self) -> Path:
+        """Some of the completions of each step."""
+        return self.path / "completions.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """The folder of TensorBoard's files."""
+        return self.path / "tensorboard"
+
+    @property
+    def profile(self) -> Path:
+        """The folder of the profiler's traces."""
+        return self.path / "profile"
+
+    @property
+    def curves(self) -> Path:
+        """The picture that `plots.plot_run` draws."""
+        return self.path / "curves.png"
+
+    @property
+    def summary(self) -> Path:
+        """Steps, best accuracy and peak memory; written last, so it marks a finished run."""
+        return self.path / "summary.json"
+
+    @property
+    def evaluations(self) -> Path:
+        """The folder of evaluations on benchmarks."""
+        return self.path / "evaluations"
+
+    @property
+    def exports(self) -> Path:
+        """The folder of exports for other tools."""
+        return self.path / "exports"
+
+    def adapter(self, *, best: bool = False) -> Path:
+        """The PEFT adapter of the last step, or of the best evaluation."""
+        return self.path / ("best_adapter" if best else "adapter")
+
+    def model(self, *, best: bool = False) -> Path:
+        """The model of the last step, or of the best evaluation, where all parameters train."""
+        return self.path / ("best_model" if best else "model")
+
+    def finished_steps(self) -> int | None:
+        """Number of steps of a finished run; None while a run is not finished."""
+        if not self.summary.exists():
+            return None
+        return json.loads(self.summary.read_text(encoding="utf-8"))["steps"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenRun(RunFolder):
+    """A run folder whose lock this process holds.
+
+    Attributes:
+        schedule_steps: number of steps that the schedules of learning rate and noise span:
+            `config.steps` of the first start. A later start with more steps extends the run and
+            leaves the schedules alone.
+        resumed: whether a step of this run was logged or saved before.
+    """
+
     schedule_steps: int
     resumed: bool
 
@@ -57,13 +126,13 @@ def config_dict(config: ConfigDict) -> dict[str, Any]:
     """The config as a plain dict that JSON gives back unchanged (tuples become lists).
 
     Raises:
-        UserError: a field holds something that JSON has no form for.
+        UserError: a field holds a value that JSON cannot represent.
     """
     return _plain(config.to_dict(), "config")
 
 
 def fingerprint(config: ConfigDict) -> str:
-    """Eight hex digits that name the config; `steps` is left out, so that a run can be extended."""
+    """Eight hex digits that identify the config, without `steps`: a run can be extended."""
     fields = config_dict(config)
     fields.pop("steps", None)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
@@ -75,48 +144,47 @@ def default_folder(config: ConfigDict) -> Path:
 
 
 @contextlib.contextmanager
-def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[RunFolder]:
+def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     """Creates or reopens a run folder and holds its lock until the block ends.
 
     Args:
         path: the folder; None means `default_folder(config)`.
-        config: the resolved config. In a run that has begun it must equal the saved one, but for
-            `steps` and for how it is logged, saved and profiled; a run without a step yet takes the
-            new one.
+        config: the resolved config. In a run that has begun it must equal the saved config, except
+            for `steps` and the sections on logging, checkpoints and profiling. A run without any
+            step takes the new config.
 
     Yields:
-        The open `RunFolder`.
+        The open run.
 
     Raises:
-        UserError: the folder cannot be made, is in use, holds something else, or holds a run of
-          another config.
+        UserError: the folder cannot be made, is in use, holds other files, or holds a run with
+            another config.
     """
-    path = default_folder(config) if path is None else Path(path)
-    config_path = path / "config.json"
+    folder = RunFolder(default_folder(config) if path is None else Path(path))
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        if not config_path.exists():
-            _check_empty(path)
-        lock = (path / "lock").open("a+")
+        folder.path.mkdir(parents=True, exist_ok=True)
+        if not folder.config.exists():
+            _check_empty(folder)
+        lock = folder.lock.open("a+")
     except OSError as error:
-        raise UserError(f"cannot use {path} as a run folder: {error}") from error
+        raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
     with lock:
-        _acquire(lock, path)
-        resumed = config_path.exists() and _has_begun(path)
+        _acquire(lock, folder.path)
+        resumed = folder.config.exists() and _has_begun(folder)
         if resumed:
-            schedule_steps = _check_same_run(config_path, config)
+            schedule_steps = _check_same_run(folder.config, config)
         else:
             schedule_steps = config.steps
             described = {"config": config_dict(config), "schedule_steps": schedule_steps}
             described |= provenance()
-            write_atomic(config_path, json.dumps(described, indent=2) + "\n")
-        yield RunFolder(path=path, schedule_steps=schedule_steps, resumed=resumed)
+            write_atomic(folder.config, json.dumps(described, indent=2) + "\n")
+        yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed)
 
 
 def lock_holder(path: Path) -> str | None:
-    """Who trains in a run folder, as 'process 123 on host'; None when nobody does."""
+    """The process that trains in a run folder, as 'process 123 on host', or None."""
     try:
-        lock = (path / "lock").open("a+")
+        lock = RunFolder(path).lock.open("a+")
     except FileNotFoundError:
         return None
     with lock:
@@ -127,52 +195,9 @@ def lock_holder(path: Path) -> str | None:
     return None
 
 
-def provenance() -> dict[str, Any]:
-    """Where results come from: versions, commit, device, command line and time."""
-    import jax
-
-    devices = jax.devices()
-    return {
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
-        "git": _git_state(),
-        "device": {
-            "platform": devices[0].platform,
-            "kind": devices[0].device_kind,
-            "count": len(devices),
-        },
-        "command": shlex.join(sys.orig_argv),
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-    }
-
-
-def without_folders(text: str) -> str:
-    """`text` with its absolute paths cut to their last part: for results that are published."""
-    return re.sub(r"(?<![\w.:/])/(?:[^\s/\"]+/)+", "", text)
-
-
-def require_free_space(path: str | Path, num_bytes: int) -> None:
-    """Raises a UserError when the file system of `path` has less than `num_bytes` bytes free."""
-    free = shutil.disk_usage(path).free
-    if free < num_bytes:
-        raise UserError(
-            f"no disk space: {path} needs {num_bytes / 1e9:.2f} GB and has {free / 1e9:.2f} GB "
-            "free; make room and run the same command again"
-        )
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Replaces a file by `text`: at any instant the path holds the old content or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
 def _acquire(lock, path: Path) -> None:
-    # A POSIX lock, not flock: a child made by fork (a reward worker, say) does not inherit it, so
-    # a killed run can be resumed while its orphans are still dying.
+    # A POSIX lock, not flock: a forked child, such as a reward worker, does not inherit it, so a
+    # killed run can be resumed while its orphans are still dying.
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -190,24 +215,26 @@ def _read_holder(lock) -> str:
     return lock.read().strip() or "another process"
 
 
-def _check_empty(path: Path) -> None:
-    others = sorted(p.name for p in path.iterdir() if p.name not in ("lock", "config.json.tmp"))
+def _check_empty(folder: RunFolder) -> None:
+    own = (folder.lock.name, f"{folder.config.name}.tmp")
+    others = sorted(p.name for p in folder.path.iterdir() if p.name not in own)
     if others:
         raise UserError(
-            f"{path} is not a run folder: it has no config.json but holds {others[0]}; "
-            "pass a new or empty folder as --workdir"
+            f"{folder.path} is not a run folder: it has no {folder.config.name} but holds "
+            f"{others[0]}; pass a new or empty folder as --workdir"
         )
 
 
-def _has_begun(path: Path) -> bool:
+def _has_begun(folder: RunFolder) -> bool:
     """Whether a step was logged or saved; a start that failed before leaves nothing to keep."""
-    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
-    logged = metrics.exists() and metrics.stat().st_size > 0
-    return logged or (checkpoints.is_dir() and any(p.is_dir() for p in checkpoints.iterdir()))
+    if folder.checkpoints.is_dir() and any(p.is_dir() for p in folder.checkpoints.iterdir()):
+        return True
+    rows = read_jsonl(folder.metrics) if folder.metrics.exists() else []
+    return any(row["step"] > 0 for row in rows)
 
 
 def _check_same_run(config_path: Path, config: ConfigDict) -> int:
-    """Compares the saved config with this one; returns the saved schedule length."""
+    """Compares the saved config with the new one; returns the saved number of schedule steps."""
     try:
         saved = json.loads(config_path.read_text(encoding="utf-8"))
         old, schedule_steps = _flatten(saved["config"]), saved["schedule_steps"]
@@ -244,7 +271,7 @@ def _plain(value: Any, name: str) -> Any:
         return value
     raise UserError(
         f"{name} is a {type(value).__name__}: a config holds numbers, strings, booleans and lists "
-        "of them (name a function by its import path, 'package.module:function')"
+        "of these (name a function by its import path, 'package.module:function')"
     )
 
 
@@ -256,34 +283,3 @@ def _flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + key] = value
     return flat
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _git_state() -> dict[str, Any] | None:
-    """Commit and dirty flag of the source tree; None when neither git nor QERL_COMMIT knows it."""
-    if commit := os.environ.get("QERL_COMMIT"):
-        return {"commit": commit, "dirty": None}
-    if not (_SOURCE_ROOT / ".git").exists():
-        return None
-    try:
-        commit = _git("rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(*arguments: str) -> str:
-    result = subprocess.run(
-        ["git", "-C", str(_SOURCE_ROOT), *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=10,
-    )
-    return result.stdout.strip()

@@ -1,25 +1,33 @@
-"""What a run writes while it trains: metrics, completions, and the lines on the terminal.
+"""The rows that a run logs: metrics.jsonl and completions.jsonl, and views of them elsewhere.
 
-`metrics.jsonl` and `completions.jsonl` are the record: one JSON object a line, flushed, floats with
-all their digits. TensorBoard, W&B and trackio are views of the same rows.
+The two files are the record: one JSON object per line, flushed, floats with all their digits.
+TensorBoard, W&B and trackio show the same rows.
+
+    {"step": 20, "reward": 0.41, ..., "step_seconds": 11.8, ...}         a step, when it ends
+    {"step": 20, "eval_accuracy": 0.55, "eval_seconds": 3.2}             an evaluation after it
+    {"step": 0, "eval_accuracy_before": 0.35, "eval_seconds": 3.1}       the one before training
+
+Runs of earlier versions have no rows for evaluations: `eval_accuracy` is in the row of the step,
+and `eval_accuracy_before` in the row of step 1. `read_steps` and `read_evaluations` read both
+forms.
 """
 
 import importlib
 import json
 import math
 import os
-import shutil
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.folder import write_atomic
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.jsonl import read_jsonl
 
 _SECTIONS = {
     "reward": (
@@ -46,10 +54,10 @@ class MetricsLog:
         tensorboard: also write `folder/tensorboard`.
         wandb: also log to Weights & Biases.
         trackio: also log to trackio.
-        run_name: the name of the run there; the same name resumes it.
+        run_name: name of the run at these services; the same name resumes it.
 
     Raises:
-        UserError: the package of a wanted logger is missing.
+        UserError: the package of a wanted service is missing.
     """
 
     def __init__(
@@ -61,9 +69,7 @@ class MetricsLog:
         trackio: bool,
         run_name: str,
     ):
-        self._folder = Path(folder)
-        self._metrics_path = self._folder / "metrics.jsonl"
-        self._completions_path = self._folder / "completions.jsonl"
+        self._folder = RunFolder(Path(folder))
         self._tensorboard = tensorboard
         self._purge_step: int | None = None
         self._writer: Any = None
@@ -75,7 +81,7 @@ class MetricsLog:
                 name=run_name,
                 id=run_name,
                 resume="allow",
-                dir=str(self._folder),
+                dir=str(folder),
                 config=_saved_config(self._folder),
             )
             self._trackers.append(module)
@@ -96,14 +102,14 @@ class MetricsLog:
         self.close()
 
     def truncate(self, last_step: int) -> None:
-        """Drops the rows after `last_step` and a torn last line; call it before the first `write`.
+        """Drops later rows and an incomplete last line; call it before the first `write`.
 
         Args:
-            last_step: the step of the restored checkpoint; 0 drops everything.
+            last_step: the last step whose rows are kept; -1 drops all rows.
         """
-        for path in (self._metrics_path, self._completions_path):
+        for path in (self._folder.metrics, self._folder.completions):
             if path.exists():
-                rows = [row for row in read_metrics(path) if row["step"] <= last_step]
+                rows = [row for row in read_jsonl(path) if row["step"] <= last_step]
                 write_atomic(path, "".join(_line(row) for row in rows))
         self._purge_step = last_step + 1
 
@@ -114,7 +120,7 @@ class MetricsLog:
         infinities are written as null.
         """
         row = _json_value(row, "row")
-        _append(self._metrics_path, [row])
+        _append(self._folder.metrics, [row])
         step = row["step"]
         scalars = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard:
@@ -127,7 +133,7 @@ class MetricsLog:
     def write_completions(self, step: int, samples: Iterable[Mapping[str, Any]]) -> None:
         """Appends sample completions of a step: prompt, completion, answer, reward, ..."""
         rows = [{"step": step} | _json_value(sample, "sample") for sample in samples]
-        _append(self._completions_path, rows)
+        _append(self._folder.completions, rows)
 
     def close(self) -> None:
         """Flushes and closes TensorBoard, W&B and trackio."""
@@ -141,9 +147,9 @@ class MetricsLog:
         if self._writer is None:
             from tensorboardX import SummaryWriter
 
-            # The file is otherwise named by host and second: a quick restart would overwrite it.
+            # TensorBoard names the file by host and second: a quick restart would overwrite it.
             self._writer = SummaryWriter(
-                str(self._folder / "tensorboard"),
+                str(self._folder.tensorboard),
                 purge_step=self._purge_step,
                 flush_secs=10,
                 filename_suffix=f".{os.getpid()}.{time.monotonic_ns()}",
@@ -151,99 +157,28 @@ class MetricsLog:
         return self._writer
 
 
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Reads a JSONL file that a run wrote; a torn last line is left out.
+def read_steps(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of steps in a metrics.jsonl, in the order of the steps.
 
     Raises:
-        UserError: the file is missing, or a line before the last is not JSON.
+        UserError: the file is missing or damaged.
     """
-    path = Path(path)
-    try:
-        lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    while lines and not lines[-1].strip():
-        lines.pop()
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path} is damaged: line {number} is not JSON ({error})") from error
-    return rows
+    return [row for row in read_jsonl(path) if "eval_seconds" not in row]
 
 
-def format_row(row: Mapping[str, Any], total_steps: int) -> str:
-    """One readable line for a row of metrics; what the row does not have is left out.
+def read_evaluations(path: str | Path) -> dict[int, float]:
+    """The greedy accuracy by step in a metrics.jsonl; step 0 is before training.
 
-    Reads step, reward, accuracy, format (or reward/format), length, entropy, sigma, grad_norm,
-    rollout_tokens_per_second, train_tokens_per_second, remaining_seconds, eval_accuracy and
-    update_skipped.
+    Raises:
+        UserError: the file is missing or damaged.
     """
-    width = len(str(total_steps))
-    parts = [f"step {row['step']:>{width}}/{total_steps}"]
-
-    def add(label: str, key: str, spec: str, unit: str = "") -> None:
-        if key in row:
-            parts.append(f"{label} {_number(row[key], spec)}{unit}")
-
-    add("reward", "reward", "6.3f")
-    add("acc", "accuracy", ".2f")
-    add("format", "format" if "format" in row else "reward/format", ".2f")
-    add("len", "length", "5.1f")
-    add("entropy", "entropy", ".3f")
-    add("sigma", "sigma", ".1e")
-    add("grad", "grad_norm", ".3g")
-    rates = [
-        f"{label} {_rate(row[key])}"
-        for label, key in (
-            ("rollout", "rollout_tokens_per_second"),
-            ("train", "train_tokens_per_second"),
-        )
-        if key in row
-    ]
-    if rates:
-        parts.append(" ".join(rates) + " tok/s")
-    if "remaining_seconds" in row:
-        parts.append(f"left {_duration(row['remaining_seconds'])}")
-    add("eval", "eval_accuracy", ".3f")
-    if row.get("update_skipped"):
-        parts.append("UPDATE SKIPPED")
-    return "  ".join(parts)
-
-
-class LiveLine:
-    """A line of progress that is rewritten in place on a terminal, and silent elsewhere.
-
-    Args:
-        stream: where to write; stderr when None.
-        interval: the least time between two writes, in seconds.
-    """
-
-    def __init__(self, stream: TextIO | None = None, *, interval: float = 0.1):
-        self._stream = sys.stderr if stream is None else stream
-        self._interval = interval
-        self._enabled = self._stream.isatty()
-        self._last = -math.inf
-
-    def update(self, text: str) -> None:
-        """Shows `text` instead of what was shown before, say 'rollout 37/64 rows, 512 tok/s'."""
-        now = time.monotonic()
-        if not self._enabled or now - self._last < self._interval:
-            return
-        self._last = now
-        columns = shutil.get_terminal_size().columns
-        self._stream.write(f"\r\x1b[K{text[: columns - 1]}")
-        self._stream.flush()
-
-    def clear(self) -> None:
-        """Removes the line; call it before printing anything else."""
-        if self._enabled:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._last = -math.inf
+    found = {}
+    for row in read_jsonl(path):
+        if row.get("eval_accuracy_before") is not None:
+            found[0] = row["eval_accuracy_before"]
+        if row.get("eval_accuracy") is not None:
+            found[row["step"]] = row["eval_accuracy"]
+    return found
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -256,7 +191,7 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 def _json_value(value: Any, name: str) -> Any:
-    """Python's own types for a JSON value; NaN and infinities become None."""
+    """The value in Python's own types, ready for JSON; NaN and infinities become None."""
     if isinstance(value, Mapping):
         return {str(k): _json_value(v, str(k)) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -274,7 +209,7 @@ def _json_value(value: Any, name: str) -> Any:
 
 def _tag(key: str) -> str:
     """The section and name under which TensorBoard and the trackers show a key."""
-    if key.startswith("reward/"):  # of one function, whose name may be that of a metric
+    if key.startswith("reward/"):  # A reward function may have the name of a metric.
         return key.replace("reward/", "rewards/", 1)
     if "/" in key:
         return key
@@ -293,26 +228,6 @@ def _optional_module(name: str) -> ModuleType:
         ) from error
 
 
-def _saved_config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
+def _saved_config(folder: RunFolder) -> dict[str, Any]:
+    path = folder.config
     return json.loads(path.read_text(encoding="utf-8"))["config"] if path.exists() else {}
-
-
-def _number(value: Any, spec: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else format(float(value), spec)
-
-
-def _rate(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
-        return "-"
-    return f"{value:.0f}" if value < 9999.5 else f"{value / 1000:.1f}k"
-
-
-def _duration(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02d}m"
-    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"

@@ -1,4 +1,4 @@
-"""The curves of a run, or of a sweep's runs, as one picture."""
+"""The curves of a run, or of the runs of a sweep, as one picture."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,8 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.statistics import half_interval
+
+# Label, keys with the style of each, and scale of the panels of a run.
+_PANELS = (
+    ("reward", (("reward", "-"), ("accuracy", "-"), ("eval_accuracy", "o")), "linear"),
+    ("entropy (nats)", (("entropy", "-"),), "linear"),
+    ("noise", (("sigma", "-"), ("noise_kl", ".")), "symlog"),
+)
 
 
 def plot_run(folder: str | Path) -> Path | None:
@@ -22,48 +30,41 @@ def plot_run(folder: str | Path) -> Path | None:
     Raises:
         UserError: `metrics.jsonl` is missing or damaged.
     """
-    folder = Path(folder)
-    rows = read_metrics(folder / "metrics.jsonl")
-    panels = [
-        ("reward", [("reward", "-"), ("accuracy", "-"), ("eval_accuracy", "o")], "linear"),
-        ("entropy (nats)", [("entropy", "-")], "linear"),
-        ("noise", [("sigma", "-"), ("noise_kl", ".")], "symlog"),
-    ]
+    run = RunFolder(Path(folder))
+    series = _all_series(run)
     panels = [
         (label, present, scale)
-        for label, keys, scale in panels
-        if (present := [(k, style) for k, style in keys if np.isfinite(_series(rows, k)[1]).any()])
+        for label, keys, scale in _PANELS
+        if (present := [(key, style) for key, style in keys if len(series[key][0])])
     ]
     if not panels:
         return None
 
-    figure, all_axes = _panels(len(panels))
+    figure, all_axes = _make_axes(len(panels))
     for axes, (label, keys, scale) in zip(all_axes, panels, strict=True):
         positive = []
         for key, style in keys:
-            steps, values = _series(rows, key)
-            finite = np.isfinite(values)
-            axes.plot(steps[finite], values[finite], style, markersize=4, linewidth=1.3, label=key)
-            positive += [v for v in values[finite] if v > 0]
+            steps, values = series[key]
+            axes.plot(steps, values, style, markersize=4, linewidth=1.3, label=key)
+            positive += [v for v in values if v > 0]
         if scale == "symlog":
             _symlog(axes, positive)
         axes.set_ylabel(label)
         axes.legend(loc="best", frameon=False, fontsize="small")
-    all_axes[0].set_title(folder.resolve().name, fontsize="medium")
-    path = folder / "curves.png"
-    figure.savefig(path, dpi=150)
-    return path
+    all_axes[0].set_title(run.path.resolve().name, fontsize="medium")
+    figure.savefig(run.curves, dpi=150)
+    return run.curves
 
 
 def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -> bool:
     """Draws the runs of a sweep: reward, entropy, sigma and noise KL over the steps.
 
-    One line a setting, the mean over its runs, in a band of their 95 % interval where there are
-    several. The axes fit the lines and may cut a band: that of two runs is wide.
+    Each setting has one line, the mean over its runs, with a band of the 95 % interval where there
+    are several runs. The axes fit the lines and may cut a band: the band of two runs is wide.
 
     Args:
-        settings: a setting's name -> the folders of its runs.
-        path: of the picture.
+        settings: the run folders of each setting, by the name of the setting.
+        path: path of the picture.
 
     Returns:
         Whether there was anything to draw.
@@ -72,7 +73,7 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
         UserError: the `metrics.jsonl` of a run is missing or damaged.
     """
     rows = {
-        name: [read_metrics(Path(folder) / "metrics.jsonl") for folder in folders]
+        name: [read_steps(RunFolder(Path(folder)).metrics) for folder in folders]
         for name, folders in settings.items()
         if folders
     }
@@ -84,7 +85,7 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
         ("sigma", "sigma"),
         ("noise_kl", "KL(noisy, clean)"),
     ]
-    figure, all_axes = _panels(len(panels))
+    figure, all_axes = _make_axes(len(panels))
     for axes, (key, label) in zip(all_axes, panels, strict=True):
         means: list[float] = []
         for name, runs in rows.items():
@@ -110,20 +111,19 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
 def _over_runs(
     runs: Sequence[Sequence[dict[str, Any]]], key: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, mean over the runs that have a value there, and half of its interval (0 for one)."""
+    """Steps, mean over the runs with a value there, and half of the 95 % interval (0 for 1 run)."""
     found: dict[float, list[float]] = {}
     for rows in runs:
         for step, value in zip(*_series(rows, key), strict=True):
-            if np.isfinite(value):
-                found.setdefault(step, []).append(value)
+            found.setdefault(step, []).append(value)
     steps = sorted(found)
     values = [np.array(found[step]) for step in steps]
     half = [half_interval(v) if len(v) > 1 else 0.0 for v in values]
     return np.array(steps), np.array([v.mean() for v in values]), np.array(half)
 
 
-def _panels(count: int):
-    """A figure and its axes, one below the other over the steps."""
+def _make_axes(count: int):
+    """A figure and its axes: panels below each other that share the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -138,12 +138,22 @@ def _panels(count: int):
 
 
 def _symlog(axes, positive: Sequence[float]) -> None:
-    """Sigma falls over decades and starts at zero."""
+    """Sets a scale for values that start at zero and fall over decades, such as sigma."""
     axes.set_yscale("symlog", linthresh=min(positive, default=1e-4))
 
 
+def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Steps and values of each key of `_PANELS`."""
+    rows = read_steps(run.metrics)
+    series = {key: _series(rows, key) for _, keys, _ in _PANELS for key, _ in keys}
+    evaluations = {step: v for step, v in read_evaluations(run.metrics).items() if step}
+    return series | {
+        "eval_accuracy": (np.array(list(evaluations)), np.array(list(evaluations.values())))
+    }
+
+
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a key; NaN where a row lacks it or holds null."""
-    steps = np.array([row["step"] for row in rows], np.float64)
-    values = [row.get(key) for row in rows]
-    return steps, np.array([np.nan if v is None else v for v in values], np.float64)
+    """Steps and values of a key, without the rows that lack it or hold null."""
+    present = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    steps, values = zip(*present, strict=True) if present else ((), ())
+    return np.array(steps, np.float64), np.array(values, np.float64)

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT as a wish to stop at the next safe point."""
+"""SIGTERM and SIGINT as a request to stop at the next safe point."""
 
 import contextlib
 import signal
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class StoppedError(Exception):
-    """A signal asked the run to end; what it had is saved."""
+    """A signal asked the run to end; its progress is saved."""
 
     def __init__(self, signum: int):
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -17,7 +17,11 @@ class StoppedError(Exception):
 
 @contextlib.contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying of them; the second SIGINT interrupts."""
+    """Collects SIGTERM and SIGINT instead of ending the process; the second SIGINT interrupts.
+
+    Yields:
+        The list of the signals that have arrived; it grows while the block runs.
+    """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

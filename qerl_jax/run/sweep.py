@@ -1,4 +1,4 @@
-"""Sweeps: the settings of many runs as lists of overrides, and what the runs found as one table.
+"""Sweeps: many runs as lists of overrides, and their results as one table.
 
 A config file that describes a sweep has a `get_sweep()` beside its `get_config()`:
 
@@ -13,8 +13,8 @@ A config file that describes a sweep has a `get_sweep()` beside its `get_config(
             {"seed": [0, 1, 2]},
         )
 
-An item of the list, {'aqn.schedule': 'off', 'seed': 0}, is one run; runs that differ in nothing but
-`seed` repeat one setting.
+An item of the list, such as {'aqn.schedule': 'off', 'seed': 0}, is one run. Runs that differ only
+in `seed` repeat one setting.
 """
 
 import dataclasses
@@ -27,25 +27,26 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.metrics import read_metrics
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.statistics import half_interval
 
-Overrides = dict[str, Any]
-# Fields with the values of each, in all combinations; or a list that is made already.
-Part = Mapping[str, Sequence[Any]] | Sequence[Overrides]
+ConfigOverrides = dict[str, Any]
+# Lists of values by field, for all combinations; or a list of overrides.
+Part = Mapping[str, Sequence[Any]] | Sequence[ConfigOverrides]
 
-# What the table says of a run, and how it is taken from its rows of metrics.
+# The columns of the table, and how a run's rows of metrics give them.
 MEASURES = {
     "reward": "mean over the last fifth of the steps",
     "accuracy": "greedy pass@1 after the last step",
-    "entropy": "of the sampling policy in nats, mean over the last fifth of the steps",
+    "entropy": "entropy of the sampling policy in nats, mean over the last fifth of the steps",
     "noise_kl": "KL of the noisy against the clean policy, mean over the steps that measured it",
 }
 _PROVENANCE = ("git", "device", "versions")
 
 
-def product(*parts: Part) -> list[Overrides]:
-    """All combinations of the parts, the last one varying fastest.
+def product(*parts: Part) -> list[ConfigOverrides]:
+    """All combinations of the parts; the last part varies fastest.
 
     Raises:
         UserError: two parts set the same field, or a field has no list of values.
@@ -53,7 +54,7 @@ def product(*parts: Part) -> list[Overrides]:
     return [_merge(items) for items in itertools.product(*map(_expand, parts))]
 
 
-def chain(*parts: Part) -> list[Overrides]:
+def chain(*parts: Part) -> list[ConfigOverrides]:
     """The parts one after another.
 
     Raises:
@@ -62,19 +63,19 @@ def chain(*parts: Part) -> list[Overrides]:
     return list(itertools.chain(*map(_expand, parts)))
 
 
-def zipped(fields: Mapping[str, Sequence[Any]]) -> list[Overrides]:
-    """Fields that change together: the first values of all, then the second ones, and so on.
+def zipped(fields: Mapping[str, Sequence[Any]]) -> list[ConfigOverrides]:
+    """Fields that change together: the first values of all fields, then the second values, ...
 
     Raises:
-        UserError: they have not equally many values, or a field has no list of values.
+        UserError: the fields have lists of different lengths, or a field has no list of values.
     """
     lengths = {field: len(_values(field, values)) for field, values in fields.items()}
     if len(set(lengths.values())) > 1:
-        raise UserError(f"zipped fields need equally many values, they have {lengths}")
+        raise UserError(f"zipped fields need the same number of values, they have {lengths}")
     return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
 
 
-def _expand(part: Part) -> list[Overrides]:
+def _expand(part: Part) -> list[ConfigOverrides]:
     if not isinstance(part, Mapping):
         return list(part)
     lists = [[{field: value} for value in _values(field, part[field])] for field in part]
@@ -87,8 +88,8 @@ def _values(field: str, values: Any) -> Sequence[Any]:
     return values
 
 
-def _merge(items: Iterable[Overrides]) -> Overrides:
-    merged: Overrides = {}
+def _merge(items: Iterable[ConfigOverrides]) -> ConfigOverrides:
+    merged: ConfigOverrides = {}
     for item in items:
         for field, value in item.items():
             if field in merged:
@@ -97,7 +98,7 @@ def _merge(items: Iterable[Overrides]) -> Overrides:
     return merged
 
 
-# --- What the runs found ----------------------------------------------------------------------
+# --- The results of the runs -------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,36 +106,33 @@ class Run:
     """A run of a sweep.
 
     Attributes:
-        name: its overrides and a hash of its config; also that of its folder.
-        overrides: what the sweep sets.
+        name: overrides and a hash of the config; also the name of the folder.
+        overrides: fields that the sweep sets, with their values.
         config: the resolved config, as plain data.
         folder: the run folder.
-        command: the arguments that run it alone, from `-m` on.
+        command: arguments of Python, from `-m` on, that start this run alone.
     """
 
     name: str
-    overrides: Overrides
+    overrides: ConfigOverrides
     config: dict[str, Any]
     folder: Path
     command: tuple[str, ...]
 
     @property
     def setting(self) -> str:
-        """The overrides but the seed, in words."""
+        """The overrides without the seed, as text."""
         fields = [f"{field}={v}" for field, v in self.overrides.items() if field != "seed"]
         return ", ".join(fields) or "as configured"
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the run has taken its steps and written what follows them."""
-    path = run.folder / "summary.json"
-    if not path.exists():
-        return False
-    return json.loads(path.read_text(encoding="utf-8"))["steps"] == run.config["steps"]
+    """Whether the run has taken its steps and written the files that follow them."""
+    return RunFolder(run.folder).finished_steps() == run.config["steps"]
 
 
 def settings(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """The runs by setting, in the order of the first of each."""
+    """The runs by setting, in the order of the first run of each setting."""
     groups: dict[str, list[Run]] = {}
     names: dict[str, str] = {}
     for run in runs:
@@ -144,17 +142,17 @@ def settings(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 
 def make_table(runs: Sequence[Run]) -> dict[str, Any]:
-    """What is known of a sweep, as a JSON object without any times.
+    """The results of a sweep, as a JSON object without any times.
 
     The same finished runs give the same table. A setting has, for each of `MEASURES`, the mean over
-    its finished runs, half the width of its 95 % interval by Student's t (None with fewer than two
-    runs), and their number.
+    its finished runs, half the width of the 95 % interval of the mean by Student's t (None with
+    fewer than two runs), and the number of runs.
 
     Raises:
         UserError: the files of a run are damaged.
     """
     finished = [run for run in runs if is_finished(run)]
-    found = {run.name: _measure(read_metrics(run.folder / "metrics.jsonl")) for run in finished}
+    found = {run.name: _measure(RunFolder(run.folder)) for run in finished}
     rows = []
     for name, group in settings(runs).items():
         done = [run for run in group if run.name in found]
@@ -169,7 +167,7 @@ def make_table(runs: Sequence[Run]) -> dict[str, Any]:
         )
     made_with: list[dict[str, Any]] = []
     for run in finished:
-        saved = json.loads((run.folder / "config.json").read_text(encoding="utf-8"))
+        saved = json.loads(RunFolder(run.folder).config.read_text(encoding="utf-8"))
         origin = {key: saved[key] for key in _PROVENANCE}
         if origin not in made_with:
             made_with.append(origin)
@@ -201,11 +199,12 @@ def format_table(table: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _measure(rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def _measure(folder: RunFolder) -> dict[str, float | None]:
+    rows = read_steps(folder.metrics)
     last = rows[-max(1, len(rows) // 5) :]
     return {
         "reward": _mean(row.get("reward") for row in last),
-        "accuracy": rows[-1].get("eval_accuracy"),
+        "accuracy": read_evaluations(folder.metrics).get(rows[-1]["step"]),
         "entropy": _mean(row.get("entropy") for row in last),
         "noise_kl": _mean(row.get("noise_kl") for row in rows),
     }

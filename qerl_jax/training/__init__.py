@@ -1,1 +1,1 @@
-"""How a run trains: from a config, one step after the other."""
+"""How a run trains: `step.py` is the method, `loop.py` is the life of a run."""

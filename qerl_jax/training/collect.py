@@ -1,4 +1,4 @@
-"""The first half of a step: sample completions, score them, compare them within their groups."""
+"""The first half of a step: sample completions and score them."""
 
 import dataclasses
 import time
@@ -27,22 +27,21 @@ from qerl_jax.weights.load import LoadedModel
 
 @dataclasses.dataclass(frozen=True)
 class CollectConfig:
-    """How a step's completions are made.
+    """Options of a step's completions.
 
     Attributes:
-        prompts_per_step: P.
-        group_size: G, completions of each prompt.
-        sampling: how to sample.
+        prompts_per_step: P, number of prompts per step.
+        group_size: G, number of completions per prompt.
+        sampling: options of the rollout.
         rewards: function and weight by name.
-        time_limit: seconds for one call of a reward.
-        overlong_buffer: tokens before the limit where the length penalty begins; 0 is off.
+        time_limit: seconds for one call of a reward function.
+        overlong_buffer: number of tokens before the limit where the length penalty begins; 0
+            turns it off.
         overlong_weight: factor of the length penalty, which is -1 at the limit.
-        advantage_scale: see `advantages.group_advantages`.
-        advantage_eps: likewise.
-        rounds: rollouts that a step may make to replace groups whose rewards are all equal (DAPO's
-            dynamic sampling); 1 replaces none.
-        prompt_width: the longest prompt, in tokens.
-        data_seed: of the order of the problems.
+        rounds: number of rollouts that a step may make to replace groups whose rewards are all
+            equal (DAPO's dynamic sampling); 1 replaces none.
+        prompt_width: number of tokens of the longest prompt.
+        data_seed: seed of the order of the prompts.
     """
 
     prompts_per_step: int
@@ -52,8 +51,6 @@ class CollectConfig:
     time_limit: float
     overlong_buffer: int
     overlong_weight: float
-    advantage_scale: str
-    advantage_eps: float
     rounds: int
     prompt_width: int
     data_seed: int
@@ -61,23 +58,42 @@ class CollectConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Experience:
-    """The B = P G scored completions of a step; the rows of a group are neighbours.
+    """The B = P G scored completions of a step; the rows of a group are neighbors.
 
     Attributes:
         prompts: B prompts.
         texts: B completions as text.
         rollout: B completions as tokens.
-        scores: their rewards.
-        advantages: float32 [B].
-        metrics: what to log, over everything that was sampled, replaced groups included.
+        scores: rewards of the B completions.
+        metrics: values to log, over everything that was sampled, replaced groups included.
     """
 
     prompts: list[Prompt]
     texts: list[str]
     rollout: Rollout
     scores: Scores
-    advantages: np.ndarray
     metrics: dict[str, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """The scored completions of one rollout.
+
+    Attributes:
+        prompts: B prompts.
+        texts: B completions as text.
+        rollout: B completions as tokens.
+        scores: rewards of the B completions.
+        costs: what the engine counted.
+        seconds: duration of the rollout.
+    """
+
+    prompts: list[Prompt]
+    texts: list[str]
+    rollout: Rollout
+    scores: Scores
+    costs: list[Statistics]
+    seconds: float
 
 
 def collect(
@@ -85,7 +101,7 @@ def collect(
     model: LoadedModel,
     params: dict,
     lora: Lora | None,
-    problems: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     cursor: Cursor,
     *,
     config: CollectConfig,
@@ -93,23 +109,23 @@ def collect(
     compiled: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Experience, Cursor]:
-    """Makes a step's experience.
+    """Samples and scores the completions of a step.
 
     With several rounds, groups without any difference in reward are replaced by groups of further
-    prompts, until P informative ones are there or the rounds are used up; what is missing then is
-    filled with uninformative groups, so that the shapes stay.
+    prompts, until there are P informative groups or the rounds are used up. Missing groups are
+    then filled with uninformative ones, so that all steps have the same shapes.
 
     Args:
-        key: of all draws of this step.
-        model: the architecture and the tokenizer.
-        params: the policy that samples, noise included.
-        lora: its adapter, or None.
-        problems: the training prompts.
-        cursor: the place of the next one.
-        config: how.
-        compiled_ahead: see `engine.generate`.
-        compiled: likewise.
-        on_progress: likewise.
+        key: key of all draws of this step.
+        model: architecture and tokenizer.
+        params: parameters of the policy that samples, noise included.
+        lora: adapter of the policy, or None.
+        prompts: the training prompts.
+        cursor: position of the next prompt.
+        config: options.
+        compiled_ahead: compiled rollout programs, as in `engine.generate`.
+        compiled: compiling a program is an error, as in `engine.generate`.
+        on_progress: called with the numbers of finished rows and tokens, as in `engine.generate`.
 
     Returns:
         The experience, and the cursor after it.
@@ -117,14 +133,12 @@ def collect(
     Raises:
         UserError: every reward of every completion of a rollout failed.
     """
-    groups, group_size = config.prompts_per_step, config.group_size
-    prompts, rollouts, rollout_seconds = [], [], 0.0
-    costs: list[Statistics] = []
-    parts: list[Scores] = []
-    texts: list[str] = []
-    for index in range(config.rounds):
-        drawn, cursor = next_problems(problems, cursor, groups, seed=config.data_seed)
-        drawn_tokens = sum(int(rollout.lengths.sum()) for rollout in rollouts)
+
+    def sample(index: int, cursor: Cursor, tokens: int) -> tuple[_Round, Cursor]:
+        drawn, cursor = next_problems(
+            prompts, cursor, config.prompts_per_step, seed=config.data_seed
+        )
+        costs: list[Statistics] = []
         started = time.perf_counter()
         rollout = generate(
             jax.random.fold_in(key, index),
@@ -135,53 +149,75 @@ def collect(
             sampling=config.sampling,
             eos_ids=model.tokenizer.eos_ids,
             pad_id=model.tokenizer.pad_id,
-            group_size=group_size,
+            group_size=config.group_size,
             prompt_width=config.prompt_width,
             decode_text=model.tokenizer.decode,
             compiled_ahead=compiled_ahead,
             compiled=compiled,
-            on_progress=progress_after(on_progress, rows=0, tokens=drawn_tokens),
+            on_progress=progress_after(on_progress, rows=0, tokens=tokens),
             on_statistics=costs.append,
         )
-        rollout_seconds += time.perf_counter() - started
-        rows = [prompt for prompt in drawn for _ in range(group_size)]
-        decoded = detokenize(rollout, model.tokenizer.decode)
-        prompts += rows
-        texts += decoded
-        rollouts.append(rollout)
-        parts.append(_score(rows, decoded, rollout, config))
-        total = np.concatenate([scores.total for scores in parts]).reshape(-1, group_size)
-        informative = group_advantages(total, scale="none").any(axis=1)
-        if informative.sum() >= groups:
-            break
-    rollout = jax.tree.map(lambda *x: np.concatenate(x), *rollouts)
-    scores = _concatenate(parts)
-    metrics = _metrics(rollout, scores, informative) | {
-        "rollout_tokens": int(rollout.lengths.sum()),
-        "rollout_live_share": live_share(costs),
-        "rollout_seconds": rollout_seconds,
-        "rollout_tokens_per_second": float(rollout.lengths.sum()) / rollout_seconds,
+        seconds = time.perf_counter() - started
+        rows = [prompt for prompt in drawn for _ in range(config.group_size)]
+        texts = detokenize(rollout, model.tokenizer.decode)
+        scores = _score(rows, texts, rollout, config)
+        return _Round(rows, texts, rollout, scores, costs, seconds), cursor
+
+    rounds, informative, cursor = _sample_rounds(sample, cursor, config)
+    return _choose(_concatenate(rounds), informative, config), cursor
+
+
+def _sample_rounds(
+    sample: Callable[[int, Cursor, int], tuple[_Round, Cursor]],
+    cursor: Cursor,
+    config: CollectConfig,
+) -> tuple[list[_Round], np.ndarray, Cursor]:
+    """DAPO's dynamic sampling: samples until P groups are informative or the rounds are used up.
+
+    A group is informative when its rewards differ: otherwise its advantages are all zero.
+
+    Args:
+        sample: makes a round from its index, the cursor and the number of tokens sampled so far.
+        cursor: position of the next prompt.
+        config: options.
+
+    Returns:
+        The rounds, bool [groups] that marks the informative groups, and the cursor.
+    """
+    rounds: list[_Round] = []
+    informative = np.zeros(0, bool)
+    while informative.sum() < config.prompts_per_step and len(rounds) < config.rounds:
+        tokens = sum(int(done.rollout.lengths.sum()) for done in rounds)
+        done, cursor = sample(len(rounds), cursor, tokens)
+        rounds.append(done)
+        total = np.concatenate([done.scores.total for done in rounds])
+        groups = total.reshape(-1, config.group_size)
+        informative = group_advantages(groups, scale="none").any(axis=1)
+    return rounds, informative, cursor
+
+
+def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> Experience:
+    """P of the sampled groups: informative ones first, each kind in the order of sampling."""
+    metrics = _metrics(sampled.rollout, sampled.scores, informative) | {
+        "rollout_tokens": int(sampled.rollout.lengths.sum()),
+        "rollout_live_share": live_share(sampled.costs),
+        "rollout_seconds": sampled.seconds,
+        "rollout_tokens_per_second": float(sampled.rollout.lengths.sum()) / sampled.seconds,
     }
-    chosen = np.sort(np.argsort(~informative, stable=True)[:groups])
-    rows = (chosen[:, None] * group_size + np.arange(group_size)).reshape(-1)
+    groups = np.sort(np.argsort(~informative, stable=True)[: config.prompts_per_step])
+    rows = (groups[:, None] * config.group_size + np.arange(config.group_size)).reshape(-1)
     scores = Scores(
-        total=scores.total[rows],
-        parts={name: values[rows] for name, values in scores.parts.items()},
-        errors=scores.errors,
-    )
-    advantages = group_advantages(
-        scores.total.reshape(groups, group_size),
-        scale=config.advantage_scale,
-        eps=config.advantage_eps,
+        total=sampled.scores.total[rows],
+        parts={name: values[rows] for name, values in sampled.scores.parts.items()},
+        errors=sampled.scores.errors,
     )
     return Experience(
-        prompts=[prompts[row] for row in rows],
-        texts=[texts[row] for row in rows],
-        rollout=jax.tree.map(lambda x: x[rows], rollout),
+        prompts=[sampled.prompts[row] for row in rows],
+        texts=[sampled.texts[row] for row in rows],
+        rollout=jax.tree.map(lambda x: x[rows], sampled.rollout),
         scores=scores,
-        advantages=advantages.reshape(-1),
         metrics=metrics,
-    ), cursor
+    )
 
 
 def _score(
@@ -199,10 +235,12 @@ def _score(
     if np.isnan(scores.total).all():
         if scores.errors:
             raise UserError(
-                f"no completion has a reward, nothing can be learned: {scores.errors[0]}; mend it "
+                f"no completion has a reward, nothing can be learned: {scores.errors[0]}; fix it "
                 "and run the same command again"
             )
-        scores.errors.append("no completion has a reward: every function that counts returned None")
+        scores.errors.append(
+            "no completion has a reward: every function with a weight returned None"
+        )
     if not config.overlong_buffer:
         return scores
     limit = config.sampling.max_new_tokens
@@ -216,14 +254,22 @@ def _score(
     )
 
 
-def _concatenate(parts: list[Scores]) -> Scores:
-    return Scores(
-        total=np.concatenate([scores.total for scores in parts]),
-        parts={
-            name: np.concatenate([scores.parts[name] for scores in parts])
-            for name in parts[0].parts
-        },
-        errors=[error for scores in parts for error in scores.errors],
+def _concatenate(rounds: list[_Round]) -> _Round:
+    scores = [done.scores for done in rounds]
+    return _Round(
+        prompts=[prompt for done in rounds for prompt in done.prompts],
+        texts=[text for done in rounds for text in done.texts],
+        rollout=jax.tree.map(lambda *x: np.concatenate(x), *(done.rollout for done in rounds)),
+        scores=Scores(
+            total=np.concatenate([part.total for part in scores]),
+            parts={
+                name: np.concatenate([part.parts[name] for part in scores])
+                for name in scores[0].parts
+            },
+            errors=[error for part in scores for error in part.errors],
+        ),
+        costs=[cost for done in rounds for cost in done.costs],
+        seconds=sum(done.seconds for done in rounds),
     )
 
 

@@ -1,7 +1,7 @@
 """Overrides that a run would ignore are errors.
 
-Some fields are read only in certain modes: `aqn.tis_cap` with `aqn.correction='tis'`, say. Whoever
-sets one of them beside another mode expects something that does not happen.
+Some fields are read only in certain modes, for example `aqn.tis_cap` with `aqn.correction='tis'`.
+Setting such a field in another mode would have no effect, and the run would not say so.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 
-# What has to hold for a field to be read, in words and as a test.
+# The condition under which a field is read, in words and as a test.
 _Need = tuple[str, Callable[[ConfigDict], bool]]
 
 _NOISE: _Need = (
@@ -18,7 +18,7 @@ _NOISE: _Need = (
     lambda c: ":" in c.aqn.schedule or (c.aqn.schedule != "off" and c.aqn.stages > 1),
 )
 _SEVERAL_UPDATES: _Need = (
-    "rl.updates_per_rollout of at least 2 (the ratio of the first is 1)",
+    "rl.updates_per_rollout of at least 2 (the ratio of the first update is 1)",
     lambda c: c.rl.updates_per_rollout > 1,
 )
 _ADAPTER: _Need = (
@@ -27,7 +27,7 @@ _ADAPTER: _Need = (
 )
 _EVALUATION: _Need = ("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
 
-# The fields that not every run reads; a table of options stands for all that is in it.
+# The fields that not every run reads; the name of a section stands for all its fields.
 NEEDS: dict[str, _Need] = {
     "lora": _ADAPTER,
     "data.source": ("an empty data.path", lambda c: not c.data.path),
@@ -90,23 +90,24 @@ NEEDS: dict[str, _Need] = {
 
 
 def need(field: str) -> _Need | None:
-    """The row of `NEEDS` that a field, or something inside of it, falls under."""
+    """The entry of `NEEDS` for a field or for a section that contains the field, or None."""
     parts = field.split(".")
     names = (".".join(parts[:length]) for length in range(1, len(parts) + 1))
     return next((NEEDS[name] for name in names if name in NEEDS), None)
 
 
 def check_overrides(config: ConfigDict, fields: Iterable[str]) -> None:
-    """Refuses fields that were set and that a run of this config does not read.
+    """Refuses fields that were set but that a run of this config does not read.
 
-    It does not matter whether a field was set to the value that it had: who sets it counts on it.
+    A field that was set to its default is refused too: setting it shows that it is expected to
+    matter.
 
     Args:
         config: the resolved config.
-        fields: the names of the fields that were set, such as 'aqn.tis_cap'.
+        fields: names of the fields that were set, such as 'aqn.tis_cap'.
 
     Raises:
-        UserError: some of them are not read; it names them, and what they need.
+        UserError: some fields are not read; the message names them and what they need.
     """
     unread = [
         f"{field} (needs {found[0]})"
@@ -115,5 +116,5 @@ def check_overrides(config: ConfigDict, fields: Iterable[str]) -> None:
     ]
     if unread:
         raise UserError(
-            f"set and not read: {', '.join(unread)}; leave it out, or change what it needs"
+            f"set and not read: {', '.join(unread)}; leave the field out, or change what it needs"
         )

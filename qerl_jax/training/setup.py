@@ -1,4 +1,4 @@
-"""From a config to everything that a run needs and that does not change while it runs."""
+"""From a config to the parts of a run that stay the same while it runs."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Prompt, encode_prompts, load_problems
+from qerl_jax.data import Problem, Prompt, encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
 from qerl_jax.policy import lora as lora_lib
@@ -23,13 +23,28 @@ from qerl_jax.training.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
 
+# Folded into the key of the run. The steps fold their number into the same key, from 0 on.
+KEY_LORA = 2**32 - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What does not change during a run.
+    """The parts of a run that do not change.
 
-    A rollout's policy is the trained one | `rollout_head`. `state_shapes` are those of the state
-    that changes.
+    Attributes:
+        config: the resolved config.
+        model: architecture, parameters before training and tokenizer.
+        rollout_head: parameters that replace those of the policy in rollouts.
+        lora_config: rank, scale and targets of the adapter.
+        train_prompts: prompts that the steps draw from.
+        eval_prompts: held-out prompts; empty without evaluations.
+        collect: options of a step's completions.
+        eval_sampling: options of the completions of an evaluation.
+        loss: options of the loss.
+        optimizer: the optimizer with its schedule.
+        state_shapes: shapes and dtypes of the state that the steps change.
+        sigma: sigma of the noise by step.
+        key: key of the run.
     """
 
     config: ConfigDict
@@ -48,10 +63,10 @@ class Setup:
 
 
 def loss_from(config: ConfigDict) -> LossConfig:
-    """The loss that a config asks for.
+    """The loss that a config names.
 
     Raises:
-        UserError: there is no such loss, or a value is out of range.
+        UserError: the loss is unknown, or a value is out of range.
     """
     return loss_config(
         config.rl.loss,
@@ -68,15 +83,15 @@ def loss_from(config: ConfigDict) -> LossConfig:
 def prepare(
     config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], *, schedule_steps: int
 ) -> Setup:
-    """Loads the model and the problems and builds the rest from the config.
+    """Loads the model and the problems, and makes the other parts from the config.
 
     Args:
         config: the resolved config.
         rewards: function and weight by name.
-        schedule_steps: the steps that the schedules of noise and learning rate span.
+        schedule_steps: number of steps that the schedules of noise and learning rate span.
 
     Raises:
-        UserError: something asked for cannot be done.
+        UserError: the config asks for something that cannot be done.
     """
     lora_config = LoraConfig(
         rank=config.lora.rank,
@@ -91,9 +106,57 @@ def prepare(
         stages=config.aqn.stages,
         total_steps=schedule_steps,
     )
-    loss = loss_from(config)
+    loss, optimizer = loss_from(config), _optimizer(config, schedule_steps)
+    problems = _load_problems(config)
+    if problems.get("eval") and "correctness" not in rewards:
+        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
+    model = _load_model(config)
+    prompts = _encode_prompts(config, model, problems)
+    prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
+    head = rollout_head(model.params, config.rollout.head_format)
+    key = jax.random.key(config.seed, impl="threefry2x32")
+    state_shapes = jax.eval_shape(
+        lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
+    )
+    sampling, eval_sampling = _fit_sampling(
+        config,
+        model,
+        head,
+        prompt_width=prompt_width,
+        evaluates=bool(prompts.get("eval")),
+        training_bytes=_training_bytes(state_shapes),
+    )
+    return Setup(
+        config=config,
+        model=model,
+        rollout_head=head,
+        lora_config=lora_config,
+        train_prompts=prompts["train"],
+        eval_prompts=prompts.get("eval", []),
+        collect=CollectConfig(
+            prompts_per_step=config.rollout.prompts_per_step,
+            group_size=config.rollout.group_size,
+            sampling=sampling,
+            rewards=rewards,
+            time_limit=config.reward_time_limit,
+            overlong_buffer=config.rl.overlong_buffer,
+            overlong_weight=config.rl.overlong_penalty,
+            rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
+            prompt_width=prompt_width,
+            data_seed=config.seed,
+        ),
+        eval_sampling=eval_sampling,
+        loss=loss,
+        optimizer=optimizer,
+        state_shapes=state_shapes,
+        sigma=sigma,
+        key=key,
+    )
+
+
+def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
     updates = config.rl.updates_per_rollout
-    optimizer = make_optimizer(
+    return make_optimizer(
         learning_rate=config.optimizer.learning_rate,
         schedule=config.optimizer.schedule,
         final_fraction=config.optimizer.final_fraction,
@@ -105,7 +168,11 @@ def prepare(
         weight_decay=config.optimizer.weight_decay,
         max_grad_norm=config.optimizer.max_grad_norm,
     )
-    problems = {
+
+
+def _load_problems(config: ConfigDict) -> dict[str, list[Problem]]:
+    """The problems by split, 'train' and, with evaluations, 'eval'."""
+    return {
         split: load_problems(
             config.data.source,
             path=config.data.path,
@@ -119,8 +186,10 @@ def prepare(
         )
         for split in (("train", "eval") if config.eval.every else ("train",))
     }
-    if problems.get("eval") and "correctness" not in rewards:
-        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
+
+
+def _load_model(config: ConfigDict) -> LoadedModel:
+    """The model; refuses lengths that it has no positions for."""
     device = jax.devices()[0]
     print(
         f"loading {config.model.source} as {config.model.format} on {device.device_kind}",
@@ -131,9 +200,16 @@ def prepare(
         longest = config.data.max_prompt_tokens + config[part].max_new_tokens
         if longest > model.config.max_position:
             raise UserError(
-                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model knows "
-                f"{model.config.max_position} positions: lower one of them"
+                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
+                f"{model.config.max_position} positions: lower one of the two"
             )
+    return model
+
+
+def _encode_prompts(
+    config: ConfigDict, model: LoadedModel, problems: Mapping[str, list[Problem]]
+) -> dict[str, list[Prompt]]:
+    """The prompts by split."""
     prompts = {
         split: encode_prompts(
             found,
@@ -150,6 +226,23 @@ def prepare(
         f"{len(prompts['train'])} training prompts, {len(prompts.get('eval', []))} held out",
         flush=True,
     )
+    return prompts
+
+
+def _fit_sampling(
+    config: ConfigDict,
+    model: LoadedModel,
+    head: dict,
+    *,
+    prompt_width: int,
+    evaluates: bool,
+    training_bytes: int,
+) -> tuple[SamplingConfig, SamplingConfig]:
+    """Sampling of the steps and of evaluations, with numbers of rows that fit the memory.
+
+    The rows are decided once, while the device holds only the weights: a resumed run decides the
+    same.
+    """
     sampling = SamplingConfig(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -162,14 +255,8 @@ def prepare(
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=config.rollout.dequantize,
     )
-    prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
-    head = rollout_head(model.params, config.rollout.head_format)
-    key = jax.random.key(config.seed, impl="threefry2x32")
-    state_shapes = jax.eval_shape(
-        lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
-    )
+    eval_sampling = dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
 
-    # Decided once, with nothing but the weights in memory: a resumed run decides the same.
     def fitting_rows(sampling: SamplingConfig) -> int:
         plan = make_plan(
             model.params | head,
@@ -178,60 +265,38 @@ def prepare(
             group_size=config.rollout.group_size,
             config=model.config,
             sampling=sampling,
-            reserve=_training_bytes(state_shapes),
+            reserve=training_bytes,
         )
         return plan.batches[0]
 
-    eval_sampling = dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
     rows = eval_rows = fitting_rows(sampling)
-    if prompts.get("eval") and eval_sampling.max_new_tokens > sampling.max_new_tokens:
+    if evaluates and eval_sampling.max_new_tokens > sampling.max_new_tokens:
         eval_rows = min(rows, fitting_rows(eval_sampling))
-    sampling = dataclasses.replace(sampling, max_rows=rows)
-    eval_sampling = dataclasses.replace(eval_sampling, max_rows=eval_rows)
-    return Setup(
-        config=config,
-        model=model,
-        rollout_head=head,
-        lora_config=lora_config,
-        train_prompts=prompts["train"],
-        eval_prompts=prompts.get("eval", []),
-        collect=CollectConfig(
-            prompts_per_step=config.rollout.prompts_per_step,
-            group_size=config.rollout.group_size,
-            sampling=sampling,
-            rewards=rewards,
-            time_limit=config.reward_time_limit,
-            overlong_buffer=config.rl.overlong_buffer,
-            overlong_weight=config.rl.overlong_penalty,
-            advantage_scale=config.rl.advantage_scale,
-            advantage_eps=config.rl.advantage_eps,
-            rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
-            prompt_width=prompt_width,
-            data_seed=config.seed,
-        ),
-        eval_sampling=eval_sampling,
-        loss=loss,
-        optimizer=optimizer,
-        state_shapes=state_shapes,
-        sigma=sigma,
-        key=key,
+    return (
+        dataclasses.replace(sampling, max_rows=rows),
+        dataclasses.replace(eval_sampling, max_rows=eval_rows),
     )
 
 
 def first_trainable(
     config: ConfigDict, model: LoadedModel, lora_config: LoraConfig, key: jax.Array
 ) -> Trainable:
-    """What is trained, before it is: a new adapter or a given one, and the parameters beside it.
+    """The trained parameters before the first step: a new or a given adapter, norms, or all.
+
+    Args:
+        config: the resolved config.
+        model: the model before training.
+        lora_config: rank, scale and targets of the adapter.
+        key: key of the run.
 
     Raises:
-        UserError: the given adapter cannot be read, or is not one that `config` asks for.
+        UserError: the given adapter cannot be read, or does not fit the config.
     """
     parameters = config.train.parameters
     if parameters == "full":
         return Trainable(lora=None, params=trained_params(model.params, parameters))
     if not config.lora.init:
-        # The steps fold non-negative numbers into the key.
-        lora = lora_lib.init(jax.random.fold_in(key, 2**32 - 1), model.config, lora_config)
+        lora = lora_lib.init(jax.random.fold_in(key, KEY_LORA), model.config, lora_config)
         return Trainable(lora=lora, params=trained_params(model.params, parameters))
     given = load_peft_adapter(config.lora.init, model.config, lora_config)
     if given.params and parameters == "lora":
@@ -244,10 +309,10 @@ def first_trainable(
 
 
 def _training_bytes(state: TrainState) -> int:
-    """What training keeps on the device during a rollout, beside the weights it began with.
+    """Bytes of training on the device during a rollout, without the weights before training.
 
-    What is trained counts twice: every rollout has it rounded to the policy's dtype, too, which
-    takes at most as much.
+    The trained parameters count twice: a rollout also has a copy that is rounded to the policy's
+    dtype, which takes at most as many bytes.
     """
     leaves = jax.tree.leaves((state, state.trainable))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -1,4 +1,4 @@
-"""What a config may hold: refused at once is what would fail after minutes, or never be noticed."""
+"""Validates a config: rejects at the start what would fail minutes later, or silently."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1
 
-# The least, and the most if there is one.
+# Lower limit of a field, and upper limit if it has one.
 _LIMITS: dict[str, tuple[float, ...]] = {
     "seed": (0, 2**32 - 1),
     "steps": (1,),
@@ -69,11 +69,11 @@ _CHOICES = {
 }
 
 
-def check(config: ConfigDict) -> None:
-    """Looks at every value that needs no model and no data.
+def validate(config: ConfigDict) -> None:
+    """Validates every value that needs no model and no data.
 
     Raises:
-        UserError: a value is out of range, or does not go with another.
+        UserError: a value is out of range, or contradicts another value.
     """
     check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
     for name, reward in config.rewards.to_dict().items():
@@ -86,7 +86,7 @@ def check(config: ConfigDict) -> None:
     weights = {name: reward["weight"] for name, reward in config.rewards.to_dict().items()}
     if not any(weights.values()):
         raise UserError(
-            f"no reward has a weight ({', '.join(weights) or 'there is none'}), nothing can be "
+            f"no reward has a weight ({', '.join(weights) or 'no rewards'}), nothing can be "
             "learned: set one, such as rewards.correctness.weight=1"
         )
     for name, choices in _CHOICES.items():
@@ -97,12 +97,12 @@ def check(config: ConfigDict) -> None:
     if config.rl.overlong_buffer > config.rollout.max_new_tokens:
         raise UserError(
             f"rl.overlong_buffer={config.rl.overlong_buffer} is more than "
-            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: every completion is punished"
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: every completion is penalized"
         )
     if config.rl.loss == "dr_grpo" and config.rl.advantage_scale != "none":
         raise UserError(
             f"rl.loss='dr_grpo' with rl.advantage_scale={config.rl.advantage_scale!r}: Dr. GRPO "
-            "divides by no standard deviation, pass rl.advantage_scale=none; or, for its "
+            "does not divide by the standard deviation, pass rl.advantage_scale=none; or, for its "
             "denominator alone, rl.loss=grpo with rl.aggregation=constant"
         )
     clip = max(config.rl.clip_low, config.rl.clip_high)
@@ -119,17 +119,17 @@ def check(config: ConfigDict) -> None:
     if config.rollout.head_format and config.train.parameters == "full":
         raise UserError(
             f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "
-            "head changes with every update, leave the first out"
+            "head changes with every update, leave out rollout.head_format"
         )
     if any(not isinstance(text, str) or not text for text in config.rollout.stop):
         raise UserError(
-            f"rollout.stop={config.rollout.stop!r}: a tuple of strings that are not empty, such as "
+            f"rollout.stop={config.rollout.stop!r}: pass a tuple of non-empty strings, such as "
             "('</answer>',)"
         )
     if config.optimizer.warmup_steps >= config.steps:
         raise UserError(
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} with steps={config.steps}: "
-            "the learning rate never gets to its value, lower the warm-up"
+            "the learning rate never reaches its value, lower the warm-up"
         )
     start, stop = config.profile.start, config.profile.stop
     if (start, stop) != (0, 0) and not 1 <= start <= stop:

@@ -1,1 +1,1 @@
-"""How checkpoints come and go."""
+"""How checkpoints come in and go out: reading, quantizing and writing models and adapters."""

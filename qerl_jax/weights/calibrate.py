@@ -1,18 +1,20 @@
 """Activation-aware scaling before a weight is rounded to NVFP4 (AWQ).
 
-AWQ (https://arxiv.org/abs/2306.00978) multiplies the columns of a weight by s and divides what
-produces its inputs by s: the model computes the same, but columns whose inputs are large keep more
-of their precision. Here s = mean|x|^alpha for each input channel, with the alpha of 0, 1/20 ...
-19/20 that moves the layer's outputs least. What produces the inputs:
+AWQ (https://arxiv.org/abs/2306.00978) multiplies the columns of a weight by s and divides the
+parameters that produce its inputs by s. The model computes the same, but columns with large inputs
+keep more of their precision. Here s = mean|x|^alpha for each input channel, and alpha is the value
+among 0, 1/20 ... 19/20 that changes the outputs of the projection least. The parameters that are
+divided are, for each projection:
 
     q, k, v     the scale of input_layernorm
-    o           the rows of v (query heads of one key head share their scales)
+    o           the rows of v (the query heads of one key head share their scales)
     gate, up    the scale of post_attention_layernorm
     down        the rows of up
 
-Then each block of 16 weights may be clipped, again where that moves the outputs less. The result is
-a checkpoint like any other; its norms differ from those of the original, so that additive noise on
-them (AQN) of one sigma means another relative strength in each channel. Relative noise does not.
+Then each block of 16 weights may be clipped, where clipping brings the outputs closer to the
+original ones. The result is a checkpoint like any other, but with other norm scales than the
+original. Additive noise on the norms (AQN) of a given sigma therefore has another relative strength
+in each channel; relative noise is not affected.
 """
 
 import dataclasses
@@ -32,7 +34,7 @@ from qerl_jax.weights.load import DTYPES, Checkpoint, each_layer, read_layer
 
 _ALPHAS = tuple(i / 20 for i in range(20))
 _CLIPS = tuple(1 - i / 20 for i in range(10))
-_ROWS = 8  # windows that run through a layer together
+_ROWS = 8  # text windows that run through a layer together
 _NORMS = {"qkv_proj": "input_layernorm", "gate_up_proj": "post_attention_layernorm"}
 
 
@@ -41,10 +43,11 @@ class ScaledLayer:
     """A layer with its scales folded in.
 
     Attributes:
-        arrays: the layer of the parameter tree, NumPy in float32.
-        errors: what rounding changes in each projection's outputs on the text, relative to them
-            (root mean squares).
-        rounded_errors: the same without scales.
+        arrays: the layer of the parameter tree, as NumPy arrays in float32.
+        errors: relative error (ratio of root mean squares) that rounding causes in each
+            projection's outputs on the text.
+        rounded_errors: relative error in each projection's outputs when the original weights are
+            rounded without scales.
     """
 
     arrays: dict
@@ -55,15 +58,15 @@ class ScaledLayer:
 def scaled_layers(
     checkpoint: Checkpoint, tokens: np.ndarray, *, clip: bool = True
 ) -> Iterator[ScaledLayer]:
-    """The layers of a checkpoint with activation-aware scales folded in, ready to be rounded.
+    """Folds activation-aware scales into the layers of a checkpoint, which can then be rounded.
 
-    One layer is on the device at a time, and the activations of the whole text.
+    The device holds one layer at a time and the activations of the whole text.
 
     Args:
-        checkpoint: the model, not packed.
-        tokens: int32 [B, T], windows of a text.
-        clip: also clip blocks of weights. Without, the layers compute what those of the checkpoint
-            do.
+        checkpoint: the model, with weights that are not packed.
+        tokens: int32 [B, T] token ids, one window of the text in each row.
+        clip: whether to clip blocks of weights, too. Without clipping, the layers compute the same
+            outputs as the layers of the checkpoint.
 
     Yields:
         The layers in order.
@@ -97,7 +100,10 @@ def _named(errors: dict) -> dict[str, float]:
 
 @functools.partial(jax.jit, static_argnames="config")
 def _run_layer(layer, x, *, config):
-    """The layer's output, and of its projections' inputs the sums of |x| [K] and x x^T [K, K]."""
+    """Returns the layer's output, and sums over the rows x of each fused projection's input.
+
+    The sums are |x| [K] and x x^T [K, K], by the name of the projection.
+    """
     positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
     lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
     angles = rotary_angles(positions, config)
@@ -108,7 +114,7 @@ def _run_layer(layer, x, *, config):
 
 @functools.partial(jax.jit, static_argnames=("config", "clip"))
 def _calibrate(layer, inputs, *, config, clip):
-    """The layer with its scales folded in and its weights clipped, and the errors of outputs."""
+    """Returns the scaled and clipped layer, and the output errors with and without scales."""
     original, layer, scales = layer, dict(layer), {}
     for name, (size, moment) in inputs.items():
         size = jnp.maximum(size, 1e-6 * size.max())
@@ -116,7 +122,7 @@ def _calibrate(layer, inputs, *, config, clip):
             size = _per_kv_head(size, config)
         scales[name] = _best_scale(layer[name], size, moment)
     for name, norm in _NORMS.items():
-        # The norm is stored in bfloat16: the columns are scaled by what its rounding left.
+        # The norm is stored in bfloat16, so the columns are scaled by norm / rounded norm.
         rounded = (layer[norm] / scales[name]).astype(jnp.bfloat16).astype(jnp.float32)
         scales[name] = jnp.where(rounded == 0, 1.0, layer[norm] / rounded)
         layer[norm] = jnp.where(rounded == 0, layer[norm], rounded)
@@ -145,18 +151,18 @@ def _calibrate(layer, inputs, *, config, clip):
 
 
 def _per_kv_head(size, config):
-    """The mean over the query heads that share a key head, for all of them."""
+    """Averages over the query heads that share a key head, and gives each of them the mean."""
     heads = size.reshape(config.num_kv_heads, -1, config.head_dim)
     return jnp.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
 
 
 def _last(scales, weight):
-    """Scales for all rows of a weight: those given for the last ones, 1 for the others."""
+    """Returns scales for all rows of a weight: `scales` for the last rows, 1 for the others."""
     return jnp.concatenate([jnp.ones(len(weight) - len(scales)), scales])
 
 
 def _errors(weight, rounded, *, moment, name, config):
-    """Of each member of a fused weight, what rounding changes in its outputs relative to them."""
+    """Returns the relative output error of rounding for each member of a fused weight."""
     shapes = projection_shapes(config)
     ends = np.cumsum([shapes[member][0] for member in FUSED[name]])[:-1]
     changed = rounded - weight
@@ -165,7 +171,7 @@ def _errors(weight, rounded, *, moment, name, config):
 
 
 def _best_scale(weight, size, moment):
-    """Of the scales size^alpha [K] the one under which rounding moves the outputs least."""
+    """Returns size^alpha [K] for the alpha under which rounding changes the outputs least."""
 
     def scale(alpha):
         powers = size**alpha
@@ -181,7 +187,7 @@ def _best_scale(weight, size, moment):
 
 
 def _clip(weight, moment):
-    """Clips each block to the share of its largest weight that moves the outputs least."""
+    """Clips each block to the fraction of its largest weight that changes the outputs least."""
     outputs, inputs = weight.shape
     blocks = weight.reshape(outputs, -1, BLOCK)
     square = moment.reshape(inputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
@@ -189,15 +195,15 @@ def _clip(weight, moment):
     amax = jnp.abs(blocks).max(axis=-1, keepdims=True)
     global_scale = _global_scale(weight)
 
-    def clipped(share):
-        return jnp.clip(blocks, -share * amax, share * amax)
+    def clipped(fraction):
+        return jnp.clip(blocks, -fraction * amax, fraction * amax)
 
-    def error(share):
-        changed = _round_blocks(clipped(share), global_scale) - blocks
+    def error(fraction):
+        changed = _round_blocks(clipped(fraction), global_scale) - blocks
         return jnp.einsum("nia,iab,nib->ni", changed, moments, changed)
 
-    shares = jnp.array(_CLIPS)
-    best = shares[jnp.argmin(jax.lax.map(error, shares), axis=0)]
+    fractions = jnp.array(_CLIPS)
+    best = fractions[jnp.argmin(jax.lax.map(error, fractions), axis=0)]
     return clipped(best[..., None]).reshape(outputs, inputs)
 
 
@@ -211,7 +217,10 @@ def _global_scale(weight):
 
 
 def _round_blocks(blocks, global_scale):
-    """What `quantize_nvfp4` makes of blocks [N, K/16, 16], but for the rounding of its scales."""
+    """Rounds blocks [N, K/16, 16] as `quantize_nvfp4` does, but for the rounding of its scales.
+
+    `quantize_nvfp4` computes its scales in bfloat16, and this function in float32.
+    """
     amax = jnp.abs(blocks).max(axis=-1, keepdims=True)
     scales = (amax / 6.0 * global_scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)
     scales = jnp.where(scales == 0, 0.125, scales) / global_scale

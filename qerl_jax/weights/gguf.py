@@ -1,8 +1,8 @@
-"""Reading GGUF files (llama.cpp's format) as Hugging Face tensors.
+"""Reads GGUF files (llama.cpp's format) as Hugging Face tensors.
 
-GGUF renames the tensors, stores quantised blocks, and interleaves the rows of Llama's q and k
-projections for its own rotary convention. Here they come out dequantised, under Hugging Face names
-and in Hugging Face row order.
+GGUF renames the tensors, stores quantized blocks, and interleaves the rows of Llama's q and k
+projections for its own rotary convention. This module returns tensors that are dequantized, under
+Hugging Face names and in Hugging Face row order.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from qerl_jax.weights.gguf_header import GgufTensor, read_header
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FREQS = "rope_freqs.weight"
-_CHUNK_ROWS = 4096  # rows dequantised at once: bounds the float32 copy of a large embedding
+_CHUNK_ROWS = 4096  # rows dequantized at once: bounds the float32 copy of a large embedding
 _GLOBAL_NAMES = {
     "token_embd.weight": names.EMBED,
     "output_norm.weight": names.NORM,
@@ -49,10 +49,10 @@ class GgufFile:
     """An open GGUF file.
 
     Attributes:
-        path: the file.
-        metadata: its key-value pairs.
+        path: the path of the file.
+        metadata: the key-value pairs of the file.
         config: the architecture.
-        tensors: the stored tensors by Hugging Face name, still quantised.
+        tensors: the stored tensors by Hugging Face name, still quantized.
     """
 
     path: pathlib.Path
@@ -61,22 +61,30 @@ class GgufFile:
     tensors: Mapping[str, GgufTensor]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor in Hugging Face's order, outputs first."""
+        """Returns the shape of a tensor in Hugging Face's order, outputs first."""
         return self.tensors[name].shape
 
     def read(self, name: str, dtype: np.dtype) -> np.ndarray:
-        """One tensor, dequantised, in Hugging Face's row order."""
+        """Returns a dequantized tensor in Hugging Face's row order.
+
+        Args:
+            name: Hugging Face name of the tensor.
+            dtype: dtype of the result.
+
+        Raises:
+            UserError: the tensor has a number format that cannot be dequantized.
+        """
         tensor = self.tensors[name]
         out = np.empty(self.shape(name), dtype)
         try:
-            with np.errstate(over="ignore", invalid="ignore"):  # the caller looks for infinities
+            with np.errstate(over="ignore", invalid="ignore"):  # the caller checks for infinities
                 for row in range(0, len(out), _CHUNK_ROWS):
                     rows = slice(row, row + _CHUNK_ROWS)
                     out[rows] = gguf.dequantize(tensor.data[rows], tensor.kind)
         except NotImplementedError as error:
             raise UserError(
                 f"{self.path}: {tensor.name!r:.200} has the type {tensor.kind.name}, "
-                "which cannot be dequantised"
+                "which cannot be dequantized"
             ) from error
         if self.config.model_type == "llama":
             if name.endswith("q_proj.weight"):
@@ -87,10 +95,13 @@ class GgufFile:
 
 
 def open_gguf(path: pathlib.Path | str) -> GgufFile:
-    """Opens a file and reads its metadata; tensors are read when asked for.
+    """Opens a GGUF file and reads its metadata; tensors are read later by `GgufFile.read`.
+
+    Args:
+        path: the path of the file.
 
     Raises:
-        UserError: the file is missing, truncated or no GGUF file, or its architecture or one of
+        UserError: the file is missing, truncated or not a GGUF file, or its architecture or one of
             its settings is not supported; the message names it.
     """
     path = pathlib.Path(path)
@@ -184,22 +195,23 @@ def _value(
 
 
 def _decimal(value: float) -> float:
-    """The shortest decimal of a stored float32: 1e-05 instead of 9.999999747378752e-06."""
+    """Returns the shortest decimal of a stored float32: 1e-05, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
 def _llama3_scaling(
     path: pathlib.Path, stored: GgufTensor, config: ModelConfig
 ) -> RopeScaling | None:
-    """Recovers Llama 3's scaling from the divisors [H/2] of the frequencies that a file stores."""
-    factors, other = stored.data, f"{path}: '{_ROPE_FREQS}' is not the frequency scaling of Llama 3"
+    """Recovers Llama 3's scaling from the frequency divisors [H/2] that a file stores."""
+    factors = stored.data
+    message = f"{path}: '{_ROPE_FREQS}' is not the frequency scaling of Llama 3"
     if factors.dtype != np.float32 or factors.shape != (config.head_dim // 2,):
-        raise UserError(other)
+        raise UserError(message)
     if np.all(factors == 1):
         return None
     if not np.isfinite(factors).all() or not factors.max(initial=0) > 1:
-        raise UserError(other)
-    # Only the factor differs among Llama 3.1, 3.2 and 3.3; the lowest frequencies carry it whole.
+        raise UserError(message)
+    # Llama 3.1, 3.2 and 3.3 differ only in the factor, the divisor of the lowest frequencies.
     scaling = RopeScaling(
         factor=_decimal(factors.max()),
         low_freq_factor=1.0,
@@ -209,7 +221,7 @@ def _llama3_scaling(
     scaled = rotary_frequencies(dataclasses.replace(config, rope_scaling=scaling))
     expected = rotary_frequencies(config) / scaled
     if not np.allclose(factors, expected, rtol=1e-4):
-        raise UserError(other)
+        raise UserError(message)
     return scaling
 
 
@@ -223,7 +235,7 @@ def _hf_name(path: pathlib.Path, name: str) -> str:
 
 
 def _split_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Undoes GGUF's row order, which pairs row i of a head with row i + H/2."""
+    """Undoes GGUF's row order, which puts row i of a head next to row i + H/2."""
     outputs, inputs = weight.shape
     pairs = weight.reshape(heads, outputs // heads // 2, 2, inputs)
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(outputs, inputs)

@@ -1,9 +1,9 @@
-"""The header of a GGUF file: its metadata and its tensors' places, trusting nothing it says.
+"""Reads the header of a GGUF file, its metadata and its tensors' places, and trusts none of it.
 
-The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), little-endian: magic,
-version, the numbers of tensors and of metadata pairs, the pairs, a record for every tensor, then
-the tensors. The `gguf` package's own reader follows lengths beyond the end of the file and does not
-come back.
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) is little-endian: magic,
+version, the number of tensors, the number of metadata pairs, the pairs, a record for every tensor,
+then the tensors. The reader of the `gguf` package follows lengths beyond the end of the file and
+does not return.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from qerl_jax.errors import UserError
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_MAX_HEADER_BYTES = 32 << 20  # the vocabularies of today's models take 5 to 15 million
+_MAX_HEADER_BYTES = 32 << 20  # the vocabularies of current models take 5 to 15 million bytes
 _MAX_DIMENSIONS = 4
 _ALIGNMENT = "general.alignment"
 _U32, _U64 = gguf.GGUFValueType.UINT32, gguf.GGUFValueType.UINT64
@@ -47,11 +47,11 @@ class GgufTensor:
     """A tensor of a GGUF file.
 
     Attributes:
-        name: its name in the file.
-        kind: its number format.
-        shape: outputs first, as Hugging Face has it.
-        data: a view of the file: values where NumPy has the format, otherwise uint8 with the bytes
-            of a row in the last axis.
+        name: the name of the tensor in the file.
+        kind: the number format of the tensor.
+        shape: the shape in Hugging Face's order, outputs first.
+        data: a view of the file: the values where NumPy has the number format, otherwise uint8 with
+            the bytes of a row in the last axis.
     """
 
     name: str
@@ -61,7 +61,13 @@ class GgufTensor:
 
 
 def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """The metadata of a file and its tensors by name, as read-only views of a memory map.
+    """Reads the metadata of a file and maps its tensors.
+
+    Args:
+        path: the path of the file.
+
+    Returns:
+        The metadata, and the tensors by name as read-only views of a memory map.
 
     Raises:
         UserError: the file is missing, truncated or malformed.
@@ -77,18 +83,18 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GgufTenso
 
 
 class _MalformedError(Exception):
-    """What is wrong with the header."""
+    """An error in the header, which the message describes."""
 
 
 class _Cursor:
-    """Reads a header from front to back, never beyond its end."""
+    """Reads a header from front to back, but never beyond its end."""
 
     def __init__(self, data: np.ndarray):
         self.data = data
         self.position = 0
 
     def take(self, count: int, dtype: np.dtype) -> np.ndarray:
-        """The next `count` numbers."""
+        """Returns the next `count` numbers."""
         end = self.position + count * dtype.itemsize
         if end > min(self.data.size, _MAX_HEADER_BYTES):
             raise _MalformedError(
@@ -122,7 +128,7 @@ class _Cursor:
 
 def _scalar(kind: int) -> np.dtype:
     if kind not in _SCALARS:
-        raise _MalformedError(f"{kind} is no type of values")
+        raise _MalformedError(f"{kind} is not a value type")
     return _SCALARS[kind]
 
 
@@ -146,7 +152,7 @@ def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         raise _MalformedError(f"{_ALIGNMENT} is {alignment!r:.50}")
     start = -(-cursor.position // alignment) * alignment
     tensors: dict[str, GgufTensor] = {}
-    free = start  # tensors do not overlap
+    free = start  # first byte that no tensor uses yet: tensors do not overlap
     for name, kind, shape, offset in sorted(records, key=lambda record: record[3]):
         block, size = gguf.GGML_QUANT_SIZES[kind]
         *outer, inputs = shape
@@ -157,8 +163,8 @@ def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         end = begin + math.prod(outer) * row_bytes
         if begin < free or end > data.size or name in tensors:
             raise _MalformedError(
-                f"{name!r:.200} lies at bytes {begin} to {end}; the tensor before ends at {free}, "
-                f"the file at {data.size}"
+                f"{name!r:.200} lies at bytes {begin} to {end}; the tensor before it ends at "
+                f"{free}, the file at {data.size}"
             )
         free = end
         dtype = _DTYPES.get(kind, np.dtype(np.uint8))
@@ -172,7 +178,7 @@ def _parse(data: np.ndarray) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 def _record(
     cursor: _Cursor,
 ) -> tuple[str, gguf.GGMLQuantizationType, tuple[int, ...], int]:
-    """The name, number format, shape and offset of the next tensor."""
+    """Reads the name, number format, shape and offset of the next tensor."""
     name = cursor.string()
     dimensions = cursor.integer(_U32)
     if not 1 <= dimensions <= _MAX_DIMENSIONS:

@@ -1,4 +1,4 @@
-"""Reading the JSON files of a checkpoint."""
+"""Reads the JSON files of a checkpoint."""
 
 import json
 import pathlib
@@ -10,14 +10,14 @@ _MAX_BYTES = 16 << 20
 
 
 def read_object(path: pathlib.Path, *, remedy: str = "restore it") -> dict[str, Any]:
-    """The JSON object in a file.
+    """Reads the JSON object in a file.
 
     Args:
-        path: the file.
-        remedy: what to do where its folder does not have it.
+        path: the path of the file.
+        remedy: what to do if the file is missing, for the error message.
 
     Raises:
-        UserError: the file cannot be read, is too large, or holds anything else.
+        UserError: the file cannot be read, is too large, or does not hold a JSON object.
     """
     try:
         size = path.stat().st_size
@@ -31,10 +31,18 @@ def read_object(path: pathlib.Path, *, remedy: str = "restore it") -> dict[str, 
 
 
 def parse_object(path: pathlib.Path, text: bytes) -> dict[str, Any]:
-    """The JSON object in a part of a file; see `read_object`."""
+    """Parses a JSON object from bytes of a file.
+
+    Args:
+        path: the path of the file, named in errors.
+        text: the bytes that hold the object.
+
+    Raises:
+        UserError: the bytes do not hold a JSON object, or a key occurs twice in an object.
+    """
     try:
         value = json.loads(text, object_pairs_hook=_unique_keys)
-        # Escapes of half a character are valid JSON, and no text.
+        # JSON allows an escape for half a surrogate pair, which cannot be encoded as text.
         json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: malformed JSON: {first_line(error):.300}") from error

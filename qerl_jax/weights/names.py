@@ -1,4 +1,4 @@
-"""Our parameter tree and Hugging Face's tensor names, for loading, exporting and adapters."""
+"""Hugging Face's tensor names for the parameter tree, used by loading, exports and adapters."""
 
 from collections.abc import Collection
 
@@ -15,7 +15,7 @@ _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", *HEAD_NORMS)
 
 
 def layer_module(layer: int, module: str) -> str:
-    """The path of a layer's projection or norm, as 'model.layers.0.self_attn.q_proj'."""
+    """Returns the path of a layer's projection or norm, as 'model.layers.0.self_attn.q_proj'."""
     if module in LAYER_NORMS:
         return f"model.layers.{layer}.{module}"
     block = "self_attn" if module in _ATTENTION else "mlp"
@@ -23,24 +23,25 @@ def layer_module(layer: int, module: str) -> str:
 
 
 def peft_tensor(layer: int, projection: str, matrix: str) -> str:
-    """PEFT's name of an adapter matrix; `matrix` is 'a' ([R, K]) or 'b' ([N, R])."""
+    """Returns PEFT's name of an adapter matrix; `matrix` is 'a' ([R, K]) or 'b' ([N, R])."""
     return f"base_model.model.{layer_module(layer, projection)}.lora_{matrix.upper()}.weight"
 
 
 def peft_norm(layer: int, norm: str) -> str:
-    """PEFT's name of a layer's norm that is trained beside an adapter."""
+    """Returns PEFT's name of a layer's norm that is trained together with an adapter."""
     return f"base_model.model.{layer_module(layer, norm)}.weight"
 
 
 def expected_shapes(
     config: ModelConfig, *, packed: Collection[str] = ()
 ) -> dict[str, tuple[int, ...]]:
-    """Every tensor of a checkpoint and its shape.
+    """Returns the shape of every tensor of a checkpoint by its name.
 
     Args:
         config: the architecture.
-        packed: the modules that are stored as compressed-tensors' NVFP4: weight_packed [N, K/2],
-            weight_scale [N, K/16] and weight_global_scale [1] instead of weight [N, K].
+        packed: names of the modules that are stored in the NVFP4 of compressed-tensors, as
+            weight_packed [N, K/2], weight_scale [N, K/16] and weight_global_scale [1] instead of
+            weight [N, K].
     """
     shapes: dict[str, tuple[int, ...]] = {
         EMBED: (config.vocab_size, config.embed_dim),

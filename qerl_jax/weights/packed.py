@@ -1,19 +1,18 @@
-"""Projections in NVFP4 as checkpoints store them, of llm-compressor and of NVIDIA's ModelOpt.
+"""Reads NVFP4 projections from checkpoints of llm-compressor and of NVIDIA's ModelOpt.
 
-A projection [N, K] is three tensors:
+A projection [N, K] is stored as three tensors:
 
-    llm-compressor (compressed-tensors)    ModelOpt
+    llm-compressor (compressed-tensors)    ModelOpt         meaning
     weight_packed        uint8 [N, K/2]    weight           two codes a byte, the even column low
-    weight_scale       f8e4m3 [N, K/16]    weight_scale     the scale of 16 inputs
-    weight_global_scale      f32 [1]       weight_scale_2   of the tensor: a divisor, in ModelOpt
-                                                            a multiplier (f32, no axes)
+    weight_scale       f8e4m3 [N, K/16]    weight_scale     one scale for 16 inputs
+    weight_global_scale      f32 [1]       weight_scale_2   one scale for the tensor: a divisor, but
+                                                            a multiplier in ModelOpt (f32, no axes)
 
-ModelOpt's are renamed when a checkpoint is opened, and its multiplier becomes the divisor
-float32(1 / x). A weight then differs from ModelOpt's own dequantisation by at most 2e-7 of itself;
-after rounding to bfloat16, hardly one tensor in 10,000 holds any that differs.
+ModelOpt's tensors are renamed when a checkpoint is opened, and the multiplier becomes the divisor
+float32(1 / x). A weight then differs from ModelOpt's own dequantization by at most 2e-7 of its
+value; after rounding to bfloat16, hardly one tensor in 10,000 holds a weight that differs.
 
-Scales of activations and of a quantised KV cache belong to engines that use them: the policy reads
-such checkpoints as weights alone.
+The policy ignores scales of activations and of a quantized KV cache: it quantizes weights alone.
 """
 
 import pathlib
@@ -29,25 +28,28 @@ from qerl_jax.weights import json_file
 
 COMPRESSED_TENSORS = "compressed-tensors"
 MODELOPT = "modelopt"
-# Activation scales of both, and the KV cache scales of both.
+# Scales of activations and of the KV cache in both layouts; the policy does not use them.
 UNUSED = (".input_global_scale", ".input_scale", ".k_scale", ".v_scale")
 
 _PARAMETERS = ("weight_packed", "weight_scale", "weight_global_scale")
 _MODELOPT_FILE = "hf_quant_config.json"
 _MODELOPT_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
-_LARGEST_SCALE_BYTE = 0x7E  # 448; above lie NaN and the negative numbers
+_LARGEST_SCALE_BYTE = 0x7E  # 448; larger bytes are NaN and the negative numbers
 _LARGEST_PRODUCT = np.float32(448 * 6)
 
 
 def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
-    """How the projections of a folder are stored: COMPRESSED_TENSORS, MODELOPT, or None for dense.
+    """Tells how the projections of a model folder are stored.
 
     Args:
-        folder: holds hf_quant_config.json if an older ModelOpt made it.
-        hf: its config.json.
+        folder: model folder; an older ModelOpt writes hf_quant_config.json into it.
+        hf: the contents of the folder's config.json.
+
+    Returns:
+        COMPRESSED_TENSORS, MODELOPT, or None where the weights are dense.
 
     Raises:
-        UserError: they are quantised in a way that is not supported; the message names it.
+        UserError: the weights are quantized in a way that is not supported; the message names it.
     """
     found = hf.get("quantization_config")
     if found is None and (folder / _MODELOPT_FILE).exists():
@@ -69,9 +71,9 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
         unusual = [key for key in ("sparsity_config", "transform_config") if _is_set(found, key)]
     if not supported:
         raise UserError(
-            f"{folder}: weights quantised by {method!r:.50} as {scheme!r:.50} are not supported; "
+            f"{folder}: weights quantized by {method!r:.50} as {scheme!r:.50} are not supported; "
             "supported: 'compressed-tensors' as 'nvfp4-pack-quantized', 'modelopt' as "
-            f"{' or '.join(map(repr, _MODELOPT_ALGORITHMS))}, or unquantised weights"
+            f"{' or '.join(map(repr, _MODELOPT_ALGORITHMS))}, or unquantized weights"
         )
     unusual += _unusual_groups(found.get("config_groups"))
     if unusual:
@@ -85,7 +87,7 @@ def _is_set(found: Mapping[str, Any], key: str) -> bool:
 
 
 def _unusual_groups(groups: Any) -> list[str]:
-    """What the groups of a quantization_config ask for beyond 4-bit weights in blocks of 16."""
+    """Lists the groups of a quantization_config that are not 4-bit weights in blocks of 16."""
     if groups is None:
         return []
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
@@ -100,10 +102,14 @@ def _unusual_groups(groups: Any) -> list[str]:
 
 
 def from_modelopt(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors of a ModelOpt checkpoint as compressed-tensors would name them.
+    """Returns the tensors of a ModelOpt checkpoint under the names of compressed-tensors.
+
+    Args:
+        folder: model folder, named in errors.
+        tensors: tensors of the checkpoint by name.
 
     Raises:
-        UserError: a weight_scale_2 is no positive float32.
+        UserError: a weight_scale_2 is not a single float32.
     """
     suffix = ".weight_scale_2"
     modules = {name.removesuffix(suffix) for name in tensors if name.endswith(suffix)}
@@ -126,7 +132,11 @@ def from_modelopt(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> di
 
 
 def packed_modules(tensors: Collection[str]) -> frozenset[str]:
-    """The modules of which a checkpoint in compressed-tensors' names holds packed weights."""
+    """Returns the names of the modules whose weights a checkpoint holds packed.
+
+    Args:
+        tensors: names of the checkpoint's tensors, as compressed-tensors writes them.
+    """
     return frozenset(
         module
         for module, _, parameter in (name.rpartition(".") for name in tensors)
@@ -137,15 +147,16 @@ def packed_modules(tensors: Collection[str]) -> frozenset[str]:
 def read(
     folder: pathlib.Path, tensors: Mapping[str, np.ndarray], modules: Sequence[str]
 ) -> QuantTensor:
-    """The stored bytes of one fused group, each row with its projection's divisor.
+    """Reads the stored bytes of one fused group of projections.
 
     Args:
-        folder: named in errors.
-        tensors: those of the checkpoint in compressed-tensors' names, their shapes checked.
-        modules: the projections that are stacked, for example q, k and v of a layer.
+        folder: model folder, named in errors.
+        tensors: tensors of the checkpoint under the names of compressed-tensors, with checked
+            shapes.
+        modules: names of the projections that are stacked, for example q, k and v of a layer.
 
     Returns:
-        A QuantTensor of NumPy arrays.
+        A QuantTensor of NumPy arrays; each row has the global scale of its projection.
 
     Raises:
         UserError: a dtype is wrong, or a scale is negative or not finite.

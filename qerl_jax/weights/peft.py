@@ -20,7 +20,7 @@ from qerl_jax.weights.staging import make_readable, staged_folder
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 _LARGEST_ALPHA = 1e6
-# What PEFT can say about an adapter beyond our options, at the only value that we write and read.
+# Options of PEFT beyond those of `LoraConfig`, with the only value that is written and read here.
 _PLAIN = {
     "peft_type": "LORA",
     "bias": "none",
@@ -37,13 +37,13 @@ def save_peft_adapter(
 ) -> None:
     """Writes an adapter folder: adapter_config.json and adapter_model.safetensors (float32).
 
-    The folder appears complete or not at all; one that exists is replaced, by two renames.
+    The folder appears complete or not at all. An existing folder is replaced by two renames.
 
     Args:
-        folder: where to; its parents are made.
-        trainable: the adapter, and the norms where they are trained too (PEFT's modules_to_save).
+        folder: target path; missing parents are created.
+        trainable: the adapter and, where they are trained too, the norms (PEFT's modules_to_save).
         lora_config: the adapter's options.
-        base_model: hub id or path of the base, for base_model_name_or_path.
+        base_model: hub id or path of the base model, written as base_model_name_or_path.
 
     Raises:
         UserError: the folder cannot be written, for example because the disk is full.
@@ -55,7 +55,14 @@ def save_peft_adapter(
 def fill_peft_adapter(
     folder: pathlib.Path, trainable: Trainable, lora_config: LoraConfig, *, base_model: str
 ) -> None:
-    """Writes the files of an adapter into an empty folder, see `save_peft_adapter`."""
+    """Writes the files of an adapter into an empty folder.
+
+    Args:
+        folder: existing empty folder.
+        trainable: the adapter and, where they are trained too, the norms.
+        lora_config: the adapter's options.
+        base_model: hub id or path of the base model, written as base_model_name_or_path.
+    """
     assert trainable.lora is not None, "where every parameter is trained there is no adapter"
     tensors = {
         names.peft_tensor(layer, projection, matrix): value
@@ -76,10 +83,16 @@ def fill_peft_adapter(
 
 
 def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
-    """The options of an adapter folder and its base, the hub id or path that it was trained on.
+    """Reads the options of an adapter folder.
+
+    Args:
+        folder: folder that holds adapter_config.json.
+
+    Returns:
+        The options, and the hub id or path of the base model ('' where the file names none).
 
     Raises:
-        UserError: adapter_config.json cannot be read, or asks for what is not supported.
+        UserError: adapter_config.json cannot be read, or an option is not supported.
     """
     folder = pathlib.Path(folder)
     stored = _read_config(folder)
@@ -107,16 +120,19 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
 def load_peft_adapter(
     folder: pathlib.Path | str, config: ModelConfig, lora_config: LoraConfig
 ) -> Trainable:
-    """Reads an adapter folder: the adapter, and the norms of the layers if they are in it.
+    """Reads an adapter folder: the adapter and, if the folder holds them, the norms of the layers.
 
     Args:
-        folder: holds adapter_config.json and adapter_model.safetensors.
-        config: the architecture of the base.
+        folder: folder with adapter_config.json and adapter_model.safetensors.
+        config: the architecture of the base model.
         lora_config: the options that the adapter must have.
 
+    Returns:
+        The trained part of a policy, in float32.
+
     Raises:
-        UserError: the folder cannot be read, or the adapter differs from what is asked for; the
-            message lists the differing fields.
+        UserError: the folder cannot be read, or the adapter does not have the requested options;
+            the message lists the differing fields.
     """
     folder = pathlib.Path(folder)
     stored = _read_config(folder)
@@ -154,7 +170,7 @@ def _peft_config(lora_config: LoraConfig, base_model: str, *, norms: bool) -> di
         "base_model_name_or_path": base_model,
         "inference_mode": True,
         "init_lora_weights": True,
-        # PEFT and vLLM declare it an integer.
+        # PEFT and vLLM declare lora_alpha as an integer.
         "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
         "lora_dropout": 0.0,
         "modules_to_save": list(names.LAYER_NORMS) if norms else None,
@@ -168,7 +184,7 @@ def _peft_config(lora_config: LoraConfig, base_model: str, *, norms: bool) -> di
 def _read_config(folder: pathlib.Path) -> dict[str, Any]:
     return json_file.read_object(
         folder / CONFIG_FILE,
-        remedy="pass a folder as PEFT saves one, of a run its adapter or best_adapter",
+        remedy="pass a folder that PEFT saved, or adapter or best_adapter of a run folder",
     )
 
 
@@ -206,7 +222,7 @@ def _check_config(folder: pathlib.Path, stored: dict[str, Any], lora_config: Lor
 def _take(
     folder: pathlib.Path, tensors: dict[str, np.ndarray], name: str, shape: tuple[int, ...]
 ) -> jax.Array:
-    """Removes one tensor from those still to be used and returns it in float32."""
+    """Removes one tensor from `tensors` and returns it in float32."""
     if name not in tensors:
         raise UserError(f"{folder}: {WEIGHTS_FILE} lacks '{name}'")
     tensor = tensors.pop(name)

@@ -1,4 +1,4 @@
-"""From a checkpoint in 16 bits to one in NVFP4, a layer at a time."""
+"""Turns a 16-bit checkpoint into an NVFP4 checkpoint, one layer at a time."""
 
 import dataclasses
 import pathlib
@@ -20,12 +20,12 @@ _BFLOAT16 = DTYPES["bfloat16"]
 
 @dataclasses.dataclass(frozen=True)
 class PackedLayer:
-    """A quantised layer.
+    """A quantized layer.
 
     Attributes:
-        arrays: the layer of the parameter tree in NumPy, its projections packed.
-        errors: what rounding changed in each projection, relative to it (root mean squares): in
-            its weight, or where it was calibrated in its outputs on the text.
+        arrays: the layer of the parameter tree as NumPy arrays, its projections packed.
+        errors: relative error (ratio of root mean squares) that rounding caused in each
+            projection: in its weight, or in its outputs on the text where it was calibrated.
     """
 
     arrays: dict
@@ -33,29 +33,38 @@ class PackedLayer:
 
 
 def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
-    """The layers of a checkpoint rounded to the nearest NVFP4 numbers, as llm-compressor does.
+    """Rounds the layers of a checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
+
+    Args:
+        checkpoint: the model, with weights that are not packed.
+
+    Returns:
+        An iterator over the quantized layers in order.
 
     Raises:
-        UserError: a weight cannot be quantised.
+        UserError: a weight cannot be quantized.
     """
 
     def read(layer: int) -> PackedLayer:
         dense = read_layer(checkpoint, layer, format="bf16", dtype=_BFLOAT16)
         return pack_layer(checkpoint, layer, dense)
 
-    return each_layer(read, checkpoint.config.num_layers, label="quantising")
+    return each_layer(read, checkpoint.config.num_layers, label="quantizing")
 
 
 def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
-    """Quantises the projections of a layer.
+    """Quantizes the projections of a layer.
 
     Args:
-        checkpoint: what the layer comes from.
-        layer: its number.
-        dense: its NumPy arrays; the projections are rounded to bfloat16 first.
+        checkpoint: the checkpoint of the layer.
+        layer: number of the layer, named in errors.
+        dense: NumPy arrays of the layer; the projections are rounded to bfloat16 first.
+
+    Returns:
+        The layer, with its errors measured on the weights.
 
     Raises:
-        UserError: a weight cannot be quantised.
+        UserError: a weight cannot be quantized.
     """
     shapes = projection_shapes(checkpoint.config)
     arrays, errors = dict(dense), {}
@@ -75,7 +84,7 @@ def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
 
 @jax.jit
 def _squares(weight: jax.Array, packed: QuantTensor) -> tuple[jax.Array, jax.Array]:
-    """The sums of squares of the rows [N] of what rounding changed, and of the weight."""
+    """Returns the sums of squares over each row [N] of the rounding error and of the weight."""
     weight = weight.astype(jnp.float32)
     changed = weight - dequantize(packed, jnp.float32)
     return jnp.sum(changed**2, axis=1), jnp.sum(weight**2, axis=1)
@@ -90,16 +99,16 @@ def write_packed(
 ) -> list[dict[str, float]]:
     """Writes an NVFP4A16 checkpoint as llm-compressor does; it appears complete or not at all.
 
-    No more than a file's worth of it is in memory at a time, beside the embedding and a few layers.
+    Memory holds the tensors of at most one file, the embedding and a few layers.
 
     Args:
-        folder: where to; must not exist, or be empty.
-        checkpoint: what the layers come from; the rest is copied from it in bfloat16.
-        layers: its quantised layers in order.
-        max_shard_bytes: see `write_checkpoint`.
+        folder: target path; must not exist or be an empty folder.
+        checkpoint: the checkpoint of the layers; all other tensors are copied from it in bfloat16.
+        layers: the quantized layers in order.
+        max_shard_bytes: largest number of tensor bytes in one file, as in `write_checkpoint`.
 
     Returns:
-        The errors of each layer's projections.
+        For every layer the error of each projection.
 
     Raises:
         UserError: the folder exists or cannot be written, or values are not finite.

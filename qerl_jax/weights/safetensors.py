@@ -1,9 +1,9 @@
-"""Reading safetensors files through a memory map, trusting nothing that their header says.
+"""Reads safetensors files through a memory map, without trusting their headers.
 
-The format (https://huggingface.co/docs/safetensors): eight bytes of header length, a JSON header
-with the dtype, shape and byte range of every tensor, then the bytes. The `safetensors` package has
-no FP8 in NumPy; here every dtype that ml_dtypes knows is read, and nothing is read before it is
-used.
+The format (https://huggingface.co/docs/safetensors) is eight bytes of header length, a JSON header
+with the dtype, shape and byte range of every tensor, then the bytes. The NumPy reader of the
+`safetensors` package does not support FP8; this module reads every dtype that ml_dtypes provides,
+and reads no tensor before it is used.
 """
 
 import math
@@ -18,7 +18,7 @@ from qerl_jax.weights import json_file
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-_MAX_HEADER_BYTES = 8 << 20  # the headers of large models take some hundred thousand
+_MAX_HEADER_BYTES = 8 << 20  # the headers of large models take some hundred thousand bytes
 _MAX_DIMENSIONS = 8
 _DTYPES = {
     "BOOL": np.bool_,
@@ -41,10 +41,17 @@ _DTYPES = {
 
 
 def read_file(path: pathlib.Path | str) -> dict[str, np.ndarray]:
-    """The tensors of one file as read-only views of a memory map, in the order of their bytes.
+    """Maps the tensors of one file.
+
+    Args:
+        path: the path of the file.
+
+    Returns:
+        Read-only views of a memory map by tensor name, in the order of their bytes.
 
     Raises:
-        UserError: the file is missing, truncated or malformed; nothing was allocated by then.
+        UserError: the file is missing, truncated or malformed; the error comes before any memory
+            is allocated for a tensor.
     """
     path = pathlib.Path(path)
     try:
@@ -62,7 +69,13 @@ def read_file(path: pathlib.Path | str) -> dict[str, np.ndarray]:
 
 
 def read_folder(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
-    """The tensors of a Hugging Face folder, in one file or in shards with an index.
+    """Maps the tensors of a Hugging Face folder, in one file or in shards with an index.
+
+    Args:
+        folder: path of the folder.
+
+    Returns:
+        Read-only views of memory maps by tensor name.
 
     Raises:
         UserError: a file is missing, malformed or outside the folder, or the index does not
@@ -80,9 +93,9 @@ def read_folder(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
 
 
 def _header(path: pathlib.Path, data: np.ndarray) -> tuple[dict[str, tuple], int]:
-    """The validated entries {name: (dtype, shape, begin, end)} and where the tensors start."""
+    """Returns validated entries {name: (dtype, shape, begin, end)} and the first tensor byte."""
     if data.size < 8:
-        raise UserError(f"{path}: truncated: {data.size} bytes are no safetensors file")
+        raise UserError(f"{path}: truncated: {data.size} bytes are too few for a safetensors file")
     length = int.from_bytes(data[:8].tobytes(), "little")
     if length > _MAX_HEADER_BYTES:
         raise UserError(
@@ -160,7 +173,8 @@ def _read_shards(folder: pathlib.Path) -> dict[str, np.ndarray]:
         raise UserError(f"{path}: malformed: 'weight_map' must map tensor names to file names")
     tensors: dict[str, np.ndarray] = {}
     for file in sorted(set(weight_map.values())):
-        # Compared as written: the files of a hub cache are links to outside the folder.
+        # Names are checked as written and links are not resolved, because the files of a hub cache
+        # are links to another folder.
         if pathlib.PurePath(file).is_absolute() or ".." in pathlib.PurePath(file).parts:
             raise UserError(f"{path}: the shard {file!r:.200} lies outside the folder")
         if not os.path.exists(folder / file):

@@ -1,7 +1,7 @@
-"""Checkpoints in Hugging Face's layout, which transformers and vLLM read.
+"""Checkpoints out: writes folders in Hugging Face's layout, which transformers and vLLM read.
 
-A checkpoint is a folder of safetensors files and their companions: config.json, the tokenizer, the
-generation config. Tensors go from the parameter tree to the file a layer at a time.
+A checkpoint is a folder of safetensors files and their companions: config.json, the tokenizer and
+the generation config. Tensors go from the parameter tree to the file one layer at a time.
 """
 
 import json
@@ -24,8 +24,8 @@ from qerl_jax.weights.safetensors import INDEX_FILE, SINGLE_FILE
 from qerl_jax.weights.staging import make_readable, staged_folder
 
 SHARD_BYTES = 5_000_000_000
-# What llm-compressor writes into config.json for its scheme NVFP4A16: 4-bit weights in blocks of
-# 16, activations as they are.
+# The entry that llm-compressor writes into config.json for its scheme NVFP4A16: 4-bit weights in
+# blocks of 16, activations not quantized.
 QUANTIZATION_CONFIG: dict[str, Any] = {
     "config_groups": {
         "group_0": {
@@ -54,7 +54,7 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
-# Copied from the folder that a model came from.
+# Files that are copied from the folder from which a model was loaded.
 _COMPANIONS = (
     "generation_config.json",
     "tokenizer.json",
@@ -78,15 +78,16 @@ def write_checkpoint(
 ) -> None:
     """Writes a checkpoint folder; it appears complete or not at all.
 
-    The tensors are taken one by one; at most one shard of them is in memory.
+    The tensors are taken one by one; at most the tensors of one shard are in memory.
 
     Args:
-        folder: where to; must not exist, or be empty, unless it is to be replaced.
-        tensors: names and arrays, each name once.
-        files: the companions by file name.
-        max_shard_bytes: what a file may hold. All in one make model.safetensors, more make
-            model-00001-of-0000N.safetensors and so on, with an index.
-        replace: take the place of a folder that exists.
+        folder: target path; must not exist or be an empty folder, unless `replace` is set.
+        tensors: pairs of a name and an array, each name once.
+        files: contents of the companions by file name.
+        max_shard_bytes: largest number of tensor bytes in one file. A single file is called
+            model.safetensors; several are called model-00001-of-0000N.safetensors and so on, and
+            have an index.
+        replace: whether to take the place of an existing folder.
 
     Raises:
         UserError: the folder exists or cannot be written, for example because the disk is full.
@@ -102,7 +103,14 @@ def fill_checkpoint(
     files: Mapping[str, bytes],
     max_shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes the files of a checkpoint into an empty folder, see `write_checkpoint`."""
+    """Writes the files of a checkpoint into an empty folder.
+
+    Args:
+        folder: existing empty folder.
+        tensors: pairs of a name and an array, as in `write_checkpoint`.
+        files: contents of the companions by file name.
+        max_shard_bytes: largest number of tensor bytes in one file, as in `write_checkpoint`.
+    """
     shards: list[list[str]] = []
     pending: dict[str, np.ndarray] = {}
     pending_bytes = total_bytes = 0
@@ -122,17 +130,20 @@ def fill_checkpoint(
 def checkpoint_tensors(
     params: Mapping[str, Any], config: ModelConfig, *, dtype: str = "bfloat16"
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of a checkpoint under Hugging Face's names, fused projections split.
+    """Yields the tensors of a checkpoint under Hugging Face's names, fused projections split.
 
-    Packed projections come out as compressed-tensors' weight_packed [N, K/2], weight_scale
-    [N, K/16] and weight_global_scale [1], the bytes as they lie in the tree; those of other formats
-    than NVFP4 come out dequantised. A tied head is absent.
+    NVFP4 projections keep their bytes and get the names of compressed-tensors: weight_packed
+    [N, K/2], weight_scale [N, K/16] and weight_global_scale [1]. Projections packed in another
+    format are dequantized. A tied head is left out.
 
     Args:
         params: the parameter tree, on the device or in NumPy; `layers` may be an iterator, which
-            is then taken layer by layer.
+            is consumed layer by layer.
         config: the architecture.
-        dtype: 'bfloat16' or 'float32', of everything that is not packed.
+        dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
+
+    Yields:
+        Pairs of a name and a NumPy array.
     """
     wanted = DTYPES[dtype]
     yield names.EMBED, _dense(params["embed_tokens"], wanted)
@@ -150,19 +161,23 @@ def companion_files(
     ignore: Sequence[str] = (),
     dtype: str = "bfloat16",
 ) -> dict[str, bytes]:
-    """The files beside the tensors: config.json, generation_config.json, tokenizer, chat template.
+    """Returns the companions of a checkpoint: config.json, generation_config.json, the tokenizer.
 
-    Those of a folder are copied as they are, but for what config.json says about the number format;
-    a folder without a tokenizer is exported without one. For a GGUF file they are written anew.
+    The files of a model folder are copied as they are; only the number format in config.json is
+    adapted. A folder without a tokenizer is exported without one. For a GGUF file all companions
+    are generated.
 
     Args:
         model: the model that is exported.
-        packed: its projections are NVFP4.
-        ignore: projections that are not, see `names.layer_module`.
-        dtype: what the other tensors are stored in, see `checkpoint_tensors`.
+        packed: whether the projections are exported in NVFP4.
+        ignore: names of the projections that stay dense, as `names.layer_module` writes them.
+        dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
+
+    Returns:
+        Contents by file name.
     """
     if not model.path.is_dir():
-        assert model.tokenizer is not None, "only a folder can be without"
+        assert model.tokenizer is not None, "only a folder can lack a tokenizer"
         return tokenizer_lib.to_files(model.tokenizer) | {
             "config.json": _config_json(
                 to_hf_config(model.config) | tokenizer_lib.token_ids(model.tokenizer),
@@ -182,14 +197,14 @@ def companion_files(
 
 
 def _write_shard(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> list[str]:
-    """Writes one file and returns the names in it."""
+    """Writes one file and returns the names of its tensors."""
     save_file(tensors, path, metadata={"format": "pt"})
     make_readable(path)
     return list(tensors)
 
 
 def _name_shards(folder: pathlib.Path, shards: list[list[str]], total_bytes: int) -> None:
-    """Gives the files their names, which tell how many there are, and writes the index."""
+    """Gives the files their final names, which hold the number of files, and writes the index."""
     if len(shards) == 1:
         (folder / "0").rename(folder / SINGLE_FILE)
         return
@@ -234,12 +249,13 @@ def _dense(value: Any, dtype: np.dtype) -> np.ndarray:
 
 
 def _describes(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
-    """Whether a config.json already says what is exported."""
+    """Tells whether a config.json already describes what is exported."""
     stored = hf.get("dtype", hf.get("torch_dtype"))
     quantization = hf.get("quantization_config")
     if not packed:
         return quantization is None and stored == dtype
-    # A checkpoint that also quantised activations does not: here they stay as they are.
+    # A config that asks for quantized activations does not describe an export: only weights are
+    # quantized.
     return stored == dtype and _weights_alone(quantization)
 
 
@@ -258,7 +274,7 @@ def _weights_alone(quantization: Any) -> bool:
 def _config_json(
     hf: Mapping[str, Any], *, packed: bool, ignore: Sequence[str], dtype: str
 ) -> bytes:
-    # transformers 5 renamed torch_dtype, and reads both.
+    # transformers 5 renamed torch_dtype to dtype, and reads both.
     key = "dtype" if "dtype" in hf else "torch_dtype"
     written = {**hf, key: dtype}
     written.pop("quantization_config", None)

@@ -13,7 +13,10 @@ from qerl_jax.errors import UserError
 
 
 def check_free(folder: pathlib.Path | str) -> None:
-    """Refuses a target that exists: nothing that is there is ever overwritten.
+    """Refuses a target that exists, so that nothing is ever overwritten.
+
+    Args:
+        folder: target path; an empty folder is accepted.
 
     Raises:
         UserError: the path is taken by a file or by a folder that is not empty.
@@ -27,14 +30,14 @@ def check_free(folder: pathlib.Path | str) -> None:
 
 @contextlib.contextmanager
 def staged_folder(folder: pathlib.Path | str, *, replace: bool = False) -> Generator[pathlib.Path]:
-    """Yields an empty folder beside `folder`, which takes its place when the block ends well.
+    """Yields an empty folder beside `folder`, which becomes `folder` when the block succeeds.
 
-    When the block raises, what it wrote is removed. What a killed process left is removed by the
-    next one that writes to the same place.
+    When the block raises, its files are removed. The files of a killed process are removed by the
+    next process that writes to the same place.
 
     Args:
-        folder: where to; its parents are made.
-        replace: take the place of a folder that exists, by two renames, instead of refusing it.
+        folder: target path; missing parents are created.
+        replace: whether to replace an existing folder, by two renames, instead of refusing it.
 
     Raises:
         UserError: the target exists, another process writes to it, or the disk is full or broken.
@@ -60,13 +63,16 @@ def staged_folder(folder: pathlib.Path | str, *, replace: bool = False) -> Gener
 
 
 def make_readable(path: pathlib.Path) -> None:
-    """Lets those read a file who may read its folder; safetensors makes it for the owner alone."""
+    """Gives a file the read and write permissions of its folder.
+
+    safetensors creates files that only their owner can read.
+    """
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 @contextlib.contextmanager
 def _claimed(scratch: pathlib.Path) -> Generator[None]:
-    """Holds an empty scratch folder, locked, and removes it in the end."""
+    """Creates and locks an empty scratch folder, and removes it in the end."""
     scratch.mkdir(exist_ok=True)
     descriptor = os.open(scratch, os.O_RDONLY)
     try:
@@ -77,7 +83,7 @@ def _claimed(scratch: pathlib.Path) -> Generator[None]:
             f"{scratch} is in use: another process writes there; wait for it"
         ) from error
     try:
-        for path in scratch.iterdir():  # of a process that was killed
+        for path in scratch.iterdir():  # left by a process that was killed
             shutil.rmtree(path)
         yield
     finally:

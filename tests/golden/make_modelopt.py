@@ -1,11 +1,11 @@
-"""Writes modelopt_*/: tiny NVFP4 checkpoints made by NVIDIA's ModelOpt, and what they decode to.
+"""Writes modelopt_*/: tiny NVFP4 checkpoints of NVIDIA's ModelOpt, and their dequantized weights.
 
 Each folder is a checkpoint as ModelOpt exports it (config.json, hf_quant_config.json,
-model.safetensors) of the bfloat16 model in nvfp4_*/source_bf16.safetensors, with a tokenizer and
-expected.safetensors: every projection as ModelOpt dequantises it, in float32 and under its own
+model.safetensors) from the bfloat16 model in nvfp4_*/source_bf16.safetensors, with a tokenizer and
+expected.safetensors: every projection as ModelOpt dequantizes it, in float32 and under its own
 name, `ids` [T], and the float32 `logits` [T, V] that transformers computes from these weights.
 
-- modelopt_qwen2: tied; 4-bit activations (their input_scale is stored) and an FP8 KV cache.
+- modelopt_qwen2: tied head; 4-bit activations (their input_scale is stored) and an FP8 KV cache.
 - modelopt_qwen3: 4-bit activations; the MLP of layer 1 is excluded and stays in bfloat16.
 - modelopt_llama: weights alone.
 
@@ -38,7 +38,7 @@ RECIPES = {
 
 
 def write_source(folder, name):
-    """The bfloat16 model that the NVFP4 goldens of llm-compressor were made from."""
+    """Writes the bfloat16 model from which the NVFP4 goldens of llm-compressor were made."""
     config = json.loads((HERE / f"nvfp4_{name}" / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
@@ -47,7 +47,7 @@ def write_source(folder, name):
 
 
 def dequantized(tensors):
-    """Every packed projection as ModelOpt dequantises it."""
+    """Returns every packed projection as ModelOpt dequantizes it."""
     weights = {}
     for name, scale_2 in tensors.items():
         if not name.endswith(".weight_scale_2"):

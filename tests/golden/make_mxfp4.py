@@ -1,14 +1,14 @@
 """Writes mxfp4.npz: torchao's MXFP4, and the scales that compressed-tensors chooses instead.
 
-`source` is a weight [N, K] as the bits of bfloat16: random ones of several sizes, a block of zeros,
-and three rows in which every significand occurs at every exponent that a block's scale leaves
-different from zero, and every significand is the largest of a block. torchao's `to_mx` with the
-floor rule is OCP Microscaling v1.0 as it is written (section 6.3): `packed` uint8 [N, K/2],
-`scales` uint8 [N, K/32], the bits of E8M0, and `values` float32 [N, K], what they mean.
-`compressed_tensors` [N, K/32] are the scales of compressed-tensors' `generate_mx_scales`.
+`source` is a weight [N, K] as the bits of bfloat16: random numbers of several sizes, a block of
+zeros, and three rows that hold every significand at every exponent that does not become zero under
+a block's scale, and every significand as the largest of a block. torchao's `to_mx` with the floor
+rule follows the text of OCP Microscaling v1.0 (section 6.3) and gives `packed` uint8 [N, K/2],
+`scales` uint8 [N, K/32], the bits of E8M0, and `values` float32 [N, K], the dequantized weight.
+`compressed_tensors` [N, K/32] holds the scales of compressed-tensors' `generate_mx_scales`.
 
-torchao divides by 2^-126 where it stores the scale 2^-127; the source is larger than that. It keeps
-the sign of a negative zero; the source has none.
+torchao divides by 2^-126 where it stores the scale 2^-127; the source is larger than that. torchao
+keeps the sign of a negative zero; the source has no negative zero.
 
 Needs Python 3.11, torch==2.13.0 (CPU), torchao==0.18.0, compressed-tensors==0.19.0, numpy:
 
@@ -27,12 +27,13 @@ BLOCK = 32
 
 
 def weights():
-    """bfloat16 [27, 50 BLOCK]."""
+    """Returns bfloat16 weights [27, 50 BLOCK]."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(24, 50 * BLOCK, generator=generator) * torch.logspace(-30, 30, 24)[:, None]
     drawn[0, :BLOCK] = 0
     significands = 1 + torch.arange(128) / 128
-    # A sixteenth of the largest power of two is a quarter of its scale: smaller ones become zero.
+    # The scale is a quarter of the largest power of two. A sixteenth of that power is a quarter of
+    # the scale, and smaller numbers become zero.
     values = (significands * 2.0 ** -torch.arange(6)[:, None]).reshape(-1)
     values = torch.cat([values, -values, torch.zeros(50 * (BLOCK - 1) - 2 * len(values))])
     peaks = significands.repeat(2)[: 3 * 50].reshape(3, 50, 1)

@@ -1,13 +1,13 @@
-"""Writes nf4.npz: the bytes and the values of bitsandbytes' NF4 without double quantisation.
+"""Writes nf4.npz: the bytes and the values of bitsandbytes' NF4 without double quantization.
 
-For each NAME, `NAME.source` is a weight [N, K] as the bits of bfloat16, `NAME.packed` uint8 [N K/2]
-and `NAME.absmax` float32 [N K/64] what `quantize_4bit` makes of it on a CPU, and `NAME.float32`
-and `NAME.bfloat16` (as bits) what `dequantize_4bit` makes of those:
+For each NAME below, `NAME.source` is a weight [N, K] as the bits of bfloat16. `NAME.packed` uint8
+[N K/2] and `NAME.absmax` float32 [N K/64] are the results of `quantize_4bit` on a CPU, and
+`NAME.float32` and `NAME.bfloat16` (as bits) are the results of `dequantize_4bit`:
 
-    weights   random ones of several sizes, blocks of zeros, of negative zeros, of subnormal numbers
+    weights   random numbers of several sizes; blocks of zeros, negative zeros and subnormal numbers
     ratios    every significand over every significand, at the exponents that reach a decision
-              bound, both signs: all that a weight of bfloat16 can be relative to its block's
-              largest (without values, which would be large)
+              bound, with both signs: all possible ratios of a bfloat16 weight to the largest of its
+              block (without values, which would be large)
 
 Needs Python 3.11, torch==2.13.0 (CPU), bitsandbytes==0.50.2, numpy:
 
@@ -24,7 +24,7 @@ BLOCK = 64
 
 
 def weights():
-    """bfloat16 [24, 192]."""
+    """Returns bfloat16 weights [24, 192]."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(24, 192, generator=generator)
     weight *= torch.logspace(-6, 4, 24)[:, None]
@@ -36,9 +36,9 @@ def weights():
 
 
 def ratios():
-    """bfloat16 [128, 29 BLOCK]; row m has the largest weight 1 + m / 128 in every block."""
+    """Returns bfloat16 [128, 29 BLOCK]; each block of row m has the largest weight 1 + m / 128."""
     largest = 1 + torch.arange(128) / 128
-    # The bounds around zero are -0.046 and 0.040: nothing happens below 2^-5.
+    # The decision bounds around zero are -0.046 and 0.040: codes do not change below 2^-5.
     scales = 2.0 ** -torch.arange(7)
     values = (largest[None] * scales[:, None]).reshape(-1)
     values = torch.cat([values, -values])
@@ -46,7 +46,7 @@ def ratios():
     row[: len(values)] = values
     weight = row.reshape(1, -1, BLOCK - 1).repeat(128, 1, 1)
     peaks = largest[:, None, None]
-    # Ratios above 1 have no place in the block.
+    # Ratios above 1 cannot occur in the block.
     weight = torch.where(weight.abs() <= peaks, weight, 0)
     weight = torch.cat([weight, peaks.expand(-1, weight.shape[1], 1)], dim=-1)
     return weight.reshape(128, -1).to(torch.bfloat16)

@@ -1,12 +1,12 @@
-"""Writes nvfp4_*/: tiny NVFP4A16 checkpoints made by llm-compressor, and what they decode to.
+"""Writes nvfp4_*/: tiny NVFP4A16 checkpoints made by llm-compressor, and the logits of each.
 
 Each folder is a compressed-tensors checkpoint (config.json, model.safetensors, a tokenizer) plus
-source_bf16.safetensors, the bfloat16 model that was quantised, and logits.safetensors: `ids` [T]
+source_bf16.safetensors, the bfloat16 model that was quantized, and logits.safetensors: `ids` [T]
 and the float32 logits [T, V] that transformers computes from the decompressed weights, once as
 compressed-tensors decompresses them (`logits_bf16`: each weight rounded to bfloat16 after its
 scales) and once without that rounding (`logits_float32`).
 
-Besides random weights, the source has what a quantiser may get wrong: blocks of zeros and of
+Besides random weights, the source has difficult cases for a quantizer: blocks of zeros and of
 negative zeros, blocks whose scale underflows, an outlier, rounding ties, and fused projections that
 differ in their largest weight.
 
@@ -49,7 +49,7 @@ CONFIGS = {
 
 
 def randomize(model, generator):
-    """Fills every parameter; the linear weights of each projection have a size of their own."""
+    """Fills every parameter; the weights of different projections have different sizes."""
     for name, parameter in model.named_parameters():
         values = torch.randn(parameter.shape, generator=generator)
         if "norm" in name:
@@ -64,13 +64,13 @@ def randomize(model, generator):
             values[2, :16] *= 1e-4
             values[3, 16:32] *= 1e-6
             values[4, 5] = 4 * size
-            # Sixteenths of the block's largest weight, which fall on ties between code points.
+            # Sixteenths of the block's largest weight, which are ties between code points.
             values[5, 16:32] = torch.arange(-8, 8) / 8 * size
         parameter.copy_(values)
 
 
 def decoded(tensors, dtype):
-    """The tensors of a plain checkpoint: codes times scales in float32, rounded to `dtype`."""
+    """Returns dense tensors: codes times scales in float32, rounded to `dtype`."""
     plain = {}
     for name, value in tensors.items():
         if name.endswith(".weight_packed"):

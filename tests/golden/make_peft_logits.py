@@ -1,9 +1,9 @@
 """Writes peft_logits/: PEFT adapters of the model in logits_qwen2/, and the adapted logits.
 
-plain/, rslora/ and norms/ are folders as PEFT saves them (rank 4, alpha 8, all seven projections, B
-not zero; only the order of target_modules and the name of the base are made reproducible); norms/
-holds the layers' norms too (modules_to_save), and they are not the base's. logits.safetensors holds
-`ids` [T] and the float32 logits [T, V] by the folders' names.
+plain/, rslora/ and norms/ are folders that PEFT saved (rank 4, alpha 8, all seven projections, B
+not zero); only the order of target_modules and the name of the base are made reproducible. norms/
+also holds the norms of the layers (modules_to_save), which differ from those of the base.
+logits.safetensors holds `ids` [T] and float32 logits [T, V] under the names of the folders.
 
 Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, peft==0.21.2, safetensors==0.8.0, and
 logits_qwen2/ (make_logits.py):

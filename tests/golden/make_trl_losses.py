@@ -1,11 +1,11 @@
-"""Writes trl_losses.npz: TRL's losses and their gradients on fixed tensors; and trl_defaults.json.
+"""Writes trl_losses.npz, TRL's losses and gradients on fixed tensors, and trl_defaults.json.
 
-The inputs: logprobs, old_logprobs, ref_logprobs, rollout_logprobs, mask (all [B, C]; one row is
-masked out, one token has no rollout log-probability) and advantages [B] (one is 0). Ratios lie on
-both sides of both clip bounds. For each VARIANT, `VARIANT.loss` is the loss and `VARIANT.grad`
+The inputs are logprobs, old_logprobs, ref_logprobs, rollout_logprobs and mask (all [B, C]; one row
+is masked out, one token has no rollout log-probability) and advantages [B] (one is 0). Ratios lie
+on both sides of both clip bounds. For each VARIANT, `VARIANT.loss` is the loss and `VARIANT.grad`
 [B, C] its gradient with respect to logprobs. LOSS is grpo, dapo, bnpo (in micro-batches of two
 rows), dr_grpo (completions of at most 9 tokens), gspo (importance_sampling_level="sequence") or
-cispo (epsilon_high=1.1, where TRL's bound is of the ratio itself and there is none below):
+cispo (epsilon_high=1.1; TRL bounds the ratio itself by it, and has no lower bound):
 
     LOSS              beta = 0
     LOSS_k3           beta = 0.04, use_bias_correction_kl=False
@@ -14,11 +14,11 @@ cispo (epsilon_high=1.1, where TRL's bound is of the ratio itself and there is n
                       min(exp(old_logprobs - rollout_logprobs), 1.5), as the trainer computes it for
                       vllm_importance_sampling_mode="token_truncate"
     dapo_delta        beta = 0, delta=1.3, two-sided clipping
-    defaults          GRPOConfig's
-    defaults_kl       GRPOConfig's, but beta = 0.04
+    defaults          the defaults of GRPOConfig
+    defaults_kl       the defaults of GRPOConfig, but beta = 0.04
 
 GRPOTrainer._compute_loss runs on a stand-in for the trainer, whose forward pass returns logprobs.
-trl_defaults.json has the fields of GRPOConfig that a config of ours names too.
+trl_defaults.json has those fields of GRPOConfig that the project's configs have, too.
 
 Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, trl==1.16.0, accelerate, numpy:
 
@@ -42,7 +42,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 FOLDER = pathlib.Path(__file__).parent
 TIS_CAP = 1.5
-MICRO_BATCHES = 3  # of bnpo
+MICRO_BATCHES = 3  # number of micro-batches for bnpo
 LOSSES = {
     "grpo": {"loss_type": "grpo"},
     "dapo": {"loss_type": "dapo"},
@@ -106,7 +106,7 @@ def make_inputs():
 
 
 def trl_loss(inputs, args, *, tis, micro_batches, num_tokens, accelerator):
-    """The loss of these rows, one of so many micro-batches; has a graph to inputs['logprobs']."""
+    """Returns the loss of one micro-batch of rows, with a graph to inputs['logprobs']."""
     trainer = types.SimpleNamespace(
         args=args,
         loss_type=args.loss_type,
@@ -164,7 +164,7 @@ def main():
         }
     record = {name: getattr(args["defaults"], name) for name in DEFAULTS}
     (FOLDER / "trl_defaults.json").write_text(json.dumps(record, indent=2) + "\n")
-    accelerator = Accelerator(cpu=True)  # a GRPOConfig resets its state
+    accelerator = Accelerator(cpu=True)  # the constructor of GRPOConfig resets its state
     arrays = {name: value.numpy() for name, value in make_inputs().items()}
     for name in variants:
         inputs = make_inputs()

@@ -1,19 +1,19 @@
-"""Writes trl_step/: whole optimiser steps of TRL's GRPOTrainer with a PEFT adapter.
+"""Writes trl_step/: whole optimizer steps of TRL's GRPOTrainer with a PEFT adapter.
 
-A tiny random Qwen2 (config.json, model.safetensors in float32, a tokenizer) with a LoRA on its
-seven projections (adapter/, as PEFT saves it, B not zero) and a fixed rollout (rollout.json:
-prompts, completions, rewards; nothing is sampled). The third prompt has equal rewards, two
-completions are truncated. The KL is to the model without the adapter.
-Two variants train more than the adapter: the layers' norms too (PEFT's modules_to_save), or the
-whole model and no adapter. Each variant adds two files:
+The model is a tiny random Qwen2 (config.json, model.safetensors in float32, a tokenizer) with LoRA
+on its seven projections (adapter/, saved by PEFT, B not zero). The rollout is fixed (rollout.json:
+prompts, completions, rewards; nothing is sampled). The third prompt has equal rewards, and two
+completions are truncated. The KL term compares with the model without the adapter. Two variants
+train more than the adapter: the norms of the layers, too (PEFT's modules_to_save), or the whole
+model without an adapter. Each variant adds two files:
 
-    NAME.json          the settings, and for every update: loss, gradient norm before clipping,
-                       entropy, kl and clip fraction as TRL logs them
-    NAME.safetensors   advantages [B]; mask [B, C]; for every update u: logprobs.u [B, C],
-                       grad.u.KEY (before clipping, of the adapter) and after.u.KEY under the keys
-                       of the adapter or, where the whole model is trained, of the model;
-                       ref_logprobs [B, C] where there is a KL term. Rows are in rollout.json's
-                       order, and values outside the mask mean nothing.
+    NAME.json          the settings and, for every update, the loss, the gradient norm before
+                       clipping, entropy, KL and clip fraction as TRL logs them
+    NAME.safetensors   advantages [B]; mask [B, C]; for every update u: logprobs.u [B, C], the
+                       gradient grad.u.KEY before clipping and the parameters after.u.KEY, under
+                       the keys of the adapter or, where the whole model is trained, of the model;
+                       ref_logprobs [B, C] where the loss has a KL term. Rows are in the order of
+                       rollout.json, and values outside the mask are undefined.
 
 Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, trl==1.16.0, peft==0.21.2,
 accelerate, datasets==5.2.0, safetensors==0.8.0:
@@ -100,7 +100,7 @@ LORA = LoraConfig(
 
 def make_inputs():
     """Writes the base model, the adapter and the rollout."""
-    # With this seed no gradient is so close to zero that Adam's first step would magnify rounding.
+    # With this seed no gradient is close enough to zero for Adam's first step to magnify rounding.
     generator = torch.Generator().manual_seed(2)
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -137,7 +137,7 @@ def make_inputs():
     model.save_pretrained(FOLDER / "adapter")
     config_path = FOLDER / "adapter" / "adapter_config.json"
     config = json.loads(config_path.read_text())
-    config["target_modules"].sort()  # PEFT writes a set, in any order
+    config["target_modules"].sort()  # PEFT writes a set in any order
     config_path.write_text(json.dumps(config, indent=2, sort_keys=True))
     for path in (FOLDER / "generation_config.json", FOLDER / "adapter" / "README.md"):
         path.unlink(missing_ok=True)
@@ -146,7 +146,7 @@ def make_inputs():
 
 
 class RecordingTrainer(GRPOTrainer):
-    """Notes what each update sees, rows in the rollout's order (TRL shuffles them)."""
+    """Records the inputs of each update, with rows in the rollout's order (TRL shuffles them)."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -204,7 +204,7 @@ class RecordingTrainer(GRPOTrainer):
 
 
 def run(settings, parameters):
-    """One rollout and its updates; returns (tensors, list of numbers per update)."""
+    """Runs one rollout and its updates; returns tensors and a list of numbers per update."""
     text = [" ".join(f"t{i}" for i in ids) for ids in PROMPTS]
     seen = dict.fromkeys(text, 0)
 
@@ -226,7 +226,7 @@ def run(settings, parameters):
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     peft_config = {
-        "lora": LORA,  # the reference of the KL term is then the model without adapter
+        "lora": LORA,  # the KL term then refers to the model without the adapter
         "lora+norms": dataclasses.replace(LORA, modules_to_save=NORMS),
         "full": None,
     }[parameters]

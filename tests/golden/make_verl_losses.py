@@ -1,26 +1,28 @@
 """Writes verl_losses.npz, verl's losses and gradients on fixed tensors, and verl_defaults.json.
 
-The inputs: logprobs, old_logprobs, ref_logprobs, rollout_logprobs, mask (all [B, C], no row empty)
-and advantages [B]. Ratios lie on both sides of all clip bounds, the dual clip's included, and
-beyond exp(20), where verl clamps; so do the differences from ref_logprobs. For each VARIANT,
-`VARIANT.loss` is the loss and `VARIANT.grad` [B, C] its gradient with respect to logprobs:
+The inputs are logprobs, old_logprobs, ref_logprobs, rollout_logprobs and mask (all [B, C], no row
+empty) and advantages [B]. Ratios lie on both sides of all clip bounds, including the bound of the
+dual clip, and beyond exp(20), where verl clamps. Differences from ref_logprobs also lie beyond its
+clamp. For each VARIANT, `VARIANT.loss` is the loss and `VARIANT.grad` [B, C] its gradient with
+respect to logprobs:
 
     grpo                   the shipped configuration and use_kl_loss=True, as verl documents GRPO
     dapo_tis               no KL, clip_ratio_high=0.28, and verl's token-level importance weights of
                            the rollout, at most 2
-    token-mean             no KL, and loss_agg_mode so
-    seq-mean-token-mean
-    seq-mean-token-sum
-    seq-mean-token-sum-norm    with loss_scale_factor=9
+    token-mean             no KL, loss_agg_mode token-mean
+    seq-mean-token-mean    no KL, loss_agg_mode seq-mean-token-mean
+    seq-mean-token-sum     no KL, loss_agg_mode seq-mean-token-sum
+    seq-mean-token-sum-norm    no KL, loss_agg_mode seq-mean-token-sum-norm, loss_scale_factor=9
     gspo                   loss_mode gspo, seq-mean-token-mean, clip ratios 0.001 and 0.1
     cispo                  loss_mode cispo, clip ratios 10 and 0.2, as in verl's example
     cispo_both             loss_mode cispo, clip ratios 0.2 and 0.28
 
-rewards [P, G] (one group's are all equal) have `advantages.group` and `advantages.none` by verl's
-GRPO estimator with and without the division by the standard deviation, at its own epsilon.
-verl_defaults.json has the fields of the shipped configuration that a config of ours names too.
+`advantages.group` and `advantages.none` are the advantages of rewards [P, G] (all equal in one
+group) by verl's GRPO estimator, with and without the division by the standard deviation, at verl's
+epsilon. verl_defaults.json has those fields of the shipped configuration that the project's configs
+have, too.
 
-Needs Python 3.11, torch==2.13.0 (CPU), and without their other dependencies verl==0.9.1,
+Needs Python 3.11, torch==2.13.0 (CPU) and, without their other dependencies, verl==0.9.1,
 tensordict==0.15.3, omegaconf, hydra-core, ray, codetiming, orjson, pillow, numpy:
 
     python tests/golden/make_verl_losses.py
@@ -114,7 +116,7 @@ def make_inputs():
 
 
 def verl_loss(inputs, actor, *, tis):
-    """The actor's loss; has a graph to inputs['logprobs']."""
+    """Returns the actor's loss, with a graph to inputs['logprobs']."""
     mask = inputs["mask"]
     tensors = {
         "response_mask": mask,
@@ -133,7 +135,7 @@ def verl_loss(inputs, actor, *, tis):
     data.set_non_tensor("dp_size", 1)
     data.set_non_tensor("batch_num_tokens", None)
     data.set_non_tensor("global_batch_size", None)
-    losses.no_padding_2_padding = lambda tensor, _: tensor  # ours are padded already
+    losses.no_padding_2_padding = lambda tensor, _: tensor  # the inputs are padded already
     return losses.ppo_loss(actor, {"log_probs": inputs["logprobs"]}, data)[0]
 
 

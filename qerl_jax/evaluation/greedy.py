@@ -1,0 +1,134 @@
+"""The greedy accuracy of a policy, which a training run watches, and the parts that it is made of.
+
+`evaluate` uses the same parts: what a run reports is what the command measures.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+from qerl_jax.data import Prompt
+from qerl_jax.policy.lora import Lora
+from qerl_jax.rl.rewards import Reward, Scores, score
+from qerl_jax.rollout.engine import Rollout, SamplingConfig, detokenize, generate
+from qerl_jax.weights.load import LoadedModel
+
+
+def greedy_accuracy(
+    model: LoadedModel,
+    lora: Lora | None,
+    prompts: Sequence[Prompt],
+    *,
+    correctness: Reward,
+    time_limit: float,
+    sampling: SamplingConfig,
+    prompt_width: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> float:
+    """Returns the fraction of prompts whose greedy completion is correct.
+
+    Args:
+        model: model of the policy, without noise.
+        lora: LoRA of the policy, or None.
+        prompts: prompts to complete.
+        correctness: reward that scores a completion. A completion is correct if its reward is more
+            than 0.5; a missing reward counts as not correct.
+        time_limit: time limit for one call of the reward in seconds.
+        sampling: limits of the completions and number of rows that decode together; its temperature
+            is ignored.
+        prompt_width: length of the longest prompt in tokens, as in `engine.generate`.
+        on_progress: callback for the number of completions that have ended and the number of
+            sampled tokens, as in `engine.generate`.
+    """
+    rollout = generate_completions(
+        jax.random.key(0),
+        model,
+        lora,
+        prompts,
+        sampling=dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0),
+        prompt_width=prompt_width,
+        on_progress=on_progress,
+    )
+    scores = score_completions(
+        {"correct": correctness},
+        prompts,
+        detokenize(rollout, model.tokenizer.decode),
+        rollout.lengths,
+        rollout.finished,
+        time_limit=time_limit,
+    )
+    return float(passed(scores.parts["correct"]).mean())
+
+
+def generate_completions(
+    key: jax.Array,
+    model: LoadedModel,
+    lora: Lora | None,
+    prompts: Sequence[Prompt],
+    *,
+    sampling: SamplingConfig,
+    samples: int = 1,
+    prompt_ids: Sequence[int] | None = None,
+    prompt_width: int = 0,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Rollout:
+    """Calls `engine.generate` with the tokenizer of the model."""
+    return generate(
+        key,
+        model.params,
+        lora,
+        [prompt.ids for prompt in prompts],
+        config=model.config,
+        sampling=sampling,
+        eos_ids=model.tokenizer.eos_ids,
+        pad_id=model.tokenizer.pad_id,
+        group_size=samples,
+        prompt_ids=prompt_ids,
+        prompt_width=prompt_width,
+        decode_text=model.tokenizer.decode,
+        on_progress=on_progress,
+    )
+
+
+def score_completions(
+    scorers: Mapping[str, Reward],
+    prompts: Sequence[Prompt],
+    completions: Sequence[str],
+    lengths: Sequence[int] | np.ndarray,
+    finished: Sequence[bool] | np.ndarray,
+    *,
+    time_limit: float,
+) -> Scores:
+    """Scores completions, one per prompt, and prints a warning for each kind of failure.
+
+    Args:
+        scorers: rewards by name.
+        prompts: B prompts.
+        completions: B completions as text.
+        lengths: B completion lengths in tokens.
+        finished: B flags, True where the completion ended by itself.
+        time_limit: time limit for one call of a reward in seconds.
+
+    Returns:
+        The scores, unweighted.
+    """
+    scores = score(
+        {name: (scorer, 1.0) for name, scorer in scorers.items()},
+        [prompt.text for prompt in prompts],
+        completions,
+        [prompt.problem.answer for prompt in prompts],
+        lengths,
+        finished,
+        time_limit=time_limit,
+    )
+    for error in scores.errors:
+        print(f"warning: {error}", file=sys.stderr, flush=True)
+    return scores
+
+
+def passed(values: np.ndarray) -> np.ndarray:
+    """Returns which scores are more than 0.5; a missing score (NaN) is not."""
+    return np.nan_to_num(values) > 0.5

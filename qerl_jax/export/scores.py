@@ -1,0 +1,244 @@
+"""Compares policies for a model card: scores on held-out problems, and KL on probe prompts."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.data import Problem, Prompt, encode_prompts
+from qerl_jax.errors import UserError
+from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.evaluation.load_policy import Policy
+from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
+from qerl_jax.export.model_card import FORMAT_NAMES, Card
+from qerl_jax.policy import transformer
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import Lora
+from qerl_jax.rl.rewards import resolve
+from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.run.terminal import LiveLine
+from qerl_jax.weights.load import LoadedModel
+
+_PROBE_PROMPTS = 8
+_PROBE_TOKENS = 64
+# Probe prompts for a policy without held-out problems.
+_QUESTIONS = (
+    "What is 17 + 25?",
+    "Tom has 12 apples and gives 5 of them to Ann. How many are left?",
+    "A train goes 60 miles in an hour. How far does it go in three and a half hours?",
+    "What is the capital of France?",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOutSet:
+    """The problems that a run held out.
+
+    Attributes:
+        prompts: prompts of the problems.
+        accuracy: function `accuracy(model, lora, on_progress=...)` that returns the greedy accuracy
+            on these prompts.
+    """
+
+    prompts: list[Prompt]
+    accuracy: Callable[..., float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """Greedy completions of the trained policy for P probe prompts.
+
+    Attributes:
+        prompts: P prompts as lists of token ids.
+        completions: P completions as lists of C token ids.
+        logprobs: P arrays float32 [C, V], the log-probabilities of the trained policy at each token
+            of a completion.
+    """
+
+    prompts: list[Sequence[int]]
+    completions: list[list[int]]
+    logprobs: list[np.ndarray]
+
+
+def open_held_out_set(policy: Policy, limit: int | None) -> HeldOutSet | None:
+    """Loads the problems that a run held out.
+
+    Args:
+        policy: policy of the run.
+        limit: number of problems; None is all of them, if there are any.
+
+    Returns:
+        The held-out set. None if the limit is 0, or if there are no held-out problems and the limit
+        is None; the latter is printed.
+
+    Raises:
+        UserError: there are no held-out problems, but a limit above 0.
+    """
+    if limit == 0:
+        return None
+    run = None if policy.run is None else policy.run["config"]
+    try:
+        (task,) = make_tasks(["run"], run=run, overrides=TaskOverrides())
+    except UserError as error:
+        if limit is not None:
+            raise
+        print(
+            f"not scored: {error}; python -m experiments.evaluate scores on other problems",
+            flush=True,
+        )
+        return None
+    assert run is not None
+    prompts = encode_prompts(
+        task.problems[:limit],
+        policy.model.tokenizer,
+        system_prompt=task.system_prompt,
+        question_suffix=task.question_suffix,
+        max_prompt_tokens=run["data"]["max_prompt_tokens"],
+    )
+    rollout = run["rollout"]
+    accuracy = functools.partial(
+        greedy_accuracy,
+        prompts=prompts,
+        correctness=resolve(task.scorer),
+        time_limit=run["reward_time_limit"],
+        sampling=SamplingConfig(
+            max_new_tokens=task.max_new_tokens,
+            max_rows=rollout["max_rows"] or rollout["prompts_per_step"] * rollout["group_size"],
+            chunk_steps=rollout["chunk_steps"],
+            dequantize=rollout["dequantize"],
+        ),
+    )
+    return HeldOutSet(prompts=prompts, accuracy=accuracy)
+
+
+def add_trained_scores(card: Card, held_out: HeldOutSet, policy: Policy) -> None:
+    """Scores the policy as it was trained, and its base, and adds the scores to the card."""
+    name = f"{FORMAT_NAMES[policy.base.format]} base"
+    if policy.lora is None:
+        add_score(card, held_out, "the policy as trained", policy.model, None)
+        return
+    add_score(card, held_out, name, policy.base, None)
+    add_score(card, held_out, f"{name} + adapter", policy.model, policy.lora)
+
+
+def add_score(
+    card: Card, held_out: HeldOutSet, name: str, model: LoadedModel, lora: Lora | None
+) -> None:
+    """Scores a policy on the held-out problems, prints the score and adds it to the card.
+
+    Args:
+        card: description of the export.
+        held_out: held-out problems.
+        name: name of the policy on the card.
+        model: model of the policy.
+        lora: LoRA of the policy, or None.
+    """
+    live, total = LiveLine(), len(held_out.prompts)
+
+    def on_progress(done: int, tokens: int) -> None:
+        del tokens
+        live.update(f"scoring {name}: {done}/{total}")
+
+    accuracy = held_out.accuracy(model, lora, on_progress=on_progress)
+    live.clear()
+    print(f"pass@1 {accuracy:.3f} on {total} held-out problems: {name}", flush=True)
+    card.problems = total
+    card.scores.append((name, accuracy))
+
+
+def make_probe(policy: Policy, held_out: HeldOutSet | None) -> Probe:
+    """Completes probe prompts greedily with the trained policy.
+
+    Args:
+        policy: trained policy.
+        held_out: held-out problems that the probe prompts are taken from; None takes fixed
+            questions.
+    """
+    model, prompts = policy.model, _probe_prompts(policy, held_out)
+    rollout = generate(
+        jax.random.key(0),
+        model.params,
+        policy.lora,
+        prompts,
+        config=model.config,
+        sampling=SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0),
+        eos_ids=model.tokenizer.eos_ids,
+        pad_id=model.tokenizer.pad_id,
+    )
+    rows = zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)
+    completions = [tokens[:length] for tokens, length in rows]
+    logprobs = host_logprobs(model, policy.lora, prompts, completions)
+    return Probe(prompts=prompts, completions=completions, logprobs=logprobs)
+
+
+def _probe_prompts(policy: Policy, held_out: HeldOutSet | None) -> list[Sequence[int]]:
+    if held_out is not None:
+        return [prompt.ids for prompt in held_out.prompts[:_PROBE_PROMPTS]]
+    tokenizer = policy.model.tokenizer
+    if tokenizer.chat_template is None:
+        return [tokenizer.encode(question) for question in _QUESTIONS]
+    data = {} if policy.run is None else policy.run["config"]["data"]
+    prompts = encode_prompts(
+        [Problem(question, "") for question in _QUESTIONS],
+        tokenizer,
+        system_prompt=data.get("system_prompt", ""),
+        question_suffix=data.get("question_suffix", ""),
+        max_prompt_tokens=policy.model.config.max_position,
+    )
+    return [prompt.ids for prompt in prompts]
+
+
+def add_divergence(card: Card, probe: Probe, name: str, model: LoadedModel) -> None:
+    """Adds the KL of the trained policy to a model to the card, under the name of the model."""
+    others = host_logprobs(model, None, probe.prompts, probe.completions)
+    card.divergences.append((name, probe_kl(probe.logprobs, others)))
+
+
+def host_logprobs(
+    model: LoadedModel,
+    lora: Lora | None,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Sequence[int]],
+) -> list[np.ndarray]:
+    """Computes next-token log-probabilities over the whole vocabulary, and keeps them on the host.
+
+    Args:
+        model: model of the policy.
+        lora: LoRA of the policy, or None.
+        prompts: P prompts as lists of token ids.
+        completions: P completions as lists of C token ids; C may differ.
+
+    Returns:
+        An array float32 [C, V] per prompt, one row for each token of the completion.
+    """
+    texts = [[*pair[0], *pair[1]] for pair in zip(prompts, completions, strict=True)]
+    width, found = max(map(len, texts)), []
+    for prompt, text in zip(prompts, texts, strict=True):
+        tokens = np.zeros((1, width), np.int32)
+        tokens[0, : len(text)] = text
+        logits = _forward(model.params, lora, tokens, config=model.config)
+        found.append(np.asarray(jax.nn.log_softmax(logits[0, len(prompt) - 1 : len(text) - 1])))
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _forward(params: dict, lora: Lora | None, tokens: jax.Array, *, config: ModelConfig):
+    lengths = jnp.full(len(tokens), tokens.shape[1])
+    return transformer.forward(params, lora, tokens, lengths, config=config)
+
+
+def probe_kl(logprobs: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
+    """Returns the mean KL(policy | other policy) over all tokens of some completions.
+
+    Args:
+        logprobs: log-probabilities of the policy, as in `host_logprobs`.
+        others: log-probabilities of the other policy for the same completions.
+
+    Returns:
+        The mean KL in nats per token.
+    """
+    kl = [np.sum(np.exp(p) * (p - q), axis=-1) for p, q in zip(logprobs, others, strict=True)]
+    return float(np.concatenate(kl).mean())

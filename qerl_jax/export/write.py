@@ -1,0 +1,283 @@
+"""Writes a trained policy as a folder for other tools.
+
+    peft      the adapter, for PEFT and vLLM, on top of its base
+    merged    one bfloat16 model: the dequantized weights of the base plus the update
+    nvfp4     the same model rounded to 4 bits again, which keeps only part of the update
+
+An adapter that was trained on a quantized base belongs to that base, because it was trained with
+the rounding errors of the base. An export therefore states its base, the scores of the policy on
+the base and on the unquantized weights, and the command that serves it.
+"""
+
+import contextlib
+import dataclasses
+from pathlib import Path
+
+from qerl_jax.errors import UserError, check_limits
+from qerl_jax.evaluation.load_policy import Policy, open_policy
+from qerl_jax.export.merge import merged_layers, norms_kept
+from qerl_jax.export.model_card import (
+    FORMAT_NAMES,
+    Card,
+    divergence_table,
+    kept_table,
+    model_card,
+    serve_lines,
+)
+from qerl_jax.export.scores import (
+    HeldOutSet,
+    Probe,
+    add_divergence,
+    add_score,
+    add_trained_scores,
+    make_probe,
+    open_held_out_set,
+)
+from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.weights import json_file, names, peft
+from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
+from qerl_jax.weights.staging import check_free, staged_folder
+
+FORMATS = ("peft", "merged", "nvfp4")
+ONTO = ("trained", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """What to export, and how.
+
+    Attributes:
+        source: run folder or PEFT adapter folder.
+        format: format of the export: 'peft', 'merged' or 'nvfp4'.
+        out: folder to write; '' is RUN/exports/FORMAT.
+        adapter: adapter to export, as in `open_policy`.
+        base: model to load instead of the one that the source names, as in `open_policy`.
+        base_format: format of the base during the training, as `format` of `open_policy`.
+        onto: weights that the update is merged into. 'trained' are the weights that the adapter was
+            trained on; 'bf16' are the weights of the same model before quantization. '' is
+            'trained' for the format 'merged'; for 'nvfp4' it is 'bf16' if such weights exist.
+        with_base: whether the NVFP4 base is also written, next to the adapter, as OUT-base.
+        score_problems: number of held-out problems of the run to score on; None is all of them, if
+            there are any; 0 runs no policy at all.
+    """
+
+    source: str
+    format: str
+    out: str = ""
+    adapter: str = ""
+    base: str = ""
+    base_format: str = ""
+    onto: str = ""
+    with_base: bool = False
+    score_problems: int | None = None
+
+
+def export(config: ExportConfig) -> Path:
+    """Writes an export; its folder appears complete or not at all.
+
+    Args:
+        config: what to export, and how.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: a setting is invalid, the policy cannot be loaded or exported in this format, or
+            the folder exists.
+    """
+    _validate(config)
+    out = _out_folder(config)
+    base_out = out.with_name(f"{out.name}-base") if config.with_base else None
+    for folder in filter(None, (out, base_out)):
+        check_free(folder)
+    policy = _open(config, config.base_format)
+    _check_policy(config, policy)
+    if config.format == "peft":
+        card = _export_adapter(config, policy, out, base_out)
+    else:
+        card = _export_model(config, policy, out)
+    if card.kept:
+        print(f"the part of the update that rounding keeps:\n{kept_table(card.kept)}", flush=True)
+    if card.divergences:
+        print(f"KL of the trained policy to:\n{divergence_table(card.divergences)}", flush=True)
+    print(f"{out}: complete" if base_out is None else f"{out}, {base_out}: complete")
+    print("\n".join(serve_lines(card)), flush=True)
+    return out
+
+
+def _validate(config: ExportConfig) -> None:
+    if config.format not in FORMATS:
+        raise UserError(f"--format={config.format}: must be one of {', '.join(FORMATS)}")
+    if config.onto not in ("", *ONTO):
+        raise UserError(f"--onto={config.onto}: must be one of {', '.join(ONTO)}")
+    if config.score_problems is not None:
+        check_limits({"--score-problems": (config.score_problems, 0)})
+    if config.format == "peft" and config.onto:
+        raise UserError(f"--onto={config.onto}: --format=peft merges nothing; leave it out")
+    if config.format != "peft" and config.with_base:
+        raise UserError(f"--with-base: --format={config.format} needs no base; leave it out")
+
+
+def _out_folder(config: ExportConfig) -> Path:
+    if config.out:
+        return Path(config.out).expanduser()
+    run = RunFolder(Path(config.source).expanduser())
+    if not run.checkpoints.is_dir():
+        raise UserError(f"{config.source} is not a run folder: say where to write, --out=FOLDER")
+    return run.exports / config.format
+
+
+def _check_policy(config: ExportConfig, policy: Policy) -> None:
+    all_trained = policy.lora is None and policy.run is not None and config.adapter != "none"
+    if policy.lora is None and not all_trained:
+        raise UserError(
+            f"{config.source}: there is no adapter to export; to write a model in NVFP4, use "
+            "python -m experiments.quantize MODEL FOLDER"
+        )
+    if all_trained and config.format == "peft":
+        raise UserError(
+            f"{config.source}: all parameters were trained and there is no adapter: export the "
+            "model with --format=merged or --format=nvfp4"
+        )
+    base = policy.base
+    if config.with_base and base.format != "nvfp4":
+        raise UserError(
+            f"--with-base: the policy was trained on {base.source} in {FORMAT_NAMES[base.format]}; "
+            "there is no NVFP4 base to write; leave it out"
+        )
+    if config.onto == "bf16" and base.packed:
+        raise UserError(
+            f"--onto=bf16: {base.path} holds NVFP4 weights alone; leave it out, or pass the "
+            "unquantized model as --base=MODEL"
+        )
+
+
+def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: Path | None) -> Card:
+    assert policy.adapter is not None
+    assert policy.lora_config is not None
+    base = policy.base
+    trained = peft.load_peft_adapter(policy.adapter, base.config, policy.lora_config)
+    base_model = base.source
+    if base_out is not None:
+        # The trained norms go into the base, so that vLLM accepts the adapter.
+        trained = dataclasses.replace(trained, params={})
+        base_model = str(base_out.resolve())
+    card = _new_card(config, policy, out, base_out, trained_norms=bool(trained.params))
+    if base_out is not None:
+        card.kept |= norms_kept(base.params, policy.model.params)
+    held_out = open_held_out_set(policy, config.score_problems)
+    if held_out is not None:
+        add_trained_scores(card, held_out, policy)
+        for format in ("nvfp4", "bf16"):
+            if format != base.format and not (format == "bf16" and base.packed):
+                other = _open(config, format)
+                name = f"{FORMAT_NAMES[format]} base + adapter"
+                add_score(card, held_out, name, other.model, other.lora)
+    base_files = _base_files(base)
+    # transformers loads an adapter folder with a config.json as a whole model.
+    files = {name: text for name, text in base_files.items() if name != "config.json"}
+    files["README.md"] = model_card(card).encode()
+    with contextlib.ExitStack() as folders:
+        staged = folders.enter_context(staged_folder(out))
+        if base_out is not None:
+            fill_checkpoint(
+                folders.enter_context(staged_folder(base_out)),
+                checkpoint_tensors(policy.model.params, base.config),
+                files=base_files,
+            )
+        peft.fill_peft_adapter(staged, trained, policy.lora_config, base_model=base_model)
+        for name, content in files.items():
+            (staged / name).write_bytes(content)
+    return card
+
+
+def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
+    packed = config.format == "nvfp4"
+    # Weights on the 4-bit grid would be rounded back to their old values.
+    onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
+    card = _new_card(config, policy, out, None, onto=onto)
+    held_out = open_held_out_set(policy, config.score_problems)
+    if held_out is not None:
+        add_trained_scores(card, held_out, policy)
+    probe = make_probe(policy, held_out) if config.score_problems != 0 else None
+    target = policy
+    if onto == "bf16" and policy.base.format != "bf16":
+        target = _open(config, "bf16")
+        if held_out is not None:
+            add_score(card, held_out, "bf16 base + adapter", target.model, target.lora)
+    card.kept |= norms_kept(target.base.params, target.model.params)
+    layers = merged_layers(target.model, policy.lora, packed=packed, kept=card.kept)
+    with staged_folder(out) as staged:
+        fill_checkpoint(
+            staged,
+            checkpoint_tensors({**target.model.params, "layers": layers}, target.model.config),
+            files=companion_files(target.base, packed=packed),
+        )
+        if probe is not None:
+            _add_export_scores(card, staged, policy, held_out, probe)
+        (staged / "README.md").write_text(model_card(card), encoding="utf-8")
+    return card
+
+
+def _add_export_scores(
+    card: Card, folder: Path, policy: Policy, held_out: HeldOutSet | None, probe: Probe
+) -> None:
+    """Adds the score of the written model, and the KL of the trained policy to it, to the card."""
+    exported = load(str(folder), format="stored")
+    if held_out is not None:
+        add_score(card, held_out, "this model", exported, None)
+    if policy.lora is not None:
+        add_divergence(card, probe, f"{FORMAT_NAMES[policy.base.format]} base", policy.base)
+    add_divergence(card, probe, "this model", exported)
+
+
+def _new_card(
+    config: ExportConfig,
+    policy: Policy,
+    out: Path,
+    base_out: Path | None,
+    *,
+    onto: str = "trained",
+    trained_norms: bool = False,
+) -> Card:
+    source, base, steps = Path(config.source).expanduser(), policy.base, None
+    if (summary := RunFolder(source).summary).exists():
+        steps = json_file.read_object(summary)["steps"]
+    elif policy.run is not None:
+        print(f"{config.source}: the run is not finished; this is its best adapter so far")
+    served = base.source if base.format == "bf16" or base.packed else ""
+    named = policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
+    return Card(
+        name=source.resolve().name,
+        format=config.format,
+        folder=out,
+        base=base.source,
+        base_format=base.format,
+        source=config.base or named,
+        served_base=served if base_out is None else str(base_out),
+        onto=onto,
+        rank=0 if policy.lora_config is None else policy.lora_config.rank,
+        trained_norms=trained_norms,
+        run=policy.run,
+        steps=steps,
+    )
+
+
+def _open(config: ExportConfig, format: str) -> Policy:
+    return open_policy(config.source, adapter=config.adapter, base=config.base, format=format)
+
+
+def _base_files(base: LoadedModel) -> dict[str, bytes]:
+    """Returns the companion files of a base for the format that it has."""
+    packed = base.format == "nvfp4"
+    dense = [
+        names.layer_module(number, member)
+        for number, layer in enumerate(base.params["layers"])
+        for fused, members in FUSED.items()
+        for member in members
+        if not isinstance(layer[fused], QuantTensor)
+    ]
+    return companion_files(base, packed=packed, ignore=dense if packed else ())

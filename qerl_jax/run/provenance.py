@@ -1,0 +1,43 @@
+"""Where results come from: versions, commit, device and command line."""
+
+import importlib.metadata
+import platform
+import re
+import shlex
+import sys
+import time
+from typing import Any
+
+from pallas_kernels.provenance import git_state
+
+_PACKAGES = ("qerl-jax", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, commit, device, command line and time, as a JSON object."""
+    import jax
+
+    devices = jax.devices()
+    return {
+        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+        "git": git_state(),
+        "device": {
+            "platform": devices[0].platform,
+            "kind": devices[0].device_kind,
+            "count": len(devices),
+        },
+        "command": shlex.join(sys.orig_argv),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+
+
+def without_folders(text: str) -> str:
+    """`text` with absolute paths cut to their last part: results are published without folders."""
+    return re.sub(r"(?<![\w.:/])/(?:[^\s/\"]+/)+", "", text)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,106 @@
+"""What a run prints on the terminal: a line per row of metrics, and a live line of progress."""
+
+import math
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any, TextIO
+
+
+def format_row(row: Mapping[str, Any], total_steps: int) -> str:
+    """One readable line for a row of metrics; missing keys are left out.
+
+    Args:
+        row: the row of a step or of an evaluation, as `metrics.MetricsLog` describes them.
+        total_steps: number of steps of the whole run.
+    """
+    if "eval_seconds" in row:
+        return _format_evaluation(row)
+    width = len(str(total_steps))
+    parts = [f"step {row['step']:{width}d}/{total_steps}"]
+
+    def add(label: str, key: str, spec: str) -> None:
+        if key in row:
+            parts.append(f"{label} {_number(row[key], spec)}")
+
+    add("reward", "reward", "6.3f")
+    add("acc", "accuracy", ".2f")
+    add("format", "format" if "format" in row else "reward/format", ".2f")
+    add("len", "length", "5.1f")
+    add("entropy", "entropy", ".3f")
+    add("sigma", "sigma", ".1e")
+    add("grad", "grad_norm", ".3g")
+    rates = [
+        f"{label} {_rate(row[key])}"
+        for label, key in (
+            ("rollout", "rollout_tokens_per_second"),
+            ("train", "train_tokens_per_second"),
+        )
+        if key in row
+    ]
+    if rates:
+        parts.append(" ".join(rates) + " tok/s")
+    if "remaining_seconds" in row:
+        parts.append(f"left {_duration(row['remaining_seconds'])}")
+    if row.get("update_skipped"):
+        parts.append("UPDATE SKIPPED")
+    return "  ".join(parts)
+
+
+class LiveLine:
+    """A line of progress that is rewritten in place on a terminal, and silent elsewhere.
+
+    Args:
+        stream: where to write; stderr when None.
+        interval: the least time between two writes, in seconds.
+    """
+
+    def __init__(self, stream: TextIO | None = None, *, interval: float = 0.1):
+        self._stream = sys.stderr if stream is None else stream
+        self._interval = interval
+        self._enabled = self._stream.isatty()
+        self._last = -math.inf
+
+    def update(self, text: str) -> None:
+        """Shows `text` in place of the last text, for example 'rollout 37/64 rows, 512 tok/s'."""
+        now = time.monotonic()
+        if not self._enabled or now - self._last < self._interval:
+            return
+        self._last = now
+        columns = shutil.get_terminal_size().columns
+        self._stream.write(f"\r\x1b[K{text[: columns - 1]}")
+        self._stream.flush()
+
+    def clear(self) -> None:
+        """Removes the line; call it before printing anything else."""
+        if self._enabled:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+            self._last = -math.inf
+
+
+def _format_evaluation(row: Mapping[str, Any]) -> str:
+    when = f"after step {row['step']}" if row["step"] else "before training"
+    accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
+    return f"greedy accuracy {when}: {_number(accuracy, '.3f')}"
+
+
+def _number(value: Any, spec: str) -> str:
+    return "-" if value is None or not math.isfinite(value) else format(float(value), spec)
+
+
+def _rate(value: float | None) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    return f"{value:.0f}" if value < 9999.5 else f"{value / 1000:.1f}k"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
