@@ -6,8 +6,8 @@
 
 A case is a product of a model's layer in the tiling that it gets, with the adapter and the epilogue
 of a decode step or of training, or a tiling that covers a branch of the kernel. No GPU is needed: a
-case takes three seconds to lower and as many to compile. The digest leaves out the names of
-symbols, registers and labels keep theirs, and so do constants: equal digests mean equal code.
+case takes two seconds to lower and about three to compile. The digest covers the PTX without
+comments, line information and the kernel's name, so equal digests mean equal code.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 SMS = 132
 RANK = 32  # of each projection's adapter
-# Tilings that no layer of 7B has, for the branches that only they take.
+# Tilings that no layer of 7B has, for branches of the kernel that only they take.
 SPECIAL = {
     "slices, split tiles": TileConfig(16, 1, 4, 512, 3, True),
     "two slices, split tiles": TileConfig(16, 2, 2, 256, 4, True),
@@ -43,7 +43,7 @@ SPECIAL = {
 
 
 def named_cases(model: str, tokens: list[int]) -> Iterator[tuple[str, Callable, tuple]]:
-    """The name, the function and the arguments of each case, most different ones first."""
+    """Yields the name, the function and the abstract arguments of each case."""
     for m in tokens:
         for layer, (n, k) in cases.MODELS[model].items():
             rank = cases.rank_of(layer, RANK)
@@ -68,7 +68,7 @@ def named_cases(model: str, tokens: list[int]) -> Iterator[tuple[str, Callable, 
 def variants(
     layer: str, config: TileConfig, m: int, n: int, k: int, rank: int
 ) -> Iterator[tuple[str, dict]]:
-    """What a layer's product of M tokens is compiled with: arrays by argument."""
+    """Yields the kind of a product, and arguments of `sm90.matmul` beside x and the weight."""
     padded = tiling.padded_rank(rank)
     xa = {"xa": array(m, padded), "b": array(n, padded)}
     if m > tiling.MAX_ROWS_OF_PARTIALS or not tiling.supports_xa_partials(config):
@@ -99,7 +99,7 @@ def variants(
 
 
 def product(config: TileConfig, m: int, n: int, k: int, options: dict) -> tuple[Callable, tuple]:
-    """A product in a tiling, and its abstract arguments; options are arrays or static."""
+    """A product in a tiling, and its abstract arguments."""
     static = {name: option for name, option in options.items() if name in ("eps", "dtype")}
     arrays = {name: option for name, option in options.items() if name not in static}
 
@@ -123,7 +123,7 @@ def normalized(ptx: str) -> str:
 
 @contextlib.contextmanager
 def standard_output() -> Iterator[Callable[[], str]]:
-    """What the process writes to its standard output, which the compiler's dump is part of."""
+    """Yields a function that reads what the process, and thus the compiler, has written."""
     with tempfile.TemporaryFile() as file:
         sys.stdout.flush()
         kept = os.dup(1)

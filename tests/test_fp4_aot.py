@@ -1,4 +1,4 @@
-"""Machine code for an H200 on a machine without a GPU: no spills, no serialised products.
+"""Machine code for an H200 on a machine without a GPU: no spills, no serialized products.
 
     uv run --group aot pytest -n 0 -m aot
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.aot
 
 
 def configs():
-    """Every tuned tiling, and what serves the named shapes without a table, once each."""
+    """Every tuned tiling, and the tilings of the named shapes without a table, once each."""
     found = {}
     for name, table in tiling._tables().items():
         for entry in table["entries"]:
@@ -40,7 +40,7 @@ def configs():
 
 
 CONFIGS = configs()
-# Shares are for few rows.
+# Partials are for few rows.
 CASES = [
     (name, adapter)
     for name, (_, (_, m, *_)) in CONFIGS.items()
@@ -57,12 +57,12 @@ def compile_for_h200():
 
 @pytest.fixture
 def build(compile_for_h200, capfd):
-    """The same, and ptxas must be content."""
+    """A function that compiles like `compile_for_h200` and checks the report of ptxas."""
 
     def built(function, *args, warpgroups=0, helpers=1):
         compiled = compile_for_h200(function, *args)
         report = "".join(capfd.readouterr())
-        if warpgroups:  # Who asks for more registers than all were given waits for ever.
+        if warpgroups:  # A CTA that asks for more registers than it has waits for ever.
             started = int(re.search(r"Used (\d+) registers", report)[1]) * (warpgroups + helpers)
             wanted = warpgroups * tiling.compute_registers(warpgroups, helpers)
             wanted += helpers * tiling.helper_registers(warpgroups, helpers)
@@ -89,7 +89,7 @@ def test_config(name, adapter, build):
         if not sm90.make_schedule(config, m, -(-n // 64), k, 132).supports_lora_shrink(
             rank - 32, k
         ):
-            pytest.skip("x A^T is a product of its own")
+            pytest.skip("another kernel computes x A^T")
         extra = {"a": array(rank - 32, k), "b": array(n, rank)}
 
     def product(x, weight, extra):
@@ -111,7 +111,7 @@ def test_swiglu(inside, model, m, build):
     if inside:
         schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
         if not schedule.supports_lora_shrink(64, k):
-            pytest.skip("x A^T is a product of its own")
+            pytest.skip("another kernel computes x A^T")
         extra["a"] = array(64, k)
     else:
         extra["xa_partials"] = array(count, m, 64, dtype=jnp.float32)
@@ -130,7 +130,7 @@ def test_add_rmsnorm(adapter, model, m, build):
     config = tiling.choose(m, n, k, rank=64)
     schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
     if not schedule.supports_add_residual(m):
-        pytest.skip("the norm is a kernel of its own")
+        pytest.skip("another kernel begins the norm")
     extra = {"residual": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
     if adapter == "product":
         extra["xa"] = array(m, 64)
@@ -139,7 +139,7 @@ def test_add_rmsnorm(adapter, model, m, build):
     elif schedule.supports_lora_shrink(32, k):
         extra["a"] = array(32, k)
     else:
-        pytest.skip("x A^T is a product of its own")
+        pytest.skip("another kernel computes x A^T")
 
     def product(x, weight, extra):
         return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
@@ -149,7 +149,7 @@ def test_add_rmsnorm(adapter, model, m, build):
 
 
 def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
-    """Of a tiling that `candidates` would not have."""
+    """The tuner sees the spills of a tiling that `candidates` leaves out."""
     lowered = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, **_: lowered.append(self))
     for config in (TileConfig(16), TileConfig(96, warpgroups_n=5, stages=2)):
@@ -217,7 +217,7 @@ def test_sizes_that_fill_no_tile(build):
 
 
 def operands_of_wgmma(ptx, codes, scales):
-    """What the threads of a warpgroup give to the 8 wgmma instructions of a tile, [8, 128, 4].
+    """The operands of the threads of a warpgroup for the 8 wgmma instructions of a tile, [8, 128, 4].
 
     Runs the generated instructions from the loads of codes and scales on, on arrays of 128 threads.
     """

@@ -1,4 +1,4 @@
-"""What surrounds the measurements: names, floors, rows, tables, the choice of what to measure."""
+"""What surrounds measurements: names, floors, rows, tables, the choice of candidates."""
 
 import json
 import os

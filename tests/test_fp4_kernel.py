@@ -130,7 +130,7 @@ def test_kernel(variant, dtype, simulated):
 
 
 def test_a_producer_that_awaits_arrivals(simulated, monkeypatch):
-    """It observes every phase of the barriers, in order."""
+    """The producer observes every phase of the barriers, in order."""
     monkeypatch.setattr(producer, "_BYTES_IN_FLIGHT", 1)
     m, n, k, rank = 8, 192, 1408, 64
     config = TileConfig(m, warpgroups_n=1, stages=4, stream_k=True)
@@ -235,7 +235,7 @@ def test_which_kernel_shrinks(n, block_k, triton, kernels, monkeypatch):
 
 @pytest.mark.usefixtures("simulated_api")
 def test_an_adapter_that_no_stage_holds():
-    """It is added to the kernel's product."""
+    """The adapter is added to the kernel's product."""
     n, k, rank = 64, 128, 192
     weight, x = random_weight(n, k), normal(3, k)
     a, b = normal(rank, k, seed=1), normal(n, rank, seed=2)
@@ -256,7 +256,7 @@ def test_float32(monkeypatch):
 
 
 def product_with_partials(m, count=5):
-    """fp4_matmul_with_shares of M rows, and what it should be."""
+    """`fp4_matmul_with_xa_partials` of M rows, and the expected result."""
     n, k, rank = 64, 128, 24
     weight, x = random_weight(n, k), normal(m, k)
     b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
@@ -282,7 +282,7 @@ def test_xa_partials_without_the_kernel():
 
 @pytest.mark.usefixtures("simulated_api")
 def test_self_check_while_tracing(monkeypatch):
-    """It finds nothing wrong, and computes all that it says."""
+    """It finds no error, and its products cover what it says."""
     kernel, schedules = dispatch.kernel(), {}
 
     def matmul(x, tiles, *, config, num_sms, **extra):
@@ -318,7 +318,7 @@ def test_self_check_while_tracing(monkeypatch):
 
 
 def held(layout, shape):
-    """The flat index of what a thread of a warpgroup holds in a layout: [warp, lane, ...]."""
+    """The flat indices of the elements of a thread of a warpgroup in a layout: [warp, lane, ...]."""
     layout = layout.to_mgpu()
     array = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
