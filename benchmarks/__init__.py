@@ -1,1 +1,1 @@
-"""What the README states, measured: each command writes a JSON file under benchmarks/results/."""
+"""Measurements: each command writes results/*.json, or a page or picture from them."""

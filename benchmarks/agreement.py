@@ -1,14 +1,14 @@
-r"""How far the rollout engine is from the trainer's forward pass, on real weights and prompts.
+r"""Measures how far the rollout engine is from the trainer's forward pass, on real weights.
 
     uv run --extra cuda python -m benchmarks.agreement MODEL --data=gsm8k_test.jsonl \
         --out=benchmarks/results/rollout.json
 
-The engine completes the prompts at temperature 0 and at 1. The forward pass that trains then reads
-prompt and completion. At temperature 0 it says which token it would have chosen; where that is
-another one, the two logits are a tie within the rounding of bfloat16, or something is wrong: the
-largest gap between them is reported. At temperature 1 the log-probabilities are compared token by
-token. A row of --out, kind "agreement", has what `compare` returns. Where a copy has no history,
-QERL_COMMIT names its commit.
+The engine completes the prompts at temperature 0 and at 1, and the trainer's forward pass reads
+prompt and completion. At temperature 0 it may prefer another token than the engine; the two logits
+are then a tie within the rounding of bfloat16, or something is wrong, so the largest gap between
+them is reported. At temperature 1 the log-probabilities are compared token by token. A row of
+--out, kind "agreement", has what `compare` returns. On a copy of the project without git,
+QERL_COMMIT names the commit.
 """
 
 import argparse
@@ -35,19 +35,19 @@ from qerl_jax.weights.load import FORMATS, load
 
 
 def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, seed: int) -> dict:
-    """The figures of the module's docstring.
+    """Compares sampled tokens with the forward pass, as the module explains.
 
     Args:
-        model: a LoadedModel.
-        lora: its adapter, or None.
-        prompts: token ids.
-        new_tokens: the most of a completion.
-        seed: of the draws.
+        model: the LoadedModel.
+        lora: adapter of the model, or None.
+        prompts: token ids of each prompt.
+        new_tokens: limit of a completion in tokens.
+        seed: seed of the draws.
 
     Returns:
-        Of the tokens at temperature 0 how many there are, how many of them are not the likeliest in
-        the forward pass, and by how much a logit is at most over theirs; of those at temperature 1
-        how many there are, and the mean and the 99th percentile of the differences.
+        At temperature 0 the number of tokens, the number of tokens that are not the forward pass's
+        argmax, and the largest gap between the two logits; at temperature 1 the number of tokens,
+        and the mean and the 99th percentile of the absolute differences.
     """
 
     def sampled(temperature: float) -> TrainBatch:
@@ -75,7 +75,7 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
 
     @jax.jit
     def gaps(params, lora, tokens, lengths):
-        """How much the chosen logit of every position exceeds that of the next token."""
+        """The largest logit of every position minus the logit of the next token."""
         logits = transformer.forward(params, lora, tokens, lengths, config=model.config)
         taken = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
         return logits[:, :-1].max(axis=-1) - taken
@@ -111,14 +111,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("model", help="a folder, a .gguf file or a hub id")
+    parser.add_argument("model", help="folder, .gguf file or hub id of the model")
     parser.add_argument("--data", required=True, help="FILE.jsonl with question and answer")
-    parser.add_argument("--format", choices=FORMATS, default="nvfp4")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--lora-rank", type=int, default=32, help="of a random adapter; 0: none")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    add = parser.add_argument
+    add("--format", choices=FORMATS, default="nvfp4", help="weight format (default: nvfp4)")
+    add("--prompts", type=int, default=8, help="number of prompts (default: 8)")
+    add("--new-tokens", type=int, default=256, help="limit of a completion (default: 256)")
+    add("--lora-rank", type=int, default=32, help="rank of a random adapter (default: 32; 0: none)")
+    add("--seed", type=int, default=0, help="seed of adapter and draws (default: 0)")
+    add("--out", type=pathlib.Path, required=True, help="JSON file of the rows")
     args = parser.parse_args()
     limits = {
         "--prompts": (args.prompts, 1),
@@ -129,7 +130,7 @@ def main() -> None:
     check_limits(limits)
     problems = first_problems(args.data, args.prompts)
     device = jax.devices()[0].device_kind
-    merge(args.out, device, [])  # A file of another device is told before the work.
+    merge(args.out, device, [])  # Reports a file of another device before the work.
     model = load(args.model, format=args.format)
     encoded = encode_prompts(
         problems,

@@ -1,4 +1,4 @@
-"""Does a run learn? Welch's t of its per-step rewards, last fifth against first fifth.
+"""Measures whether a run learns: Welch's t of its rewards, last fifth of the steps against first.
 
     for seed in 0 1 2; do
         uv run python -m experiments.grpo_gsm8k --config.seed=$seed --workdir=runs/learn-$seed
@@ -9,7 +9,8 @@
         --out=benchmarks/results/learning_smollm2-135m.json
 
 The steps of all seeds are pooled. A run that learns has a t far above 3; the control, with a
-learning rate of 0, stays below 2.
+learning rate of 0, stays below 2. The file also holds the reward of every step of every seed, from
+which `benchmarks.pictures` draws a curve.
 """
 
 import argparse
@@ -34,11 +35,26 @@ def welch_t(new: np.ndarray, old: np.ndarray) -> float:
 
 
 def summarize(folders: list[pathlib.Path]) -> dict:
-    """The comparison of the last with the first fifth of the steps, over all runs."""
+    """Compares the last with the first fifth of the steps, over all runs.
+
+    Args:
+        folders: run folders of equal length, one for each seed.
+
+    Returns:
+        The comparison of reward and accuracy, the mean evaluation accuracy before and after, the
+        mean minutes of a run, `by_step` with the reward of each seed and step, and the origin of
+        the first run.
+
+    Raises:
+        UserError: the runs differ in length, or have less than 10 steps.
+    """
     metrics = [RunFolder(folder).metrics for folder in folders]
     runs = [read_steps(path) for path in metrics]
     if len({len(rows) for rows in runs}) != 1 or len(runs[0]) < 10:
-        raise UserError(f"the runs have {[len(rows) for rows in runs]} steps: equal, at least 10")
+        raise UserError(
+            f"the runs have {[len(rows) for rows in runs]} steps: pass runs of equal length, at "
+            "least 10 steps"
+        )
     fifth = len(runs[0]) // 5
     summary: dict = {"runs": len(runs), "steps": len(runs[0])}
     for key in ("reward", "accuracy"):
@@ -55,23 +71,30 @@ def summarize(folders: list[pathlib.Path]) -> dict:
         "after": float(np.mean([found[summary["steps"]] for found in evaluations])),
     }
     summary["minutes"] = float(np.mean([_seconds(path) / 60 for path in metrics]))
+    summary["by_step"] = {"reward": [[row["reward"] for row in rows] for rows in runs]}
     return summary | describe(folders[0])
 
 
 def _seconds(metrics: pathlib.Path) -> float:
-    """Seconds of all steps and of the evaluations after them."""
+    """The seconds of all steps and of the evaluations after them."""
     rows = [row for row in read_jsonl(metrics) if row["step"] > 0]
     return sum(row.get("step_seconds", 0) + row.get("eval_seconds", 0) for row in rows)
 
 
 def main() -> None:
-    """Parses the command line, writes the JSON file and prints it."""
+    """Parses the command line, writes the JSON file and prints the comparison."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=pathlib.Path, nargs="+", help="run folders, one a seed")
-    parser.add_argument("--control", type=pathlib.Path, nargs="+", required=True)
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("runs", type=pathlib.Path, nargs="+", help="run folders, one for each seed")
+    parser.add_argument(
+        "--control",
+        type=pathlib.Path,
+        nargs="+",
+        required=True,
+        help="run folders of the control, one for each seed",
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file to write")
     args = parser.parse_args()
     try:
         result = {"learning": summarize(args.runs), "control": summarize(args.control)}

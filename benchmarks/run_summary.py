@@ -1,8 +1,8 @@
-"""What a run measured, as one JSON file: rewards, seconds, tokens per second, memory.
+"""Summarizes one run as a JSON file: rewards, seconds, tokens per second, memory.
 
     uv run python -m benchmarks.run_summary RUN --out=benchmarks/results/NAME.json
 
-Medians are over the steps after the first, which compiles.
+Medians leave out the first step, which compiles.
 """
 
 import argparse
@@ -28,14 +28,14 @@ _SERIES = ("reward", "accuracy", "length", "entropy", "sigma", "noise_kl", "step
 
 
 def describe(folder: pathlib.Path) -> dict:
-    """Commit, device, versions, command and config of a run; paths keep their last part only."""
+    """Commit, device, versions, command and config of a run; of each path only the last part."""
     text = RunFolder(folder).config.read_text(encoding="utf-8")
     config = json.loads(without_folders(text))
     return {key: config[key] for key in ("git", "device", "versions", "command", "config")}
 
 
 def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
-    """From summary.json; runs of before it have it in their rows."""
+    """The peak in bytes, from summary.json; older runs have it in their rows."""
     path = RunFolder(folder).summary
     if path.exists():
         return json.loads(path.read_text(encoding="utf-8"))["peak_memory_bytes"]
@@ -43,7 +43,11 @@ def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
 
 
 def summarize(folder: pathlib.Path) -> dict:
-    """The figures of a run of at least two steps."""
+    """The figures of a run.
+
+    Raises:
+        UserError: the run has less than two steps.
+    """
     rows = read_steps(RunFolder(folder).metrics)
     if len(rows) < 2:
         raise UserError(f"{folder} has {len(rows)} steps: a summary needs at least 2")
@@ -63,8 +67,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=pathlib.Path, help="a run folder")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("run", type=pathlib.Path, help="run folder to summarize")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file to write")
     args = parser.parse_args()
     try:
         summary = summarize(args.run)

@@ -1,1 +1,1 @@
-"""Command lines: each experiment is a docstring, a config and a main."""
+"""Command lines: each experiment is a docstring, a config and a main function."""

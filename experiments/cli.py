@@ -1,16 +1,16 @@
-"""The command lines that the experiments share: flags, and errors on one line.
+"""What all command lines share: flags, and errors on one line.
 
-Those that train take
+Experiments that train take
 
-    --config=FILE.py[:PRESET]     the config file; each experiment has a default
-    --config.aqn.form=relative    any field of it that the run reads; another is an error
-    --workdir=DIR                 the run folder, instead of the one named after the config
+    --config=FILE.py[:PRESET]     config file (default: the experiment's own)
+    --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
+    --workdir=DIR                 run folder (default: named after the config)
     --print_config                print the resolved config, one field per line, and exit
 
-and those that work on what was trained take arguments of their own (`run_command`).
+and the other commands define their own arguments (`run_command`).
 
-Exit codes: 0 done, 2 bad input (one line on stderr says what to change), 130 and 143 stopped by
-SIGINT and SIGTERM, 141 where nobody reads stdout any more.
+Exit codes: 0 done; 2 bad input, where one line on stderr says what to change; 130 and 143 stopped
+by SIGINT and SIGTERM; 141 stdout was closed, as by `| head`.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
 
-# As which ml_collections imports the file of --config, and `sweep` that of a sweep.
+# The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
 
 
@@ -47,8 +47,8 @@ def main(
         run: the experiment; `config` is locked, `workdir` is None when the flag is not given.
             Import JAX inside it, so that `--help` and mistyped flags answer at once.
         default_config: the config file used without --config, `FILE.py` or `FILE.py:PRESET`.
-        trains: whether it trains with this very config. Then a field that is set and would not be
-            read is an error.
+        trains: whether the experiment trains with exactly this config. Then setting a field that
+            the run ignores is an error.
     """
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -63,7 +63,7 @@ def main(
             _fail(error)
         except SystemExit as stopped:
             asked = any(argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:])
-            sys.exit(0 if asked else stopped.code)  # absl exits with 1 behind its help
+            sys.exit(0 if asked else stopped.code)  # absl exits with 1 after its help
 
     def guarded(argv: Sequence[str]) -> None:
         del argv
@@ -80,7 +80,7 @@ def main(
 
 @contextlib.contextmanager
 def config_errors() -> Generator[None]:
-    """Turns what a bad config file or flag raises into a UserError."""
+    """Turns the exceptions of a bad config file or flag into a UserError."""
     try:
         yield
     except UserError:
@@ -108,14 +108,27 @@ def _config_message(error: Exception) -> str:
     raise error
 
 
-def announce_stand_in(config: ConfigDict, instead: str) -> None:
-    """Prints a first line where the config trains the model that needs no hub and no GPU."""
-    if config.preset.startswith("smollm2-135m"):
-        print(
-            "This is a small stand-in that runs anywhere: a 135M-parameter model learns sums. To "
-            + instead,
-            flush=True,
-        )
+def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
+    """The `run` of an experiment that trains.
+
+    Args:
+        instead: how to train a larger model, such as "train on GSM8K: --config=...". It is printed
+            first where the config trains the stand-in, which needs no hub and no GPU.
+    """
+
+    def run(config: ConfigDict, workdir: str | None) -> None:
+        """Trains with the given config."""
+        if config.preset.startswith("smollm2-135m"):
+            print(
+                "This is a small stand-in that runs anywhere: a 135M-parameter model learns sums. "
+                f"To {instead}",
+                flush=True,
+            )
+        from qerl_jax.training.loop import train
+
+        train(config, workdir=workdir)
+
+    return run
 
 
 def run_command(
@@ -123,13 +136,13 @@ def run_command(
     run: Callable[[argparse.Namespace], None],
     argv: Sequence[str] | None = None,
 ) -> None:
-    """Parses the arguments, calls `run(arguments)` and exits where it fails.
+    """Parses the arguments, calls `run(arguments)`, and exits with an error code if it fails.
 
     Args:
-        parser: describes the arguments.
+        parser: the parser of the arguments.
         run: the command. Import JAX inside it, so that `--help` and mistyped arguments answer at
             once.
-        argv: the arguments; None means those of the process.
+        argv: the arguments; None takes the arguments of the process.
     """
     arguments = parser.parse_args(argv)
     _quiet()
@@ -138,11 +151,11 @@ def run_command(
 
 
 def _quiet() -> None:
-    """Hides what libraries log through absl; warnings of Python and JAX stay."""
+    """Hides the log messages of libraries; warnings of Python and JAX stay."""
     logging.get_absl_logger().setLevel("ERROR")
     getLogger("jax").setLevel("WARNING")
     getLogger("datasets").setLevel("ERROR")
-    # Levels that are set when these are imported; the hub tells of each of its retries, twice.
+    # These libraries set their levels at import. The hub logs each of its retries, twice.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("DATASETS_VERBOSITY", "error")
 
@@ -167,7 +180,7 @@ def _one_line_errors() -> Generator[None]:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        _fail(f"no disk space: {error.filename or error}; make room and run the command again")
+        _fail(f"no disk space: {error.filename or error}; free some and run the command again")
     except StoppedError as stopped:
         sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
@@ -183,10 +196,12 @@ def _stdout_has_no_reader() -> bool:
 
 def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
     config_flags.DEFINE_config_file(
-        "config", default_config, "FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field."
+        "config",
+        default_config,
+        "config file, FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field of it",
     )
-    flags.DEFINE_string("workdir", None, "The run folder; default: runs/EXPERIMENT-PRESET-HASH.")
-    flags.DEFINE_bool("print_config", False, "Print the resolved config and exit.")
+    flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
+    flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
     for name in ("config", "workdir", "print_config"):
         flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
     rest = flags.FLAGS(argv)

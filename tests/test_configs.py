@@ -19,7 +19,7 @@ from qerl_jax.training.loop import train
 from qerl_jax.training.setup import loss_from
 from qerl_jax.training.validate import validate
 
-PRESETS = [*defaults.MODELS, *(f"qwen2.5-7b,{numerics}" for numerics in defaults.NUMERICS)]
+PRESETS = [*defaults.MODELS, *(f"qwen2.5-7b,{recipe}" for recipe in defaults.RECIPES)]
 
 
 def field_names(config):
@@ -99,9 +99,9 @@ def test_presets_have_the_papers_hyperparameters(preset):
 
 
 @pytest.mark.parametrize("model", [defaults.STAND_IN, "qwen2.5-7b"])
-@pytest.mark.parametrize("numerics", defaults.NUMERICS)
-def test_numerics_leave_the_sizes_alone_and_can_run(model, numerics):
-    config, paper = (grpo_gsm8k.get_config(f"{model},{name}") for name in (numerics, "paper"))
+@pytest.mark.parametrize("recipe", defaults.RECIPES)
+def test_recipes_leave_the_sizes_alone_and_can_run(model, recipe):
+    config, paper = (grpo_gsm8k.get_config(f"{model},{name}") for name in (recipe, "paper"))
     validate(config)
     assert loss_from(config)
     for section in ("data", "eval", "lora", "model", "rewards", "rollout"):
@@ -109,21 +109,21 @@ def test_numerics_leave_the_sizes_alone_and_can_run(model, numerics):
     assert config.steps == paper.steps
 
 
-def test_run_folders_name_the_model_and_the_numerics():
+def test_run_folders_name_the_model_and_the_recipe():
     names = {default_folder(grpo_gsm8k.get_config(preset)).name for preset in PRESETS}
-    assert len(names) == len(PRESETS) - 1  # the paper's numerics are those of the model alone
+    assert len(names) == len(PRESETS) - 1  # the paper's recipe is the one of the model alone
     folder = default_folder(grpo_gsm8k.get_config("qwen2.5-7b,trl")).name
     assert folder.startswith("grpo_gsm8k-qwen2.5-7b-trl-")
 
 
 def test_the_stand_in_keeps_what_it_needs_to_learn():
-    for numerics in defaults.NUMERICS:
-        config = grpo_gsm8k.get_config(f"{defaults.STAND_IN},{numerics}")
+    for recipe in defaults.RECIPES:
+        config = grpo_gsm8k.get_config(f"{defaults.STAND_IN},{recipe}")
         assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (3e-4, 0)
         assert (config.aqn.sigma_start, config.rl.updates_per_rollout) == (5e-3, 1)
 
 
-def test_numerics_have_the_last_word_over_an_experiment():
+def test_recipes_have_the_last_word_over_an_experiment():
     settings = {"data.source": "hub/math", "rl.loss": "grpo", "rl.advantage_eps": 1.0}
     for preset, expected in (("qwen3-8b", ("grpo", 1.0)), ("qwen3-8b,verl", ("dapo", 1e-6))):
         config = defaults.build(

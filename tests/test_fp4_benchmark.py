@@ -6,7 +6,7 @@ import os
 import jax
 import pytest
 
-from benchmarks import tables
+from benchmarks import result_tables
 from pallas_kernels.fp4_matmul import autotune, benchmark, cases, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
@@ -146,14 +146,15 @@ def test_the_table_sets_rows_side_by_side():
         row("7b.o", 8192, "nvfp4", 9.0) | {"floor_us": 8.9, "commit": "ab"},
         row("7b.o", 8192, "bf16", 9.0) | dense,  # of another commit: side by side, not compared
         row("14b.o", 16, "nvfp4", 8.0) | {"floor_us": 6.0, "commit": "ab"},
+        row("32b.o", 16, "nvfp4", 8.0) | {"floor_us": 6.0, "commit": "ab"},  # of equal shape
     ]
-    assert tables.kernel_table({"rows": rows}).splitlines() == [
+    assert result_tables.kernel_table({"rows": rows}).splitlines() == [
         "| layer |  | 16 | 8192 |",
         "| --- | --- | --- | --- |",
         "| 7b.o | NVFP4 | 4.0 (45 %) | 9.0 (99 %) |",
         "|  | NVFP4 + LoRA | 5.5 |  |",
         "|  | bf16 | 8.0 (2.00x) | 9.0 |",
-        "| 14b.o | NVFP4 | 8.0 (75 %) |  |",
+        "| 14b.o = 32b.o | NVFP4 | 8.0 (75 %) |  |",
     ]
 
 

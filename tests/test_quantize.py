@@ -173,7 +173,7 @@ def test_the_command_prints_errors_sizes_and_perplexities(tmp_path, capsys, sour
     out = str(tmp_path / "out")
     command.run(options(model=str(source), out=out, perplexity=text))
     printed = capsys.readouterr().out
-    assert printed.startswith("what rounding changed in the weights")
+    assert printed.startswith("relative rounding error of the weights")
     assert printed.splitlines()[1].split() == [
         *("layer", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     ]
@@ -188,7 +188,7 @@ def test_the_command_calibrates(tmp_path, capsys, source, text):
     out = str(tmp_path / "out")
     command.run(options(model=str(source), out=out, calibrate=text))
     printed = capsys.readouterr().out
-    assert printed.startswith("what rounding changed in the outputs")
+    assert printed.startswith("relative rounding error of the outputs")
     lines = printed.partition("perplexity of 32 held-out tokens\n")[2].splitlines()
     means = [line.split()[1:] for line in printed.splitlines() if "uncalibrated" in line]
     assert len(means[0]) == 7

@@ -1,1 +1,1 @@
-"""How fast rollouts are."""
+"""Measures how fast rollouts are: decode steps, whole rollouts, startup."""

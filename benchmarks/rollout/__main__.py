@@ -1,4 +1,4 @@
-r"""How fast rollouts are: milliseconds of a decode step, and tokens per second.
+r"""Measures how fast rollouts are: milliseconds of a decode step, and tokens per second.
 
     python -m benchmarks.rollout --model=qwen2.5-7b,qwen2.5-14b --format=nvfp4,bf16
     python -m benchmarks.rollout --model=qwen2.5-7b --format=bf16 --lora-rank=32,0
@@ -7,18 +7,19 @@ r"""How fast rollouts are: milliseconds of a decode step, and tokens per second.
     python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --startup
 
 Without --source the weights are random, made on the device in the shapes of the model. The adapter
-has the rank --lora-rank on all seven projections; 0 is none, which is what weights with the adapter
-merged into them cost. With --data problems are completed end to end by a real model, with the
-system message of `experiments.evaluate`. --startup tells the time from the command to the first
-tokens, with every program compiled that a rollout of these prompts can need; on a GPU they are kept
-in JAX_COMPILATION_CACHE_DIR, so that a second run says what that saves.
+has the rank --lora-rank on all seven projections; rank 0 means no adapter, which costs the same as
+weights with a merged adapter. With --data a real model completes problems, with the system message
+of `experiments.evaluate`. --startup measures the time from the command to the first tokens, with
+every program compiled that a rollout of these prompts can need. On a GPU the programs are kept in
+JAX_COMPILATION_CACHE_DIR; a second run measures the start with a full cache.
 
-Several commands may run at a time, as one measures after the other, if the memory holds them
-(XLA_PYTHON_CLIENT_PREALLOCATE=false); --startup waits for no other.
+Several commands may run at the same time if the memory holds them
+(XLA_PYTHON_CLIENT_PREALLOCATE=false): they take turns in measuring. --startup does not wait.
 
-Every measurement prints a line, and writes its row to --out, {device, rows: [...]}, at once; a run
-replaces the rows of its own policy, options and lengths and keeps the others. What is in a row is
-told in `benchmarks/rollout/benchmark.py`.
+Every measurement prints a line and at once writes its row to --out, {device, rows: [...]}. A run
+replaces the rows of its own policy, options and lengths and keeps all others.
+`benchmarks/rollout/benchmark.py` explains the fields of a row. On a copy of the project without
+git, the environment variable QERL_COMMIT names the commit of the rows.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import time
 
 from experiments import cli
 
-_BEGAN = time.time()  # What takes long to import comes later.
+_BEGAN = time.time()  # before the imports that take long
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,40 +39,61 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", default="qwen2.5-7b", help="comma-separated presets (default: qwen2.5-7b)")
-    add("--source", default="", help="real weights instead: a folder, a .gguf file, a hub id")
-    add("--format", default="nvfp4,bf16", help="comma-separated: nvfp4, mxfp4, nf4, bf16")
-    add("--lora-rank", default="32", help="comma-separated, of all seven projections; 0: none")
-    add("--chunk-steps", type=int, default=16, help="decode steps of a program (default: 16)")
-    add("--dequantize", choices=("once", "step"), default="once", help="where no kernel runs")
-    add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="")
-    add("--head-format", default="", help="nvfp4: the head in 4 bits (default: as the embedding)")
-    add("--seed", type=int, default=0)
-    add("--bandwidth", type=float, default=0.0, help="bytes per second of the roofline")
-    add("--out", default="benchmarks/results/rollout.json", help="the file of the rows")
-    add("--commit", default="", help="instead of git's")
+    add("--model", default="qwen2.5-7b", help="comma-separated models (default: qwen2.5-7b)")
+    add(
+        "--source",
+        default="",
+        help="real weights: a folder, a .gguf file or a hub id (default: random)",
+    )
+    add(
+        "--format",
+        default="nvfp4,bf16",
+        help="comma-separated weight formats: nvfp4, mxfp4, nf4, bf16",
+    )
+    add(
+        "--lora-rank",
+        default="32",
+        help="comma-separated ranks of the adapter; 0: no adapter (default: 32)",
+    )
+    add("--chunk-steps", type=int, default=16, help="decode steps per program call (default: 16)")
+    dequantize = (
+        "dequantize once per rollout or in every step, where no kernel reads packed weights"
+    )
+    add("--dequantize", choices=("once", "step"), default="once", help=dequantize)
+    cache = "dtype of keys and values (default: bfloat16)"
+    add("--kv-cache-dtype", choices=("", "bfloat16", "float8"), default="", help=cache)
+    add("--head-format", default="", help="nvfp4: a head in 4 bits (default: as the embedding)")
+    add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
+    bandwidth = "bytes per second of the roofline (default: the device's, where known)"
+    add("--bandwidth", type=float, default=0.0, help=bandwidth)
+    out = "JSON file of the rows (default: benchmarks/results/rollout.json)"
+    add("--out", default="benchmarks/results/rollout.json", help=out)
 
     group = parser.add_argument_group("decode steps")
     add = group.add_argument
-    add("--batch", default="1,8,32,64,256", help="comma-separated (default: 1,8,32,64,256)")
-    add("--prompt", type=int, default=256, help="tokens of each prompt (default: 256)")
-    add("--new-tokens", type=int, default=144, help="of each row (default: 144)")
-    add("--parts", action="store_true", help="split the step by part, on a GPU")
+    add(
+        "--batch",
+        default="1,8,32,64,256",
+        help="comma-separated batch sizes (default: 1,8,32,64,256)",
+    )
+    add("--prompt", type=int, default=256, help="tokens per prompt (default: 256)")
+    add("--new-tokens", type=int, default=144, help="new tokens per row (default: 144)")
+    add("--parts", action="store_true", help="also measure the parts of a step, on a GPU")
 
     group = parser.add_argument_group("whole rollouts")
     add = group.add_argument
     add("--data", default="", help="FILE.jsonl with question and answer; needs --source")
-    add("--startup", action="store_true", help="how long rollouts take to begin, compiled")
-    add("--prompts", type=int, default=64, help="of them (default: 64)")
-    add("--group", type=int, default=16, help="completions of each (default: 16)")
-    add("--max-new-tokens", type=int, default=1024)
-    add("--max-rows", type=int, default=0, help="that decode together (default: what fits)")
-    add("--system-prompt", help="instead of that of `experiments.evaluate`")
+    add("--startup", action="store_true", help="measure the time to the first tokens instead")
+    add("--prompts", type=int, default=64, help="number of prompts per rollout (default: 64)")
+    add("--group", type=int, default=16, help="completions per prompt (default: 16)")
+    add("--max-new-tokens", type=int, default=1024, help="completion limit (default: 1024 tokens)")
+    add("--max-rows", type=int, default=0, help="largest decode batch in rows (default: what fits)")
+    add("--system-prompt", help="system message (default: the one of `experiments.evaluate`)")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measures."""
+    """Runs the benchmark with the parsed arguments."""
     from benchmarks.rollout.benchmark import benchmark
     from benchmarks.rollout.subject import BenchmarkConfig
     from qerl_jax.errors import UserError
@@ -100,7 +122,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     """Runs the command line."""
-    # What draws weights compiles in less than the second from which on JAX keeps programs.
+    # JAX keeps only programs that compile for a second or more; drawing weights takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     cli.run_command(make_parser(), run)
 

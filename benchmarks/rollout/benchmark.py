@@ -1,27 +1,28 @@
-"""How fast the rollout engine is: decode steps on random weights, or rollouts of a real model.
+"""Measures the rollout engine: decode steps on random weights, or rollouts of a real model.
 
-A decode step is what a generation takes from the host's look at the first chunk of tokens to its
-end, over the steps between: prompts are read before, and their time, which varies by more than a
-step takes, is not in it. Everything is compiled before, and every generation runs once before the
-clock starts; each time is the best of two. Tokens are drawn at temperature 1, nothing ends a row.
+The time of a decode step is the time of a generation from the moment when the host receives the
+first chunk of tokens to the end, divided by the steps between. Prefill comes before and does not
+count: its time varies by more than a step takes. Everything is compiled, and every generation runs
+once, before the clock starts; each time is the best of two. Tokens are drawn at temperature 1, and
+no token ends a row.
 
-Rows of a decode benchmark:
+Fields of a "decode" row:
 
-    ms_per_step             of all rows together; tokens_per_s follows from it
-    prefill_tokens_per_s    prompt tokens over the time of a generation of one token
-    roofline_share          the time that the packed weights, the head and the keys and values of
-                            a row in the middle of these steps take at the card's bandwidth, over
-                            the step's
-    padding_waste           of the positions that are computed, those without a token of a row
-    peak_gb                 the most memory in use, see `peak_memory.PeakMemory`
+    ms_per_step             milliseconds of a step of all rows; tokens_per_s follows from it
+    prefill_tokens_per_s    prompt tokens over the seconds of a generation of one token
+    roofline_share          fraction of the step that the bytes need at the card's bandwidth: packed
+                            weights, head, and the keys and values of a row in the middle of the
+                            measured steps
+    padding_waste           fraction of the computed positions that hold no token of a row
+    peak_gb                 peak memory in 10^9 bytes, as `peak_memory.PeakMemory` measures it
 
-A row of kind "parts" has a decode row's fields, and in `parts` the milliseconds of a step by part,
-see `parts.per_step`.
+A "parts" row has the fields of a decode row, and in `parts` the milliseconds of a step by part, as
+`profile.per_step` returns them.
 
-One of kind "gsm8k" is of rollouts of a file of problems: tokens up to and including the end over
-the seconds of a whole `generate`, and the share of the row-steps that drew one of them. Of kind
-"startup" see `startup.measure_startup`; `warm` is whether every program was kept by an earlier
-process, as they are on a GPU.
+A "gsm8k" row measures rollouts of a file of problems: completion tokens over the seconds of a whole
+`generate`, and as `live_share` the fraction of decoded tokens that belong to a completion. A
+"startup" row has what `startup.measure_startup` returns; `warm` means that every program was found
+in the cache.
 """
 
 import contextlib
@@ -67,8 +68,8 @@ from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generat
 from qerl_jax.rollout.programs import Programs, bound
 from qerl_jax.run.terminal import LiveLine
 
-BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # of a weight, scales included
-BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # of a copy, bytes read and written per second
+BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # bits per weight, scales included
+BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # bytes read and written per second by a copy
 
 _REPEATS = 2
 _TOO_LARGE = (
@@ -81,18 +82,18 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
     """Measures, prints a line for each row and a table, and writes the rows.
 
     Raises:
-        UserError: something asked for does not exist or does not fit.
+        UserError: an option names something that does not exist, or that does not fit in memory.
     """
     check(config)
     device = jax.devices()[0]
     print(device.device_kind, flush=True)
-    where = origin("benchmarks.rollout", config.commit)
+    where = origin("benchmarks.rollout")
     path, rows = pathlib.Path(config.out), []
     with sole_use():
-        merge(path, device.device_kind, [])  # A file of another device is told before the work.
+        merge(path, device.device_kind, [])  # Reports a file of another device before the work.
 
     def keep(row: dict) -> None:
-        """The caller has sole use, of the file too."""
+        """Prints and writes a row; the caller has sole use of the device and the file."""
         rows.append(row | where)
         print(describe(row), flush=True)
         merge(path, device.device_kind, rows[-1:])
@@ -125,7 +126,7 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
 def _measure_batches(
     subject: Subject, config: BenchmarkConfig, keep: Callable[[dict], None]
 ) -> None:
-    """The rows of the decode benchmark of a policy."""
+    """Measures and keeps the decode rows of a policy."""
     check_fits(subject, config)
     programs = _compile(subject, config)
     for batch in config.batches:
@@ -139,14 +140,14 @@ def _measure_batches(
 def measure_decoding(
     subject: Subject, batch: int, config: BenchmarkConfig, programs: Programs
 ) -> dict:
-    """One row of the decode benchmark, see the module."""
+    """A decode row, with the fields that the module explains."""
     prompts = random_prompts(subject.config, batch, config)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
     costs: list[Statistics] = []
-    looks: list[tuple[float, int]] = []  # when the host saw how many tokens of a row
+    drains: list[tuple[float, int]] = []  # time, and tokens per row that the host has received
 
     def run(new_tokens: int, programs: Programs = programs) -> Rollout:
-        looks.clear()
+        drains.clear()
         return generate(
             jax.random.key(config.seed),
             subject.params,
@@ -158,14 +159,14 @@ def measure_decoding(
             pad_id=0,
             compiled_ahead=programs,
             compiled=True,
-            on_progress=lambda _, tokens: looks.append((time.perf_counter(), tokens // batch)),
+            on_progress=lambda _, tokens: drains.append((time.perf_counter(), tokens // batch)),
             on_statistics=costs.append,
         )
 
     def step() -> float:
         run(config.new_tokens)
         end = time.perf_counter()
-        began, tokens = next(look for look in looks if look[1] > 1)
+        began, tokens = next(drain for drain in drains if drain[1] > 1)
         chunks = math.ceil((config.new_tokens - tokens) / plan.steps)
         return (end - began) / (chunks * plan.steps)
 
@@ -194,7 +195,7 @@ def measure_decoding(
 
 
 def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
-    """The row of rollouts of a file of problems, see the module."""
+    """A gsm8k row, with the fields that the module explains."""
     model = subject.loaded
     assert model is not None
     prompts = [
@@ -271,7 +272,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
 
 
 def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
-    """The row of a process that has just begun."""
+    """The startup row of this process."""
     prompts = random_prompts(subject.config, config.prompts, config)
     _, sampling = _planned(subject, [config.prompt] * len(prompts), config)
     with _progress() as on_compiled:
@@ -303,7 +304,7 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
 def _planned(
     subject: Subject, lengths: Sequence[int], config: BenchmarkConfig
 ) -> tuple[budget.Plan, SamplingConfig]:
-    """The plan of whole rollouts in an empty memory, and the options that keep its rows."""
+    """The shapes of rollouts in an empty memory, and sampling options with the same batch."""
     plan = plan_of(
         subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
     )
@@ -311,12 +312,12 @@ def _planned(
 
 
 def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -> float:
-    """Of the positions of prompts and of the row-steps, the share without a token of a row.
+    """The fraction of the computed positions, in prefill and decoding, that hold no token of a row.
 
     Args:
         lengths: tokens of each prompt.
-        plan: of the rollout.
-        cost: likewise.
+        plan: shapes of the rollout.
+        cost: statistics of the rollout.
     """
     computed = cost.decoded
     for first in range(0, len(lengths), plan.prompts):
@@ -326,13 +327,16 @@ def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -
 
 
 def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str = "") -> float:
-    """The fewest bytes of a decode step: projections, head, and the keys and values.
+    """The fewest bytes that a decode step reads: projections, head, keys and values.
 
     Args:
         subject: the policy.
-        rows: that decode together.
-        tokens: in the cache of each row.
-        kv_cache_dtype: see `SamplingConfig`.
+        rows: number of rows in the batch.
+        tokens: tokens per row in the cache.
+        kv_cache_dtype: dtype of keys and values, as in `SamplingConfig`.
+
+    Returns:
+        The number of bytes.
     """
     config, dtype = subject.config, subject.params["embed_tokens"].dtype
     params = subject.params
@@ -363,7 +367,7 @@ def _roofline_share(subject, batch, ms_per_step, steps, config) -> float | None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """A line that says how many programs are compiled, on a terminal."""
+    """A line on a terminal with the number of compiled programs."""
     live = LiveLine()
     try:
         yield lambda done, total: live.update(f"rollout programs {done}/{total}")
@@ -372,7 +376,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
-    """Compiles all programs, a few at a time."""
+    """Compiles all programs of the decode benchmark, a few at a time."""
     began = time.perf_counter()
     shapes = []
     policy = bound((jax.random.key(config.seed), subject.params, subject.lora))
@@ -380,7 +384,7 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
         sampling = sampling_of(config, new_tokens, batch)
         rules = decode.rules(subject.config, sampling, NOTHING_ENDS)
-        shapes.append((dataclasses.replace(plan, batches=plan.batches[:1]), rules))  # None ends.
+        shapes.append((dataclasses.replace(plan, batches=plan.batches[:1]), rules))  # No row ends.
     with _progress() as on_progress:
         programs = compile_programs(policy, shapes, on_progress)
     seconds = time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""The most memory of the device that programs compiled ahead have in use."""
+"""Peak device memory of the programs of a rollout."""
 
 import functools
 from collections.abc import Hashable
@@ -10,11 +10,12 @@ from qerl_jax.rollout.programs import Programs
 
 
 class PeakMemory:
-    """Looks at the memory whenever a program that it watches is called.
+    """Reads the memory in use at every call of a watched program.
 
-    A device tells the peak of a whole process, which for all measurements but the largest is that
-    of another one. While a program runs, it has what was in use before, its results, but for those
-    that take the place of an argument, and what it needs in between, which is fixed at compilation.
+    The device reports only the peak of the whole process, which for all measurements but the
+    largest comes from another measurement. While a program runs, the memory holds what was in use
+    before, the results except for those in the place of a donated argument, and the temporary
+    memory of the program, which is fixed at compilation.
     """
 
     def __init__(self):
@@ -22,8 +23,8 @@ class PeakMemory:
         self._most = 0
 
     def watched(self, programs: Programs) -> Programs:
-        """The programs, each with a look before it runs: for runs that are not timed."""
-        if self._device.memory_stats() is None:  # A CPU, whose memory is not looked after.
+        """The programs, each with a reading of the memory before it runs: for untimed runs."""
+        if self._device.memory_stats() is None:  # A CPU reports none.
             return programs
         called: dict[Hashable, Any] = {
             name: functools.partial(self._run, program) for name, program in programs.items()
@@ -39,5 +40,5 @@ class PeakMemory:
 
     @property
     def gigabytes(self) -> float | None:
-        """The peak so far, in 10^9 bytes; None where nothing was seen."""
+        """The peak so far, in 10^9 bytes; None if no call was watched."""
         return round(self._most / 1e9, 3) if self._most else None

@@ -1,7 +1,7 @@
-"""Which part of the policy the device's time goes to.
+"""Splits the device's time by part of the policy.
 
-The parts are the `jax.named_scope`s of the policy and of the rollout. They are in the metadata of
-the compiled program, whose instructions the kernels are named after or labelled with.
+The parts are the `jax.named_scope`s of the policy and of the rollout. The metadata of a compiled
+program holds them for each instruction, and kernels are named after or labeled with instructions.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ from jax.profiler import ProfileData, ProfileEvent, ProfileOptions
 
 PARTS = ("linears", "lora", "attention", "norms", "mlp", "head", "sampling", "other")
 
-_FP4 = "fp4_"  # begins the names of the Hopper kernel's programs
+_FP4 = "fp4_"  # prefix of the names of the Hopper kernel's programs
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*?\bop_name=\"([^\"]*)\"", re.MULTILINE)
 
-Kernels = list[tuple[str, float]]  # instruction or kernel, and milliseconds
+Kernels = list[tuple[str, float]]  # name of instruction or kernel, milliseconds
 
 
 def parts_of(hlo: str) -> dict[str, str]:
     """The part of each instruction of a compiled program's text, by its name.
 
-    A fusion belongs to what its last operation belongs to; where the products with A are part of
-    the kernels between the projections, they belong to those, and SwiGLU, or the sum that a norm
-    begins with, belongs to the linears where their kernel ends with it. Beside that kernel nothing
-    but the adapter runs in a packed linear.
+    A fusion belongs to the part of its last operation. Products with LoRA's A that are fused into
+    the kernels between the projections belong to those kernels. SwiGLU, or adding to the residual,
+    belongs to the linears where it is an epilogue of their kernel. In a packed linear, everything
+    beside that kernel belongs to the adapter.
     """
     paths = dict(_INSTRUCTION.findall(hlo))
     packed = any(_FP4 in path for path in paths.values())
@@ -40,7 +40,7 @@ def _part(path: str, packed: bool) -> str:
     found = [scope for scope in path.split("/") if scope in PARTS]
     if not found:
         return "other"
-    # The kernel's slices count in memory that begins at zero.
+    # The kernel counts its slices in memory that starts at zero.
     kernel = _FP4 in path or path.endswith("/broadcast_in_dim")
     if found[-1] == "linears" and packed and not kernel:
         return "lora"
@@ -48,12 +48,12 @@ def _part(path: str, packed: bool) -> str:
 
 
 def split(kernels: Iterable[tuple[str, float]], parts: Mapping[str, str]) -> dict[str, float]:
-    """Milliseconds by part; what no instruction of the program explains is "other".
+    """Milliseconds by part; kernels without an instruction of the program are "other".
 
     Args:
         kernels: instruction or kernel, and milliseconds. Kernels have the names of instructions
             with underscores in place of dots and dashes.
-        parts: of the instructions, see `parts_of`.
+        parts: part of each instruction, as `parts_of` returns it.
     """
     known = {_as_kernel(name): part for name, part in parts.items()}
     times = dict.fromkeys(PARTS, 0.0)
@@ -68,10 +68,10 @@ def _as_kernel(name: str) -> str:
 
 
 def device_kernels(run: Callable[[], Any]) -> Kernels:
-    """The kernels that `run` starts on a GPU, the second time.
+    """The kernels that the second call of `run` starts on a GPU.
 
-    XLA's profiler says which instruction started a kernel, those of libraries too, unless the
-    kernel is in a CUDA graph. Where it finds none, CUPTI gives the kernels' own names.
+    XLA's profiler reports the instruction that started each kernel, also for kernels of libraries,
+    unless the kernel is in a CUDA graph. If it reports no kernels, CUPTI gives their own names.
     """
     kernels: Kernels = []
     for profile in _profiles(run, host_tracer_level=0):
@@ -80,7 +80,7 @@ def device_kernels(run: Callable[[], Any]) -> Kernels:
 
 
 def graph_launches(run: Callable[[], Any]) -> int:
-    """How many CUDA graphs `run` launches, the second time."""
+    """The number of CUDA graphs that the second call of `run` launches."""
     return sum(graph_launches_in(profile) for profile in _profiles(run, host_tracer_level=2))
 
 
@@ -96,7 +96,7 @@ def graph_launches_in(profile: ProfileData) -> int:
 
 
 def _profiles(run: Callable[[], Any], *, host_tracer_level: int) -> list[ProfileData]:
-    """What XLA's profiler sees of `run`, the second time."""
+    """The profiles of the second call of `run`, by XLA's profiler."""
     jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         options = ProfileOptions()
@@ -108,14 +108,14 @@ def _profiles(run: Callable[[], Any], *, host_tracer_level: int) -> list[Profile
 
 
 def kernels_in(profile: ProfileData) -> Kernels:
-    """The kernels of a profile's GPUs, by instruction where it is known, in order."""
+    """The kernels of a profile in order of time, named by instruction where it is known."""
     found: list[tuple[float, str, float]] = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
         for line in plane.lines:
             if not line.name.startswith("Stream"):
-                continue  # The same again, summed up in other ways.
+                continue  # Other lines repeat these events in sums.
             for event in line.events:
                 stats = _stats(event)
                 if "memcpy_details" in stats or "memset_details" in stats:
@@ -127,14 +127,14 @@ def kernels_in(profile: ProfileData) -> Kernels:
 
 def _stats(event: ProfileEvent) -> dict[str | None, Any]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of the iterator's type, by Python
+        warnings.simplefilter("ignore", DeprecationWarning)  # about the iterator's type
         return dict(event.stats)
 
 
 def _cupti_kernels(run: Callable[[], Any]) -> Kernels:
     from jax.experimental.mosaic.gpu import profiler
 
-    class Program(jax.stages.Wrapped):  # what `measure` does not compile once more
+    class Program(jax.stages.Wrapped):  # a type that `measure` does not compile again
         def __call__(self):
             return run()
 
@@ -151,18 +151,18 @@ def per_step(
     steps: int,
     layers: int,
 ) -> dict[str, float]:
-    """A decode step: milliseconds by part, of the gaps, and the kernels of a layer.
+    """Milliseconds of a decode step by part.
 
     Args:
-        kernels: of a chunk, see `device_kernels`.
-        parts: see `parts_of`.
-        wall_ms: of a chunk that nobody observed.
-        steps: of the chunk.
-        layers: of the policy.
+        kernels: kernels of a chunk, as `device_kernels` returns them.
+        parts: part of each instruction, as `parts_of` returns it.
+        wall_ms: milliseconds of a chunk without a profiler.
+        steps: decode steps of the chunk.
+        layers: layers of the policy.
 
     Returns:
-        The parts; "gaps", what the kernels leave of the wall time, below zero where they overlap;
-        "kernels_per_layer", all kernels of a step over the layers.
+        The parts; "gaps", the wall time without a kernel, negative where kernels overlap; and
+        "kernels_per_layer", the kernels of a step divided by the layers.
     """
     times = {part: time / steps for part, time in split(kernels, parts).items()}
     times["gaps"] = wall_ms / steps - sum(times.values())

@@ -1,6 +1,6 @@
-"""A policy of random weights and a random adapter, made on the device: shapes without a meaning.
+"""A policy of random weights and a random adapter, made on the device.
 
-Never constant ones: products of zeros run faster than those of a model.
+The values are never constant: products of zeros run faster than products of a model.
 """
 
 import functools
@@ -16,19 +16,19 @@ from qerl_jax.policy.lora import FUSED, Lora, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, in_machine_order
 
 _WEIGHT_SIZE = 0.02  # standard deviation of random weights
-_ADAPTER_SIZE = 1e-3  # likewise of B: next to nothing beside the weights, and not zero
+_ADAPTER_SIZE = 1e-3  # standard deviation of B: small beside the weights, and not zero
 
 
 def random_params(
     key: jax.Array, config: ModelConfig, *, format: str, dtype: jnp.dtype = jnp.bfloat16
 ) -> dict:
-    """A parameter tree as `load.load` gives it, made on the device a layer at a time.
+    """A random parameter tree like those of `load.load`, made on the device a layer at a time.
 
     Args:
-        key: of the values.
+        key: random key.
         config: the architecture.
-        format: see `load.load`.
-        dtype: of everything that is neither packed nor a norm.
+        format: weight format, as in `load.load`.
+        dtype: dtype of everything that is neither packed nor a norm.
     """
     table = (config.vocab_size, config.embed_dim)
     names = ["embed_tokens"] + ([] if config.tie_embeddings else ["lm_head"])
@@ -80,7 +80,7 @@ def _random_layer(key: jax.Array, config: ModelConfig, format: str, dtype: jnp.d
 
 
 def _projection(key, n, k, format, dtype):
-    """[N, K]; codes of any value, under scales that give the weights their size."""
+    """A random weight [N, K]: codes of any value, with scales that give the weights their size."""
     if format == "bf16":
         return normal(key, (n, k), dtype)
     codes, scales = jax.random.split(key)
@@ -95,7 +95,7 @@ def _projection(key, n, k, format, dtype):
     if format == "mxfp4":
         exponent = 127 + round(math.log2(size))
         stored = jax.random.randint(scales, (n, k // form.block), exponent - 1, exponent + 1)
-    else:  # 8 to 448, as a quantiser finds them
+    else:  # 8 to 448, as a quantizer finds them
         stored = jax.random.randint(scales, (n, k // form.block), 80, 127)
     stored = jax.lax.bitcast_convert_type(stored.astype(jnp.uint8), form.scale_dtype)
     if not form.global_scale:
@@ -107,7 +107,7 @@ def _projection(key, n, k, format, dtype):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def normal(key: jax.Array, shape: tuple, dtype: jnp.dtype, size: float = _WEIGHT_SIZE) -> jax.Array:
-    """Random numbers of a standard deviation."""
+    """Normal numbers with standard deviation `size`."""
     return (size * jax.random.normal(key, shape, dtype)).astype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""The rows of the rollout benchmarks: their file, and how they read as a line and as a table."""
+"""The rows of the rollout benchmarks: their file, and their form as a line and as a table."""
 
 import datetime
 import json
@@ -31,10 +31,10 @@ KEYS = {
 
 
 def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
-    """Writes rows to a JSON file, over those of the same keys.
+    """Writes rows to a JSON file, in place of the rows with the same keys.
 
     Raises:
-        UserError: the file holds the rows of another device, or something else.
+        UserError: the file holds rows of another device, or something else.
     """
     result: dict = {"device": device, "rows": []}
     if path.exists():
@@ -62,16 +62,18 @@ def _key(row: dict) -> tuple:
     return tuple(row[name] for name in KEYS[row["kind"]])
 
 
-def origin(module: str, commit: str = "") -> dict:
-    """What every row says of where it comes from; of paths only the last part.
+def origin(module: str) -> dict:
+    """Commit, date, versions and command of a row; of each path only the last part.
+
+    The commit ends with `-dirty` if files differ from it, as with git describe. The environment
+    variable QERL_COMMIT names it where git is absent.
 
     Args:
-        module: that is run.
-        commit: instead of git's. Of files that differ from it `-dirty` tells, as with git describe.
+        module: name of the running module.
     """
     git = provenance()["git"] or {"commit": "unknown", "dirty": None}
     return {
-        "commit": commit or git["commit"] + ("-dirty" if git["dirty"] else ""),
+        "commit": git["commit"] + ("-dirty" if git["dirty"] else ""),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "jax": jax.__version__,
@@ -83,7 +85,7 @@ def origin(module: str, commit: str = "") -> dict:
 
 
 def numbers_of(row: dict) -> str:
-    """What the numbers of a row's policy are stored in: 'nvfp4', or 'nvfp4, float8 cache'."""
+    """The number formats of a row's policy: 'nvfp4', or 'nvfp4, float8 cache'."""
     text = row["format"]
     if row["head_format"]:
         text += f", {row['head_format']} head"
@@ -93,14 +95,14 @@ def numbers_of(row: dict) -> str:
 
 
 def describe(row: dict) -> str:
-    """A row on a line."""
+    """A row as one line of text."""
     name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
     if row["kind"] == "startup":
         kept = "all" if row["warm"] else row["kept"]
         return (
             f"{name}, {row['prompts']} x {row['group']}: first tokens after "
             f"{row['first_tokens_s']:.1f} s, weights {row['weights_s']:.1f}, {row['programs']} "
-            f"programs {row['compiled_s']:.1f}, {kept} of them kept from before"
+            f"programs {row['compiled_s']:.1f}, {kept} of them in the cache"
         )
     memory = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
     padding = f"{100 * row['padding_waste']:.1f} % padding"
@@ -126,13 +128,13 @@ def by_policy(
     """The decode rows as a table.
 
     Args:
-        rows: of any kind.
-        cell: what it says of a row.
-        fields: of a row, that also tell policies apart.
+        rows: rows of any kind; only decode rows count.
+        cell: function that gives the text of a row.
+        fields: further fields of a row that distinguish policies.
 
     Returns:
-        The batches, ascending, and for each policy (model, numbers, rank, *fields) its cells, one
-        for each batch, '' where there is no row.
+        The batch sizes, ascending, and for each policy (model, numbers, rank, *fields) its cells:
+        one for each batch size, '' without a row.
     """
     found: dict[tuple, dict[int, str]] = {}
     for row in rows:
@@ -144,7 +146,7 @@ def by_policy(
 
 
 def table(rows: Sequence[dict]) -> str:
-    """The decode rows: milliseconds a step and tokens per second, a line for each policy."""
+    """The decode rows as a table: milliseconds per step and tokens per second by policy."""
     batches, policies = by_policy(
         rows, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:.0f})"
     )

@@ -1,4 +1,4 @@
-"""How long rollouts take to begin: from the command to the first tokens, every program compiled."""
+"""Measures the start of rollouts: from the command to the first tokens, every program compiled."""
 
 import time
 from collections.abc import Callable
@@ -21,25 +21,25 @@ def measure_startup(
     on_compiled: Callable[[int, int], None] | None = None,
     **how: Any,
 ) -> dict:
-    """Compiles all that rollouts of so many prompts can need, and samples.
+    """Compiles every program that rollouts of these prompts can need, and samples.
 
     Args:
         began: `time.time()` when the command began.
-        key: of the draws.
-        params: the policy.
-        lora: its adapter, or None.
-        prompts: token ids.
-        on_compiled: the `on_progress` of `compile_ahead`.
-        **how: the arguments of `generate` that `compile_ahead` wants too.
+        key: random key of the draws.
+        params: parameters of the policy.
+        lora: adapter of the policy, or None.
+        prompts: token ids of each prompt.
+        on_compiled: called with the number of compiled programs and of all programs.
+        **how: arguments that `generate` and `compile_ahead` share.
 
     Returns:
-        Seconds since the command began until the weights were there, until all was compiled and
-        until the host saw the first tokens; the programs, and how many of them were kept by an
-        earlier process.
+        The seconds from the beginning of the command until the weights were made (`weights_s`),
+        until all programs were compiled (`compiled_s`) and until the host received the first tokens
+        (`first_tokens_s`); the number of `programs`, and how many were in the cache (`kept`).
     """
     row = {"weights_s": _since(began)}
 
-    def look(_: Any, tokens: int) -> None:
+    def note_first_tokens(_: Any, tokens: int) -> None:
         if tokens:
             row.setdefault("first_tokens_s", _since(began))
 
@@ -57,10 +57,10 @@ def measure_startup(
         pad_id=0,
         compiled_ahead=programs,
         compiled=True,
-        on_progress=look,
+        on_progress=note_first_tokens,
         **how,
     )
-    row.setdefault("first_tokens_s", _since(began))  # One chunk was all.
+    row.setdefault("first_tokens_s", _since(began))  # All tokens came in one chunk.
     return row | {"programs": len(programs), "kept": len(programs) - len(compiled)}
 
 

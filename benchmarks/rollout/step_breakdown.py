@@ -1,4 +1,4 @@
-"""The parts of a decode step: chunks of a generation, run outside of the engine and observed."""
+"""The parts of a decode step, from chunks that run outside the engine under a profiler."""
 
 import dataclasses
 import functools
@@ -22,11 +22,11 @@ from qerl_jax.rollout import decode
 from qerl_jax.rollout.programs import bound, dequantized
 
 _REPEATS = 3
-_CHUNKS = 4  # that are timed together for the parts
+_CHUNKS = 4  # chunks that are timed together
 
 
 class Chunk:
-    """The chunks of a generation, with the arguments that the engine gives them."""
+    """Runs the chunks of a generation with the arguments that the engine passes."""
 
     def __init__(self, subject: Subject, batch: int, new_tokens: int, config: BenchmarkConfig):
         lengths = [config.prompt] * batch
@@ -42,7 +42,7 @@ class Chunk:
         self._how: dict[str, Any] = {"rules": rules, "steps": self.plan.steps}
 
     def empty_batch(self) -> decode.Batch:
-        """Free seats for all rows."""
+        """A batch of free slots for all rows."""
         return decode.empty_batch(
             self._rows,
             self.plan.slots,
@@ -52,7 +52,7 @@ class Chunk:
         )
 
     def lower(self, batch: decode.Batch) -> jax.stages.Lowered:
-        """The program for a batch, or for the shapes of one."""
+        """The lowered program for a batch, or for the shapes of a batch."""
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), batch
         )
@@ -62,7 +62,7 @@ class Chunk:
     def run(
         self, batch: decode.Batch, tokens: int, program: jax.stages.Compiled | None = None
     ) -> tuple[decode.Batch, decode.Drawn]:
-        """A chunk behind so many tokens of each row; `program` in place of the engine's."""
+        """Runs a chunk after `tokens` tokens of each row; `program` replaces the engine's."""
         full = functools.partial(jnp.full, self._rows, device=self._sharding)
         batch = dataclasses.replace(
             batch,
@@ -75,15 +75,16 @@ class Chunk:
 
 
 def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[str, float]:
-    """The parts of a decode step, out of chunks in the middle of the new tokens; {} if unknown.
+    """The parts of a decode step, measured in the middle of the new tokens; {} if a profiler fails.
 
-    They are those of `parts.per_step`, and "graphs", how many CUDA graphs the engine's program
-    launches for a step.
+    Returns:
+        What `profile.per_step` returns, and "graphs": the number of CUDA graphs that the engine's
+        program launches per step.
     """
     chunk = Chunk(subject, batch, config.new_tokens, config)
     steps = chunk.plan.steps
     middle = config.prompt + (config.new_tokens - steps) // 2
-    held = [chunk.empty_batch()]  # A chunk is given its batch away, and returns the next one.
+    held = [chunk.empty_batch()]  # A chunk donates its batch and returns the next one.
     key = jax.random.key(config.seed)
     cache = held[0].cache
     for index in range(subject.config.num_layers):
@@ -91,7 +92,7 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
             key, one = jax.random.split(key)
             drawn = normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
             arrays[index] = drawn.astype(arrays[index].dtype)
-    # Within a CUDA graph no kernel has the name of its instruction.
+    # Kernels in a CUDA graph do not have the names of their instructions.
     observed = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile(
         compiler_options={"xla_gpu_enable_command_buffer": ""}
     )
@@ -112,7 +113,7 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
     try:
         graphs = graph_launches(run)
         kernels = device_kernels(lambda: run(observed))
-    except Exception as error:  # What profilers raise must not cost the row.
+    except Exception as error:  # A failing profiler must not cost the row.
         print(f"no parts: {type(error).__name__}: {error}"[:200], flush=True)
         return {}
     return per_step(

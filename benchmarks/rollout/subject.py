@@ -1,4 +1,4 @@
-"""What the rollout benchmark measures: its options, a policy, and the engine's arguments for it."""
+"""The options of the rollout benchmark, the policy, and the engine's arguments for it."""
 
 import dataclasses
 import time
@@ -24,34 +24,33 @@ NOTHING_ENDS = (-1,)  # no token has this id
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkConfig:
-    """What to measure.
+    """The options of the benchmark.
 
     Attributes:
-        models: names of `architectures.ARCHITECTURES`; unused with `source`.
-        source: real weights, see `load.load`; '' makes random ones.
-        formats: see `load.load`.
-        batches: rows that decode together.
-        prompt: tokens of each prompt.
-        new_tokens: of each row.
-        lora_ranks: of the adapters on all seven projections; 0 is none.
-        chunk_steps: see `SamplingConfig`.
-        dequantize: likewise.
-        kv_cache_dtype: likewise.
-        head_format: see `head.rollout_head`.
-        parts: also split the step by part.
-        startup: measure how long rollouts of `prompts` and `group` take to begin instead.
+        models: names from `architectures.ARCHITECTURES`; unused with `source`.
+        source: source of real weights, as in `load.load`; '' makes random weights.
+        formats: weight formats, as in `load.load`.
+        batches: batch sizes of the decode benchmark.
+        prompt: tokens per prompt.
+        new_tokens: new tokens per row.
+        lora_ranks: ranks of the adapters on all seven projections; 0 is no adapter.
+        chunk_steps: decode steps per program call, as in `SamplingConfig`.
+        dequantize: 'once' or 'step', as in `SamplingConfig`.
+        kv_cache_dtype: dtype of keys and values, as in `SamplingConfig`.
+        head_format: format of the head, as in `head.rollout_head`.
+        parts: whether the parts of a step are measured too.
+        startup: whether to measure the start of rollouts of `prompts` and `group` instead.
         began: `time.time()` when the command began.
-        data: a JSONL file of problems to complete with the weights of `source`, instead of the
-            decode benchmark; '' is none.
-        prompts: problems of it, or random prompts of a startup.
-        group: completions of each.
-        max_new_tokens: of a completion.
-        max_rows: see `SamplingConfig`.
-        system_prompt: of the problems.
-        seed: of weights, tokens and draws.
-        bandwidth: bytes per second; 0 is the device's, where it is known.
-        out: the JSON file of the rows.
-        commit: instead of git's.
+        data: JSONL file of problems to complete with the weights of `source`, instead of the
+            decode benchmark; '' measures decode steps.
+        prompts: number of problems, or of random prompts in a startup.
+        group: completions per prompt.
+        max_new_tokens: limit of a completion in tokens.
+        max_rows: largest decode batch in rows, as in `SamplingConfig`.
+        system_prompt: system message of the problems.
+        seed: seed of weights, tokens and draws.
+        bandwidth: bytes per second of the roofline; 0 takes the device's, where it is known.
+        out: JSON file of the rows.
     """
 
     models: tuple[str, ...]
@@ -77,7 +76,6 @@ class BenchmarkConfig:
     seed: int
     bandwidth: float
     out: str
-    commit: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +83,11 @@ class Subject:
     """A policy to measure.
 
     Attributes:
-        model: what rows call it.
-        format: of its projections.
+        model: name of the policy in the rows.
+        format: weight format of the projections.
         config: the architecture.
         params: the parameter tree.
-        lora_rank: of its adapter.
+        lora_rank: rank of the adapter; 0 is no adapter.
         lora: the adapter, or None where the rank is 0.
         loaded: the model that was loaded, or None for random weights.
     """
@@ -104,7 +102,7 @@ class Subject:
 
 
 def check(config: BenchmarkConfig) -> None:
-    """Refuses what cannot be measured, before any weight is made.
+    """Validates the options, before any weight is made.
 
     Raises:
         UserError: a name that does not exist, or a number out of range.
@@ -118,7 +116,7 @@ def check(config: BenchmarkConfig) -> None:
     limits = {
         "--batch": (min(config.batches, default=0), 1),
         "--prompt": (config.prompt, 1),
-        "--new-tokens": (config.new_tokens, config.chunk_steps + 2),  # a second chunk
+        "--new-tokens": (config.new_tokens, config.chunk_steps + 2),  # at least a second chunk
         "--lora-rank": (min(config.lora_ranks, default=-1), 0),
         "--chunk-steps": (config.chunk_steps, 1),
         "--prompts": (config.prompts, 1),
@@ -131,7 +129,7 @@ def check(config: BenchmarkConfig) -> None:
     check_limits(limits)
     check_head_format(config.head_format)
     if config.data and not config.source:
-        raise UserError("--data: random weights answer nothing; pass real ones with --source=PATH")
+        raise UserError("--data: random weights solve nothing; pass real ones with --source=PATH")
     policies = len(config.formats) * len(config.lora_ranks)
     policies *= 1 if config.source else len(config.models)
     if config.startup and policies > 1:
@@ -139,12 +137,12 @@ def check(config: BenchmarkConfig) -> None:
     if config.startup and (config.data or config.parts):
         raise UserError("--startup measures nothing else; drop --data and --parts")
     if config.data and config.parts:
-        raise UserError("--parts is of decode steps on random prompts; drop --data")
+        raise UserError("--parts measures decode steps on random prompts; drop --data")
     if config.parts and jax.default_backend() != "gpu":
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
     if config.parts and policies > 1:
         raise UserError(
-            "--parts: CUDA graphs are slower behind a profiler; pass one --model, --format, "
+            "--parts: CUDA graphs are slower after a profile; pass one --model, --format, "
             "--lora-rank"
         )
 
@@ -153,7 +151,7 @@ def first_problems(path: str, count: int) -> list[Problem]:
     """The first problems of a JSONL file.
 
     Raises:
-        UserError: it cannot be read, or holds fewer than --prompts.
+        UserError: the file cannot be read, or holds fewer problems than --prompts.
     """
     problems = load_problems("", path=path)
     if len(problems) < count:
@@ -162,14 +160,14 @@ def first_problems(path: str, count: int) -> list[Problem]:
 
 
 def model_name(source: str) -> str:
-    """What rows call real weights: the last part of their source."""
+    """The name of real weights in the rows: the last part of their source."""
     return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
 def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
-    """Loads or draws a policy without an adapter."""
+    """A policy without an adapter, with loaded or random weights."""
     began = time.perf_counter()
-    key = jax.random.key(config.seed, impl="rbg")  # the fastest to draw
+    key = jax.random.key(config.seed, impl="rbg")  # the fastest generator
     if config.source:
         loaded = load(config.source, format=format)
         name = model_name(config.source)
@@ -194,7 +192,7 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
 
 
 def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
-    """The policy with a random adapter of a rank; 0 is none."""
+    """The policy with a random adapter of this rank; rank 0 is no adapter."""
     lora = None
     if rank:
         lora = random_lora(jax.random.key(seed, impl="rbg"), subject.config, rank=rank)
@@ -202,7 +200,7 @@ def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
 
 
 def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
-    """What every row of a kind says of what was measured."""
+    """The fields of a row that describe the policy and the options."""
     return {
         "kind": kind,
         "model": subject.model,
@@ -218,7 +216,7 @@ def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
 
 
 def sampling_of(config: BenchmarkConfig, new_tokens: int, max_rows: int) -> SamplingConfig:
-    """Temperature 1, and the options that the engine has."""
+    """The engine's options, at temperature 1."""
     return SamplingConfig(
         max_new_tokens=new_tokens,
         chunk_steps=config.chunk_steps,
@@ -249,13 +247,13 @@ def plan_of(
 
 
 def random_prompts(config: ModelConfig, batch: int, how: BenchmarkConfig) -> list[list[int]]:
-    """Prompts of equal length."""
+    """Random prompts of equal length."""
     rng = np.random.default_rng(how.seed)
     return rng.integers(0, config.vocab_size, (batch, how.prompt)).tolist()
 
 
 def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
-    """Refuses a batch that the memory does not hold, before the smaller ones are measured."""
+    """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
     batch = max(config.batches)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
     position = budget.position_bytes(subject.config, plan.dtype)

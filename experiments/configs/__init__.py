@@ -1,1 +1,1 @@
-"""Configs of the experiments."""
+"""Configs of the experiments; `defaults` explains every field."""

@@ -1,13 +1,15 @@
-"""Does the noise help? Its schedules against none, three seeds each.
+"""An ablation of the noise: its schedules against no noise, three seeds each.
 
     uv run python -m experiments.sweep --config=experiments/configs/aqn_ablation.py
     uv run python -m experiments.sweep --config=experiments/configs/aqn_ablation.py:qwen2.5-3b
 
-The first command needs no GPU and no hub and ends within 25 minutes on two CPU cores: the stand-in
-of `grpo_gsm8k.py` with half of its steps and half of its samples in each, with noise and without.
+The first command needs no GPU and no hub and takes about 25 minutes on two CPU cores: the stand-in
+of `grpo_gsm8k.py` with half of the steps and half of the samples per step, with noise and without.
 Three seeds of a small model can tell a large effect from none, not one schedule from another. The
-second one compares the schedules, as the paper does (QeRL, arXiv:2510.11696, Figure 9), and needs a
-GPU.
+second command compares the schedules, as the paper does (QeRL, arXiv:2510.11696, Figure 9), and
+needs a GPU.
+
+Results: not run yet.
 """
 
 from ml_collections import ConfigDict
@@ -26,7 +28,7 @@ _STAND_IN = {
 
 
 def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
-    """Returns the locked config that the runs differ from by their overrides."""
+    """Returns the locked config that all runs share, before their overrides."""
     config = grpo_gsm8k.get_config(preset)
     if preset == defaults.STAND_IN:
         config.update_from_flattened_dict(_STAND_IN)

@@ -3,12 +3,14 @@ r"""DAPO on competition mathematics with a 4-bit policy, QeRL's second setting (
     uv run python -m experiments.dapo_math
     uv run python -m experiments.dapo_math --config=experiments/configs/dapo_math.py:qwen2.5-7b
 
-The first command is the stand-in of `grpo_gsm8k.py`, sums, under this experiment's loss. The second
-one trains on BigMath (levels 3 to 5; 4 and 5 from 32B on) and evaluates on MATH-500, both from the
-Hugging Face hub, or on local files:
+The first command is the stand-in of `grpo_gsm8k.py`, one-digit sums, with this experiment's loss.
+The second command trains on BigMath (levels 3 to 5; 4 and 5 from 32B on) and evaluates on MATH-500,
+both from the Hugging Face hub, or from local files:
 
     --config.data.path=math_train.jsonl --config.data.levels="(3, 4, 5)"
     --config.data.eval_path=math500.jsonl
+
+Results: none of the presets has a measured run yet.
 
 A plain number between the answer tags counts as an answer, as does \boxed{}; correctness and
 format are logged apart.
@@ -55,10 +57,10 @@ _HARDEST_FROM = ("qwen2.5-32b", "qwen2.5-72b", "qwen3-32b")
 
 
 def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
-    """Returns the locked config of a preset, 'MODEL[,NUMERICS]'.
+    """Returns the locked config of a preset, 'MODEL[,RECIPE]'.
 
     Raises:
-        UserError: there is no such preset.
+        UserError: the preset does not exist.
     """
     config = defaults.build(
         "dapo_math",
@@ -70,7 +72,7 @@ def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
     if preset.partition(",")[0] in _HARDEST_FROM:
         config.data.source = config.data.source.replace("level_3_4_5", "level_4_5")
     if config.rollout.max_rows:
-        # The rows are twice as long as those that the memory table was made for.
+        # The rows are twice as long as the rows that the memory table assumes.
         config.rollout.max_rows = max(config.rollout.group_size, config.rollout.max_rows // 2)
         config.train.micro_batch_rows = max(1, config.train.micro_batch_rows // 2)
     return config

@@ -1,13 +1,13 @@
-"""What the experiments share: every field of a config, the models, and whose numerics it has.
+"""Every field of a config with its default and its comment, the models, and the recipes.
 
-An experiment's config file is a table of differences; `build` makes the config out of
+An experiment's config file is a table of differences; `build` makes the config from
 
-    MODEL[,NUMERICS]     as in --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b,trl
+    MODEL[,RECIPE]     as in --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b,trl
 
-MODEL names the weights and what fits into memory with them. NUMERICS says whose noise, loss,
-advantages and optimiser: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's
-with another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps)
-stay the experiment's; so do the learning rate and the first sigma of the stand-in.
+MODEL selects the weights and the memory settings. RECIPE selects noise, loss, advantages and
+optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
+another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay
+the experiment's; so do the learning rate and the first sigma of the stand-in.
 
 Any field below can be set on the command line, for example --config.aqn.schedule=cosine or
 --config.lora.targets="('q_proj', 'v_proj')".
@@ -43,8 +43,8 @@ _SOURCES = {
 
 MODELS = tuple(_SOURCES)
 
-# Where 128 rows of 4352 tokens and a dense copy of the weights would not fit a card of 141 GB: rows
-# that decode together, rows of a micro-batch, when weights are dequantized.
+# Models for which 128 rows of 4352 tokens and a dense copy of the weights would not fit a card of
+# 141 GB -> (largest decode batch in rows, rows of a micro-batch, when weights are dequantized).
 _MEMORY = {
     "qwen3-0.6b": (64, 8, "once"),
     "qwen3-1.7b": (64, 8, "once"),
@@ -58,7 +58,7 @@ _MEMORY = {
     "qwen2.5-72b": (16, 2, "step"),
 }
 
-# What the stand-in does instead of an experiment's task: short sums, few and small steps.
+# Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
 SUMS: dict[str, Any] = {
     "steps": 30,
     "lora.rank": 16,
@@ -86,17 +86,18 @@ SUMS: dict[str, Any] = {
     "checkpoint.every": 10,
 }
 
-# Numerics -> what it sets instead of the experiment's values.
-NUMERICS: dict[str, dict[str, Any]] = {
+# Recipe -> the values that it sets in place of the experiment's.
+RECIPES: dict[str, dict[str, Any]] = {
     # QeRL, arXiv 2510.11696, Table 4 and appendix E: the experiment as it is.
     "paper": {},
-    # QeRL's released code at commit e8c6e79 (2025-11-27), training/dapo_*_nvfp4_single_gpu.sh. What
-    # they call DAPO has no dynamic sampling and takes the mean over the tokens of a micro-batch.
-    # The noise is what the code is written to add, on every norm; it looks for classes that vLLM's
-    # model does not have, and adds none. The moments of AdamW have 8 bits there; the warm-up is a
-    # tenth, here of 600 steps. The sizes there are --config.rollout.prompts_per_step=1
-    # --config.rollout.group_size=2 --config.rollout.max_new_tokens=2048 --config.lora.rank=16
-    # --config.lora.alpha=16 --config.train.micro_batch_rows=2.
+    # QeRL's released code at commit e8c6e79 (2025-11-27), training/dapo_*_nvfp4_single_gpu.sh. Its
+    # "DAPO" has no dynamic sampling and takes the mean over the tokens of a micro-batch. The noise
+    # here is the noise that the code is written to add, on every norm; the code searches for norm
+    # classes that vLLM's model does not have, and adds none. Its AdamW has moments of 8 bits; its
+    # warm-up is a tenth of the run, here of 600 steps. Its sizes are
+    # --config.rollout.prompts_per_step=1 --config.rollout.group_size=2
+    # --config.rollout.max_new_tokens=2048 --config.lora.rank=16 --config.lora.alpha=16
+    # --config.train.micro_batch_rows=2.
     "reference_code": {
         "aqn.schedule": "reference",
         "aqn.stages": 10,
@@ -184,7 +185,7 @@ NUMERICS: dict[str, dict[str, Any]] = {
         "optimizer.weight_decay": 0.01,
         "optimizer.max_grad_norm": 1.0,
     },
-    # The paper's, with the loss of another: Dr. GRPO, arXiv 2503.20783;
+    # The paper's recipe with another loss: Dr. GRPO, arXiv 2503.20783;
     "dr_grpo": {"rl.loss": "dr_grpo", "rl.aggregation": "", "rl.advantage_scale": "none"},
     # GSPO, arXiv 2507.18071, with the clip ranges of its section 5.1;
     "gspo": {"rl.loss": "gspo", "rl.aggregation": "", "rl.clip_low": 3e-4, "rl.clip_high": 4e-4},
@@ -203,39 +204,39 @@ def build(
 ) -> ConfigDict:
     """Returns the locked config of an experiment.
 
-    The later has the last word: the fields' defaults, `settings`, the numerics, and with the
-    stand-in as the model `stand_in`.
+    Values are set in this order, and later ones win: the fields' defaults, `settings`, the recipe,
+    and `stand_in` if the model is the stand-in.
 
     Args:
-        experiment: its name, the first part of its run folders'.
-        preset: 'MODEL[,NUMERICS]', out of `MODELS` and `NUMERICS`.
+        experiment: name of the experiment, with which the names of its run folders begin.
+        preset: 'MODEL[,RECIPE]', with names from `MODELS` and `RECIPES`.
         settings: the experiment's values by flattened name.
-        rewards: name -> 'function' and 'weight', see the field.
-        stand_in: what a model of 135M parameters needs to be, by flattened name.
+        rewards: name -> 'function' and 'weight', as in the field `rewards`.
+        stand_in: values that a model of 135M parameters needs, by flattened name.
 
     Raises:
-        UserError: there is no such model, or no such numerics.
+        UserError: the model or the recipe does not exist.
     """
-    model, comma, numerics = preset.partition(",")
-    numerics = numerics if comma else "paper"
-    if model not in _SOURCES or numerics not in NUMERICS:
+    model, comma, recipe = preset.partition(",")
+    recipe = recipe if comma else "paper"
+    if model not in _SOURCES or recipe not in RECIPES:
         raise UserError(
-            f"unknown preset {preset!r}: it is MODEL or MODEL,NUMERICS with a model out of "
-            f"{', '.join(MODELS)} and numerics out of {', '.join(NUMERICS)}"
+            f"unknown preset {preset!r}: write MODEL or MODEL,RECIPE with a model from "
+            f"{', '.join(MODELS)} and a recipe from {', '.join(RECIPES)}"
         )
     c = _fields(model)
     c.experiment = experiment
-    c.preset = f"{model}-{numerics}"
+    c.preset = f"{model}-{recipe}"
     c.rewards.update({name: dict(reward) for name, reward in rewards.items()})
     c.update_from_flattened_dict(dict(settings))
-    c.update_from_flattened_dict(NUMERICS[numerics])
+    c.update_from_flattened_dict(RECIPES[recipe])
     if model == STAND_IN:
         c.update_from_flattened_dict(dict(stand_in))
     return c.lock()
 
 
 def _fields(model: str) -> ConfigDict:
-    """Every field, and its default: the paper's, where the paper names one for GSM8K."""
+    """Every field with its default: the paper's value for GSM8K, where the paper gives one."""
     max_rows, micro_batch_rows, dequantize = _MEMORY.get(model, (0, 8, "once"))
     c = ConfigDict()
     c.experiment = ""
@@ -247,14 +248,14 @@ def _fields(model: str) -> ConfigDict:
     # 'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.
     c.model.source = _SOURCES[model]
     # 'nvfp4' quantizes the linear layers at load, as do the paper's baselines 'mxfp4' and 'nf4'
-    # (QLoRA's); 'bf16' is the unquantized one, for which the paper halves the learning rate (5e-6).
+    # (QLoRA's). 'bf16' does not quantize; the paper halves the learning rate for it (5e-6).
     c.model.format = "nvfp4"
-    c.model.dtype = "bfloat16"  # of activations, embeddings and biases; or 'float32'
+    c.model.dtype = "bfloat16"  # dtype of activations, embeddings, biases; or 'float32'
 
     c.lora = ConfigDict()
     c.lora.rank = 32
-    c.lora.alpha = 32.0  # The adapter is scaled by alpha / rank,
-    c.lora.rslora = False  # or with rsLoRA by alpha / sqrt(rank).
+    c.lora.alpha = 32.0  # The adapter is scaled by alpha / rank.
+    c.lora.rslora = False  # rsLoRA: the adapter is scaled by alpha / sqrt(rank).
     c.lora.targets = (
         "q_proj",
         "k_proj",
@@ -272,64 +273,67 @@ def _fields(model: str) -> ConfigDict:
     c.data.source = ""
     # A hub id whose test split is the evaluation; '': the source's own, or held-out problems.
     c.data.eval_source = ""
-    # Local JSONL files (question, answer) for training and evaluation; they replace the sources.
+    # Local JSONL files (question, answer, optionally level) for training and evaluation; they
+    # replace the sources.
     c.data.path = ""
     c.data.eval_path = ""
-    # Difficulties to train on, by the problems' field `level`: (3, 4, 5). (): all.
+    # Difficulties to train on, by the problems' field `level`, such as (3, 4, 5). (): all.
     c.data.levels = ()
     c.data.max_question_chars = 0  # Longer questions are not trained on. 0: no limit
-    # Of the reasoning_gym task. Replace all: --config.data.options="{'difficulty': 1.0}".
+    # Options of the reasoning_gym task. --config.data.options="{'difficulty': 1.0}" replaces all.
     c.data.options = ConfigDict()
     c.data.system_prompt = ""
     c.data.question_suffix = ""  # appended to every question
     c.data.max_prompt_tokens = 320  # A longer prompt is an error.
 
     c.rollout = ConfigDict()
-    c.rollout.prompts_per_step = 16  # times group_size: 128 samples a step
+    c.rollout.prompts_per_step = 16  # With group_size 8 a step has 128 samples.
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 4096
     c.rollout.temperature = 1.0
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1.0: off
-    # Strings that end a completion, beside the end-of-sequence tokens: ('</answer>',).
+    # Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.
     c.rollout.stop = ()
-    # Rows that decode together, the rest waits. 0: as many as the memory for keys and values holds,
+    # Largest decode batch in rows; other rows wait. 0: as many as the memory for keys and values
+    # holds.
     c.rollout.max_rows = max_rows
-    # which is this, or, where both are 0, what the device has left once the weights are loaded.
+    # Memory for keys and values. 0: what the device has left once the weights are loaded.
     c.rollout.kv_cache_bytes = 0
-    # '': model.dtype; or 'float8': half the memory of bfloat16, not the time, and what samples is
-    # the policy with rounded keys and values.
+    # '': model.dtype. 'float8' halves the memory of bfloat16, not the time; the sampling policy
+    # then has rounded keys and values.
     c.rollout.kv_cache_dtype = ""
-    # '': the policy's head; or 'nvfp4': a copy in 4 bits for rollouts, a quarter of the bytes it
-    # costs every decode step, and what samples is the policy with a rounded head.
+    # '': the policy's head. 'nvfp4' makes a copy in 4 bits for rollouts, a quarter of the bytes
+    # that the head costs every decode step; the sampling policy then has a rounded head.
     c.rollout.head_format = ""
-    c.rollout.chunk_steps = 32  # tokens decoded before the host looks which rows are done
+    c.rollout.chunk_steps = 32  # Decode steps between two checks of which rows have ended.
 
-    # 'once' dequantizes the weights once for a rollout, which needs room for a dense copy of them
-    # while it lasts; 'step' does not, and is slower.
+    # Used where no kernel reads the packed weights. 'once' dequantizes the weights once per
+    # rollout, which needs memory for a dense copy while it lasts; 'step' does not, and is slower.
     c.rollout.dequantize = dequantize
 
     # Name -> function(prompt, completion, answer, num_tokens, finished) and its weight in the sum.
-    # The one named 'correctness' is the accuracy.
+    # The reward named 'correctness' is the accuracy.
     c.rewards = ConfigDict()
-    c.reward_time_limit = 5.0  # seconds for one completion; beyond, the reward is missing
+    c.reward_time_limit = 5.0  # Seconds per completion; after that the reward is missing.
 
     # Adaptive quantization noise: Gaussian noise on the norm scales while sampling.
     c.aqn = ConfigDict()
     # 'exponential' (the paper's Eq. 8), 'reference' (the released code's), 'linear', 'cosine',
-    # 'logarithmic', 'constant', 'off', or 'package.module:function'.
+    # 'logarithmic', 'constant', 'off', or 'package.module:function': a custom function
+    # f(*, sigma_start, sigma_end, stages, total_steps) that returns a function of the step.
     c.aqn.schedule = "exponential"
-    c.aqn.stages = 10  # equal parts of the run; the first is without noise
+    c.aqn.stages = 10  # Equal parts of the run; the first part has no noise.
     c.aqn.sigma_start = 1e-2
     c.aqn.sigma_end = 5e-4
     c.aqn.form = "additive"  # or 'relative'
     c.aqn.final_norm = False
-    # What accounts for sampling with noise and training without: 'none' (the paper's), 'tis'
-    # (truncated importance weights), or 'noisy_forward' (training under the noise as well).
+    # How training accounts for the noise in sampling: 'none' (the paper's), 'tis' (truncated
+    # importance weights), or 'noisy_forward' (training under the same noise).
     c.aqn.correction = "none"
     c.aqn.tis_cap = 2.0
     c.aqn.kl_every = 1  # steps between measurements of KL(noisy, clean); 0: off
-    c.aqn.kl_rows = 8  # completions it is measured on
+    c.aqn.kl_rows = 8  # completions on which the KL is measured
 
     c.rl = ConfigDict()
     # 'grpo': mean over each completion, then over rows; 'dapo': mean over all tokens; 'bnpo': over
@@ -338,27 +342,28 @@ def _fields(model: str) -> ConfigDict:
     # 'cispo': the ratio clipped as a weight, where clip_low=1.0 sets no lower bound.
     c.rl.loss = "grpo"
     # '': the loss's own; or 'token', 'sequence', 'sequence_sum', 'constant', 'micro_batch', or
-    # 'package.module:function', the weight of each token in the loss from a function of one's own.
+    # 'package.module:function': a custom function of (mask, advantages, logprobs) that returns the
+    # weight of each token in the loss.
     c.rl.aggregation = ""
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.28
-    c.rl.dual_clip = 0.0  # bound on the ratio where the advantage is negative, above 1; 0: off
+    c.rl.dual_clip = 0.0  # bound of the ratio, above 1, where the advantage is negative; 0: off
     c.rl.kl_coef = 0.0  # KL to the policy without adapter
-    c.rl.kl_grad = "k3"  # or 'k3_clipped' (none beyond a KL of 10), 'unbiased'
-    c.rl.advantage_scale = "group"  # divide by the standard deviation of it, the 'batch', or 'none'
+    c.rl.kl_grad = "k3"  # or 'k3_clipped' (no gradient beyond a KL of 10), 'unbiased'
+    c.rl.advantage_scale = "group"  # divide by the deviation within the 'group', 'batch', or 'none'
     c.rl.advantage_eps = 1e-4  # added to the standard deviation
-    c.rl.updates_per_rollout = 4  # optimizer updates on each rollout, all of it each time
+    c.rl.updates_per_rollout = 4  # optimizer updates on each rollout, each on all of its rows
     c.rl.dynamic_sampling = False  # replace groups whose rewards are all equal
-    c.rl.dynamic_sampling_rounds = 3  # at most so many rollouts for one step
+    c.rl.dynamic_sampling_rounds = 3  # most rollouts per step
     c.rl.mask_truncated = False  # leave unfinished completions out of the loss
     c.rl.overlong_buffer = 0  # tokens before the limit where the length penalty begins; 0: off
-    c.rl.overlong_penalty = 1.0  # at the limit
+    c.rl.overlong_penalty = 1.0  # length penalty at the limit
 
     c.optimizer = ConfigDict()  # AdamW
     c.optimizer.learning_rate = 1e-5
-    c.optimizer.schedule = "constant"  # or 'cosine', 'linear': down to, at the last step,
-    c.optimizer.final_fraction = 0.1  # this share of the learning rate
-    c.optimizer.warmup_steps = 0  # a line up to the learning rate
+    c.optimizer.schedule = "constant"  # or 'cosine', 'linear'
+    c.optimizer.final_fraction = 0.1  # fraction of the learning rate at the last step
+    c.optimizer.warmup_steps = 0  # steps of a linear warm-up
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.99
     c.optimizer.eps = 1e-8
@@ -366,15 +371,15 @@ def _fields(model: str) -> ConfigDict:
     c.optimizer.max_grad_norm = 0.2
 
     c.train = ConfigDict()
-    # 'lora', 'lora+norms' (the adapter and the norm scales of the layers), or 'full' (all weights,
-    # of a model.format that is not quantized, and no adapter).
+    # 'lora', 'lora+norms' (the adapter and the norm scales of the layers), or 'full' (all weights
+    # and no adapter, with a model.format that is not quantized).
     c.train.parameters = "lora"
-    # Rows in one forward and backward pass: memory, not the result, depends on it (but of the loss
-    # 'bnpo', whose means they are).
+    # Rows in one forward and backward pass. It changes the memory, not the result, except with the
+    # loss 'bnpo', which takes its means over them.
     c.train.micro_batch_rows = micro_batch_rows
     c.train.remat = True  # recompute each layer in the backward pass: less memory, more time
 
-    c.eval = ConfigDict()  # greedy pass@1; the best adapter is kept
+    c.eval = ConfigDict()  # greedy accuracy; the best adapter is kept
     c.eval.every = 100  # steps; 0: off
     c.eval.problems = 256
     c.eval.max_new_tokens = 1024

@@ -1,0 +1,184 @@
+"""Draws the pictures of the README from benchmarks/results/.
+
+    uv run python -m benchmarks.pictures
+
+writes docs/learning.svg, the reward of the default run beside its control, and docs/decode.svg, the
+time of a decode step by batch size. Each file holds its data as JSON in its description, so that a
+test can compare it with the results.
+"""
+
+import json
+import pathlib
+import statistics
+import xml.etree.ElementTree as ET
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results"
+_DECODE = {
+    "kind": "decode",
+    "weights": "random",
+    "lora_rank": 32,
+    "kv_cache_dtype": "bfloat16",
+    "head_format": "",
+    "chunk_steps": 16,
+    "dequantize": "once",
+    "prompt": 256,
+    "new_tokens": 144,
+}
+_MODELS = {"qwen2.5-7b": "Qwen2.5-7B", "qwen2.5-32b": "Qwen2.5-32B"}
+_COLORS = {"learning": "#2166ac", "control": "#8c8c8c", "nvfp4": "#2166ac", "bf16": "#d6604d"}
+_LABELS = {"learning": "default", "control": "control, learning rate 0"}
+_DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
+
+
+def learning_data() -> dict[str, dict]:
+    """The reward of the default run and of its control.
+
+    Returns:
+        For "learning" and "control" the `steps` of a run and its `reward`: a list for each seed
+        with the reward of each step. Results that lack them have instead the means of the
+        `first_fifth` and of the `last_fifth` of the steps.
+    """
+    result = json.loads((_RESULTS / "learning_smollm2-135m.json").read_text(encoding="utf-8"))
+    data = {}
+    for name in ("learning", "control"):
+        part = result[name]
+        data[name] = {"steps": part["steps"], "seeds": part["runs"]}
+        if "by_step" in part:
+            data[name]["reward"] = [
+                [round(value, 4) for value in seed] for seed in part["by_step"]["reward"]
+            ]
+        else:
+            for key in ("first_fifth", "last_fifth"):
+                data[name][key] = round(part["reward"][key], 4)
+    return data
+
+
+def decode_data() -> dict[str, dict[str, dict[str, float]]]:
+    """Milliseconds of a decode step by model, weight format and batch size (measured in both)."""
+    rows = json.loads((_RESULTS / "rollout.json").read_text(encoding="utf-8"))["rows"]
+    data: dict = {model: {"nvfp4": {}, "bf16": {}} for model in _MODELS}
+    for row in sorted(rows, key=lambda row: row.get("batch", 0)):
+        if (
+            row["model"] in data
+            and row["format"] in ("nvfp4", "bf16")
+            and _DECODE.items() <= row.items()
+        ):
+            data[row["model"]][row["format"]][str(row["batch"])] = row["ms_per_step"]
+    for formats in data.values():
+        both = formats["nvfp4"].keys() & formats["bf16"].keys()
+        for form, times in formats.items():
+            formats[form] = {batch: time for batch, time in times.items() if batch in both}
+    return data
+
+
+def draw_learning(data: dict) -> "Figure":
+    """Reward by step: the mean over the seeds as a thick line, each seed as a thin one."""
+    figure, (axes,) = _figure(1)
+    for name, part in data.items():
+        steps, color = range(1, part["steps"] + 1), _COLORS[name]
+        if "reward" in part:
+            if len(part["reward"]) > 1:
+                for seed in part["reward"]:
+                    axes.plot(steps, seed, color=color, linewidth=0.8, alpha=0.4)
+            mean = [statistics.mean(values) for values in zip(*part["reward"], strict=True)]
+            axes.plot(steps, mean, color=color, linewidth=2.4, label=_LABELS[name])
+            continue
+        fifth = part["steps"] // 5
+        for key, first in (("first_fifth", 1), ("last_fifth", part["steps"] - fifth + 1)):
+            axes.plot(
+                [first, first + fifth - 1],
+                [part[key]] * 2,
+                color=color,
+                linewidth=4,
+                label=_LABELS[name] if key == "first_fifth" else None,
+            )
+    seeds = data["learning"]["seeds"]
+    drawn = "1 seed" if seeds == 1 else f"{seeds} seeds"
+    axes.set(
+        xlabel="step",
+        ylabel="reward" if "reward" in data["learning"] else "mean reward of a fifth of the steps",
+        ylim=(0, 1),
+        title=f"SmolLM2-135M learns one-digit sums on two CPU cores ({drawn})",
+    )
+    axes.legend(frameon=False, loc="upper left")
+    return figure
+
+
+def draw_decode(data: dict) -> "Figure":
+    """Milliseconds of a decode step by batch size, one panel for each model."""
+    figure, panels = _figure(len(data))
+    for axes, (model, formats) in zip(panels, data.items(), strict=True):
+        for form, times in formats.items():
+            axes.plot(
+                [int(batch) for batch in times],
+                list(times.values()),
+                color=_COLORS[form],
+                marker="o",
+                markersize=5,
+                linewidth=2.2,
+                label={"nvfp4": "NVFP4", "bf16": "bf16"}[form],
+            )
+        batches = sorted({int(batch) for times in formats.values() for batch in times})
+        all_times = [time for times in formats.values() for time in times.values()]
+        axes.set(
+            xscale="log",
+            yscale="log",
+            xlabel="batch size, rows",
+            ylabel="milliseconds per decode step",
+            title=f"{_MODELS[model]} with LoRA, one H200",
+        )
+        _ticks(axes.xaxis, [batch for batch in batches if batch != 384])
+        powers = [2**power for power in range(8)]
+        low, high = 0.9 * min(all_times), 1.1 * max(all_times)
+        _ticks(axes.yaxis, [power for power in powers if low < power < high])
+        axes.legend(frameon=False, loc="upper left")
+    return figure
+
+
+def _ticks(axis: "Axis", values: list[int]) -> None:
+    """Plain numbers at these values of a logarithmic axis."""
+    axis.set_ticks(values, labels=[str(value) for value in values])
+    axis.set_ticks([], minor=True)
+
+
+def _figure(panels: int) -> "tuple[Figure, list[Axes]]":
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * panels if panels > 1 else 7.2, 3.6), layout="constrained")
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#e6e6e6")
+        panel.set_axisbelow(True)
+    return figure, axes
+
+
+def save(figure: "Figure", path: pathlib.Path, data: dict) -> None:
+    """Writes the picture as SVG with text as text, and the data in its description."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        figure.savefig(path, metadata={"Description": json.dumps(data), "Date": None})
+
+
+def data_in(path: pathlib.Path) -> dict:
+    """The data that a picture was drawn from."""
+    return json.loads(next(ET.parse(path).iter(_DESCRIPTION)).text or "")
+
+
+def main() -> None:
+    """Draws both pictures."""
+    learning, decode = learning_data(), decode_data()
+    save(draw_learning(learning), _ROOT / "docs" / "learning.svg", learning)
+    save(draw_decode(decode), _ROOT / "docs" / "decode.svg", decode)
+
+
+if __name__ == "__main__":
+    main()

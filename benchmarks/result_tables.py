@@ -1,0 +1,262 @@
+"""The tables of the pages, as Markdown: one function for each table."""
+
+import bisect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.rollout.profile import PARTS
+from benchmarks.rollout.results import by_policy, numbers_of
+from pallas_kernels.fp4_matmul import benchmark, cases
+
+# The name in the table of each implementation of the kernel benchmark.
+_KERNELS = {
+    "nvfp4": "NVFP4",
+    "nvfp4_lora32": "NVFP4 + LoRA",
+    "bf16": "bf16",
+    "nf4": "NF4",
+    "dx": "NVFP4, gradient",
+    "dx_bf16": "bf16, gradient",
+}
+_BETWEEN = (40, 96, 160, 384)  # token counts that have no column of their own
+# Options that all rows of the rollout tables share.
+SAME = {"chunk_steps": 16, "dequantize": "once"}
+STEPS = SAME | {"weights": "random", "prompt": 256, "new_tokens": 144}
+
+
+def learning_table(result: dict) -> str:
+    """Reward and accuracy of the default run and of its control."""
+    lines = []
+    for name, label in (("learning", "default"), ("control", "learning rate 0")):
+        part = result[name]
+        reward, evaluated = part["reward"], part["eval_accuracy"]
+        lines.append(
+            [
+                label,
+                f"{part['runs']} x {part['steps']}",
+                f"{reward['first_fifth']:.3f}",
+                f"{reward['last_fifth']:.3f}",
+                f"{reward['welch_t']:.1f}",
+                f"{evaluated['before']:.3f}",
+                f"{evaluated['after']:.3f}",
+                f"{part['minutes']:.1f}",
+            ]
+        )
+    header = (
+        "run", "seeds x steps", "mean reward, first fifth of the steps", "last fifth", "Welch's t",
+        "greedy accuracy before", "after", "minutes",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
+def run_table(result: dict) -> str:
+    """Cost of a training step on a GPU."""
+    median = result["median"]
+    line = [
+        str(result["steps"]),
+        f"{result['reward_mean']:.3f}",
+        f"{median['step_seconds']:.1f}",
+        f"{result['fastest_step_seconds']:.1f}",
+        f"{median['rollout_tokens_per_second']:.0f}",
+        f"{median['train_tokens_per_second']:.0f}",
+        f"{result['peak_memory_bytes'] / 1e9:.1f} GB",
+    ]
+    header = (
+        "steps", "mean reward", "seconds a step, median", "fastest", "rollout tokens/s",
+        "training tokens/s", "peak memory",
+    )  # fmt: skip
+    return markdown(header, [line])
+
+
+def kernel_table(result: dict) -> str:
+    """The FP4 kernel beside other kernels: a row for each shape and implementation."""
+    rows = {(row["layer"], row["m"], row["impl"]): row for row in result["rows"]}
+    counts = sorted({m for _, m, impl in rows if impl == "nvfp4" and m not in _BETWEEN})
+    lines = []
+
+    def cell(layer: str, m: int, impl: str) -> str:
+        row, nvfp4 = (rows.get((layer, m, name)) for name in (impl, "nvfp4"))
+        if row is None:
+            return ""
+        if impl == "nvfp4":
+            return f"{row['device_us']:.1f} ({100 * row['floor_us'] / row['device_us']:.0f} %)"
+        compared = nvfp4 and nvfp4["commit"] == row["commit"] and impl in ("bf16", "nf4")
+        times = f" ({row['device_us'] / nvfp4['device_us']:.2f}x)" if compared and nvfp4 else ""
+        return f"{row['device_us']:.1f}{times}"
+
+    measured = {layer for layer, *_ in rows}
+    for names in _equal_shapes(measured):
+        for impl, name in _KERNELS.items():
+            cells = [cell(names[0], m, impl) for m in counts]
+            if any(cells):
+                lines.append(["" if impl != "nvfp4" else " = ".join(names), name, *cells])
+    return markdown(["layer", "", *map(str, counts)], lines)
+
+
+def _equal_shapes(measured: set[str]) -> list[list[str]]:
+    """The measured layers in the order of the models; layers of one shape are listed together."""
+    found: dict[tuple, list[str]] = {}
+    for layer, shape in benchmark.shapes(",".join(cases.MODELS)).items():
+        if layer in measured:
+            found.setdefault((*shape, cases.rank_of(layer, 1)), []).append(layer)
+    return list(found.values())
+
+
+def slowest_between_columns(result: dict) -> str:
+    """How the token counts between two columns compare with the next column."""
+    times = {
+        (row["layer"], row["m"]): row["device_us"]
+        for row in result["rows"]
+        if row["impl"] == "nvfp4"
+    }
+    columns = sorted({m for _, m in times if m not in _BETWEEN})
+    largest: dict[int, float] = {}
+    for (layer, m), time in sorted(times.items(), key=lambda item: item[0][1]):
+        if m in _BETWEEN:
+            fraction = time / times[layer, columns[bisect.bisect(columns, m)]]
+            largest[m] = max(fraction, largest.get(m, 0.0))
+    return ", ".join(
+        f"{m} tokens take at most {fraction:.2f}x of {columns[bisect.bisect(columns, m)]}"
+        for m, fraction in largest.items()
+    )
+
+
+def rollout_table(result: dict) -> str:
+    """Milliseconds of a decode step and tokens per second: a row for each policy and commit."""
+    batches, policies = by_policy(
+        rows_of(result, "decode", STEPS),
+        lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})",
+        fields=("commit",),
+    )
+    lines = sorted(
+        [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells, commit[:8]]
+        for (model, numbers, rank, commit), cells in policies.items()
+    )
+    return markdown(["model", "weights", "adapter", *map(str, batches), "commit"], lines)
+
+
+def parts_table(result: dict) -> str:
+    """Milliseconds of a decode step by part of the model."""
+    rows = rows_of(result, "parts", STEPS)
+    names = [name for name in (*PARTS, "gaps") if any(row["parts"][name] for row in rows)]
+    lines = [
+        [
+            row["model"],
+            numbers_of(row),
+            str(row["batch"]),
+            f"{row['ms_per_step']:.2f}",
+            *(f"{row['parts'][name]:.2f}" for name in names),
+            f"{row['parts']['kernels_per_layer']:.0f}",
+            row["commit"][:8],
+        ]
+        for row in rows
+    ]
+    header = ["model", "weights", "batch", "step", *names, "kernels per layer", "commit"]
+    return markdown(header, lines)
+
+
+def problems_table(result: dict) -> str:
+    """Whole rollouts of math problems by a real model."""
+    lines = [
+        [
+            row["model"],
+            numbers_of(row),
+            f"{row['prompts']} x {row['group']}",
+            f"{row['tokens']:,}, {row['max_new_tokens']}",
+            f"{row['seconds']:.1f}",
+            f"**{row['tokens_per_s']:,.0f}**",
+            f"{100 * row['live_share']:.1f} %",
+            f"{row['compile_seconds']:.0f} s",
+            f"{row['peak_gb']:.1f} GB",
+            row["commit"][:8],
+        ]
+        for row in rows_of(result, "gsm8k", SAME | {"lora_rank": 32})
+    ]
+    header = (
+        "model", "weights", "prompts x completions", "tokens in all, limit", "seconds", "tokens/s",
+        "useful", "compiling", "peak memory", "commit",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
+def startup_table(result: dict) -> str:
+    """Seconds from the command to the first tokens."""
+    lines = [
+        [
+            row["model"],
+            numbers_of(row),
+            f"{row['prompts']} x {row['group']}",
+            str(row["programs"]),
+            str(row["kept"]),
+            f"{row['weights_s']:.1f} s",
+            f"{row['compiled_s']:.1f} s",
+            f"**{row['first_tokens_s']:.1f} s**",
+            row["commit"][:8],
+        ]
+        for row in rows_of(result, "startup", SAME)
+    ]
+    header = (
+        "model", "weights", "prompts x completions", "programs", "found in the cache",
+        "weights made", "programs ready", "first tokens", "commit",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
+def agreement_table(result: dict) -> str:
+    """How far the rollout engine is from the trainer's forward pass."""
+    lines = [
+        [
+            row["model"],
+            row["format"],
+            f"{row['sampled_tokens']:,}",
+            f"{row['logprob_diff_mean']:.4f}",
+            f"{row['logprob_diff_p99']:.3f}",
+            f"{row['greedy_tokens']:,}",
+            str(row["greedy_differ"]),
+            f"{row['greedy_largest_gap']:.2f}",
+            row["commit"][:8],
+        ]
+        for row in rows_of(result, "agreement", {})
+    ]
+    header = (
+        "model", "weights", "sampled tokens", "mean log-prob difference", "99th percentile",
+        "greedy tokens", "different argmax", "largest logit gap", "commit",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
+def accuracy_table(results: list[dict]) -> str:
+    """Greedy accuracy of a model by weight format."""
+    lines = []
+    for result in results:
+        task = result["tasks"]["gsm8k"]
+        accuracy = task["accuracy"]
+        lines.append(
+            [
+                result["settings"]["format"],
+                str(task["problems"]),
+                f"{100 * accuracy['value']:.1f} % "
+                f"[{100 * accuracy['low']:.1f}, {100 * accuracy['high']:.1f}]",
+                f"{100 * task['format']['value']:.1f} %",
+                f"{task['mean_tokens']:.0f}",
+            ]
+        )
+    header = "weights", "problems", "greedy accuracy, 95 % interval", "boxed answers", "mean tokens"
+    return markdown(header, lines)
+
+
+def rows_of(result: dict, kind: str, same: Mapping[str, Any]) -> list[dict]:
+    """The rows of one kind with these values."""
+    same = {"kind": kind, **same}
+    return [row for row in result["rows"] if same.items() <= row.items()]
+
+
+def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown: a header and lines of cells."""
+    table = [header, ["---"] * len(header), *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in table)
+
+
+def provenance(result: dict) -> str:
+    """Commit, device and jax version of a result."""
+    commit = (result["git"] or {}).get("commit", "unknown")[:8]
+    return f"commit {commit}, {result['device']['kind']}, jax {result['versions']['jax']}"
