@@ -217,7 +217,7 @@ def test_sizes_that_fill_no_tile(build):
 
 
 def operands_of_wgmma(ptx, codes, scales):
-    """The operands of the threads of a warpgroup for the 8 wgmma instructions of a tile, [8, 128, 4].
+    """The operands of the 8 wgmma instructions of a tile in every thread, [8, 128, 4].
 
     Runs the generated instructions from the loads of codes and scales on, on arrays of 128 threads.
     """

@@ -318,7 +318,7 @@ def test_self_check_while_tracing(monkeypatch):
 
 
 def held(layout, shape):
-    """The flat indices of the elements of a thread of a warpgroup in a layout: [warp, lane, ...]."""
+    """The flat indices of the elements of each thread in a layout: [warp, lane, ...]."""
     layout = layout.to_mgpu()
     array = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
