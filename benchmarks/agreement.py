@@ -30,7 +30,8 @@ from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy import transformer
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.config import SamplingConfig
+from qerl_jax.rollout.engine import generate
 from qerl_jax.weights.load import FORMATS, load
 
 
@@ -58,8 +59,7 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
             prompts,
             config=model.config,
             sampling=SamplingConfig(max_new_tokens=new_tokens, temperature=temperature),
-            eos_ids=model.tokenizer.eos_ids,
-            pad_id=model.tokenizer.pad_id,
+            tokenizer=model.tokenizer,
         )
         return make_batch(
             prompts,

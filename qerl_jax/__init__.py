@@ -9,11 +9,12 @@ import importlib
 from typing import Any
 
 _PUBLIC = {
+    "EngineConfig": "qerl_jax.rollout.config",
     "Lora": "qerl_jax.policy.lora",
     "LoraConfig": "qerl_jax.policy.lora",
     "ModelConfig": "qerl_jax.policy.config",
     "QuantTensor": "qerl_jax.policy.quant",
-    "SamplingConfig": "qerl_jax.rollout.engine",
+    "SamplingConfig": "qerl_jax.rollout.config",
     "UserError": "qerl_jax.errors",
     "forward": "qerl_jax.policy.transformer",
     "generate": "qerl_jax.rollout.engine",

@@ -1,14 +1,14 @@
-"""Array widths that are compiled: few enough to wait for, close enough to waste little."""
+"""Widths of compiled arrays: few, to compile little, and close together, to pad little."""
 
-_NARROWEST = 64  # tokens; below, a row costs no less
+_NARROWEST = 64  # tokens; a narrower row takes as much time
 
 
 def bucket(length: int, *, limit: int | None = None) -> int:
-    """The smallest of 8, 16, 24, 32, 48, 64, 96, 128, ... that is at least `length`.
+    """Returns the smallest of 8, 16, 24, 32, 48, 64, 96, 128, ... that is at least `length`.
 
     Args:
-        length: what must fit.
-        limit: the longest length there is: no more than it, rounded up to a multiple of 8.
+        length: number of tokens that must fit.
+        limit: longest possible length; the result is at most this, rounded up to a multiple of 8.
     """
     step = max(8, 1 << max(length - 1, 1).bit_length() >> 2)
     width = max(1, -(-length // step)) * step
@@ -16,6 +16,6 @@ def bucket(length: int, *, limit: int | None = None) -> int:
 
 
 def narrower(width: int) -> tuple[int, ...]:
-    """A width and buckets of a half and a quarter of it, ascending, for rows that need less."""
+    """Returns a width and the buckets of its half and quarter, ascending, for shorter rows."""
     smaller = {bucket(part) for part in (width // 2, width // 4) if part >= _NARROWEST}
     return tuple(sorted({width} | smaller))

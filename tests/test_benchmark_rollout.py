@@ -30,10 +30,10 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
-from qerl_jax.rollout import executables
-from qerl_jax.rollout.budget import Plan
-from qerl_jax.rollout.engine import Statistics
+from qerl_jax.rollout import executable_cache
 from qerl_jax.rollout.head import rollout_head
+from qerl_jax.rollout.scheduler import Statistics
+from qerl_jax.rollout.shapes import RolloutShapes
 from qerl_jax.run.compilation_cache import cached_in
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -203,7 +203,7 @@ def test_rollouts_of_problems(tmp_path, capsys):
 
 def test_a_startup(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
-    monkeypatch.setattr(executables, "_keeps", lambda: True)  # as on a GPU
+    monkeypatch.setattr(executable_cache, "_is_used", lambda: True)  # as on a GPU
     out = tmp_path / "rollout.json"
     config = dataclasses.replace(CONFIG, startup=True, began=time.time() - 50, out=str(out))
     with cached_in(tmp_path / "cache"):
@@ -238,12 +238,12 @@ def test_bytes_of_a_step():
 
 
 def test_padding_waste():
-    plan = Plan(
-        slots=48, batches=(4,), steps=4, prompts=2, widths=(8, 16), seatings=(4,),
-        dtype=jnp.dtype("bfloat16"),
+    plan = RolloutShapes(
+        cache_positions=48, batch_sizes=(4,), chunk_steps=4, prefill_batch=2,
+        prompt_widths=(8, 16), insert_sizes=(4,), dtype=jnp.dtype("bfloat16"),
     )  # fmt: skip
-    cost = Statistics(prompts_read=4, decoded=100, live=80)
-    # Prompts of 5 and 8 are read in 8 positions, the third one with another in 16.
+    cost = Statistics(prefilled_prompts=4, decoded=100, live=80)
+    # Prompts of 5 and 8 are prefilled in 8 positions, the third one with another in 16.
     assert job.padding_waste([5, 8, 9], plan, cost) == round(1 - (22 + 80) / (16 + 32 + 100), 4)
 
 
@@ -284,7 +284,7 @@ def test_a_step_by_part():
 
 def test_the_parts_of_a_chunk(monkeypatch):
     chunk = step_parts.Chunk(subject("bf16"), 2, 18, CONFIG)
-    program = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile()
+    program = chunk.lower(jax.eval_shape(chunk.empty_state)).compile()
     found = parts.parts_of(program.as_text())
     assert set(found.values()) == set(parts.PARTS)
 
@@ -317,7 +317,7 @@ def test_a_step_is_one_graph(format):
 def test_a_chunk_reads_the_weights_that_the_engine_gives_it(dequantize, packed):
     config = dataclasses.replace(CONFIG, dequantize=dequantize)
     chunk = step_parts.Chunk(subject("nf4"), 2, 18, config)
-    lowered = chunk.lower(jax.eval_shape(chunk.empty_batch))
+    lowered = chunk.lower(jax.eval_shape(chunk.empty_state))
     assert ("xui8>" in lowered.as_text()) == packed
 
 
@@ -391,10 +391,10 @@ def test_what_cannot_be_measured(changes, message):
 
 
 def test_a_batch_that_does_not_fit(monkeypatch):
-    monkeypatch.setattr(benchmark_subject.budget, "rows_left", lambda *_, **__: 2)
+    monkeypatch.setattr(benchmark_subject.shapes, "rows_left", lambda *_, **__: 2)
     with pytest.raises(UserError, match="--batch=3: beside tiny in bf16 the memory holds 2 rows"):
         benchmark_subject.check_fits(subject("bf16"), CONFIG)
-    monkeypatch.setattr(benchmark_subject.budget, "rows_left", lambda *_, **__: 3)
+    monkeypatch.setattr(benchmark_subject.shapes, "rows_left", lambda *_, **__: 3)
     benchmark_subject.check_fits(subject("bf16"), CONFIG)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from h200 import array, tiles
 from tiny_checkpoints import model_config
+from tiny_rollout import TinyTokenizer
 
 from pallas_kernels import decode as decode_kernels
 from pallas_kernels import fp4_matmul, matvec
@@ -22,7 +23,7 @@ from pallas_kernels.fp4_matmul import cases, dispatch
 from qerl_jax.policy import lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.sampling import SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 
 pytestmark = pytest.mark.aot
 
@@ -203,17 +204,20 @@ def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypa
         fused = decode.fuse_adapter.eval_shape(
             adapters, config=config, dtype=jnp.dtype(jnp.bfloat16)
         )
-        batch = jax.eval_shape(
-            functools.partial(decode.empty_batch, rows, 448, config=config, dtype=jnp.bfloat16)
+        state = jax.eval_shape(
+            functools.partial(decode.empty_state, rows, 448, config=config, dtype=jnp.bfloat16)
         )
         compiled = compile_for_h200(
             decode.decode_chunk,
             key,
             params,
             fused,
-            batch,
+            state,
+            array(rows, dtype=jnp.int32),
             array(rows, dtype=bool),
-            rules=decode.rules(config, SamplingConfig(max_new_tokens=144), (1,)),
+            config=decode.decode_config(
+                config, SamplingConfig(max_new_tokens=144), EngineConfig(), TinyTokenizer((1,))
+            ),
             steps=16,
         )
         hlo = compiled.as_text()

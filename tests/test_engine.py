@@ -1,10 +1,9 @@
 """Rollouts: greedy decoding, ends, chunks, and log-probabilities that the trainer computes too.
 
-Who decodes together, and in what memory, is in test_rollout_seats.py.
+Which rows decode together, and in what memory, is tested in test_rollout_slots.py.
 """
 
 import functools
-import inspect
 import os
 import subprocess
 import sys
@@ -13,43 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import random_lora, random_tokens, tiny_policy
+from tiny_rollout import KEY, PAD, PROMPTS, policy, progress, rollout
 
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
-from qerl_jax.rollout.engine import SamplingConfig, generate, pad_prompts
 from qerl_jax.rollout.sampling import row_keys, sample
-
-PAD = 0
-PROMPTS = [list(random_tokens(length, seed=length)) for length in (5, 2, 9)]
-KEY = jax.random.key(5)
-
-
-@functools.cache
-def policy(quantized=False, layers=2):
-    config, params = tiny_policy("qwen3", quantized=quantized, num_layers=layers)
-    return config, params, random_lora(config)
-
-
-def rollout(
-    prompts=PROMPTS, *, params=None, quantized=False, layers=2, eos_ids=(), key=KEY, **options
-):
-    """A rollout of the tiny policy; options of generate and of its SamplingConfig."""
-    config, frozen, lora = policy(quantized, layers)
-    of_generate = set(inspect.signature(generate).parameters)
-    run = {name: options.pop(name) for name in of_generate & options.keys()}
-    return generate(
-        key,
-        frozen if params is None else params,
-        lora,
-        prompts,
-        config=config,
-        sampling=SamplingConfig(**{"max_new_tokens": 9, "chunk_steps": 4} | options),
-        eos_ids=eos_ids,
-        pad_id=PAD,
-        **run,
-    )
+from qerl_jax.rollout.scheduler import pad_prompts
 
 
 @functools.cache
@@ -104,20 +73,15 @@ def test_a_completion_ends_with_any_eos(chunk_steps, picks):
 
 
 def test_decoding_stops_when_every_row_has_ended():
-    calls = []
     eos_ids = tuple(greedy()[:, 3].tolist())
     lengths, _ = expected_lengths(eos_ids)
     assert lengths.max() <= 4
-    rollout(
-        temperature=0.0,
-        eos_ids=eos_ids,
-        chunk_steps=2,
-        on_progress=lambda done, tokens: calls.append((done, tokens)),
-    )
-    # After one token, after three; it ends after five, and two more chunks are not needed.
-    assert tuple(calls) == tuple(
-        (int((lengths <= drawn).sum()), int(np.minimum(lengths, drawn).sum())) for drawn in (1, 3)
-    )
+    steps = list(progress(temperature=0.0, eos_ids=eos_ids, chunk_steps=2))
+    # After one token, three and five; two more chunks are not needed.
+    assert [(step.ended_rows, step.tokens) for step in steps] == [
+        ((lengths <= sampled).sum(), np.minimum(lengths, sampled).sum()) for sampled in (1, 3, 5)
+    ]
+    assert {step.rows for step in steps} == {3}
 
 
 def test_results_do_not_depend_on_the_chunks():
@@ -134,16 +98,16 @@ def test_results_do_not_depend_on_the_chunks():
         np.testing.assert_allclose(result.entropies, results[0].entropies, atol=1e-5)
 
 
-def test_groups_are_neighbours_and_their_members_differ():
+def test_groups_are_neighbors_and_their_members_differ():
     result = rollout(group_size=4)
     assert len({tuple(row) for row in result.tokens.tolist()}) == 12
-    # The first token is drawn from one distribution in a group and from another in the next.
+    # The first token has one distribution in a group and another one in the next group.
     first = result.entropies[:, 0].reshape(3, 4)
     assert (first == first[:, :1]).all()
     assert len(set(first[:, 0].tolist())) == 3
 
 
-def test_draws_depend_on_the_key_and_the_row_alone():
+def test_samples_depend_on_the_key_and_the_row_alone():
     result = rollout(group_size=4)
     fewer = rollout(PROMPTS[:2], group_size=4, max_new_tokens=6)
     np.testing.assert_array_equal(fewer.tokens, result.tokens[:8, :6])
@@ -151,7 +115,7 @@ def test_draws_depend_on_the_key_and_the_row_alone():
     assert (other.tokens != result.tokens).mean() > 0.5
 
 
-def test_a_token_is_the_draw_of_its_key_row_and_position():
+def test_a_token_is_the_sample_of_its_key_row_and_position():
     config, params, lora = policy()
     result = rollout(group_size=2, prompt_ids=[4, 0, 9])
     rows = [[*PROMPTS[row // 2], *result.tokens[row].tolist()] for row in range(6)]
@@ -160,8 +124,8 @@ def test_a_token_is_the_draw_of_its_key_row_and_position():
     for row, identity in enumerate((8, 9, 0, 1, 18, 19)):
         before = len(PROMPTS[row // 2]) - 1
         keys = row_keys(KEY, jnp.full(9, identity), jnp.arange(9))
-        drawn, logprobs, _ = sample(keys, logits[row, before : before + 9], temperature=1.0)
-        np.testing.assert_array_equal(drawn, result.tokens[row])
+        tokens, logprobs, _ = sample(keys, logits[row, before : before + 9], temperature=1.0)
+        np.testing.assert_array_equal(tokens, result.tokens[row])
         np.testing.assert_allclose(logprobs, result.logprobs[row], atol=1e-4)
 
 
@@ -219,27 +183,40 @@ def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperatur
     assert min(difference(params)) > 1e-2
 
 
-EXITS_WITH_A_CHUNK_UNDER_WAY = """
-import jax
+EXITS_WITH_A_CHUNK_IN_FLIGHT = """
+import jax, sys
+from tiny_rollout import TinyTokenizer
 from tiny_model import tiny_policy
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.engine import EngineConfig, SamplingConfig, generate_steps
 
 config, params = tiny_policy("llama", max_position=4096)
-generate(
-    jax.random.key(0), params, None, [[1, 2, 3]], config=config, pad_id=0,
-    sampling=SamplingConfig(max_new_tokens=2000, chunk_steps=500),
-    eos_ids=range(config.vocab_size),
-)
+ends = range(config.vocab_size) if sys.argv[1] == "ended" else ()
+for progress in generate_steps(
+    jax.random.key(0), params, None, [[1, 2, 3]], config=config, tokenizer=TinyTokenizer(ends),
+    sampling=SamplingConfig(max_new_tokens=2000), engine=EngineConfig(chunk_steps=500),
+):
+    if sys.argv[1] == "closed":
+        break
 print("done")
 """
 
 
-def test_a_process_may_end_behind_a_rollout():
-    """All rows end in the first chunk, and the next is on its way: XLA aborts who leaves it."""
+@pytest.mark.parametrize("how", ["ended", "closed"])
+def test_a_process_may_exit_after_a_rollout(how):
+    """A chunk is in flight when all rows have ended or the generator is closed: XLA would abort."""
     ended = subprocess.run(
-        [sys.executable, "-c", EXITS_WITH_A_CHUNK_UNDER_WAY],
+        [sys.executable, "-c", EXITS_WITH_A_CHUNK_IN_FLIGHT, how],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
     assert (ended.stdout, ended.returncode) == ("done\n", 0), ended.stderr
+
+
+def test_a_generator_that_is_closed_waits_for_the_chunk_in_flight(monkeypatch):
+    waited = []
+    steps = progress(max_new_tokens=40)
+    next(steps)
+    monkeypatch.setattr(jax, "block_until_ready", lambda samples: waited.append(len(samples)))
+    steps.close()
+    assert waited == [1]

@@ -26,8 +26,9 @@ from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rollout import budget
-from qerl_jax.rollout.engine import SamplingConfig, detokenize, generate
+from qerl_jax.rollout import shapes
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import detokenize, generate, generate_steps
 from qerl_jax.run.folder import open_run
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
@@ -72,9 +73,9 @@ def batches(monkeypatch):
 
     def recording(key, params, lora, prompts, **options):
         seen.append((len(prompts), max(map(len, prompts))))
-        return generate(key, params, lora, prompts, **options)
+        return generate_steps(key, params, lora, prompts, **options)
 
-    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate", recording)
+    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate_steps", recording)
     return seen
 
 
@@ -104,9 +105,14 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     model = load(str(tiny.model), format="nvfp4", dtype="float32")
     problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=10)
     prompts = encode_prompts(problems, model.tokenizer, max_prompt_tokens=16)
-    sampling = SamplingConfig(max_new_tokens=4, temperature=0.7, top_k=3, top_p=0.5, max_rows=4)
     found = greedy_accuracy(
-        model, None, prompts, correctness=tiny_run.even_end, time_limit=1.0, sampling=sampling
+        model,
+        None,
+        prompts,
+        correctness=tiny_run.even_end,
+        time_limit=1.0,
+        sampling=SamplingConfig(max_new_tokens=4, temperature=0.7, top_k=3, top_p=0.5),
+        engine=EngineConfig(max_rows=4),
     )
     rollout = generate(
         jax.random.key(0),
@@ -114,9 +120,9 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
         None,
         [prompt.ids for prompt in prompts],
         config=model.config,
-        sampling=SamplingConfig(max_new_tokens=4, temperature=0.0, max_rows=4),
-        eos_ids=model.tokenizer.eos_ids,
-        pad_id=model.tokenizer.pad_id,
+        sampling=SamplingConfig(max_new_tokens=4, temperature=0.0),
+        tokenizer=model.tokenizer,
+        engine=EngineConfig(max_rows=4),
     )
     expected = [
         tiny_run.even_end("", text, "", 1, True)
@@ -460,6 +466,7 @@ def test_a_run_is_evaluated_as_during_its_training(run, tiny):
         correctness=tiny_run.even_end,
         time_limit=1.0,
         sampling=setup.eval_sampling,
+        engine=setup.eval_engine,
     )
     assert figures["accuracy"]["value"] == expected
     assert figures["problems"] == 8
@@ -469,15 +476,18 @@ def test_a_run_evaluates_in_the_rows_that_fit(tiny, monkeypatch):
     """Fewer rows fit if the completions of an evaluation may be longer than in a rollout."""
     config = tiny.config({"eval.problems": 8})
 
-    def rows_left(*_, sampling, **__):
-        return 8 if sampling.max_new_tokens == config.rollout.max_new_tokens else 2
+    widths = []
 
-    monkeypatch.setattr(budget, "rows_left", rows_left)
-    for longer, rows in ((0, 8), (1, 2)):
+    def rows_left(*_, positions, **__):
+        widths.append(positions)
+        return 8 if positions == widths[0] else 2
+
+    monkeypatch.setattr(shapes, "rows_left", rows_left)
+    for longer, rows in ((0, 8), (8, 2)):
         config.eval.max_new_tokens = config.rollout.max_new_tokens + longer
         setup = prepare(config, {"correctness": (tiny_run.even_end, 1.0)}, schedule_steps=4)
-        assert setup.collect.sampling.max_rows == 8
-        assert setup.eval_sampling.max_rows == rows
+        assert setup.collect.engine.max_rows == 8
+        assert setup.eval_engine.max_rows == rows
 
 
 def test_base_and_adapter_are_compared(run, tmp_path, capsys):

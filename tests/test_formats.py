@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from tiny_checkpoints import model_config, random_tensors, write_folder
 from tiny_model import random_lora, random_tokens
+from tiny_rollout import TinyTokenizer
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import generate
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module
 
@@ -81,9 +83,9 @@ def test_dequantizing_once_or_in_each_step_gives_equal_rollouts(model):
             random_lora(model.config),
             [[3, 1, 4], [1, 5]],
             config=model.config,
-            sampling=SamplingConfig(max_new_tokens=6, temperature=4.0, dequantize=dequantize),
-            eos_ids=(2, 7, 9),
-            pad_id=0,
+            sampling=SamplingConfig(max_new_tokens=6, temperature=4.0),
+            tokenizer=TinyTokenizer((2, 7, 9)),
+            engine=EngineConfig(dequantize=dequantize),
             group_size=2,
         )
         for dequantize in ("step", "once")

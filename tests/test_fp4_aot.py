@@ -342,7 +342,7 @@ def test_a_list_of_layers_copies_no_weight(build):
 
     compiled = build(decode, array(16, k), layers)
     weight_bytes = n * k * 9 // 16
-    # Partial sums: two of [rows, 64, 16] floats for each multiprocessor.
+    # Partial sums: two of [rows, 64, 16] floats for each SM.
     partial = 2 * 132 * config.warpgroups_n * 64 * 16 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < partial * depth + weight_bytes // 4
 

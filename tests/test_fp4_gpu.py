@@ -73,7 +73,7 @@ def test_dequantize(form):
 
 @functools.partial(jax.jit, static_argnums=0)
 def exact(with_adapter, x, weight, lora, bias):
-    """The product in float32 at the highest precision, from the dequantised weight."""
+    """The product in float32 at the highest precision, from the dequantized weight."""
     dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
     y = dot(x.astype(jnp.float32), fp4.dequantize(weight, jnp.float32).T)
     if with_adapter:

@@ -1,4 +1,4 @@
-"""Which tiling serves a product, and which block of threads computes what of it."""
+"""The tiling of a product, and which CTA computes which part of it."""
 
 import dataclasses
 import itertools
@@ -71,8 +71,8 @@ def test_clusters_are_for_devices_that_are_known():
 
 
 @pytest.mark.parametrize("m", [1, 16, 128, 2048])
-def test_room_for_an_adapter(m):
-    """Where there is none, nothing can be chosen."""
+def test_adapters_that_fit(m):
+    """No tiling can be chosen for an adapter that does not fit."""
     found = []
     for (n, k), rank in itertools.product([(256, 256), (3584, 18944)], range(64, 640, 64)):
         found.append(tiling.fits_adapter(m, n, k, rank=rank))

@@ -3,6 +3,7 @@
 Generators: golden/make_export_logits.py, golden/make_export_greedy.py.
 """
 
+import dataclasses
 import importlib.util
 import json
 import pathlib
@@ -16,7 +17,8 @@ from safetensors.numpy import load_file
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import QuantTensor, dequantize
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.config import SamplingConfig
+from qerl_jax.rollout.engine import generate
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 FOLDER = GOLDEN / "export_logits"
@@ -86,8 +88,7 @@ def test_greedy_tokens_of_smollm2(tmp_path):
             made.prompts(),
             config=policy.model.config,
             sampling=SamplingConfig(max_new_tokens=made.NEW_TOKENS, temperature=0.0),
-            eos_ids=(),
-            pad_id=policy.model.tokenizer.pad_id,
+            tokenizer=dataclasses.replace(policy.model.tokenizer, eos_ids=()),
         )
         expected = [row["tokens"] for row in golden[form]]
         np.testing.assert_array_equal(rollout.tokens, expected, err_msg=form)

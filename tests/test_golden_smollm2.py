@@ -3,6 +3,7 @@
 Generators: golden/make_smollm2_greedy.py, golden/make_tokenizer_smollm2.py.
 """
 
+import dataclasses
 import functools
 import json
 import pathlib
@@ -11,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.config import SamplingConfig
+from qerl_jax.rollout.engine import generate
 from qerl_jax.weights.load import load
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -36,8 +38,7 @@ def test_greedy_tokens(smollm2):
         [entry["prompt"] for entry in golden],
         config=smollm2.config,
         sampling=SamplingConfig(max_new_tokens=32, temperature=0.0),
-        eos_ids=(),
-        pad_id=smollm2.tokenizer.pad_id,
+        tokenizer=dataclasses.replace(smollm2.tokenizer, eos_ids=()),
     )
     np.testing.assert_array_equal(rollout.tokens, [entry["tokens"] for entry in golden])
 

@@ -1,6 +1,7 @@
-"""Who imports whom: one direction between the packages and between the rooms, and no circles."""
+"""The import graph: one direction between packages and between folders, and no circles."""
 
 import ast
+import functools
 import graphlib
 import pathlib
 import subprocess
@@ -14,15 +15,14 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("pallas_kernels", "qerl_jax", "experiments", "benchmarks")
 # `python -m experiments.benchmark_rollout` is another name for `python -m benchmarks.rollout`.
 ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
-# What each room of qerl_jax, and each file beside them, may import of qerl_jax.
+# What each folder of qerl_jax, and each file beside them, may import from qerl_jax.
 ALLOWED = {
     "errors": set(),
     "import_path": {"errors"},
     "buckets": set(),
-    "worker_process": set(),
     "policy": {"import_path", "errors"},
-    "rollout": {"policy", "buckets", "worker_process", "errors"},
-    "rl": {"policy", "rollout", "buckets", "import_path", "worker_process", "errors"},
+    "rollout": {"policy", "buckets", "errors"},
+    "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
     "weights": {"policy", "errors"},
     "data": {"rl", "weights", "errors"},
     "statistics": set(),
@@ -54,8 +54,13 @@ def modules(root):
     return found
 
 
+@functools.cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def statements(tree, *, everywhere):
-    """The import statements of a module, with everywhere those inside functions too."""
+    """The import statements of a module; with `everywhere` also those inside functions."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield node
@@ -65,13 +70,14 @@ def statements(tree, *, everywhere):
             yield from statements(node, everywhere=everywhere)
 
 
+@functools.cache
 def imports(root, *, everywhere=True):
-    """The modules of the packages that each of them imports."""
+    """The imports between modules of the packages: from each module's name to a set of names."""
     known = modules(root)
     graph = {}
     for name, path in known.items():
         graph[name] = set()
-        for node in statements(ast.parse(path.read_text()), everywhere=everywhere):
+        for node in statements(parsed(path), everywhere=everywhere):
             if isinstance(node, ast.Import):
                 targets = [alias.name for alias in node.names]
             else:
@@ -85,54 +91,92 @@ def imports(root, *, everywhere=True):
     return graph
 
 
-def room(module):
-    return module.split(".")[1]
+def folder(module):
+    """The folder of a module directly under its package, or the module itself if it has none."""
+    return ".".join(module.split(".")[:2])
+
+
+def imports_of_folders(root):
+    """The imports between folders, those inside functions included; packages are left out.
+
+    A package's __init__ may import from its folders, which does not order them.
+    """
+    graph = {}
+    for name, targets in imports(root).items():
+        found = graph.setdefault(folder(name), set())
+        found |= {folder(target) for target in targets} - {folder(name), *PACKAGES}
+    return {name: targets for name, targets in graph.items() if name not in PACKAGES}
+
+
+def circle(graph):
+    """The names on a circle, first and last the same, or () without a circle."""
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        return tuple(error.args[1])
+    return ()
 
 
 def qerl_edges():
-    """The imports between modules of qerl_jax, its own __init__ left out."""
+    """The imports between modules of qerl_jax, without those of its __init__."""
     for name, targets in imports(ROOT).items():
         for target in targets:
             if name.startswith("qerl_jax.") and target.startswith("qerl_jax."):
                 yield name, target
 
 
-def test_there_is_something_to_look_at():
+def test_imports_are_found():
     graph = imports(ROOT)
     assert "qerl_jax.policy.transformer" in graph["qerl_jax.rollout.decode"]
     assert "pallas_kernels.fp4_matmul" in graph["qerl_jax.policy.linear"]
     assert "qerl_jax.errors" in graph["experiments.cli"]
+    folders = imports_of_folders(ROOT)
+    assert "pallas_kernels.fp4_matmul" in folders["pallas_kernels.decode"]
+    assert "pallas_kernels.fp4_matmul" in folders["qerl_jax.policy"]
 
 
-def test_no_circles():
-    order = tuple(graphlib.TopologicalSorter(imports(ROOT, everywhere=False)).static_order())
-    assert len(order) == len(modules(ROOT))
+def test_no_circles_between_modules():
+    assert circle(imports(ROOT, everywhere=False)) == ()
 
 
-def test_no_circles_between_the_folders_of_pallas_kernels():
-    """Imports inside functions count, and a file beside the folders is a folder of its own."""
-    folders = {}
-    for name, targets in imports(ROOT).items():
-        for target in targets:
-            parts, others = name.split("."), target.split(".")
-            if parts[0] == others[0] == "pallas_kernels" and len(others) > 1:
-                found = folders.setdefault(parts[1], set())
-                if parts[1] != others[1]:
-                    found.add(others[1])
-    assert folders["fp4_matmul"] >= {"device", "matvec"}
-    tuple(graphlib.TopologicalSorter(folders).static_order())
+def test_no_circles_between_folders():
+    assert circle(imports_of_folders(ROOT)) == ()
 
 
-def test_a_circle_would_be_found(tmp_path):
+def write_modules(root, texts):
     for package in PACKAGES:
-        (tmp_path / package).mkdir()
-    (tmp_path / "qerl_jax/a.py").write_text("import qerl_jax.b\n")
-    (tmp_path / "qerl_jax/b.py").write_text("if True:\n    from qerl_jax import c\n")
-    (tmp_path / "qerl_jax/c.py").write_text("def f():\n    from qerl_jax.a import x\n")
-    (tmp_path / "qerl_jax/__init__.py").touch()
-    tuple(graphlib.TopologicalSorter(imports(tmp_path, everywhere=False)).static_order())
-    with pytest.raises(graphlib.CycleError):
-        tuple(graphlib.TopologicalSorter(imports(tmp_path)).static_order())
+        (root / package).mkdir()
+        (root / package / "__init__.py").touch()
+    for path, text in texts.items():
+        (root / path).parent.mkdir(exist_ok=True)
+        (root / path).write_text(text)
+
+
+def test_a_circle_between_modules_would_be_found(tmp_path):
+    write_modules(
+        tmp_path,
+        {
+            "qerl_jax/a.py": "import qerl_jax.b\n",
+            "qerl_jax/b.py": "if True:\n    from qerl_jax import c\n",
+            "qerl_jax/c.py": "def f():\n    from qerl_jax.a import x\n",
+        },
+    )
+    assert circle(imports(tmp_path, everywhere=False)) == ()
+    assert set(circle(imports(tmp_path))) == {"qerl_jax.a", "qerl_jax.b", "qerl_jax.c"}
+
+
+def test_a_circle_between_folders_would_be_found(tmp_path):
+    write_modules(
+        tmp_path,
+        {
+            "pallas_kernels/a/x.py": "import pallas_kernels.b\n",
+            "pallas_kernels/a/y.py": "",
+            "pallas_kernels/b.py": "def f():\n    from pallas_kernels.a import y\n",
+        },
+    )
+    assert circle(imports(tmp_path)) == ()
+    found = circle(imports_of_folders(tmp_path))
+    assert set(found) == {"pallas_kernels.a", "pallas_kernels.b"}
 
 
 def test_packages_have_one_direction():
@@ -146,10 +190,10 @@ def test_packages_have_one_direction():
         assert not above, f"{name} imports {above}"
 
 
-def test_rooms_have_one_direction():
+def test_folders_have_one_direction():
     for name, target in qerl_edges():
-        allowed = ALLOWED[room(name)] | {room(name)}
-        assert room(target) in allowed, f"{name} imports {target}"
+        source, imported = (module.split(".")[1] for module in (name, target))
+        assert imported in ALLOWED[source] | {source}, f"{name} imports {target}"
 
 
 def test_no_experiment_imports_another():

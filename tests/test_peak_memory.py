@@ -3,6 +3,7 @@
 import types
 
 from benchmarks.rollout import peak_memory
+from qerl_jax.rollout.programs import Executables
 
 
 class Device:
@@ -34,10 +35,14 @@ def test_the_peak_is_that_of_the_call_that_needs_most(monkeypatch):
     peak = peak_memory.PeakMemory()
     assert peak.gigabytes is None
     programs = peak.watched(
-        {
-            "read": Compiled(device, temp=2_000_000_000, output=1_000_000_000, alias=0),
-            "step": Compiled(device, temp=500_000_000, output=3_000_000_000, alias=2_900_000_000),
-        }
+        Executables(
+            {
+                "read": Compiled(device, temp=2_000_000_000, output=1_000_000_000, alias=0),
+                "step": Compiled(
+                    device, temp=500_000_000, output=3_000_000_000, alias=2_900_000_000
+                ),
+            }
+        )
     )
     assert programs["step"](7) == 14
     assert peak.gigabytes == 5.6
@@ -50,6 +55,6 @@ def test_the_peak_is_that_of_the_call_that_needs_most(monkeypatch):
 def test_a_device_that_does_not_tell(monkeypatch):
     monkeypatch.setattr(peak_memory.jax, "local_devices", lambda: [Device(in_use=None)])
     peak = peak_memory.PeakMemory()
-    programs = {"step": len}
+    programs = Executables({"step": len})
     assert peak.watched(programs) == programs
     assert peak.gigabytes is None

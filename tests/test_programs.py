@@ -1,4 +1,4 @@
-"""Programs of rollouts that are kept from one process to the next."""
+"""The executable cache: programs of rollouts that one process compiles and the next one loads."""
 
 import contextlib
 import os
@@ -11,39 +11,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.compilation_cache import compress_executable, decompress_executable
-from test_engine import KEY, PAD, PROMPTS, policy
+from tiny_rollout import compiled, policy, rollout
 
-from qerl_jax.rollout import ahead, executables
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout import executable_cache
 from qerl_jax.run.compilation_cache import cached_in, programs_in
-
-HOW = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4), "eos_ids": (3,)}
 
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    monkeypatch.setattr(executables, "_keeps", lambda: True)
+    monkeypatch.setattr(executable_cache, "_is_used", lambda: True)
 
 
 @contextlib.contextmanager
 def cache_set_to(folder):
-    """What `cached_in` cannot set: no folder, or one that is none of this machine."""
+    """Sets what `cached_in` cannot set: no folder, or a folder that is not on this machine."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", folder)
     try:
         yield
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
-
-
-def compiled_ahead(folder, *, adapted=True, quantized=False, **changes):
-    """Everything for three prompts, and what jit compiled for it."""
-    config, params, lora = policy(layers=1, quantized=quantized)
-    how = {"prompt_width": 9, "config": config} | HOW | changes
-    jax.clear_caches()
-    with cached_in(folder), ahead.compilations() as compiled:
-        programs = ahead.compile_ahead(KEY, params, lora if adapted else None, prompts=3, **how)
-        return programs, compiled
 
 
 def run(code, **environment):
@@ -55,36 +42,37 @@ def run(code, **environment):
     ).stdout
 
 
-def complete(programs, *, quantized=False, **changes):
-    config, params, lora = policy(layers=1, quantized=quantized)
-    how = {"config": config, "pad_id": PAD, "compiled_ahead": programs} | HOW | changes
-    return generate(KEY, params, lora, PROMPTS, **how)
+def complete(executables=None, **changes):
+    """Completions of three prompts, with the settings of `compiled`."""
+    options = {"layers": 1, "eos_ids": (3,), "prompt_width": 9} | changes
+    return rollout(executables=executables, **options)
+
+
+def names(keys):
+    return sorted(name for name, *_ in keys)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
-def test_what_one_process_compiled_the_next_one_loads(quantized, tmp_path):
-    first, compiled = compiled_ahead(tmp_path, quantized=quantized)
-    names = ["decode_chunk", "fuse_adapter", "read_prompts", "seat_rows"]
-    names += ["dequantize"] if quantized else []
-    assert sorted(compiled) == sorted(f"jit({name})" for name in names)
+def test_what_one_process_compiles_the_next_one_loads(quantized, tmp_path):
+    first = compiled(tmp_path, quantized=quantized)
+    dequantize = ["dequantize"] if quantized else []
+    assert names(first.compiled) == ["decode", *dequantize, "fuse_adapter", "insert", "prefill"]
     expected = complete(first, quantized=quantized)
-    again, compiled = compiled_ahead(tmp_path, quantized=quantized)
-    assert not compiled
+    again = compiled(tmp_path, quantized=quantized)
+    assert not again.compiled
     assert again.keys() == first.keys()
-    with ahead.compilations() as compiled:
-        result = complete(again, quantized=quantized)
-    assert not compiled
+    result = complete(again, quantized=quantized)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 def test_a_broken_file_is_compiled_again(tmp_path):
-    compiled_ahead(tmp_path)
+    compiled(tmp_path)
     files = sorted(tmp_path.glob("rollout-*"))
     files[0].write_bytes(files[0].read_bytes()[:100])
     with pytest.warns(UserWarning, match=f"{files[0].name}: compiling again"):
-        _, compiled = compiled_ahead(tmp_path)
-    assert len(compiled) == 1
-    assert not compiled_ahead(tmp_path)[1]
+        executables = compiled(tmp_path)
+    assert len(executables.compiled) == 1
+    assert not compiled(tmp_path).compiled
 
 
 def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
@@ -92,10 +80,10 @@ def test_what_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(pathlib.Path, "replace", full)
-    with pytest.warns(UserWarning, match="not kept: no space left"):
-        programs, _ = compiled_ahead(tmp_path)
+    with pytest.warns(UserWarning, match="not cached: no space left"):
+        executables = compiled(tmp_path)
     assert not list(tmp_path.glob("rollout-*"))
-    assert complete(programs).lengths.tolist() == complete({}).lengths.tolist()
+    assert complete(executables).lengths.tolist() == complete().lengths.tolist()
 
 
 def test_stopped_while_compiling(tmp_path):
@@ -103,86 +91,93 @@ def test_stopped_while_compiling(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compiled_ahead(tmp_path, on_progress=stop)
+        compiled(tmp_path, on_progress=stop)
     assert jax.config.jax_enable_compilation_cache
-    programs, compiled = compiled_ahead(tmp_path)
-    assert len(compiled) < len(programs)  # What was compiled until then is kept.
+    executables = compiled(tmp_path)
+    # The programs that were compiled until then are in the cache.
+    assert len(executables.compiled) < len(executables)
 
 
-def test_what_jit_had_from_the_cache_of_jax_is_not_written_again(tmp_path):
+def test_a_program_from_the_cache_of_jax_is_not_written_again(tmp_path):
     with cached_in(tmp_path):
         for _ in range(2):
-            expected = complete({})
+            expected = complete()
             jax.clear_caches()
-        complete({})
-        config, params, lora = policy(layers=1)
-        how = {"prompts": 3, "prompt_width": 9, "config": config} | HOW
-        ahead.compile_ahead(KEY, params, lora, **how)
-    again, _ = compiled_ahead(tmp_path)
+        complete()
+        compiled(tmp_path, clear=False)
+    again = compiled(tmp_path)
     jax.tree.map(np.testing.assert_array_equal, complete(again), expected)
 
 
 def test_a_policy_on_one_of_two_devices(tmp_path):
     code = (
         "import jax; jax.config.update('jax_default_device', jax.devices()[1]);"
-        "import pathlib, test_programs as t; from qerl_jax.rollout import executables;"
-        "executables._keeps = lambda: True;"
+        "import pathlib, tiny_rollout as t; from qerl_jax.rollout import executable_cache;"
+        "executable_cache._is_used = lambda: True;"
         f"folder = pathlib.Path({str(tmp_path)!r});"
-        "ahead = [t.compiled_ahead(folder) for _ in range(2)];"
-        "print(*(len(compiled) for _, compiled in ahead), t.complete(ahead[1][0]).lengths)"
+        "first, second = [t.compiled(folder) for _ in range(2)];"
+        "result = t.rollout(layers=1, eos_ids=(3,), prompt_width=9, executables=second);"
+        "print(len(first.compiled), len(second.compiled), result.lengths)"
     )
     flags = "--xla_force_host_platform_device_count=2"
     assert run(code, XLA_FLAGS=flags) == "4 0 [9 9 9]\n"
 
 
-def test_programs_of_packed_and_of_dense_weights_are_not_taken_for_each_other(tmp_path):
-    compiled_ahead(tmp_path, quantized=True)
-    how = {"sampling": SamplingConfig(max_new_tokens=9, chunk_steps=4, dequantize="step")}
-    programs, compiled = compiled_ahead(tmp_path, quantized=True, **how)
-    assert sorted(compiled) == ["jit(decode_chunk)", "jit(read_prompts)", "jit(seat_rows)"]
-    assert complete(programs, quantized=True, **how).lengths.tolist() == [9, 9, 9]
+def test_programs_of_packed_and_of_dense_weights_are_not_mistaken_for_each_other(tmp_path):
+    compiled(tmp_path, quantized=True)
+    options = {"quantized": True, "dequantize": "step"}
+    executables = compiled(tmp_path, **options)
+    assert names(executables.compiled) == ["decode", "insert", "prefill"]
+    assert complete(executables, **options).lengths.tolist() == [9, 9, 9]
 
 
-@pytest.mark.parametrize("change", ["sources", "flags", "setting", "rules", "policy"])
+@pytest.mark.parametrize("change", ["sources", "flags", "setting", "sampling", "policy"])
 def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
-    before, _ = compiled_ahead(tmp_path)
+    before = compiled(tmp_path)
     changes, precision = {}, None
     if change == "sources":
-        monkeypatch.setattr(executables, "_SOURCES", "edited")
+        monkeypatch.setattr(executable_cache, "_SOURCES", "edited")
     elif change == "flags":
         monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " ")
     elif change == "setting":
         precision = "highest"
-    elif change == "rules":
-        changes["sampling"] = SamplingConfig(max_new_tokens=9, chunk_steps=4, temperature=0.5)
+    elif change == "sampling":
+        changes["temperature"] = 0.5
     else:
         changes["adapted"] = False
     with jax.default_matmul_precision(precision):
-        _, compiled = compiled_ahead(tmp_path, **changes)
-    # To read prompts and to fuse the adapter is the same, however tokens are drawn.
-    assert len(compiled) == len(before) - (2 if change == "rules" else 0)
+        executables = compiled(tmp_path, **changes)
+    # Prefill and the fusion of the adapter do not depend on the temperature.
+    assert len(executables.compiled) == len(before) - (2 if change == "sampling" else 0)
 
 
-def test_nothing_is_kept_on_a_cpu(tmp_path, monkeypatch):
+def test_a_missing_program_is_named(tmp_path):
+    executables = compiled(tmp_path)
+    with pytest.raises(RuntimeError, match=r"operation \('prefill', 16, .*call compile_rollout"):
+        complete(executables, kv_cache_dtype="bfloat16")
+
+
+def test_nothing_is_cached_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.undo()
-    compiled_ahead(tmp_path)
+    compiled(tmp_path)
     assert not list(tmp_path.glob("rollout-*"))
 
 
 @pytest.mark.parametrize("folder", [None, "gs://bucket/cache"])
-def test_nothing_is_kept_where_no_folder_is(folder, tmp_path, monkeypatch):
+def test_nothing_is_cached_without_a_folder(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with cache_set_to(folder):
-        assert executables.paths(["name"], policy(layers=1)[1]) == {}
+        assert executable_cache.paths(["name"], policy(layers=1)[1]) == {}
 
 
 def test_the_names_of_files_are_those_of_another_process():
     """Nothing in the digest depends on the process, such as an address or the order of a set."""
     code = (
         "import jax; jax.config.update('jax_compilation_cache_dir', '/folder');"
-        "from test_engine import policy; from qerl_jax.rollout import executables;"
-        "executables._keeps = lambda: True;"
-        "print(executables.paths({('name', policy(layers=1)[0]): None}, policy(layers=1)[1:]))"
+        "from tiny_rollout import policy; from qerl_jax.rollout import executable_cache;"
+        "executable_cache._is_used = lambda: True;"
+        "config, *arrays = policy(layers=1);"
+        "print(executable_cache.paths([('name', config)], arrays))"
     )
     first, second = (run(code, PYTHONHASHSEED=seed) for seed in ("1", "2"))
     assert "rollout-" in first

@@ -1,4 +1,4 @@
-"""The head of a rollout in four bits."""
+"""The output head of a rollout in 4 bits."""
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def test_logits_are_those_of_the_rounded_head(kind, monkeypatch):
     assert 0.01 < error < 0.15
 
 
-def test_dequantised_once():
+def test_the_head_is_dequantized_once():
     config, params = tiny_policy("llama")
     params = params | rollout_head(params, "nvfp4")
     dense = jax.jit(dequantize_params)(params)
@@ -44,7 +44,7 @@ def test_dequantised_once():
     np.testing.assert_allclose(logits(dense, hidden), logits(params, hidden), atol=1e-5)
 
 
-def test_formats():
+def test_head_formats():
     _, params = tiny_policy("llama")
     assert rollout_head(params, "") == {}
     with pytest.raises(UserError, match="head_format='fp8': '' or 'nvfp4'"):

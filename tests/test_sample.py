@@ -11,6 +11,7 @@ import pytest
 import tiny_run
 import tokenizers
 from tiny_model import random_tokens, tiny_policy
+from tiny_rollout import TinyTokenizer
 
 from experiments import sample as command
 from qerl_jax.errors import UserError
@@ -18,7 +19,8 @@ from qerl_jax.evaluation import sample as sample_lib
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.sample import SampleConfig, sample, stream_text
 from qerl_jax.policy import transformer
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import generate, generate_steps
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
 
@@ -84,17 +86,18 @@ def test_the_pieces_are_the_text(seed):
 def test_the_engine_reports_the_tokens_so_far():
     config, params = tiny_policy()
     updates = []
-    rollout = generate(
+    for step in generate_steps(
         jax.random.key(0),
         params,
         None,
         random_tokens(3, 5).tolist(),
         config=config,
-        sampling=SamplingConfig(max_new_tokens=9, chunk_steps=2),
-        eos_ids=(5,),
-        pad_id=0,
-        on_tokens=lambda tokens, lengths: updates.append((tokens, lengths)),
-    )
+        sampling=SamplingConfig(max_new_tokens=9),
+        tokenizer=TinyTokenizer((5,)),
+        engine=EngineConfig(chunk_steps=2),
+    ):
+        rollout = step.rollout
+        updates.append((rollout.tokens.copy(), rollout.lengths.copy()))
     assert len(updates) >= 5
     assert updates[0][1].tolist() == [1, 1, 1]
     np.testing.assert_array_equal(updates[-1][0], rollout.tokens)
@@ -117,9 +120,9 @@ def answer(source, question="t3 t4", **options):
         policy.lora,
         [prompt],
         config=policy.model.config,
-        sampling=SamplingConfig(max_new_tokens=4, temperature=0.0, chunk_steps=4),
-        eos_ids=policy.model.tokenizer.eos_ids,
-        pad_id=policy.model.tokenizer.pad_id,
+        sampling=SamplingConfig(max_new_tokens=4, temperature=0.0),
+        tokenizer=policy.model.tokenizer,
+        engine=EngineConfig(chunk_steps=4),
     )
     return policy.model.tokenizer.decode(rollout.tokens[0, : rollout.lengths[0]])
 

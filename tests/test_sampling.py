@@ -1,4 +1,4 @@
-"""The draws, their distribution, and the log-probabilities that go with them."""
+"""Samples, their distribution, and their log-probabilities."""
 
 import jax
 import jax.numpy as jnp
@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rollout.sampling import SamplingConfig, _truncate, entropy, row_keys, sample
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.sampling import _truncate, entropy, row_keys, sample
 
 ROWS = 20000
 PROBABILITIES = np.array([0.05, 0.35, 0.2, 0.3, 0.1])
 KEY = jax.random.key(0)
 
 
-def draw(logits, *, key=KEY, rows=None, position=0, **options):
+def sampled(logits, *, key=KEY, rows=None, position=0, **options):
     rows = jnp.arange(len(logits)) if rows is None else jnp.asarray(rows)
     keys = row_keys(key, rows, jnp.full_like(rows, position))
     return sample(keys, jnp.asarray(logits, jnp.float32), **options)
@@ -24,7 +25,7 @@ def random_logits(rows=64, vocabulary=16):
 
 
 def distribution(temperature=1.0, kept=range(5)):
-    """The probabilities of the kept tokens, tempered and normalised."""
+    """The probabilities of the kept tokens, tempered and normalized."""
     weights = np.where(np.isin(np.arange(5), list(kept)), PROBABILITIES ** (1 / temperature), 0)
     return weights / weights.sum()
 
@@ -45,7 +46,7 @@ def distribution(temperature=1.0, kept=range(5)):
         ({"top_p": 1e-6}, [1]),
         # Tempered: 0.64 and 0.31 are the largest.
         ({"top_p": 0.5, "temperature": 0.3}, [1]),
-        # Of the three largest, renormalised: 0.41, 0.35, 0.24.
+        # Of the three largest, renormalized: 0.41, 0.35, 0.24.
         ({"top_k": 3, "top_p": 0.7}, [1, 3]),
         ({"top_k": 3, "top_p": 0.8}, [1, 2, 3]),
     ],
@@ -53,7 +54,7 @@ def distribution(temperature=1.0, kept=range(5)):
 )
 def test_distribution(options, kept):
     options = {"temperature": 1.0} | options
-    tokens, _, _ = draw(np.tile(np.log(PROBABILITIES), (ROWS, 1)), **options)
+    tokens, _, _ = sampled(np.tile(np.log(PROBABILITIES), (ROWS, 1)), **options)
     counts = np.bincount(tokens, minlength=5)
     expected = distribution(options["temperature"], kept)
     np.testing.assert_array_equal(np.flatnonzero(counts), kept)
@@ -70,7 +71,9 @@ def test_distribution_over_many_blocks(options):
     rng = np.random.default_rng(2)
     logits = rng.standard_normal(300) + np.repeat([0.0, -4.0, 1.0], 100)
     logits[100:110] += 4
-    tokens, logprobs, entropies = draw(np.tile(logits, (5 * ROWS, 1)), temperature=1.0, **options)
+    tokens, logprobs, entropies = sampled(
+        np.tile(logits, (5 * ROWS, 1)), temperature=1.0, **options
+    )
     probs = np.exp(logits) / np.exp(logits).sum()
     np.testing.assert_allclose(logprobs, np.log(probs)[tokens], atol=1e-5)
     np.testing.assert_allclose(entropies, -(probs * np.log(probs)).sum(), atol=1e-5)
@@ -87,7 +90,7 @@ def test_distribution_over_many_blocks(options):
 
 
 def masked(logits):
-    """Without a whole block, and without the other tokens of a second one."""
+    """Masks a whole block, and all tokens but one of a second block."""
     logits[:, :128] = -np.inf
     logits[:, 129:256] = -np.inf
     return logits
@@ -109,7 +112,7 @@ def masked(logits):
 def test_logprobs_and_entropies_over_many_blocks(vocabulary, change, temperature):
     rng = np.random.default_rng(3)
     logits = change(rng.standard_normal((64, vocabulary)).astype(np.float32))
-    tokens, logprobs, entropies = draw(logits, temperature=temperature)
+    tokens, logprobs, entropies = sampled(logits, temperature=temperature)
     scaled = logits.astype(np.float64) / (temperature or 1.0)
     scaled -= scaled.max(axis=1, keepdims=True)
     expected = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
@@ -118,20 +121,20 @@ def test_logprobs_and_entropies_over_many_blocks(vocabulary, change, temperature
     np.testing.assert_allclose(entropies, -terms.sum(axis=1), atol=5e-6)
     if temperature == 0:
         np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
-    # Which rows are drawn together does not matter.
-    some, *_ = draw(logits[[7, 3]], rows=[7, 3], temperature=temperature)
+    # The rows that are sampled together do not matter.
+    some, *_ = sampled(logits[[7, 3]], rows=[7, 3], temperature=temperature)
     np.testing.assert_array_equal(some, tokens[np.array([7, 3])])
 
 
-def test_temperature_zero_takes_the_largest():
+def test_temperature_zero_takes_the_largest_logit():
     logits = random_logits()
-    tokens, logprobs, _ = draw(logits, temperature=0.0, top_k=3, top_p=0.5)
+    tokens, logprobs, _ = sampled(logits, temperature=0.0, top_k=3, top_p=0.5)
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     # Its log-probabilities are those of temperature 1.
-    _, _, entropies = draw(logits, temperature=1.0)
+    _, _, entropies = sampled(logits, temperature=1.0)
     expected = jax.nn.log_softmax(logits).max(axis=1)
     np.testing.assert_allclose(logprobs, expected, atol=1e-6)
-    _, _, greedy_entropies = draw(logits, temperature=0.0)
+    _, _, greedy_entropies = sampled(logits, temperature=0.0)
     np.testing.assert_array_equal(greedy_entropies, entropies)
 
 
@@ -139,7 +142,7 @@ def test_temperature_zero_takes_the_largest():
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_logprobs_and_entropies_are_those_before_the_truncation(temperature, truncation):
     logits = random_logits()
-    tokens, logprobs, entropies = draw(logits, temperature=temperature, **truncation)
+    tokens, logprobs, entropies = sampled(logits, temperature=temperature, **truncation)
     scaled = logits.astype(np.float64) / temperature
     expected = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(logprobs, expected[np.arange(64), tokens], atol=1e-5)
@@ -169,15 +172,15 @@ def test_entropy_of_a_uniform_distribution():
     np.testing.assert_allclose(entropy(uniform), np.full((2, 3), np.log(8)), rtol=1e-6)
 
 
-def test_a_draw_depends_on_key_row_and_position_alone():
+def test_a_sample_depends_on_key_row_and_position_alone():
     logits = np.tile(random_logits(1), (64, 1))
-    tokens, _, _ = draw(logits, temperature=1.0)
+    tokens, _, _ = sampled(logits, temperature=1.0)
     assert len(set(tokens.tolist())) > 3
     chosen = [40, 3, 17]
-    some, _, _ = draw(logits[:3], rows=chosen, temperature=1.0)
+    some, _, _ = sampled(logits[:3], rows=chosen, temperature=1.0)
     np.testing.assert_array_equal(some, tokens[jnp.array(chosen)])
     for change in ({"position": 1}, {"key": jax.random.key(1)}, {"rows": np.arange(64) + 64}):
-        other, _, _ = draw(logits, temperature=1.0, **change)
+        other, _, _ = sampled(logits, temperature=1.0, **change)
         assert (other != tokens).sum() > 16
 
 
@@ -199,12 +202,23 @@ def test_keys_of_rows_and_positions_are_all_different():
         ("top_p", 1.5),
         ("top_p", float("nan")),
         ("stop", ("###", "")),
+    ],
+)
+def test_sampling_values_out_of_range(name, value):
+    with pytest.raises(UserError, match=f"^{name} is .*, expected "):
+        SamplingConfig(**{"max_new_tokens": 4} | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
         ("chunk_steps", 0),
         ("max_rows", -1),
         ("kv_cache_bytes", -1),
         ("dequantize", "never"),
+        ("prompt_width", -1),
     ],
 )
-def test_values_out_of_range(name, value):
+def test_engine_values_out_of_range(name, value):
     with pytest.raises(UserError, match=f"^{name} is .*, expected "):
-        SamplingConfig(**{"max_new_tokens": 4} | {name: value})
+        EngineConfig(**{name: value})

@@ -13,7 +13,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
-from qerl_jax.rollout import budget
+from qerl_jax.rollout import shapes
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import first_trainable, prepare
 
@@ -140,7 +140,7 @@ def test_the_trainer_has_the_policy_that_sampled(changes, correction, tiny, tmp_
 def test_rollouts_reserve_memory_for_trained_parameters(tiny, monkeypatch):
     """The memory is that of the parameters, of two moments and of the updated policy."""
     reserved, sizes = [], []
-    monkeypatch.setattr(budget, "rows_left", lambda *_, reserve, **__: reserved.append(reserve))
+    monkeypatch.setattr(shapes, "rows_left", lambda *_, reserve, **__: reserved.append(reserve))
     for changes in ({"model.format": "bf16"}, FULL):
         config = tiny.config(changes | {"eval.every": 0})
         setup = prepare(config, {"low": (tiny_run.low_fraction, 1.0)}, schedule_steps=4)

@@ -25,6 +25,7 @@ A "gsm8k" row measures rollouts of a file of problems: completion tokens over th
 in the cache.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -44,12 +45,13 @@ from benchmarks.rollout.results import describe, merge, origin, table
 from benchmarks.rollout.startup import measure_startup
 from benchmarks.rollout.step_breakdown import step_parts
 from benchmarks.rollout.subject import (
-    NOTHING_ENDS,
+    NO_TEXT,
     BenchmarkConfig,
     Subject,
     check,
     check_fits,
     described,
+    engine_of,
     first_problems,
     make_subject,
     plan_of,
@@ -62,10 +64,12 @@ from qerl_jax.data import encode_prompts
 from qerl_jax.errors import memory_errors
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.rollout import budget, decode
-from qerl_jax.rollout.ahead import compile_ahead, compile_programs
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, Statistics, generate, live_share
-from qerl_jax.rollout.programs import Programs, bound
+from qerl_jax.rollout import decode, shapes
+from qerl_jax.rollout.aot import compile_operations, compile_rollout
+from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
+from qerl_jax.rollout.programs import Executables, committed, operations
+from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.run.terminal import LiveLine
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # bits per weight, scales included
@@ -138,37 +142,35 @@ def _measure_batches(
 
 
 def measure_decoding(
-    subject: Subject, batch: int, config: BenchmarkConfig, programs: Programs
+    subject: Subject, batch: int, config: BenchmarkConfig, programs: Executables
 ) -> dict:
     """A decode row, with the fields that the module explains."""
     prompts = random_prompts(subject.config, batch, config)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    costs: list[Statistics] = []
     drains: list[tuple[float, int]] = []  # time, and tokens per row that the host has received
 
-    def run(new_tokens: int, programs: Programs = programs) -> Rollout:
+    def run(new_tokens: int, programs: Executables = programs) -> Statistics:
         drains.clear()
-        return generate(
+        for step in generate_steps(
             jax.random.key(config.seed),
             subject.params,
             subject.lora,
             prompts,
             config=subject.config,
-            sampling=sampling_of(config, new_tokens, batch),
-            eos_ids=NOTHING_ENDS,
-            pad_id=0,
-            compiled_ahead=programs,
-            compiled=True,
-            on_progress=lambda _, tokens: drains.append((time.perf_counter(), tokens // batch)),
-            on_statistics=costs.append,
-        )
+            sampling=sampling_of(new_tokens),
+            tokenizer=NO_TEXT,
+            engine=engine_of(config, batch),
+            executables=programs,
+        ):
+            drains.append((time.perf_counter(), step.tokens // batch))
+        return step.statistics
 
     def step() -> float:
         run(config.new_tokens)
         end = time.perf_counter()
         began, tokens = next(drain for drain in drains if drain[1] > 1)
-        chunks = math.ceil((config.new_tokens - tokens) / plan.steps)
-        return (end - began) / (chunks * plan.steps)
+        chunks = math.ceil((config.new_tokens - tokens) / plan.chunk_steps)
+        return (end - began) / (chunks * plan.chunk_steps)
 
     def prefill() -> float:
         began = time.perf_counter()
@@ -178,7 +180,7 @@ def measure_decoding(
     peak = PeakMemory()
     watched = peak.watched(programs)
     for new_tokens in (1, config.new_tokens):
-        run(new_tokens, watched)
+        cost = run(new_tokens, watched)
     seconds = min(prefill() for _ in range(_REPEATS))
     ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
     return described(subject, "decode", config) | {
@@ -188,9 +190,9 @@ def measure_decoding(
         "ms_per_step": round(ms_per_step, 4),
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
         "prefill_tokens_per_s": round(batch * config.prompt / seconds, 1),
-        "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.steps, config),
+        "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.chunk_steps, config),
         "peak_gb": peak.gigabytes,
-        "padding_waste": padding_waste([len(p) for p in prompts], plan, costs[-1]),
+        "padding_waste": padding_waste([len(p) for p in prompts], plan, cost),
     }
 
 
@@ -209,33 +211,31 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         )
     ]
     lengths = [len(prompt) for prompt in prompts]
-    plan, sampling = _planned(subject, lengths, config)
+    plan, engine = _planned(subject, lengths, config)
     key = jax.random.key(config.seed)
     how: dict[str, Any] = {
         "config": model.config,
-        "sampling": sampling,
-        "eos_ids": model.tokenizer.eos_ids,
+        "sampling": sampling_of(config.max_new_tokens),
+        "tokenizer": model.tokenizer,
+        "engine": engine,
         "group_size": config.group,
-        "prompt_width": max(lengths),
     }
-    costs: list[Statistics] = []
 
-    def run(number: int, programs: Programs) -> Rollout:
-        return generate(
+    def run(number: int, programs: Executables) -> Progress:
+        steps = generate_steps(
             jax.random.fold_in(key, number),
             subject.params,
             subject.lora,
             prompts,
-            pad_id=model.tokenizer.pad_id,
-            compiled_ahead=programs,
-            compiled=True,
-            on_statistics=costs.append,
+            executables=programs,
             **how,
         )
+        (last,) = collections.deque(steps, maxlen=1)
+        return last
 
     began = time.perf_counter()
     with _progress() as on_progress:
-        programs = compile_ahead(
+        programs = compile_rollout(
             key,
             subject.params,
             subject.lora,
@@ -244,25 +244,25 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
             **how,
         )
     compile_seconds = time.perf_counter() - began
-    times, rollouts, peak = [], [], PeakMemory()
+    times, runs, peak = [], [], PeakMemory()
     with sole_use():
         run(0, peak.watched(programs))
         for number in range(1, _REPEATS + 1):
             began = time.perf_counter()
-            rollouts.append(run(number, programs))
+            runs.append(run(number, programs))
             times.append(time.perf_counter() - began)
-    rates = [r.lengths.sum() / t for r, t in zip(rollouts, times, strict=True)]
+    rates = [r.tokens / t for r, t in zip(runs, times, strict=True)]
     best = int(np.argmax(rates))
-    rollout, cost = rollouts[best], costs[1 + best]
+    rollout, cost = runs[best].rollout, runs[best].statistics
     return described(subject, "gsm8k", config) | {
         "prompts": config.prompts,
         "group": config.group,
         "max_new_tokens": config.max_new_tokens,
-        "rows": plan.batches[0],
+        "rows": plan.batch_sizes[0],
         "tokens": int(rollout.lengths.sum()),
         "seconds": round(times[best], 3),
         "tokens_per_s": round(float(rates[best]), 1),
-        "live_share": round(live_share([cost]), 4),
+        "live_share": round(live_fraction([cost]), 4),
         "finished": round(float(rollout.finished.mean()), 4),
         "mean_tokens": round(float(rollout.lengths.mean()), 1),
         "compile_seconds": round(compile_seconds, 1),
@@ -274,7 +274,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
 def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
     """The startup row of this process."""
     prompts = random_prompts(subject.config, config.prompts, config)
-    _, sampling = _planned(subject, [config.prompt] * len(prompts), config)
+    _, engine = _planned(subject, [config.prompt] * len(prompts), config)
     with _progress() as on_compiled:
         measured = measure_startup(
             config.began,
@@ -284,8 +284,9 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
             prompts,
             on_compiled=on_compiled,
             config=subject.config,
-            sampling=sampling,
-            eos_ids=NOTHING_ENDS,
+            sampling=sampling_of(config.max_new_tokens),
+            tokenizer=NO_TEXT,
+            engine=engine,
             group_size=config.group,
         )
     return (
@@ -303,16 +304,16 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
 
 def _planned(
     subject: Subject, lengths: Sequence[int], config: BenchmarkConfig
-) -> tuple[budget.Plan, SamplingConfig]:
-    """The shapes of rollouts in an empty memory, and sampling options with the same batch."""
+) -> tuple[shapes.RolloutShapes, EngineConfig]:
+    """The shapes of whole rollouts in an empty memory, and the settings that keep their rows."""
     plan = plan_of(
         subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
     )
-    return plan, sampling_of(config, config.max_new_tokens, plan.batches[0])
+    return plan, engine_of(config, plan.batch_sizes[0], max(lengths))
 
 
-def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -> float:
-    """The fraction of the computed positions, in prefill and decoding, that hold no token of a row.
+def padding_waste(lengths: Sequence[int], plan: shapes.RolloutShapes, cost: Statistics) -> float:
+    """Of the positions of prompts and of the row-steps, the share without a token of a row.
 
     Args:
         lengths: tokens of each prompt.
@@ -320,9 +321,10 @@ def padding_waste(lengths: Sequence[int], plan: budget.Plan, cost: Statistics) -
         cost: statistics of the rollout.
     """
     computed = cost.decoded
-    for first in range(0, len(lengths), plan.prompts):
-        longest = max(lengths[first : first + plan.prompts])
-        computed += plan.prompts * next(width for width in plan.widths if width >= longest)
+    for first in range(0, len(lengths), plan.prefill_batch):
+        longest = max(lengths[first : first + plan.prefill_batch])
+        width = next(width for width in plan.prompt_widths if width >= longest)
+        computed += plan.prefill_batch * width
     return round(1 - (sum(lengths) + cost.live) / computed, 4)
 
 
@@ -348,7 +350,7 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
         packed = isinstance(weight, QuantTensor)
         bits = BITS[weight.format] if packed else 8 * weight.dtype.itemsize
         moved += math.prod(weight.shape) * bits / 8
-    position = budget.position_bytes(config, budget.cache_dtype(kv_cache_dtype, dtype))
+    position = shapes.position_bytes(config, shapes.cache_dtype(kv_cache_dtype, dtype))
     return moved + rows * tokens * position
 
 
@@ -375,18 +377,20 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
         live.clear()
 
 
-def _compile(subject: Subject, config: BenchmarkConfig) -> Programs:
-    """Compiles all programs of the decode benchmark, a few at a time."""
+def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
+    """Compiles all programs, a few at a time."""
     began = time.perf_counter()
-    shapes = []
-    policy = bound((jax.random.key(config.seed), subject.params, subject.lora))
+    needed = []
+    key, params, lora = committed((jax.random.key(config.seed), subject.params, subject.lora))
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
-        sampling = sampling_of(config, new_tokens, batch)
-        rules = decode.rules(subject.config, sampling, NOTHING_ENDS)
-        shapes.append((dataclasses.replace(plan, batches=plan.batches[:1]), rules))  # No row ends.
+        plan = dataclasses.replace(plan, batch_sizes=plan.batch_sizes[:1])  # No row ends early.
+        static = decode.decode_config(
+            subject.config, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
+        )
+        needed += operations(key, params, lora, plan, static).values()
     with _progress() as on_progress:
-        programs = compile_programs(policy, shapes, on_progress)
+        programs = compile_operations((key, params, lora), needed, on_progress)
     seconds = time.perf_counter() - began
     print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
     return programs

@@ -1,12 +1,11 @@
 """Peak device memory of the programs of a rollout."""
 
 import functools
-from collections.abc import Hashable
 from typing import Any
 
 import jax
 
-from qerl_jax.rollout.programs import Programs
+from qerl_jax.rollout.programs import Executables
 
 
 class PeakMemory:
@@ -22,16 +21,15 @@ class PeakMemory:
         self._device = jax.local_devices()[0]
         self._most = 0
 
-    def watched(self, programs: Programs) -> Programs:
+    def watched(self, programs: Executables) -> Executables:
         """The programs, each with a reading of the memory before it runs: for untimed runs."""
         if self._device.memory_stats() is None:  # A CPU reports none.
             return programs
-        called: dict[Hashable, Any] = {
-            name: functools.partial(self._run, program) for name, program in programs.items()
-        }
-        return called
+        return Executables(
+            {key: functools.partial(self._run, program) for key, program in programs.items()}
+        )
 
-    def _run(self, program: jax.stages.Compiled, *arguments: Any) -> Any:
+    def _run(self, program: Any, *arguments: Any) -> Any:
         sizes = program.memory_analysis()
         assert sizes is not None
         own = sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes

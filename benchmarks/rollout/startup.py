@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.ahead import compilations, compile_ahead
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rollout.engine import generate_steps
 
 
 def measure_startup(
@@ -30,7 +30,7 @@ def measure_startup(
         lora: adapter of the policy, or None.
         prompts: token ids of each prompt.
         on_compiled: called with the number of compiled programs and of all programs.
-        **how: arguments that `generate` and `compile_ahead` share.
+        **how: keyword arguments that `generate_steps` and `compile_rollout` have in common.
 
     Returns:
         The seconds from the beginning of the command until the weights were made (`weights_s`),
@@ -38,30 +38,13 @@ def measure_startup(
         (`first_tokens_s`); the number of `programs`, and how many were in the cache (`kept`).
     """
     row = {"weights_s": _since(began)}
-
-    def note_first_tokens(_: Any, tokens: int) -> None:
-        if tokens:
-            row.setdefault("first_tokens_s", _since(began))
-
-    how["prompt_width"] = max(map(len, prompts))
-    with compilations() as compiled:
-        programs = compile_ahead(
-            key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
-        )
-    row["compiled_s"] = _since(began)
-    generate(
-        key,
-        params,
-        lora,
-        prompts,
-        pad_id=0,
-        compiled_ahead=programs,
-        compiled=True,
-        on_progress=note_first_tokens,
-        **how,
+    programs = compile_rollout(
+        key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
     )
-    row.setdefault("first_tokens_s", _since(began))  # All tokens came in one chunk.
-    return row | {"programs": len(programs), "kept": len(programs) - len(compiled)}
+    row["compiled_s"] = _since(began)
+    for _ in generate_steps(key, params, lora, prompts, executables=programs, **how):
+        row.setdefault("first_tokens_s", _since(began))
+    return row | {"programs": len(programs), "kept": len(programs) - len(programs.compiled)}
 
 
 def _since(began: float) -> float:

@@ -12,14 +12,15 @@ import numpy as np
 from benchmarks.rollout.profile import device_kernels, graph_launches, parts_of, per_step
 from benchmarks.rollout.random_policy import normal
 from benchmarks.rollout.subject import (
-    NOTHING_ENDS,
+    NO_TEXT,
     BenchmarkConfig,
     Subject,
+    engine_of,
     plan_of,
     sampling_of,
 )
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.programs import bound, dequantized
+from qerl_jax.rollout.programs import committed, dequantized, jitted, operations
 
 _REPEATS = 3
 _CHUNKS = 4  # chunks that are timed together
@@ -34,43 +35,50 @@ class Chunk:
         self._config, self._rows = subject.config, batch
         self._sharding = subject.params["embed_tokens"].sharding
         key = jax.random.key(config.seed)
-        key, params, lora = bound((key, subject.params, subject.lora))
-        rules = decode.rules(subject.config, sampling_of(config, new_tokens, batch), NOTHING_ENDS)
-        params = dequantized(params, rules, {})
+        key, params, lora = committed((key, subject.params, subject.lora))
+        static = decode.decode_config(
+            subject.config, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
+        )
+        table = operations(key, params, lora, self.plan, static)
+        params = dequantized(params, table, jitted(table))
         dtype = params["embed_tokens"].dtype
         self._policy = key, params, decode.fuse_adapter(lora, config=subject.config, dtype=dtype)
-        self._how: dict[str, Any] = {"rules": rules, "steps": self.plan.steps}
+        self._how: dict[str, Any] = {"config": static, "steps": self.plan.chunk_steps}
 
-    def empty_batch(self) -> decode.Batch:
-        """A batch of free slots for all rows."""
-        return decode.empty_batch(
+    def empty_state(self) -> decode.DecodeState:
+        """Returns a state with an empty slot for every row."""
+        return decode.empty_state(
             self._rows,
-            self.plan.slots,
+            self.plan.cache_positions,
             config=self._config,
             dtype=self.plan.dtype,
             sharding=self._sharding,
         )
 
-    def lower(self, batch: decode.Batch) -> jax.stages.Lowered:
-        """The lowered program for a batch, or for the shapes of a batch."""
+    def lower(self, state: decode.DecodeState) -> jax.stages.Lowered:
+        """Lowers the program for a state, or for the shapes of a state."""
         shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), batch
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), state
         )
-        needed = np.ones(self._rows, bool)
-        return decode.decode_chunk.lower(*self._policy, shapes, needed, **self._how)
+        return decode.decode_chunk.lower(*self._policy, shapes, *self._all_rows, **self._how)
+
+    @property
+    def _all_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and activity of the cache rows."""
+        return np.arange(self._rows, dtype=np.int32), np.ones(self._rows, bool)
 
     def run(
-        self, batch: decode.Batch, tokens: int, program: jax.stages.Compiled | None = None
-    ) -> tuple[decode.Batch, decode.Drawn]:
-        """Runs a chunk after `tokens` tokens of each row; `program` replaces the engine's."""
+        self, state: decode.DecodeState, tokens: int, program: jax.stages.Compiled | None = None
+    ) -> tuple[decode.DecodeState, decode.Samples]:
+        """Runs a chunk after `tokens` tokens of each row, with the engine's program by default."""
         full = functools.partial(jnp.full, self._rows, device=self._sharding)
-        batch = dataclasses.replace(
-            batch,
-            cache=dataclasses.replace(batch.cache, lengths=full(tokens, jnp.int32)),
+        state = dataclasses.replace(
+            state,
+            lengths=full(tokens, jnp.int32),
             counts=full(0, jnp.int32),
             done=full(False, bool),
         )
-        arguments = *self._policy, batch, np.ones(self._rows, bool)
+        arguments = *self._policy, state, *self._all_rows
         return program(*arguments) if program else decode.decode_chunk(*arguments, **self._how)
 
 
@@ -82,22 +90,22 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
         program launches per step.
     """
     chunk = Chunk(subject, batch, config.new_tokens, config)
-    steps = chunk.plan.steps
+    steps = chunk.plan.chunk_steps
     middle = config.prompt + (config.new_tokens - steps) // 2
-    held = [chunk.empty_batch()]  # A chunk donates its batch and returns the next one.
+    held = [chunk.empty_state()]  # A chunk donates its state, and returns the next one.
     key = jax.random.key(config.seed)
-    cache = held[0].cache
+    state = held[0]
     for index in range(subject.config.num_layers):
-        for arrays in (cache.keys, cache.values):
+        for arrays in (state.keys, state.values):
             key, one = jax.random.split(key)
             drawn = normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
             arrays[index] = drawn.astype(arrays[index].dtype)
     # Kernels in a CUDA graph do not have the names of their instructions.
-    observed = chunk.lower(jax.eval_shape(chunk.empty_batch)).compile(
+    observed = chunk.lower(jax.eval_shape(chunk.empty_state)).compile(
         compiler_options={"xla_gpu_enable_command_buffer": ""}
     )
 
-    def run(program: jax.stages.Compiled | None = None) -> decode.Drawn:
+    def run(program: jax.stages.Compiled | None = None) -> decode.Samples:
         after, drawn = chunk.run(held.pop(), middle, program)
         held.append(after)
         return drawn

@@ -14,12 +14,23 @@ from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout import budget
-from qerl_jax.rollout.engine import SamplingConfig
+from qerl_jax.rollout import shapes
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import check_head_format, rollout_head
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
-NOTHING_ENDS = (-1,)  # no token has this id
+
+class _NoText:
+    """A tokenizer of random token ids, none of which ends a row."""
+
+    eos_ids = (-1,)
+    pad_id = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        raise NotImplementedError("random token ids have no text")
+
+
+NO_TEXT = _NoText()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,20 +220,25 @@ def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
         "weights": "real" if config.source else "random",
         "chunk_steps": config.chunk_steps,
         "dequantize": config.dequantize,
-        "kv_cache_dtype": str(budget.cache_dtype(config.kv_cache_dtype, jnp.dtype("bfloat16"))),
+        "kv_cache_dtype": str(shapes.cache_dtype(config.kv_cache_dtype, jnp.dtype("bfloat16"))),
         "head_format": config.head_format,
         "device": jax.devices()[0].device_kind,
     }
 
 
-def sampling_of(config: BenchmarkConfig, new_tokens: int, max_rows: int) -> SamplingConfig:
-    """The engine's options, at temperature 1."""
-    return SamplingConfig(
-        max_new_tokens=new_tokens,
+def sampling_of(new_tokens: int) -> SamplingConfig:
+    """Returns completions of a length at temperature 1."""
+    return SamplingConfig(max_new_tokens=new_tokens)
+
+
+def engine_of(config: BenchmarkConfig, max_rows: int, prompt_width: int = 0) -> EngineConfig:
+    """Returns the settings of the engine."""
+    return EngineConfig(
         chunk_steps=config.chunk_steps,
         max_rows=max_rows,
         kv_cache_dtype=config.kv_cache_dtype,
         dequantize=config.dequantize,
+        prompt_width=prompt_width,
     )
 
 
@@ -234,15 +250,16 @@ def plan_of(
     config: BenchmarkConfig,
     *,
     max_rows: int,
-) -> budget.Plan:
+) -> shapes.RolloutShapes:
     """The engine's shapes for prompts of these lengths."""
-    return budget.make_plan(
+    return shapes.plan_shapes(
         subject.params,
         prompts=len(lengths),
         longest=max(lengths),
         group_size=group,
         config=subject.config,
-        sampling=sampling_of(config, new_tokens, max_rows),
+        sampling=sampling_of(new_tokens),
+        engine=engine_of(config, max_rows),
     )
 
 
@@ -256,16 +273,16 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
     batch = max(config.batches)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    position = budget.position_bytes(subject.config, plan.dtype)
-    fitting = budget.rows_left(
+    position = shapes.position_bytes(subject.config, plan.dtype)
+    fitting = shapes.rows_left(
         subject.params,
-        slots=plan.slots,
+        positions=plan.cache_positions,
         config=subject.config,
-        sampling=sampling_of(config, config.new_tokens, batch),
-        reserve=plan.prompts * plan.widths[-1] * position,
+        engine=engine_of(config, batch),
+        reserve=plan.prefill_batch * plan.prompt_widths[-1] * position,
     )
     if fitting is not None and fitting < batch:
         raise UserError(
             f"--batch={batch}: beside {subject.model} in {subject.format} the memory holds "
-            f"{fitting} rows of {plan.slots} tokens; take it out, or lower --new-tokens"
+            f"{fitting} rows of {plan.cache_positions} tokens; take it out, or lower --new-tokens"
         )

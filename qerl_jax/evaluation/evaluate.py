@@ -31,8 +31,9 @@ from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
 from qerl_jax.rl.rewards import Reward, resolve
-from qerl_jax.rollout.budget import dense_bytes, rows_left
-from qerl_jax.rollout.engine import SamplingConfig, detokenize
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import detokenize
+from qerl_jax.rollout.shapes import dense_bytes, rows_left
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
@@ -245,9 +246,8 @@ def _complete_batch(
             max_new_tokens=job.task.max_new_tokens,
             temperature=results_folder.temperature_of(config),
             top_p=config.top_p,
-            max_rows=max_rows,
-            dequantize=_dequantize_mode(job.policy.model),
         ),
+        engine=EngineConfig(max_rows=max_rows, dequantize=_dequantize_mode(job.policy.model)),
         samples=samples,
         prompt_ids=filled,
         on_progress=on_progress,
@@ -300,11 +300,9 @@ def _fitting_rows(job: _Job) -> int:
     model = job.policy.model
     rows = rows_left(
         model.params,
-        slots=bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens,
+        positions=bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens,
         config=model.config,
-        sampling=SamplingConfig(
-            max_new_tokens=job.task.max_new_tokens, dequantize=_dequantize_mode(model)
-        ),
+        engine=EngineConfig(dequantize=_dequantize_mode(model)),
     )
     return _CPU_ROWS if rows is None else min(max(1, rows), _MOST_ROWS)
 

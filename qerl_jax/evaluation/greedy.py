@@ -13,7 +13,9 @@ import numpy as np
 from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward, Scores, score
-from qerl_jax.rollout.engine import Rollout, SamplingConfig, detokenize, generate
+from qerl_jax.rollout.completions import Rollout
+from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import detokenize, generate_steps
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -25,7 +27,7 @@ def greedy_accuracy(
     correctness: Reward,
     time_limit: float,
     sampling: SamplingConfig,
-    prompt_width: int = 0,
+    engine: EngineConfig = DEFAULT_ENGINE,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> float:
     """Returns the fraction of prompts whose greedy completion is correct.
@@ -37,11 +39,10 @@ def greedy_accuracy(
         correctness: reward that scores a completion. A completion is correct if its reward is more
             than 0.5; a missing reward counts as not correct.
         time_limit: time limit for one call of the reward in seconds.
-        sampling: limits of the completions and number of rows that decode together; its temperature
-            is ignored.
-        prompt_width: length of the longest prompt in tokens, as in `engine.generate`.
+        sampling: limits of the completions; its temperature is ignored.
+        engine: settings of the engine.
         on_progress: callback for the number of completions that have ended and the number of
-            sampled tokens, as in `engine.generate`.
+            sampled tokens, called after every chunk but the last.
     """
     rollout = generate_completions(
         jax.random.key(0),
@@ -49,7 +50,7 @@ def greedy_accuracy(
         lora,
         prompts,
         sampling=dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0),
-        prompt_width=prompt_width,
+        engine=engine,
         on_progress=on_progress,
     )
     scores = score_completions(
@@ -70,27 +71,27 @@ def generate_completions(
     prompts: Sequence[Prompt],
     *,
     sampling: SamplingConfig,
+    engine: EngineConfig,
     samples: int = 1,
     prompt_ids: Sequence[int] | None = None,
-    prompt_width: int = 0,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Rollout:
-    """Calls `engine.generate` with the tokenizer of the model."""
-    return generate(
+    """Samples with `engine.generate_steps`, and calls back after every chunk but the last."""
+    for step in generate_steps(
         key,
         model.params,
         lora,
         [prompt.ids for prompt in prompts],
         config=model.config,
         sampling=sampling,
-        eos_ids=model.tokenizer.eos_ids,
-        pad_id=model.tokenizer.pad_id,
+        tokenizer=model.tokenizer,
+        engine=engine,
         group_size=samples,
         prompt_ids=prompt_ids,
-        prompt_width=prompt_width,
-        decode_text=model.tokenizer.decode,
-        on_progress=on_progress,
-    )
+    ):
+        if on_progress is not None and step.ended_rows < step.rows:
+            on_progress(step.ended_rows, step.tokens)
+    return step.rollout
 
 
 def score_completions(

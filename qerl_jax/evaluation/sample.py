@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from qerl_jax.data import Problem, encode_prompts
 from qerl_jax.errors import UserError, check_limits, memory_errors
 from qerl_jax.evaluation.load_policy import Policy, open_policy
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import generate_steps
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -131,12 +131,7 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     dequantize = run.get("rollout", {}).get("dequantize", "once")
     show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))
     updates: list[tuple[float, int]] = []  # (time, number of tokens)
-
-    def on_tokens(tokens: np.ndarray, lengths: np.ndarray) -> None:
-        updates.append((time.perf_counter(), int(lengths[0])))
-        show(tokens[0, : lengths[0]].tolist())
-
-    rollout = generate(
+    for step in generate_steps(
         jax.random.key(config.seed),
         model.params,
         lora,
@@ -146,14 +141,13 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
             max_new_tokens=limit,
             temperature=config.temperature,
             top_p=config.top_p,
-            chunk_steps=_CHUNK_STEPS,
-            dequantize=dequantize,
         ),
-        eos_ids=model.tokenizer.eos_ids,
-        pad_id=model.tokenizer.pad_id,
-        on_tokens=on_tokens,
-    )
-    length = int(rollout.lengths[0])
+        tokenizer=model.tokenizer,
+        engine=EngineConfig(chunk_steps=_CHUNK_STEPS, dequantize=dequantize),
+    ):
+        rollout, length = step.rollout, step.tokens
+        updates.append((time.perf_counter(), length))
+        show(rollout.tokens[0, :length].tolist())
     show(rollout.tokens[0, :length].tolist(), final=True)
     print(flush=True)
     facts = [f"{length} tokens"] + ([] if rollout.finished[0] else ["cut off by the limit"])

@@ -18,7 +18,8 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import resolve
-from qerl_jax.rollout.engine import SamplingConfig, generate
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import generate
 from qerl_jax.run.terminal import LiveLine
 from qerl_jax.weights.load import LoadedModel
 
@@ -104,8 +105,8 @@ def open_held_out_set(policy: Policy, limit: int | None) -> HeldOutSet | None:
         prompts=prompts,
         correctness=resolve(task.scorer),
         time_limit=run["reward_time_limit"],
-        sampling=SamplingConfig(
-            max_new_tokens=task.max_new_tokens,
+        sampling=SamplingConfig(max_new_tokens=task.max_new_tokens),
+        engine=EngineConfig(
             max_rows=rollout["max_rows"] or rollout["prompts_per_step"] * rollout["group_size"],
             chunk_steps=rollout["chunk_steps"],
             dequantize=rollout["dequantize"],
@@ -165,8 +166,7 @@ def make_probe(policy: Policy, held_out: HeldOutSet | None) -> Probe:
         prompts,
         config=model.config,
         sampling=SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0),
-        eos_ids=model.tokenizer.eos_ids,
-        pad_id=model.tokenizer.pad_id,
+        tokenizer=model.tokenizer,
     )
     rows = zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)
     completions = [tokens[:length] for tokens, length in rows]

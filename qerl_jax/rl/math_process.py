@@ -10,13 +10,12 @@ import contextlib
 import functools
 import json
 import logging
+import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
-
-from qerl_jax import worker_process
 
 SECONDS = 20.0  # time limit for one comparison; a caller of `verify` may set a shorter one
 _MEMORY_BYTES = 4 << 30
@@ -61,9 +60,22 @@ def verify(answer: str, text: str) -> bool:
 
 @functools.cache
 def start() -> subprocess.Popen[str]:
-    """Returns the worker, and starts it first if needed; its import of sympy takes seconds."""
-    command = worker_process.module_command(__name__)
-    return worker_process.start(command, text=True, encoding="utf-8")
+    """Returns the worker, and starts it first if needed; its import of sympy takes seconds.
+
+    It imports what this process imports, and ends when its standard input is closed, as it is when
+    this process ends.
+    """
+    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return subprocess.Popen(
+        # -P: a module of the same name in the working directory is not imported.
+        [sys.executable, "-P", "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        encoding="utf-8",
+        env=os.environ | {"PYTHONPATH": path},
+        start_new_session=True,  # Ctrl-C reaches this process only, which ends the worker itself.
+    )
 
 
 def _stop(worker: subprocess.Popen[str]) -> None:

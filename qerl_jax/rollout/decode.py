@@ -1,12 +1,11 @@
-"""The programs that the device runs for a rollout: dequantise, read, seat rows, decode, close up.
+"""The functions that the device runs for a rollout: prefill, insert, decode a chunk, compact.
 
-Rows decode together in a batch of a fixed number of seats. A row that has ended leaves its seat to
-the next one that waits; between two programs the batch stays on the device.
+Rows decode together in a batch of fixed size. Each row occupies a slot, and a row that has ended
+leaves its slot to the next row that waits. The state of the batch stays on the device.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,62 +19,67 @@ from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.rollout.sampling import SamplingConfig, row_keys, sample
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
+from qerl_jax.rollout.sampling import row_keys, sample
 
-# No search for the fastest matmul: it takes longer than the rest of the compilation, finds another
-# one when the device is busy, and none that is faster than the choice of the library.
+# Without autotuning of matmuls: the search takes longer than the rest of the compilation, chooses
+# differently while the device is busy, and finds nothing faster than the library's choice.
 _UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """What the programs are compiled for, beside shapes.
+class DecodeConfig:
+    """The static arguments of the programs, beside shapes.
 
     Attributes:
-        config: the architecture.
-        eos_ids: what ends a row,
-        max_new_tokens: and how long it can become.
-        temperature: see `sampling.sample`.
-        top_k: likewise.
-        top_p: likewise.
-        dequantize: see `sampling.SamplingConfig`.
+        model: the architecture.
+        sampling: distribution and length of completions, without stop strings, which the host
+            looks for.
+        eos_ids: token ids that end a row.
+        dequantize: 'once' or 'step', see `EngineConfig`.
     """
 
-    config: ModelConfig
+    model: ModelConfig
+    sampling: SamplingConfig
     eos_ids: tuple[int, ...]
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
     dequantize: str
 
 
-def rules(config: ModelConfig, sampling: SamplingConfig, eos_ids: Sequence[int]) -> Rules:
-    """The rules of a way to sample."""
-    return Rules(
-        config=config,
-        eos_ids=tuple(eos_ids),
-        max_new_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        dequantize=sampling.dequantize,
+def decode_config(
+    model: ModelConfig, sampling: SamplingConfig, engine: EngineConfig, tokenizer: Tokenizer
+) -> DecodeConfig:
+    """Returns the static arguments of the programs of a rollout."""
+    return DecodeConfig(
+        model=model,
+        sampling=dataclasses.replace(sampling, stop=()),
+        eos_ids=tuple(tokenizer.eos_ids),
+        dequantize=engine.dequantize,
     )
 
 
 @struct.dataclass
-class Batch:
-    """B seats. One that nobody needs is done; it decodes along, reads few keys and means nothing.
+class DecodeState:
+    """The batch on the device: R cache rows that decode, and the state of all B slots.
+
+    Compaction gathers cache rows and leaves the state of the slots where it is. So R shrinks and B
+    does not, and `decode_chunk` takes the slot of each cache row.
+
+    An inactive slot is done. It is still decoded, as shapes are static, but attends to one key
+    only, and its values are undefined.
 
     Attributes:
-        cache: keys and values of the prompt and of all tokens but the last.
-        rows: int32 [B], the identity of the row in each seat, which its draws depend on.
-        counts: int32 [B], tokens drawn.
-        last: int32 [B], the newest of them.
-        done: bool [B].
+        keys: keys [R, K, S, H] of every layer, of the prompt and of all tokens but the last.
+        values: values [R, K, T, H] of every layer.
+        lengths: int32 [B], number of filled cache positions.
+        rows: int32 [B], identity of the row in each slot, which its samples depend on.
+        counts: int32 [B], number of tokens sampled.
+        last: int32 [B], the newest token.
+        done: bool [B], whether the row has ended or the slot is empty.
     """
 
-    cache: KVCache
+    keys: list[jax.Array]
+    values: list[jax.Array]
+    lengths: jax.Array
     rows: jax.Array
     counts: jax.Array
     last: jax.Array
@@ -83,28 +87,23 @@ class Batch:
 
 
 @struct.dataclass
-class Prompts:
-    """P prompts that were read.
+class Prefilled:
+    """P prompts after prefill.
 
     Attributes:
-        logits: float32 [P, V] after the last token of each.
-        cache: their keys and values, [P, K, T, H] for every layer.
+        logits: float32 [P, V] after the last token of each prompt.
+        cache: keys and values [P, K, T, H] of every layer.
     """
 
     logits: jax.Array
     cache: KVCache
 
-    @property
-    def width(self) -> int:
-        """T."""
-        return self.cache.keys[0].shape[2]
-
 
 @struct.dataclass
-class Drawn:
-    """Tokens [B, steps] with log-probabilities and entropies, see `sampling.sample`.
+class Samples:
+    """Sampled tokens [R, steps] with log-probabilities and entropies, as in `sampling.sample`.
 
-    What a row has behind its end means nothing.
+    Values past the end of a row are undefined.
     """
 
     tokens: jax.Array
@@ -112,47 +111,45 @@ class Drawn:
     entropies: jax.Array
 
 
-def empty_batch(
-    rows: int,
+def empty_state(
     slots: int,
+    cache_positions: int,
     *,
     config: ModelConfig,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding | None = None,
-) -> Batch:
-    """B free seats.
+) -> DecodeState:
+    """Returns a state in which all slots are empty.
 
     Args:
-        rows: B.
-        slots: S of the cache.
+        slots: B, which is also the number of cache rows.
+        cache_positions: S, cache positions of each row.
         config: the architecture.
-        dtype: of the cache.
-        sharding: where it lies. The batch is bound to it, as what the programs return is: bound and
-            unbound arrays would compile to two programs.
+        dtype: dtype of the cache.
+        sharding: placement of the arrays. They are committed to it, as the results of the programs
+            are: committed and uncommitted arrays would compile to two programs.
     """
-    shape = (rows, config.num_kv_heads, slots, config.head_dim)
+    shape = (slots, config.num_kv_heads, cache_positions, config.head_dim)
     layers = range(config.num_layers)
-    return Batch(
-        cache=KVCache(
-            keys=[jnp.zeros(shape, dtype, device=sharding) for _ in layers],
-            values=[jnp.zeros(shape, dtype, device=sharding) for _ in layers],
-            lengths=jnp.zeros(rows, jnp.int32, device=sharding),
-        ),
-        rows=jnp.zeros(rows, jnp.int32, device=sharding),
-        counts=jnp.zeros(rows, jnp.int32, device=sharding),
-        last=jnp.zeros(rows, jnp.int32, device=sharding),
-        done=jnp.ones(rows, bool, device=sharding),
+    return DecodeState(
+        keys=[jnp.zeros(shape, dtype, device=sharding) for _ in layers],
+        values=[jnp.zeros(shape, dtype, device=sharding) for _ in layers],
+        lengths=jnp.zeros(slots, jnp.int32, device=sharding),
+        rows=jnp.zeros(slots, jnp.int32, device=sharding),
+        counts=jnp.zeros(slots, jnp.int32, device=sharding),
+        last=jnp.zeros(slots, jnp.int32, device=sharding),
+        done=jnp.ones(slots, bool, device=sharding),
     )
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def dequantize(packed: list[QuantTensor], *, dtype: jnp.dtype) -> list[jax.Array]:
-    """Dense [N, K] weights of packed ones."""
+    """Returns dense [N, K] weights of packed weights."""
     return [quant.dequantize(weight, dtype) for weight in packed]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"), compiler_options=_UNTUNED)
-def read_prompts(
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "width"), compiler_options=_UNTUNED)
+def prefill(
     params: dict,
     lora: Lora | None,
     tokens: jax.Array,
@@ -160,145 +157,169 @@ def read_prompts(
     *,
     config: ModelConfig,
     dtype: jnp.dtype,
-) -> Prompts:
-    """Reads right-padded prompts [P, T] of int32 [P] lengths; `dtype` is the cache's."""
+    width: int,
+) -> Prefilled:
+    """Computes logits, keys and values of prompts.
+
+    Args:
+        params: the policy.
+        lora: its adapter, or None.
+        tokens: int32 [P, W] prompts, padded on the right.
+        lengths: int32 [P], number of tokens of each prompt.
+        config: the architecture.
+        dtype: dtype of the cache.
+        width: T >= W, number of positions that keys and values are padded to, so that
+            `insert_rows` does not depend on W.
+    """
     logits, cache = transformer.prefill(
-        params, lora, tokens, lengths, config=config, cache_positions=tokens.shape[1]
+        params, lora, tokens, lengths, config=config, cache_positions=width
     )
     stored = KVCache(
         keys=[to_cache(k, dtype) for k in cache.keys],
         values=[to_cache(v, dtype) for v in cache.values],
         lengths=lengths,
     )
-    return Prompts(logits=logits, cache=stored)
+    return Prefilled(logits=logits, cache=stored)
 
 
-@functools.partial(jax.jit, static_argnames="rules", donate_argnames="batch")
-def seat_rows(
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
+def insert_rows(
     key: jax.Array,
-    batch: Batch,
-    prompts: Prompts,
-    seats: jax.Array,
+    state: DecodeState,
+    prefilled: Prefilled,
+    slots: jax.Array,
     sources: jax.Array,
     rows: jax.Array,
     *,
-    rules: Rules,
-) -> tuple[Batch, Drawn]:
-    """Gives seats to N rows, each with a copy of its prompt, and draws their first tokens.
+    config: DecodeConfig,
+) -> tuple[DecodeState, Samples]:
+    """Inserts N rows, each with a copy of its prompt's cache, and samples their first tokens.
 
     Args:
-        key: of the rollout.
-        batch: B seats; it is given away.
-        prompts: P prompts that were read.
-        seats: int32 [N], the seat of each row; B where there is no row.
-        sources: int32 [N], which of the prompts it continues.
-        rows: int32 [N], its identity.
-        rules: static.
+        key: PRNG key of the rollout.
+        state: the batch before any compaction; donated.
+        prefilled: P prompts.
+        slots: int32 [N], slot of each row; B where there is no row.
+        sources: int32 [N], index of each row's prompt among the P prompts.
+        rows: int32 [N], identity of each row.
+        config: static arguments.
 
     Returns:
-        The batch, and what was drawn, [N, 1].
+        The state, and the samples [N, 1].
     """
-    drawn = _draw(key, prompts.logits[sources], rows, jnp.zeros_like(rows), rules)
+    samples = _sample(key, prefilled.logits[sources], rows, jnp.zeros_like(rows), config)
 
     def put(old, new):
-        return old.at[seats].set(new, mode="drop")
+        return old.at[slots].set(new, mode="drop")
 
-    old, read = batch.cache, prompts.cache
-    put_layer = functools.partial(_put_rows, seats=seats, sources=sources)
-    batch = Batch(
-        cache=KVCache(
-            keys=[put_layer(*layer) for layer in zip(old.keys, read.keys, strict=True)],
-            values=[put_layer(*layer) for layer in zip(old.values, read.values, strict=True)],
-            lengths=put(old.lengths, read.lengths[sources]),
-        ),
-        rows=put(batch.rows, rows),
-        counts=put(batch.counts, 1),
-        last=put(batch.last, drawn.tokens),
-        done=put(batch.done, _ends(drawn.tokens, rules)),
+    cache = prefilled.cache
+    put_layer = functools.partial(_put_rows, slots=slots, sources=sources)
+    state = DecodeState(
+        keys=[put_layer(*layer) for layer in zip(state.keys, cache.keys, strict=True)],
+        values=[put_layer(*layer) for layer in zip(state.values, cache.values, strict=True)],
+        lengths=put(state.lengths, cache.lengths[sources]),
+        rows=put(state.rows, rows),
+        counts=put(state.counts, 1),
+        last=put(state.last, samples.tokens),
+        done=put(state.done, _ends(samples.tokens, config)),
     )
-    return batch, jax.tree.map(lambda x: x[:, None], drawn)
+    return state, jax.tree.map(lambda x: x[:, None], samples)
 
 
 @jax.jit
-def _put_rows(cache, prompts, seats, sources):
-    return cache.at[seats, :, : prompts.shape[2]].set(prompts[sources], mode="drop")
+def _put_rows(cache, prompts, slots, sources):
+    return cache.at[slots, :, : prompts.shape[2]].set(prompts[sources], mode="drop")
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype"))
 def fuse_adapter(lora: Lora | None, *, config: ModelConfig, dtype: jnp.dtype) -> list[dict]:
-    """The adapter as decode steps read it, see `lora.fuse`; once for all chunks of a rollout."""
+    """Returns the adapter as decode steps read it, see `lora.fuse`; once for a whole rollout."""
     return lora_lib.fuse(lora, config, dtype)
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("rules", "steps"),
-    donate_argnames="batch",
+    static_argnames=("config", "steps"),
+    donate_argnames="state",
     compiler_options=_UNTUNED,
 )
 def decode_chunk(
     key: jax.Array,
     params: dict,
-    fused_lora: list[dict],
-    batch: Batch,
-    needed: jax.Array,
+    lora_layers: list[dict],
+    state: DecodeState,
+    slots: jax.Array,
+    active: jax.Array,
     *,
-    rules: Rules,
+    config: DecodeConfig,
     steps: int,
-) -> tuple[Batch, Drawn]:
-    """Draws `steps` tokens for every seat.
+) -> tuple[DecodeState, Samples]:
+    """Samples `steps` tokens for every cache row.
 
     Args:
-        key: of the rollout.
+        key: PRNG key of the rollout.
         params: the policy.
-        fused_lora: of `fuse_adapter`.
-        batch: B seats; it is given away.
-        needed: bool [B]; a seat that is not needed is done from now on.
-        rules: static.
-        steps: static too, as a loop that ends with the rows would ask the host at every token.
+        lora_layers: result of `fuse_adapter`.
+        state: the batch; donated.
+        slots: int32 [R], slot of each cache row, all different.
+        active: bool [R]; a row that is not active is done from now on.
+        config: static arguments.
+        steps: number of decode steps. It is static, as a loop that ends with the rows would wait
+            for the host at every token.
 
     Returns:
-        The batch, and what was drawn, [B, steps].
+        The state, and the samples [R, steps].
     """
-    batch = _with_done(batch, batch.done | ~needed)
+    rows = state.rows[slots]
 
-    def step(batch, _):
+    def step(carry, _):
+        cache, counts, last, done = carry
         logits, cache = transformer.decode_step(
-            params, fused_lora, batch.last, batch.cache, config=rules.config
+            params, lora_layers, last, cache, config=config.model
         )
-        drawn = _draw(key, logits, batch.rows, batch.counts, rules)
-        counts = batch.counts + 1
-        ended = _ends(drawn.tokens, rules) | (counts >= rules.max_new_tokens)
-        batch = batch.replace(cache=cache, counts=counts, last=drawn.tokens)
-        return _with_done(batch, batch.done | ended), drawn
+        samples = _sample(key, logits, rows, counts, config)
+        counts = counts + 1
+        done |= _ends(samples.tokens, config) | (counts >= config.sampling.max_new_tokens)
+        return (_without_keys(cache, done), counts, samples.tokens, done), samples
 
-    batch, drawn = jax.lax.scan(step, batch, length=steps)
-    return batch, jax.tree.map(lambda x: x.T, drawn)
+    done = state.done[slots] | ~active
+    cache = KVCache(keys=state.keys, values=state.values, lengths=state.lengths[slots])
+    carry = _without_keys(cache, done), state.counts[slots], state.last[slots], done
+    (cache, counts, last, done), samples = jax.lax.scan(step, carry, length=steps)
+    state = dataclasses.replace(
+        state,
+        keys=cache.keys,
+        values=cache.values,
+        lengths=state.lengths.at[slots].set(cache.lengths),
+        counts=state.counts.at[slots].set(counts),
+        last=state.last.at[slots].set(last),
+        done=state.done.at[slots].set(done),
+    )
+    return state, jax.tree.map(lambda x: x.T, samples)
 
 
 @jax.jit
-def take_rows(x: jax.Array, seats: jax.Array | np.ndarray) -> jax.Array:
-    """Some rows, int32 [N], of an array [B, ...]."""
-    return x[seats]
+def gather_rows(x: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
+    """Returns N rows of an array [R, ...] by their int32 [N] indices."""
+    return x[indices]
 
 
 @jax.named_scope("sampling")
-def _draw(key, logits, rows, positions, rules) -> Drawn:
+def _sample(key, logits, rows, positions, config) -> Samples:
     tokens, logprobs, entropies = sample(
         row_keys(key, rows, positions),
         logits,
-        temperature=rules.temperature,
-        top_k=rules.top_k,
-        top_p=rules.top_p,
+        temperature=config.sampling.temperature,
+        top_k=config.sampling.top_k,
+        top_p=config.sampling.top_p,
     )
-    return Drawn(tokens=tokens, logprobs=logprobs, entropies=entropies)
+    return Samples(tokens=tokens, logprobs=logprobs, entropies=entropies)
 
 
-def _ends(tokens, rules):
-    return jnp.isin(tokens, jnp.array(rules.eos_ids, jnp.int32))
+def _ends(tokens, config):
+    return jnp.isin(tokens, jnp.array(config.eos_ids, jnp.int32))
 
 
-def _with_done(batch, done):
-    """Marks seats as done, and empties them: what nobody needs reads few keys, not a thousand."""
-    lengths = jnp.where(done, 0, batch.cache.lengths)
-    return batch.replace(done=done, cache=batch.cache.replace(lengths=lengths))
+def _without_keys(cache, done):
+    """Sets the lengths of finished rows to 0, so that they attend to one key, not to thousands."""
+    return cache.replace(lengths=jnp.where(done, 0, cache.lengths))

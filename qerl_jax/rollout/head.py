@@ -1,4 +1,4 @@
-"""The head of a rollout in four bits: a quarter of the bytes that it costs every decode step."""
+"""The output head in 4 bits for rollouts, so that a decode step reads a quarter of its bytes."""
 
 import concurrent.futures
 import os
@@ -12,39 +12,43 @@ from qerl_jax.policy.quant import in_machine_order, quantize
 
 HEAD_FORMATS = ("", "nvfp4")
 
-_ROWS = 8192  # that are quantised at a time and share a global scale
+_ROWS = 8192  # rows that are quantized together and share a global scale
 
 
 def check_head_format(format: str) -> None:
-    """Raises a UserError where there is no such format."""
+    """Checks the name of a head format.
+
+    Raises:
+        UserError: there is no such format.
+    """
     if format not in HEAD_FORMATS:
         raise UserError(f"head_format={format!r}: {' or '.join(map(repr, HEAD_FORMATS))}")
 
 
 def rollout_head(params: dict, format: str) -> dict:
-    """What takes the place of the policy's head while it samples, to be put over its parameters.
+    """Quantizes the head that the policy samples with, as an update of its parameters.
 
-    The policy that samples is then another one than the trainer's, whose head stays as it is: the
-    log-probabilities of tokens drawn at temperature 1 for GSM8K differ by 0.053 on average with
-    Qwen2.5-Coder-1.5B (1536 tokens in float32; without it by 1e-6), and by 0.29 with SmolLM2-135M
-    (3140 tokens).
+    The policy that samples then differs from the trainer's, whose head stays as it is. The
+    log-probabilities of tokens sampled at temperature 1 for GSM8K differ by 0.053 on average with
+    Qwen2.5-Coder-1.5B (1536 tokens in float32; by 1e-6 with its own head), and by 0.29 with
+    SmolLM2-135M (3140 tokens).
 
     Args:
         params: the policy, whose head is not trained.
-        format: '' leaves the head as it is, 'nvfp4' rounds it as `quant.quantize` does.
+        format: '' keeps the head, 'nvfp4' rounds it as `quant.quantize` does.
 
     Returns:
         {} or {'lm_head': a QuantTensor [V, D]}.
 
     Raises:
-        UserError: there is no such format, or it does not fit the head.
+        UserError: there is no such format, or the shape of the head does not fit it.
     """
     check_head_format(format)
     if not format:
         return {}
     head = np.asarray(params.get("lm_head", params["embed_tokens"]))
     parts = [head[first : first + _ROWS] for first in range(0, len(head), _ROWS)]
-    # Few, as each needs some copies of its part in float32.
+    # Few threads, as each of them holds several float32 copies of its part.
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         packed = list(pool.map(lambda part: quantize([part], format=format), parts))
     weight = jax.tree.map(lambda *arrays: jnp.asarray(np.concatenate(arrays)), *packed)

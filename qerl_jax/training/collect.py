@@ -12,16 +12,11 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, Scores, overlong_penalty, score
-from qerl_jax.rollout.engine import (
-    Rollout,
-    SamplingConfig,
-    Statistics,
-    detokenize,
-    generate,
-    live_share,
-    progress_after,
-)
-from qerl_jax.rollout.programs import Programs
+from qerl_jax.rollout.completions import Rollout
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import detokenize, generate_steps, live_fraction
+from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -32,7 +27,8 @@ class CollectConfig:
     Attributes:
         prompts_per_step: P, number of prompts per step.
         group_size: G, number of completions per prompt.
-        sampling: options of the rollout.
+        sampling: options of the completions.
+        engine: options of the engine.
         rewards: function and weight by name.
         time_limit: seconds for one call of a reward function.
         overlong_buffer: number of tokens before the limit where the length penalty begins; 0
@@ -40,19 +36,18 @@ class CollectConfig:
         overlong_weight: factor of the length penalty, which is -1 at the limit.
         rounds: number of rollouts that a step may make to replace groups whose rewards are all
             equal (DAPO's dynamic sampling); 1 replaces none.
-        prompt_width: number of tokens of the longest prompt.
         data_seed: seed of the order of the prompts.
     """
 
     prompts_per_step: int
     group_size: int
     sampling: SamplingConfig
+    engine: EngineConfig
     rewards: Mapping[str, tuple[Reward, float]]
     time_limit: float
     overlong_buffer: int
     overlong_weight: float
     rounds: int
-    prompt_width: int
     data_seed: int
 
 
@@ -105,8 +100,7 @@ def collect(
     cursor: Cursor,
     *,
     config: CollectConfig,
-    compiled_ahead: Programs | None = None,
-    compiled: bool = False,
+    executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Experience, Cursor]:
     """Samples and scores the completions of a step.
@@ -123,9 +117,9 @@ def collect(
         prompts: the training prompts.
         cursor: position of the next prompt.
         config: options.
-        compiled_ahead: compiled rollout programs, as in `engine.generate`.
-        compiled: compiling a program is an error, as in `engine.generate`.
-        on_progress: called with the numbers of finished rows and tokens, as in `engine.generate`.
+        executables: compiled rollout programs, as in `engine.generate_steps`.
+        on_progress: called with the number of finished rows of a rollout and the number of tokens
+            of all rounds, after every chunk but the last of a rollout.
 
     Returns:
         The experience, and the cursor after it.
@@ -138,25 +132,22 @@ def collect(
         drawn, cursor = next_problems(
             prompts, cursor, config.prompts_per_step, seed=config.data_seed
         )
-        costs: list[Statistics] = []
         started = time.perf_counter()
-        rollout = generate(
+        for step in generate_steps(
             jax.random.fold_in(key, index),
             params,
             lora,
             [prompt.ids for prompt in drawn],
             config=model.config,
             sampling=config.sampling,
-            eos_ids=model.tokenizer.eos_ids,
-            pad_id=model.tokenizer.pad_id,
+            tokenizer=model.tokenizer,
+            engine=config.engine,
             group_size=config.group_size,
-            prompt_width=config.prompt_width,
-            decode_text=model.tokenizer.decode,
-            compiled_ahead=compiled_ahead,
-            compiled=compiled,
-            on_progress=progress_after(on_progress, rows=0, tokens=tokens),
-            on_statistics=costs.append,
-        )
+            executables=executables,
+        ):
+            if on_progress is not None and step.ended_rows < step.rows:
+                on_progress(step.ended_rows, tokens + step.tokens)
+        rollout, costs = step.rollout, [step.statistics]
         seconds = time.perf_counter() - started
         rows = [prompt for prompt in drawn for _ in range(config.group_size)]
         texts = detokenize(rollout, model.tokenizer.decode)
@@ -200,7 +191,7 @@ def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> 
     """P of the sampled groups: informative ones first, each kind in the order of sampling."""
     metrics = _metrics(sampled.rollout, sampled.scores, informative) | {
         "rollout_tokens": int(sampled.rollout.lengths.sum()),
-        "rollout_live_share": live_share(sampled.costs),
+        "rollout_live_share": live_fraction(sampled.costs),
         "rollout_seconds": sampled.seconds,
         "rollout_tokens_per_second": float(sampled.rollout.lengths.sum()) / sampled.seconds,
     }

@@ -25,8 +25,8 @@ from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rl.train_step import init_state
-from qerl_jax.rollout.ahead import compilations, compile_ahead
-from qerl_jax.rollout.programs import Programs
+from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
@@ -41,8 +41,6 @@ from qerl_jax.training.step import Progress, StepResult, take_step
 from qerl_jax.training.validate import validate
 
 _SKIPS_THAT_STOP = 3
-# Number of steps of a process that may compile a rollout; in a later step that is an error.
-_STEPS_THAT_COMPILE = 2
 
 
 @dataclasses.dataclass
@@ -142,7 +140,7 @@ def train(
 def _train_steps(run: _Run) -> None:
     config = run.setup.config
     _evaluate(run)  # before training, or the evaluation that a signal interrupted
-    programs: Programs = {}
+    programs = Executables()
     if run.progress.step < config.steps:
         programs = _compile_rollouts(run)
     durations: list[float] = []
@@ -158,7 +156,6 @@ def _train_steps(run: _Run) -> None:
                 run.setup,
                 run.progress,
                 programs=programs,
-                compiled=len(durations) >= _STEPS_THAT_COMPILE,
                 on_rollout=_watch(
                     run,
                     f"{label} rollout",
@@ -208,7 +205,7 @@ def _evaluate(run: _Run) -> None:
         correctness=setup.collect.rewards["correctness"][0],
         time_limit=config.reward_time_limit,
         sampling=setup.eval_sampling,
-        prompt_width=setup.collect.prompt_width,
+        engine=setup.eval_engine,
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
     )
     seconds = time.perf_counter() - began
@@ -237,7 +234,7 @@ def _save_or_stop(run: _Run) -> None:
     run.stop_if_asked()
 
 
-def _compile_rollouts(run: _Run) -> Programs:
+def _compile_rollouts(run: _Run) -> Executables:
     """Compiles the programs of the rollouts, so that no step waits for the compiler."""
     setup, trainable, began = run.setup, run.progress.state.trainable, time.perf_counter()
 
@@ -245,22 +242,21 @@ def _compile_rollouts(run: _Run) -> Programs:
         run.stop_if_asked()
         run.live.update(f"rollout programs {done}/{total}")
 
-    with compilations() as compiled:
-        programs = compile_ahead(
-            setup.key,
-            current_policy(setup.model.params, trainable) | setup.rollout_head,
-            trainable.lora,
-            prompts=setup.collect.prompts_per_step,
-            prompt_width=setup.collect.prompt_width,
-            config=setup.model.config,
-            sampling=setup.collect.sampling,
-            eos_ids=setup.model.tokenizer.eos_ids,
-            group_size=setup.collect.group_size,
-            on_progress=on_progress,
-        )
+    programs = compile_rollout(
+        setup.key,
+        current_policy(setup.model.params, trainable) | setup.rollout_head,
+        trainable.lora,
+        prompts=setup.collect.prompts_per_step,
+        config=setup.model.config,
+        sampling=setup.collect.sampling,
+        tokenizer=setup.model.tokenizer,
+        engine=setup.collect.engine,
+        group_size=setup.collect.group_size,
+        on_progress=on_progress,
+    )
     run.live.clear()
     seconds = time.perf_counter() - began
-    counts = f"compiled {len(compiled)} of {len(programs)} rollout programs"
+    counts = f"compiled {len(programs.compiled)} of {len(programs)} rollout programs"
     print(f"{counts} in {seconds:.0f} s", flush=True)
     return programs
 

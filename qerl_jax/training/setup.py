@@ -16,9 +16,9 @@ from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, init_state, make_optimizer
-from qerl_jax.rollout.budget import make_plan
-from qerl_jax.rollout.engine import SamplingConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
+from qerl_jax.rollout.shapes import plan_shapes
 from qerl_jax.training.collect import CollectConfig
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
@@ -40,6 +40,7 @@ class Setup:
         eval_prompts: held-out prompts; empty without evaluations.
         collect: options of a step's completions.
         eval_sampling: options of the completions of an evaluation.
+        eval_engine: options of the engine in an evaluation.
         loss: options of the loss.
         optimizer: the optimizer with its schedule.
         state_shapes: shapes and dtypes of the state that the steps change.
@@ -55,6 +56,7 @@ class Setup:
     eval_prompts: list[Prompt]
     collect: CollectConfig
     eval_sampling: SamplingConfig
+    eval_engine: EngineConfig
     loss: LossConfig
     optimizer: optax.GradientTransformation
     state_shapes: TrainState
@@ -118,10 +120,13 @@ def prepare(
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
-    sampling, eval_sampling = _fit_sampling(
+    sampling, eval_sampling = _sampling(config)
+    engine, eval_engine = _fit_engines(
         config,
         model,
         head,
+        sampling=sampling,
+        eval_sampling=eval_sampling,
         prompt_width=prompt_width,
         evaluates=bool(prompts.get("eval")),
         training_bytes=_training_bytes(state_shapes),
@@ -137,15 +142,16 @@ def prepare(
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
             sampling=sampling,
+            engine=engine,
             rewards=rewards,
             time_limit=config.reward_time_limit,
             overlong_buffer=config.rl.overlong_buffer,
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
-            prompt_width=prompt_width,
             data_seed=config.seed,
         ),
         eval_sampling=eval_sampling,
+        eval_engine=eval_engine,
         loss=loss,
         optimizer=optimizer,
         state_shapes=state_shapes,
@@ -229,52 +235,62 @@ def _encode_prompts(
     return prompts
 
 
-def _fit_sampling(
-    config: ConfigDict,
-    model: LoadedModel,
-    head: dict,
-    *,
-    prompt_width: int,
-    evaluates: bool,
-    training_bytes: int,
-) -> tuple[SamplingConfig, SamplingConfig]:
-    """Sampling of the steps and of evaluations, with numbers of rows that fit the memory.
-
-    The rows are decided once, while the device holds only the weights: a resumed run decides the
-    same.
-    """
+def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
+    """Sampling of the steps and of evaluations."""
     sampling = SamplingConfig(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         top_k=config.rollout.top_k,
         top_p=config.rollout.top_p,
         stop=tuple(config.rollout.stop),
+    )
+    return sampling, dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
+
+
+def _fit_engines(
+    config: ConfigDict,
+    model: LoadedModel,
+    head: dict,
+    *,
+    sampling: SamplingConfig,
+    eval_sampling: SamplingConfig,
+    prompt_width: int,
+    evaluates: bool,
+    training_bytes: int,
+) -> tuple[EngineConfig, EngineConfig]:
+    """Options of the engine in steps and in evaluations, with numbers of rows that fit the memory.
+
+    The rows are decided once, while the device holds only the weights: a resumed run decides the
+    same.
+    """
+    engine = EngineConfig(
         chunk_steps=config.rollout.chunk_steps,
         max_rows=config.rollout.max_rows,
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=config.rollout.dequantize,
+        prompt_width=prompt_width,
     )
-    eval_sampling = dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
 
     def fitting_rows(sampling: SamplingConfig) -> int:
-        plan = make_plan(
+        shapes = plan_shapes(
             model.params | head,
             prompts=config.rollout.prompts_per_step,
             longest=prompt_width,
             group_size=config.rollout.group_size,
             config=model.config,
             sampling=sampling,
+            engine=engine,
             reserve=training_bytes,
         )
-        return plan.batches[0]
+        return shapes.batch_sizes[0]
 
     rows = eval_rows = fitting_rows(sampling)
     if evaluates and eval_sampling.max_new_tokens > sampling.max_new_tokens:
         eval_rows = min(rows, fitting_rows(eval_sampling))
     return (
-        dataclasses.replace(sampling, max_rows=rows),
-        dataclasses.replace(eval_sampling, max_rows=eval_rows),
+        dataclasses.replace(engine, max_rows=rows),
+        dataclasses.replace(engine, max_rows=eval_rows),
     )
 
 

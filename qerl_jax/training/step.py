@@ -29,7 +29,7 @@ from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.batch import TrainBatch, longest_first, make_batch, micro_batches
 from qerl_jax.rl.train_step import TrainState, batch_logprobs, mean_kl, train_step
-from qerl_jax.rollout.programs import Programs
+from qerl_jax.rollout.programs import Executables
 from qerl_jax.training.collect import Experience, collect
 from qerl_jax.training.setup import Setup
 
@@ -72,8 +72,7 @@ def take_step(
     setup: Setup,
     progress: Progress,
     *,
-    programs: Programs,
-    compiled: bool,
+    programs: Executables,
     on_rollout: Callable[[int, int], None],
     on_update: Callable[[], None],
 ) -> StepResult:
@@ -82,8 +81,7 @@ def take_step(
     Args:
         setup: model, prompts and options of the run.
         progress: the run before the step; the buffers of its state are donated to the update.
-        programs: compiled rollout programs, as in `engine.generate`.
-        compiled: compiling a rollout program is an error, as in `engine.generate`.
+        programs: compiled rollout programs, as in `engine.generate_steps`.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
 
@@ -119,8 +117,7 @@ def take_step(
         setup.train_prompts,
         progress.cursor,
         config=setup.collect,
-        compiled_ahead=programs,
-        compiled=compiled,
+        executables=programs,
         on_progress=on_rollout,
     )
     on_update()
@@ -145,7 +142,7 @@ def take_step(
         aggregation=setup.loss.aggregation,
         pad_id=tokenizer.pad_id,
         micro_batch_rows=config.train.micro_batch_rows,
-        max_prompt=setup.collect.prompt_width,
+        max_prompt=setup.collect.engine.prompt_width,
     )
     metrics: dict[str, Any] = {"sigma": sigma, "perturbed_norms": perturbed}
     if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:

@@ -9,8 +9,8 @@ from ml_collections import ConfigDict
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy import aqn
 from qerl_jax.rl.advantages import SCALES
-from qerl_jax.rollout.budget import cache_dtype
 from qerl_jax.rollout.head import check_head_format
+from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1

@@ -1,0 +1,203 @@
+"""Ahead-of-time (AOT) compilation of rollout programs, several at a time."""
+
+import concurrent.futures
+import contextlib
+import gc
+import os
+import pathlib
+import threading
+import warnings
+from collections.abc import Callable, Generator, Hashable, Iterable
+from typing import Any
+
+import jax
+
+from pallas_kernels import fp4_matmul
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import Lora
+from qerl_jax.rollout import decode, executable_cache, programs
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
+from qerl_jax.rollout.programs import Executables, Operation
+from qerl_jax.rollout.shapes import plan_shapes
+
+_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+_THREADS = max(4, _CORES // 2)  # programs that compile at the same time
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+
+def compile_rollout(
+    key: jax.Array,
+    params: dict,
+    lora: Lora | None,
+    *,
+    prompts: int,
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    tokenizer: Tokenizer,
+    engine: EngineConfig,
+    group_size: int = 1,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Executables:
+    """Compiles every program that `engine.generate_steps` can need for a number of prompts.
+
+    Args:
+        key: PRNG key like those of the rollouts.
+        params: the policy.
+        lora: its adapter, or None.
+        prompts: P, number of prompts of each rollout.
+        config: the architecture.
+        sampling: distribution and length of the completions.
+        tokenizer: tokenizer, whose ids end a completion.
+        engine: settings of the engine; `prompt_width` must be the longest prompt.
+        group_size: G, number of completions of each prompt.
+        on_progress: called with the number of programs that are ready and the number of all.
+
+    Raises:
+        UserError: as in `generate_steps`.
+    """
+    shapes = plan_shapes(
+        params,
+        prompts=prompts,
+        longest=engine.prompt_width,
+        group_size=group_size,
+        config=config,
+        sampling=sampling,
+        engine=engine,
+    )
+    static = decode.decode_config(config, sampling, engine, tokenizer)
+    key, params, lora = programs.committed((key, params, lora))
+    table = programs.operations(key, params, lora, shapes, static)
+    return compile_operations((key, params, lora), table.values(), on_progress)
+
+
+def compile_operations(
+    policy: Any,
+    operations: Iterable[Operation],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Executables:
+    """Loads programs from the executable cache, and compiles those that are not in it.
+
+    Lowering a program is Python's work. Meanwhile threads compile the programs before it.
+
+    Args:
+        policy: tree of the committed arrays of a policy.
+        operations: operations of one or several rollouts of this policy; those with equal keys are
+            compiled once.
+        on_progress: called with the number of programs that are ready and the number of all.
+    """
+    by_key = {operation.key: operation for operation in operations}
+    with _Compiler(policy, list(by_key), on_progress) as compiler:
+        compiler.load_cached()
+        with _garbage_collector_off():
+            compiler.compile_missing(by_key)
+        return compiler.executables
+
+
+class _Compiler:
+    """Threads that load or compile programs, until the block is left.
+
+    Attributes:
+        executables: the programs that are ready.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        keys: list[Hashable],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        self.executables = Executables()
+        self._keys = keys
+        self._paths = executable_cache.paths(keys, policy)
+        self._devices = list(executable_cache.devices_of(policy))
+        self._on_progress = on_progress
+        self._pending: dict[concurrent.futures.Future, Hashable] = {}
+        self._compiled_in: set[int] = set()  # identifiers of threads in which XLA compiled
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Compiler":
+        if self._paths:
+            self._stack.enter_context(executable_cache.jax_cache_off())
+        self._stack.enter_context(_compiling_threads(self._compiled_in))
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
+        self._stack.callback(self._pool.shutdown, cancel_futures=True)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def load_cached(self) -> None:
+        """Loads the programs that are in the executable cache."""
+        cached = [key for key, path in self._paths.items() if path.exists()]
+        if cached:
+            fp4_matmul.load_kernel()
+        for key in cached:
+            self._submit(key, executable_cache.load, self._paths[key], self._devices)
+        self._take(concurrent.futures.as_completed(list(self._pending)))
+
+    def compile_missing(self, operations: dict[Hashable, Operation]) -> None:
+        """Compiles the programs that could not be loaded."""
+        for key, operation in operations.items():
+            if key not in self.executables:
+                self._submit(key, self._compile, key, operation.lower())
+        self._take(concurrent.futures.as_completed(list(self._pending)))
+
+    def _submit(self, key: Hashable, function: Callable, *arguments: Any) -> None:
+        """Starts a thread's work on a program, and takes the programs that are ready."""
+        self._pending[self._pool.submit(function, *arguments)] = key
+        self._take([future for future in self._pending if future.done()])
+
+    def _take(self, futures: Iterable[concurrent.futures.Future]) -> None:
+        for future in futures:
+            key = self._pending.pop(future)
+            if (program := future.result()) is None:  # A file that cannot be loaded.
+                continue
+            self.executables[key] = program
+            if self._on_progress is not None:
+                self._on_progress(len(self.executables), len(self._keys))
+
+    def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles a program and caches it, unless JAX had it in memory or in its own cache."""
+        here = threading.get_ident()
+        self._compiled_in.discard(here)
+        program = lowered.compile()
+        if here in self._compiled_in:
+            self.executables.compiled.append(key)
+            if key in self._paths:
+                _save(program, self._paths[key])
+        return program
+
+
+def _save(program: jax.stages.Compiled, path: pathlib.Path) -> None:
+    try:
+        executable_cache.save(program, path)
+    except Exception as error:  # A full disk, or a program that the backend cannot serialize.
+        warnings.warn(f"a compiled program is not cached: {error}", stacklevel=2)
+
+
+@contextlib.contextmanager
+def _compiling_threads(threads: set[int]) -> Generator[None]:
+    """Adds the identifiers of threads in which XLA compiles, while the block runs."""
+
+    def listen(event: str, duration_secs: float, **where: str | int) -> None:
+        del duration_secs, where
+        if event == _COMPILATION:
+            threads.add(threading.get_ident())
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def _garbage_collector_off() -> Generator[None]:
+    """Switches off Python's garbage collector, which takes a tenth of the time of lowering."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,106 @@
+"""The completions of a rollout on the host, which grow with every chunk of samples."""
+
+from typing import Any
+
+import numpy as np
+from flax import struct
+
+from qerl_jax.rollout.config import SamplingConfig, Tokenizer
+from qerl_jax.rollout.decode import Samples
+
+Array = Any  # NumPy on the host, jax.Array inside of jit
+
+
+@struct.dataclass
+class Rollout:
+    """Completions of P prompts, G of each; the rows of a group are neighbors (B = P G).
+
+    Attributes:
+        tokens: int32 [B, C] completions, padded on the right.
+        lengths: int32 [B], number of tokens of each completion, its end-of-sequence token included.
+        finished: bool [B], whether it ended with an end-of-sequence token or a stop string.
+        logprobs: float32 [B, C], log-probability of each token under the sampling temperature.
+        entropies: float32 [B, C], entropy of the distribution of each token, in nats.
+    """
+
+    tokens: Array
+    lengths: Array
+    finished: Array
+    logprobs: Array
+    entropies: Array
+
+
+class Completions:
+    """The completions so far, and which of them have ended.
+
+    Args:
+        rows: B, number of completions.
+        sampling: limit of their lengths, and stop strings.
+        tokenizer: tokenizer of the policy.
+
+    Attributes:
+        rollout: the completions; NumPy arrays that `append` writes to.
+        ended: bool [B], whether a completion is complete.
+    """
+
+    def __init__(self, rows: int, sampling: SamplingConfig, tokenizer: Tokenizer) -> None:
+        width = sampling.max_new_tokens
+        self._limit, self._stop, self._tokenizer = width, sampling.stop, tokenizer
+        self.rollout = Rollout(
+            tokens=np.full((rows, width), tokenizer.pad_id, np.int32),
+            lengths=np.zeros(rows, np.int32),
+            finished=np.zeros(rows, bool),
+            logprobs=np.zeros((rows, width), np.float32),
+            entropies=np.zeros((rows, width), np.float32),
+        )
+        self.ended = np.zeros(rows, bool)
+
+    def append(self, rows: np.ndarray, samples: Samples) -> None:
+        """Appends samples to the completions that have not ended, up to their ends.
+
+        Args:
+            rows: int [R], completion that each row of the samples belongs to, or -1.
+            samples: samples [R, steps] on the host.
+        """
+        rollout, limit = self.rollout, self._limit
+        live = np.flatnonzero((rows >= 0) & ~self.ended[rows])
+        rows, tokens = rows[live], np.asarray(samples.tokens)[live]
+        before = rollout.lengths[rows]
+        ends = np.isin(tokens, self._tokenizer.eos_ids)
+        ends &= np.arange(tokens.shape[1]) < (limit - before)[:, None]
+        finished = ends.any(axis=1)
+        counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
+        counts = np.minimum(counts, limit - before)
+        for i, row in enumerate(rows) if self._stop else ():
+            count = self._tokens_to_stop(rollout.tokens[row, : before[i]], tokens[i, : counts[i]])
+            if count is not None:
+                counts[i], finished[i] = count, True
+        row, step = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
+        place = rows[row], before[row] + step
+        rollout.tokens[place] = tokens[row, step]
+        rollout.logprobs[place] = samples.logprobs[live[row], step]
+        rollout.entropies[place] = samples.entropies[live[row], step]
+        rollout.lengths[rows] = before + counts
+        rollout.finished[rows] = finished
+        self.ended[rows] = finished | (rollout.lengths[rows] == limit)
+
+    def _tokens_to_stop(self, old: np.ndarray, new: np.ndarray) -> int | None:
+        """Returns how many of the new tokens complete a stop string; None if they complete none.
+
+        A stop string begins in the new tokens, or at most its own number of bytes before them. A
+        token with text has at least one byte, but special tokens have no text. So the window of old
+        tokens grows until its text is at least as long as the longest stop string.
+        """
+        stop, text = self._stop, self._tokenizer.decode
+        window = longest = max(len(s.encode()) for s in stop)
+        while window < len(old) and len(text(old[-window:].tolist())) < longest:
+            window *= 2
+        before = old[-window:].tolist()
+
+        def complete(count: int) -> bool:
+            found = text(before + new[:count].tolist())
+            return any(s in found for s in stop)
+
+        if not complete(len(new)):
+            return None
+        return next(count for count in range(1, len(new) + 1) if complete(count))

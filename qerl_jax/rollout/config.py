@@ -1,0 +1,107 @@
+"""The settings of a rollout: which distribution is sampled, and how the engine samples it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from qerl_jax.errors import UserError
+
+
+class Tokenizer(Protocol):
+    """The part of a tokenizer that the engine uses."""
+
+    @property
+    def eos_ids(self) -> Sequence[int]:
+        """Token ids that end a completion."""
+        ...
+
+    @property
+    def pad_id(self) -> int:
+        """Token id that fills a row after its completion."""
+        ...
+
+    def decode(self, ids: Sequence[int], /) -> str:
+        """Returns the text of token ids, which is needed for stop strings only."""
+        ...
+
+
+def _check(config: Any, **limits: tuple[bool, str]) -> None:
+    for name, (holds, expected) in limits.items():
+        if not holds:
+            raise UserError(f"{name} is {getattr(config, name)!r}, expected {expected}")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig:
+    """The completions that are sampled.
+
+    Attributes:
+        max_new_tokens: C, number of tokens of the longest completion.
+        temperature: divisor of the logits; 0 is greedy decoding.
+        top_k: number of likeliest tokens that are sampled from; 0 is all tokens.
+        top_p: probability of the smallest set of likeliest tokens that is sampled from; 1 is all
+            tokens.
+        stop: strings that end a completion, which is cut after the token that completes one.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            max_new_tokens=(self.max_new_tokens >= 1, "at least 1"),
+            temperature=(0 <= self.temperature < math.inf, "a number of at least 0"),
+            top_k=(self.top_k >= 0, "at least 0"),
+            top_p=(0 < self.top_p <= 1, "over 0 and at most 1"),
+            stop=("" not in self.stop, "strings that are not empty"),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """How the engine samples: batches, memory and number formats.
+
+    Attributes:
+        chunk_steps: decode steps between two checks for rows that have ended.
+        max_rows: number of rows that decode together, while the others wait; 0 is as many as the
+            memory holds.
+        kv_cache_bytes: memory for keys and values, which also bounds the rows. 0 sets no bound
+            beside max_rows, and where max_rows is 0 takes what the device has left.
+        kv_cache_dtype: dtype of the stored keys and values, see `shapes.cache_dtype`.
+        dequantize: 'once' dequantizes the packed weights once per rollout, which needs memory for a
+            dense copy; 'step' does so in each decode step. Weights that a kernel reads packed are
+            not dequantized in either case.
+        prompt_width: number of tokens of the longest prompt of all rollouts, so that rollouts of
+            shorter prompts use the same programs; 0 is the longest prompt of each rollout.
+
+    Raises:
+        UserError: a value is out of its range.
+    """
+
+    chunk_steps: int = 16
+    max_rows: int = 0
+    kv_cache_bytes: int = 0
+    kv_cache_dtype: str = ""
+    dequantize: str = "once"
+    prompt_width: int = 0
+
+    def __post_init__(self) -> None:
+        _check(
+            self,
+            chunk_steps=(self.chunk_steps >= 1, "at least 1"),
+            max_rows=(self.max_rows >= 0, "at least 0"),
+            kv_cache_bytes=(self.kv_cache_bytes >= 0, "at least 0"),
+            dequantize=(self.dequantize in ("once", "step"), "'once' or 'step'"),
+            prompt_width=(self.prompt_width >= 0, "at least 0"),
+        )
+
+
+DEFAULT_ENGINE = EngineConfig()

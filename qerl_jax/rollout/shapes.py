@@ -1,0 +1,211 @@
+"""Rows that decode together, and the few shapes of a rollout, from the memory of the device."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.buckets import bucket, narrower
+from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+
+# Cache positions of a row are a multiple of 8, as attention on a Hopper GPU requires.
+_POSITIONS_MULTIPLE = 8
+_PREFILL_TOKENS = 8192  # prompt tokens, padding included, in one prefill
+_PREFILL_DIVISOR = 8  # prefilled prompts take at most this part of kv_cache_bytes
+# Below these rows a smaller batch saves nothing, as reading the weights takes the time. On a GPU
+# kernel launches add to that, and each batch size is one more program to compile.
+_FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
+_FINE_FROM = 64  # rows; from here on an inactive slot costs as much time as an active one
+_FREE_FRACTION = 0.9  # part of a device's memory; the rest is for temporaries of the programs
+_LOGITS = 4  # copies of the logits that sampling with top-k and top-p holds
+_CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "float8": jnp.float8_e4m3fn}
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutShapes:
+    """The shapes of a rollout, few enough to compile all of its programs ahead of time.
+
+    Attributes:
+        cache_positions: S, tokens of the widest prompt and the longest completion, rounded up.
+        batch_sizes: R, numbers of rows that decode together. The first is the full batch, each is
+            at most 1.5 times the next one, and 1.25 times where the next one has 64 rows or more.
+            There is only one where rows end too late for a smaller batch to be of use.
+        chunk_steps: decode steps of a chunk.
+        prefill_batch: P, number of prompts in one prefill.
+        prompt_widths: T, numbers of tokens that prompts are padded to, ascending.
+        insert_sizes: N, numbers of rows that are inserted together, ascending.
+        dtype: dtype of the cache.
+    """
+
+    cache_positions: int
+    batch_sizes: tuple[int, ...]
+    chunk_steps: int
+    prefill_batch: int
+    prompt_widths: tuple[int, ...]
+    insert_sizes: tuple[int, ...]
+    dtype: jnp.dtype
+
+
+def plan_shapes(
+    params: dict,
+    *,
+    prompts: int,
+    longest: int,
+    group_size: int,
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    engine: EngineConfig,
+    reserve: int = 0,
+) -> RolloutShapes:
+    """Decides on the shapes of a rollout.
+
+    Args:
+        params: the policy.
+        prompts: number of prompts.
+        longest: number of tokens of the longest prompt.
+        group_size: number of completions of each prompt.
+        config: the architecture.
+        sampling: length of the completions.
+        engine: bounds of rows and memory.
+        reserve: bytes of the device that are kept free for other arrays.
+
+    Raises:
+        UserError: a row is longer than the model's positions, or one row does not fit into the
+            memory that is allowed or into the device.
+    """
+    if longest + sampling.max_new_tokens > config.max_position:
+        raise UserError(
+            f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones are over the "
+            f"model's {config.max_position} positions: shorten the prompt or lower max_new_tokens"
+        )
+    width = bucket(longest)
+    multiple = _POSITIONS_MULTIPLE
+    positions = -(-(width + sampling.max_new_tokens) // multiple) * multiple
+    dtype = cache_dtype(engine.kv_cache_dtype, params["embed_tokens"].dtype)
+    per_position = position_bytes(config, dtype)
+    prefill = min(prompts, max(1, _PREFILL_TOKENS // width))
+    budget = engine.kv_cache_bytes
+    if budget:
+        prefill = min(prefill, max(1, budget // (_PREFILL_DIVISOR * width * per_position)))
+        if (positions + prefill * width) * per_position > budget:
+            prefill = 1
+    rows = prompts * group_size
+    most = min(rows, engine.max_rows or rows)
+    if budget:
+        fitting = (budget - prefill * width * per_position) // (positions * per_position)
+        if fitting < 1:
+            raise UserError(
+                f"kv_cache_bytes={budget}: one row of {positions} positions and its prompt take "
+                f"{(positions + width) * per_position} bytes; raise it or lower max_new_tokens"
+            )
+        most = min(most, _rounded_down(fitting))
+    elif not engine.max_rows:
+        left = functools.partial(rows_left, params, positions=positions, config=config)
+        fitting = left(engine=engine, reserve=reserve + prefill * width * per_position)
+        if fitting == 0:
+            prefill = 1
+            fitting = left(engine=engine, reserve=reserve + width * per_position)
+        if fitting == 0:
+            policy = "the policy and what trains it" if reserve else "the policy"
+            raise UserError(
+                f"beside {policy} the device has no memory for one row of {positions} positions: "
+                "lower max_new_tokens, store the cache in 'float8', or take a smaller model"
+            )
+        most = most if fitting is None else min(most, _rounded_down(fitting))
+    # Chunks have equal lengths. The first token of a row is sampled from its prefill.
+    chunks = -(-(sampling.max_new_tokens - 1) // engine.chunk_steps)
+    steps = -(-(sampling.max_new_tokens - 1) // chunks) if chunks else 0
+    # Each prefill has the same number of prompts.
+    prefill = -(-prompts // -(-prompts // prefill))
+    # The host sees which rows ended in the first chunk while the second one runs.
+    batch_sizes = (most, *_smaller_batches(most)) if chunks > 2 else (most,)
+    return RolloutShapes(
+        cache_positions=positions,
+        batch_sizes=batch_sizes,
+        chunk_steps=steps,
+        prefill_batch=prefill,
+        prompt_widths=narrower(width),
+        insert_sizes=_insert_sizes(min(most, prefill * group_size), refills=most < rows),
+        dtype=dtype,
+    )
+
+
+def cache_dtype(name: str, compute: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype of keys and values: '' is the policy's, or 'bfloat16', or 'float8' (E4M3).
+
+    'float8' takes half the memory of bfloat16. It rounds keys and values to 4 significant bits and
+    clips them at 448, without scales, so the policy that samples differs from the trainer's. With
+    SmolLM2-135M in NVFP4, whose largest key is 22 and largest value 12, the log-probabilities of
+    3200 tokens at temperature 1 differ by 0.091 on average in a float32 policy (by 5e-6 in its own
+    dtype, by 0.005 in 'bfloat16'), and by 0.101 in a bfloat16 policy (by 0.029 in its own dtype).
+
+    Raises:
+        UserError: there is no such dtype.
+    """
+    if name and name not in _CACHE_DTYPES:
+        raise UserError(f"kv_cache_dtype={name!r}: '', {', '.join(map(repr, _CACHE_DTYPES))}")
+    return jnp.dtype(_CACHE_DTYPES.get(name, compute))
+
+
+def position_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+    """Returns the bytes of keys and values of one token in all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+
+
+def rows_left(
+    params: dict, *, positions: int, config: ModelConfig, engine: EngineConfig, reserve: int = 0
+) -> int | None:
+    """Returns how many rows fit into the free memory of the device; None where it is unknown.
+
+    A row takes its cache positions and a few copies of its logits. The dense copy of packed
+    weights, where the engine makes one, and `reserve` bytes are subtracted first.
+    """
+    memory = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in memory:
+        return None
+    free = int(_FREE_FRACTION * memory["bytes_limit"]) - memory["bytes_in_use"]
+    if engine.dequantize != "step":
+        free -= dense_bytes(params)
+    dtype = cache_dtype(engine.kv_cache_dtype, params["embed_tokens"].dtype)
+    row = positions * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
+    return max(0, int(free - reserve) // row)
+
+
+def dense_bytes(params: dict) -> int:
+    """Returns the bytes of all weights that `transformer.dequantize_params` makes dense."""
+    packed = transformer.packed_weights(params)
+    return sum(math.prod(leaf.shape) for leaf in packed) * params["embed_tokens"].dtype.itemsize
+
+
+def _rounded_down(rows: int) -> int:
+    """Returns the largest of 1, 2, 3, 4, 6, 8, ..., 48, 64, 80, 96, 112, 128, 160, ... <= rows."""
+    power = 1 << (rows.bit_length() - 1)
+    step = max(1, power // (4 if power >= _FINE_FROM else 2))
+    return rows // step * step
+
+
+def _smaller_batches(rows: int) -> list[int]:
+    """Returns the sizes that a batch of this many rows is compacted to, one after the other."""
+    sizes = []
+    fewest = _FEWEST_ROWS_ON_GPU if jax.default_backend() == "gpu" else _FEWEST_ROWS
+    while rows > fewest:
+        rows = _rounded_down(rows - 1)
+        sizes.append(rows)
+    return sizes
+
+
+def _insert_sizes(rows: int, *, refills: bool) -> tuple[int, ...]:
+    """Returns the number of all rows and, where slots are refilled, a quarter of it, and so on.
+
+    Log-probabilities of first tokens depend on the size in their last bit, so a change of the sizes
+    changes the results of a run.
+    """
+    sizes = [rows]
+    while refills and sizes[-1] > 16:
+        sizes.append(-(-sizes[-1] // 4))
+    return tuple(sorted(sizes))

@@ -1,0 +1,109 @@
+"""Programs of a rollout that are compiled ahead of time, and the dtypes of its cache."""
+
+import collections
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_rollout
+from tiny_rollout import KEY, TinyTokenizer, configs
+
+from pallas_kernels.decode import to_cache
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.rollout import decode, programs, shapes
+from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+
+policy = functools.partial(tiny_rollout.policy, layers=1)
+rollout = functools.partial(tiny_rollout.rollout, layers=1)
+EOS = (3, 4, 5, 6)
+
+
+def test_all_programs_are_compiled_ahead():
+    config, params, lora = policy()
+    options = {"max_new_tokens": 22, "chunk_steps": 4, "max_rows": 6, "prompt_width": 9}
+    sampling, engine, _ = configs(options)
+    seen = []
+    executables = compile_rollout(
+        jax.random.key(9),
+        params,
+        lora,
+        prompts=3,
+        config=config,
+        sampling=sampling,
+        tokenizer=TinyTokenizer(EOS),
+        engine=engine,
+        group_size=4,
+        on_progress=lambda *done: seen.append(done),
+    )
+    assert seen == [(n, len(executables)) for n in range(1, len(executables) + 1)]
+    noisy = jax.jit(lambda params: jax.tree.map(lambda x: x * 1.01, params))(params)
+    options |= {"params": noisy, "key": jax.random.key(1), "group_size": 4, "eos_ids": EOS}
+    ahead = rollout(**options, executables=executables)
+    with pytest.raises(RuntimeError, match=r"operation \('decode', 6, .*call compile_rollout"):
+        rollout(**options | {"chunk_steps": 5}, executables=executables)
+    # Programs compiled ahead of time are those that jit compiles.
+    jax.tree.map(np.testing.assert_array_equal, ahead, rollout(**options))
+
+
+def test_committed_and_uncommitted_arrays_have_the_same_programs():
+    _, params, _ = policy()
+    rollout(max_new_tokens=5)
+    committed = jax.device_put(params, jax.devices()[0])
+    assert committed["norm"].committed != params["norm"].committed
+    sizes = decode.prefill._cache_size(), decode.decode_chunk._cache_size()
+    rollout(max_new_tokens=5, params=committed)
+    assert sizes == (decode.prefill._cache_size(), decode.decode_chunk._cache_size())
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "counts"),
+    [
+        (0, {"decode": 19, "compact": 18, "prefill": 3, "insert": 1, "fuse_adapter": 1}),
+        (256, {"decode": 11, "compact": 10, "prefill": 3, "insert": 3, "fuse_adapter": 1}),
+    ],
+)
+def test_a_7b_policy_has_few_programs(max_rows, counts, monkeypatch):
+    """64 prompts of 256 tokens with 16 completions each, as in the benchmark of rollouts."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config = ARCHITECTURES["qwen2.5-7b"]
+    table = jax.ShapeDtypeStruct(
+        (config.vocab_size, config.embed_dim), jnp.bfloat16, sharding=KEY.sharding
+    )
+    params = {"embed_tokens": table, "layers": []}
+    sampling = SamplingConfig(max_new_tokens=1024)
+    engine = EngineConfig(max_rows=max_rows, prompt_width=256)
+    planned = shapes.plan_shapes(
+        params,
+        prompts=64,
+        longest=256,
+        group_size=16,
+        config=config,
+        sampling=sampling,
+        engine=engine,
+    )
+    config = decode.decode_config(config, sampling, engine, TinyTokenizer())
+    names = [name for name, *_ in programs.operations(KEY, params, None, planned, config)]
+    assert collections.Counter(names) == counts
+
+
+def test_large_keys_are_cut_off():
+    x = jnp.array([1e4, -1e4, 448.0, 0.3, jnp.inf], jnp.float32)
+    stored = to_cache(x, jnp.dtype(jnp.float8_e4m3fn)).astype(jnp.float32)
+    np.testing.assert_array_equal(stored, [448.0, -448.0, 448.0, 0.3125, 448.0])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least", "most"), [("bfloat16", 1e-5, 0.05), ("float8", 0.01, 1)]
+)
+def test_a_cache_of_fewer_bits_changes_the_logprobs_a_little(dtype, least, most):
+    exact = rollout(temperature=0.0, max_new_tokens=4)
+    rounded = rollout(temperature=0.0, max_new_tokens=4, kv_cache_dtype=dtype)
+    # The first token follows from the prefill, which is exact.
+    np.testing.assert_array_equal(rounded.logprobs[:, 0], exact.logprobs[:, 0])
+    alike = (rounded.tokens == exact.tokens).cumprod(axis=1).astype(bool)
+    assert alike[:, :2].all()
+    difference = np.abs(rounded.logprobs - exact.logprobs)[alike]
+    assert least < difference.max() < most

@@ -1,0 +1,123 @@
+"""The size of functions, files, folders and pages, and what modules do not import.
+
+The imports between the project's packages and folders are in test_import_graph.py.
+"""
+
+import ast
+import collections
+import functools
+import pathlib
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PRODUCT = ("qerl_jax", "pallas_kernels", "experiments", "benchmarks")
+FUNCTION_LINES = 100
+FILE_LINES = 450
+FOLDER_LINES = 3000  # of a folder directly under qerl_jax
+PAGE_LINES = {"README.md": 200, "docs/design.md": 200}
+# Functions that are tables: in two parts they would not be easier to read.
+TABLES = {("experiments/configs/defaults.py", "_fields")}
+
+
+def read(pattern, root=ROOT):
+    """The text of the files that match, by path from the root."""
+    paths = sorted(root.glob(pattern))
+    return {path.relative_to(root).as_posix(): path.read_text() for path in paths}
+
+
+def product():
+    return {path: text for name in PRODUCT for path, text in read(f"{name}/**/*.py").items()}
+
+
+def lines(text):
+    return text.count("\n")
+
+
+parsed = functools.cache(ast.parse)
+
+
+def long_functions(files):
+    """Path, name and number of lines, signature and docstring included, of long functions."""
+    return [
+        (path, node.name, node.end_lineno - node.lineno + 1)
+        for path, text in files.items()
+        for node in ast.walk(parsed(text))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.end_lineno - node.lineno >= FUNCTION_LINES
+        and (path, node.name) not in TABLES
+    ]
+
+
+def imports(files):
+    """Path, line and full name of everything that is imported, inside functions too."""
+    for path, text in files.items():
+        for node in ast.walk(parsed(text)):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                for alias in node.names:
+                    yield path, node.lineno, module + alias.name
+
+
+def private_imports(files):
+    """The imports of modules of JAX that may change without notice."""
+    return [found for found in imports(files) if found[2].startswith("jax._src")]
+
+
+def imports_of_tests(files):
+    """The imports of modules that pytest collects."""
+    return [
+        (path, line, name)
+        for path, line, name in imports(files)
+        if any(f"tests/{part}.py" in files for part in name.split(".") if part.startswith("test_"))
+    ]
+
+
+def test_functions_are_short():
+    assert long_functions(product()) == []
+
+
+def test_long_functions_are_found():
+    body = "        pass\n" * (FUNCTION_LINES - 1)
+    text = f"class A:\n    def fits(self):\n{body}    def long(self):\n{body}        pass\n"
+    assert long_functions({"a.py": text}) == [("a.py", "long", FUNCTION_LINES + 1)]
+
+
+def test_tables_exist():
+    assert all(f"def {name}(" in (ROOT / path).read_text() for path, name in TABLES)
+
+
+def test_files_are_short():
+    long = {path: lines(text) for path, text in product().items() if lines(text) > FILE_LINES}
+    assert long == {}
+
+
+def test_folders_are_small():
+    sizes = collections.Counter()
+    for path, text in read("qerl_jax/*/**/*.py").items():
+        sizes[path.split("/")[1]] += lines(text)
+    assert len(sizes) > 5
+    assert {name: size for name, size in sizes.items() if size > FOLDER_LINES} == {}
+
+
+def test_pages_are_short():
+    sizes = {page: lines((ROOT / page).read_text()) for page in PAGE_LINES}
+    assert {page: size for page, size in sizes.items() if size > PAGE_LINES[page]} == {}
+
+
+def test_jax_is_used_through_its_public_modules():
+    assert private_imports(product()) == []
+
+
+def test_no_test_module_imports_another():
+    assert imports_of_tests(read("tests/**/*.py")) == []
+
+
+def test_imports_are_found():
+    files = {
+        "tests/test_a.py": "def f():\n    from jax._src import core\n\nimport jax, test_b\n",
+        "tests/test_b.py": "from test_a import f\nfrom test_tools import g\n",
+    }
+    assert private_imports(files) == [("tests/test_a.py", 2, "jax._src.core")]
+    assert imports_of_tests(files) == [
+        ("tests/test_a.py", 4, "test_b"),
+        ("tests/test_b.py", 1, "test_a.f"),
+    ]
