@@ -266,7 +266,7 @@ def _tuned(num_sms: int) -> list[dict]:
 
 @functools.cache
 def _tables() -> dict[str, dict]:
-    """The tuned tables by file name, each with its device, number of SMs, jax, kernel and entries."""
+    """The tuned tables by file name: device, number of SMs, jax, kernel digest and entries."""
     return {
         path.name: json.loads(path.read_text(encoding="utf-8"))
         for path in sorted(TUNED.glob("*.json"))
