@@ -1,4 +1,4 @@
-"""One measurement at a time on a GPU that several commands share."""
+"""One measurement at a time on a GPU that several commands use."""
 
 import contextlib
 import fcntl
@@ -7,19 +7,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 
-_PAUSE = 0.01  # seconds in which somebody who waits gets it, before who had it asks again
+_PAUSE = 0.01  # seconds for a waiting command to take the lock before this one asks again
 
 
 @contextlib.contextmanager
 def sole_use() -> Iterator[None]:
-    """Keeps other commands of this machine from the GPU, those that ask for it like this.
+    """Holds the lock by which commands of this machine take turns on the GPU.
 
-    A command that has it must not ask again.
+    A command that holds the lock must not ask for it again.
     """
     path = pathlib.Path(tempfile.gettempdir()) / "sole_use_of_gpu.lock"
     if not path.exists():
         path.touch()
-    with path.open(encoding="utf-8") as file:  # which may be another user's
+    with path.open(encoding="utf-8") as file:  # the file of any user
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
     time.sleep(_PAUSE)

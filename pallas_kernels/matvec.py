@@ -1,4 +1,4 @@
-"""y = x W^T for a frozen dense weight W; for a single token in the time that its bytes take."""
+"""y = x W^T for a dense weight W; for a single token in the time that reading W takes."""
 
 import jax
 import jax.numpy as jnp
@@ -6,13 +6,35 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import device
-from pallas_kernels.fp4_matmul import reference
 
-# Of a warp. It shares nothing with another and adds up whole outputs, where XLA and the libraries
-# divide the inputs among blocks of threads and leave the sums to a second kernel.
+# Sizes for one warp. It adds up whole outputs alone, where XLA and the libraries divide the inputs
+# among CTAs and leave the sums to a second kernel.
 _OUTPUTS = 2
-_INPUTS = 256  # of a tile, a row of it: 16 bytes for each thread
-_TILES = 2  # requested at a time
+_INPUTS = 256  # columns of a tile: 16 bytes of a row for each thread
+_TILES = 2  # tiles requested at a time
+_LIBRARY_PRODUCTS = 10_000_000  # from this size of a weight on XLA leaves a single row to a library
+
+
+def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """Returns x W^T, accumulated in float32, by XLA.
+
+    Args:
+        x: [..., K].
+        weight: dense weight [N, K].
+        dtype: dtype of the result; None for x's dtype.
+
+    Returns:
+        [..., N].
+    """
+    dtype = dtype or x.dtype
+    # A GPU's libraries accumulate in float32 in any case. Asked for a float32 result they would
+    # store it, and a second kernel would round it; for one row XLA would convert the whole weight
+    # to float32. A row of few products XLA adds up itself, in products of the result's dtype.
+    library = x.size > x.shape[-1] or weight.size >= _LIBRARY_PRODUCTS
+    result = dtype if library and jax.default_backend() == "gpu" else jnp.float32
+    return jax.lax.dot_general(
+        x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=result
+    ).astype(dtype)
 
 
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -20,15 +42,15 @@ def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
 
     Args:
         x: [M, K].
-        weight: [N, K].
+        weight: dense weight [N, K].
 
     Returns:
-        [M, N] in x's dtype; of one bfloat16 token by `matvec` on an NVIDIA GPU, otherwise by XLA.
+        [M, N] in x's dtype; by `matvec` for one bfloat16 token on an NVIDIA GPU, otherwise by XLA.
     """
     single = len(x) == 1 and x.dtype == weight.dtype == jnp.bfloat16
     if single and device.supports_triton():
         return matvec(x, weight)
-    return reference.dot(x, weight)
+    return dot(x, weight)
 
 
 def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.Array:
@@ -37,12 +59,12 @@ def matvec(x: jax.Array, weight: jax.Array, *, interpret: bool = False) -> jax.A
     Args:
         x: bfloat16 [1, K].
         weight: bfloat16 [N, K].
-        interpret: run on a CPU.
+        interpret: whether to simulate the kernel on a CPU.
 
     Returns:
         bfloat16 [1, N].
     """
-    # An API of jax that is to be removed, and loaded when needed.
+    # Loaded when needed: a backend of Pallas that jax is going to remove.
     from jax.experimental.pallas import triton as plt
 
     n, k = weight.shape

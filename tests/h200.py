@@ -43,7 +43,7 @@ device_description_str: "NVIDIA H200"
 
 @contextlib.contextmanager
 def compiler():
-    """A function that compiles another, jitted or not, for arguments of some shapes and dtypes."""
+    """Yields a function that compiles another, jitted or not, for abstract arguments."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # they ask a driver
         patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -70,12 +70,12 @@ def compiler():
 
 
 def dump_to(folder):
-    """Options of XLA that write the PTX of its kernels, Pallas's Triton among them."""
+    """Options of XLA that write the PTX of its kernels, and of Pallas's Triton kernels."""
     return {"xla_dump_to": str(folder), "xla_dump_emitter_re": "ptx"}
 
 
 def spilled_bytes(ptx):
-    """What ptxas puts on the stack of a thread, for each kernel of a file."""
+    """The bytes that ptxas puts on the stack of a thread, for each kernel of a file."""
     files = importlib.metadata.files("nvidia-cuda-nvcc")
     ptxas = next(file for file in files if file.name == "ptxas").locate()
     command = [ptxas, "-arch=sm_90a", "-v", ptx, "-o", ptx.with_suffix(".cubin")]

@@ -41,7 +41,7 @@ def relative_error(actual, expected):
 
 @contextlib.contextmanager
 def simulation():
-    """Yields the parameters of one; races that it found fail the test."""
+    """Yields the parameters of a simulation; a race that it finds fails the test."""
     yield plgpu.InterpretGPUParams(detect_races=True)
     races = interpret_pallas_call.get_races()
     interpret_pallas_call.reset_gpu_interpret_mode_state()
@@ -49,7 +49,7 @@ def simulation():
 
 
 def simulate_the_kernel(monkeypatch, simulated):
-    """`fp4_matmul` runs the simulated kernel, on two multiprocessors."""
+    """Makes `fp4_matmul` run the simulated kernel, on two SMs."""
 
     class Kernel:
         matmul = staticmethod(functools.partial(sm90.matmul, interpret=simulated))

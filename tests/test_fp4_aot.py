@@ -1,4 +1,4 @@
-"""Machine code for an H200 on a machine without a GPU: no spills, no serialised products.
+"""Machine code for an H200 on a machine without a GPU: no spills, no serialized products.
 
     uv run --group aot pytest -n 0 -m aot
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.aot
 
 
 def configs():
-    """Every tuned tiling, and what serves the named shapes without a table, once each."""
+    """Every tuned tiling, and the tilings of the named shapes without a table, once each."""
     found = {}
     for name, table in tiling._tables().items():
         for entry in table["entries"]:
@@ -40,7 +40,7 @@ def configs():
 
 
 CONFIGS = configs()
-# Shares are for few rows.
+# Partials are for few rows.
 CASES = [
     (name, adapter)
     for name, (_, (_, m, *_)) in CONFIGS.items()
@@ -57,12 +57,12 @@ def compile_for_h200():
 
 @pytest.fixture
 def build(compile_for_h200, capfd):
-    """The same, and ptxas must be content."""
+    """A function that compiles like `compile_for_h200` and checks the report of ptxas."""
 
     def built(function, *args, warpgroups=0, helpers=1):
         compiled = compile_for_h200(function, *args)
         report = "".join(capfd.readouterr())
-        if warpgroups:  # Who asks for more registers than all were given waits for ever.
+        if warpgroups:  # A CTA that asks for more registers than it has waits for ever.
             started = int(re.search(r"Used (\d+) registers", report)[1]) * (warpgroups + helpers)
             wanted = warpgroups * tiling.compute_registers(warpgroups, helpers)
             wanted += helpers * tiling.helper_registers(warpgroups, helpers)
@@ -89,7 +89,7 @@ def test_config(name, adapter, build):
         if not sm90.make_schedule(config, m, -(-n // 64), k, 132).supports_lora_shrink(
             rank - 32, k
         ):
-            pytest.skip("x A^T is a product of its own")
+            pytest.skip("another kernel computes x A^T")
         extra = {"a": array(rank - 32, k), "b": array(n, rank)}
 
     def product(x, weight, extra):
@@ -105,13 +105,13 @@ def test_config(name, adapter, build):
 def test_swiglu(inside, model, m, build):
     n, k = cases.MODELS[model]["gate_up"]
     config = tiling.choose(m, n, k, rank=64)
-    # As many shares of mean squares as the product that begins the norm leaves, or a kernel.
+    # As many partial mean squares as the product with a residual leaves, or a kernel.
     count = k // (16 if inside else tiling.TILE_COLUMNS)
     extra = {"b": array(n, 64), "square_partials": array(count, m, dtype=jnp.float32)}
     if inside:
-        plan = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
-        if not plan.supports_lora_shrink(64, k):
-            pytest.skip("x A^T is a product of its own")
+        schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132, paired=True)
+        if not schedule.supports_lora_shrink(64, k):
+            pytest.skip("another kernel computes x A^T")
         extra["a"] = array(64, k)
     else:
         extra["xa_partials"] = array(count, m, 64, dtype=jnp.float32)
@@ -125,21 +125,21 @@ def test_swiglu(inside, model, m, build):
 @pytest.mark.parametrize("m", [8, 16, 24, 32, 48, 64, 96, 128])
 @pytest.mark.parametrize("model", cases.MODELS)
 @pytest.mark.parametrize("adapter", ["product", "xa_partials", "inside"])
-def test_begin_norm(adapter, model, m, build):
+def test_add_rmsnorm(adapter, model, m, build):
     n, k = cases.MODELS[model]["o"]
     config = tiling.choose(m, n, k, rank=64)
-    plan = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
-    if not plan.supports_add_residual(m):
-        pytest.skip("the norm is a kernel of its own")
+    schedule = sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132)
+    if not schedule.supports_add_residual(m):
+        pytest.skip("another kernel begins the norm")
     extra = {"residual": array(m, n), "scale": array(n, dtype=jnp.float32), "b": array(n, 64)}
     if adapter == "product":
         extra["xa"] = array(m, 64)
     elif adapter == "xa_partials":
         extra["xa_partials"] = array(k // tiling.TILE_COLUMNS, m, 32, dtype=jnp.float32)
-    elif plan.supports_lora_shrink(32, k):
+    elif schedule.supports_lora_shrink(32, k):
         extra["a"] = array(32, k)
     else:
-        pytest.skip("x A^T is a product of its own")
+        pytest.skip("another kernel computes x A^T")
 
     def product(x, weight, extra):
         return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
@@ -148,32 +148,8 @@ def test_begin_norm(adapter, model, m, build):
     build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=helpers)
 
 
-@pytest.mark.parametrize(
-    ("m", "rank", "xa_partials"),
-    [*((m, 32, 324) for m in (8, 16, 24, 32, 40, 64)), (8, 64, 324), (8, 32, 5), (32, 64, 5)],
-)
-@pytest.mark.parametrize("model", cases.MODELS)
-def test_behind_norm(model, m, rank, xa_partials, build):
-    n, k = cases.MODELS[model]["qkv"]
-    rank = cases.rank_of(f"{model}.qkv", rank)
-    padded = tiling.padded_rank(rank)
-    config = tiling.choose(m, n, k, rank=padded)
-    if not sm90.make_schedule(config, m, n // tiling.TILE_ROWS, k, 132).supports_lora_shrink(
-        rank, k
-    ):
-        assert rank > 96 or (model == "72b" and m >= 32)
-        pytest.skip("x A^T is a product of its own")
-    extra = {"a": array(rank, k), "b": array(n, padded)}
-    extra["pass_squares"] = array(xa_partials, m, dtype=jnp.float32)
-
-    def product(x, weight, extra):
-        return sm90.matmul(x, weight, config=config, num_sms=132, **extra)
-
-    build(product, array(m, k), tiles(n, k), extra, warpgroups=config.warpgroups, helpers=2)
-
-
 def test_the_tuner_sees_spills(compile_for_h200, monkeypatch):
-    """Of a tiling that `candidates` would not have."""
+    """The tuner sees the spills of a tiling that `candidates` leaves out."""
     lowered = []
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda self, **_: lowered.append(self))
     for config in (TileConfig(16), TileConfig(96, warpgroups_n=5, stages=2)):
@@ -205,7 +181,7 @@ def test_shares_beside_full_shared_memory(build):
 @pytest.mark.parametrize("inside", [True, False])
 def test_trace(m, n, k, inside, build, monkeypatch):
     monkeypatch.setattr(jax.debug, "callback", lambda *_: None)  # which needs a GPU
-    config = timeline.room_for_notes(tiling.choose(m, n, k, rank=64))
+    config = timeline.traceable(tiling.choose(m, n, k, rank=64))
     extra = {"xa_partials": array(-(-k // 128), m, 32, dtype=jnp.float32), "b": array(n, 64)}
     if inside:
         assert sm90.make_schedule(config, m, -(-n // 64), k, 132).supports_lora_shrink(32, k)
@@ -241,7 +217,7 @@ def test_sizes_that_fill_no_tile(build):
 
 
 def operands_of_wgmma(ptx, codes, scales):
-    """What the threads of a warpgroup give to the 8 wgmma instructions of a tile, [8, 128, 4].
+    """The operands of the 8 wgmma instructions of a tile in every thread, [8, 128, 4].
 
     Runs the generated instructions from the loads of codes and scales on, on arrays of 128 threads.
     """
@@ -299,7 +275,7 @@ def operands_of_wgmma(ptx, codes, scales):
     raise AssertionError(f"found {len(operands)} products")
 
 
-def test_the_generated_decode_is_exact(compile_for_h200, tmp_path, monkeypatch):
+def test_the_generated_dequantization_is_exact(compile_for_h200, tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     weight = fp4.Fp4Weight(
         packed=jnp.asarray(rng.integers(0, 256, (64, 64), np.uint8)),
@@ -366,7 +342,7 @@ def test_a_list_of_layers_copies_no_weight(build):
 
     compiled = build(decode, array(16, k), layers)
     weight_bytes = n * k * 9 // 16
-    # Partial sums: two of [rows, 64, 16] floats for each multiprocessor.
+    # Partial sums: two of [rows, 64, 16] floats for each SM.
     partial = 2 * 132 * config.warpgroups_n * 64 * 16 * 4
     assert compiled.memory_analysis().temp_size_in_bytes < partial * depth + weight_bytes // 4
 

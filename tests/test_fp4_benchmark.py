@@ -1,4 +1,4 @@
-"""What surrounds the measurements: names, floors, rows, tables, the choice of what to measure."""
+"""What surrounds measurements: names, floors, rows, tables, the choice of candidates."""
 
 import json
 import os
@@ -161,7 +161,10 @@ def test_the_table_sets_rows_side_by_side():
 @pytest.mark.parametrize("out", [["--out=/a/b/k.json"], ["--out", "/a/b/k.json"]])
 def test_a_row_has_no_path_of_a_machine(out, monkeypatch):
     monkeypatch.setattr(benchmark.sys, "argv", ["benchmark.py", "--layers=7b.o", *out])
-    command = benchmark.provenance("abc")["command"]
+    monkeypatch.setenv("QERL_COMMIT", "abc")
+    origin = benchmark.provenance()
+    assert origin["commit"] == "abc"
+    command = origin["command"]
     assert command.endswith("benchmark --layers=7b.o " + " ".join(out).replace("/a/b/", ""))
 
 
@@ -173,7 +176,7 @@ def test_layers_are_known_by_their_whole_names():
 
 
 def test_timeline():
-    """Two warpgroups that multiply and one that copies; times are in 1000 cycles."""
+    """Two consumers and a producer; times are in 1000 cycles."""
 
     def events(tid, *notes):
         return [
@@ -201,30 +204,30 @@ def test_timeline():
     )
 
 
-def test_the_first_data_of_who_makes_shares():
-    notes = [(0, "B", "make shares"), (100, "B", "await stage"), (400, "E", "await stage")]
-    notes += [(500, "E", "make shares"), (510, "B", "multiply"), (520, "B", "await stage")]
+def test_the_first_data_of_a_shrink():
+    notes = [(0, "B", "shrink"), (100, "B", "await stage"), (400, "E", "await stage")]
+    notes += [(500, "E", "shrink"), (510, "B", "multiply"), (520, "B", "await stage")]
     notes += [(540, "E", "await stage"), (600, "E", "multiply")]
     events = [{"tid": 1, "ts": at / 1000, "ph": phase, "name": name} for at, phase, name in notes]
     assert timeline.summary({"traceEvents": events}) == pytest.approx(
-        {"first stage": 300, "make shares": 200, "await stage": 20, "multiply": 70, "span": 600}
+        {"first stage": 300, "shrink": 200, "await stage": 20, "multiply": 70, "span": 600}
     )
 
 
-def test_notes_of_a_block():
+def test_events_of_a_block():
     notes = [(3, 0, "B", "Init"), (3, 50, "E", "Init"), (4, 10, "B", "multiply")]
     notes += [(4, 20, "B", "await stage"), (4, 35, "E", "await stage"), (4, 90, "E", "multiply")]
     trace = [
         {"tid": tid, "ts": 7 + cycle / 1000, "ph": phase, "name": name}
         for tid, cycle, phase, name in [(1, -500, "B", "Init"), *notes, (5, 1, "B", "Init")]
     ]
-    assert timeline.notes_of_block({"traceEvents": trace}, 1, 2) == [
+    assert timeline.events_of_block({"traceEvents": trace}, 1, 2) == [
         "warpgroup 0: Init 0+50",
         "warpgroup 1: multiply 10+80; await stage 20+15",
     ]
 
 
-def test_notes_take_shared_memory():
-    shorter = timeline.room_for_notes(TileConfig(16, warpgroups_n=5, block_k=256, stages=4))
+def test_events_take_shared_memory():
+    shorter = timeline.traceable(TileConfig(16, warpgroups_n=5, block_k=256, stages=4))
     assert shorter == TileConfig(16, warpgroups_n=5, block_k=256, stages=3)
-    assert timeline.room_for_notes(shorter) == shorter
+    assert timeline.traceable(shorter) == shorter

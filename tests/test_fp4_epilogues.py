@@ -1,10 +1,8 @@
-"""Products that end with SwiGLU, begin a norm or follow one, simulated, against float64."""
+"""Products with SwiGLU, or with residual and RMSNorm, simulated, against float64."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from h200 import array, tiles
 from simulated_kernel import (
     ROUNDING,
     float64,
@@ -17,7 +15,7 @@ from simulated_kernel import (
 
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import cases, dispatch, layout, sm90
+from pallas_kernels.fp4_matmul import dispatch, layout, sm90
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
@@ -33,7 +31,7 @@ def simulated_api(simulated, monkeypatch):
 
 
 def swiglu_inputs(m, n, k, rank=64):
-    """x, the weight, and shares of mean squares for which the product is of the size of one."""
+    """x, the weight, partial mean squares for which the product has the size of one, and B."""
     weight, x = random_weight(n, k), normal(m, k)
     rng = np.random.default_rng(3)
     size = np.sqrt(np.mean((float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) ** 2))
@@ -56,14 +54,14 @@ SWIGLU_VARIANTS = {
         TileConfig(16, warpgroups_n=2, stages=2),
         2,
     ),
-    "tiles of odd rows, the next stage decoded ahead": (
+    "tiles of odd rows, the next stage dequantized ahead": (
         (8, 512, 1024),
         TileConfig(8, warpgroups_n=3, block_k=256, stages=3, in_flight=2, ahead=True),
         4,
     ),
     "slices": ((8, 128, 640), TileConfig(8, slices=2, warpgroups_n=1, block_k=512, stages=2), 1),
-    "shared tiles": ((16, 512, 384), TileConfig(24, warpgroups_n=1, stages=3, stream_k=True), 3),
-    "a tile for each block of a cluster and an odd one": (
+    "split tiles": ((16, 512, 384), TileConfig(24, warpgroups_n=1, stages=3, stream_k=True), 3),
+    "a tile for each CTA of a cluster and an odd one": (
         (8, 384, 640),
         TileConfig(8, warpgroups_n=2, stages=3, split=3),
         3,
@@ -72,7 +70,7 @@ SWIGLU_VARIANTS = {
 
 
 @pytest.mark.parametrize("variant", SWIGLU_VARIANTS)
-def test_swiglu_behind_the_product(variant, simulated):
+def test_the_swiglu_epilogue(variant, simulated):
     (m, n, k), config, blocks = SWIGLU_VARIANTS[variant]
     x, weight, square_partials, b = swiglu_inputs(m, n, k)
     xa = normal(m, 64, seed=1)
@@ -127,7 +125,7 @@ def test_swiglu():
     assert relative_error(y, expected) < 3 * ROUNDING  # x A^T is rounded, too
 
 
-def test_where_the_kernel_ends_with_swiglu(monkeypatch):
+def test_where_the_kernel_supports_swiglu(monkeypatch):
     """Not where it does not run, nor for arguments that it does not take."""
     monkeypatch.setattr(device, "num_sms", lambda: 132)
     x, weight, square_partials, b = swiglu_inputs(16, 256, 512)
@@ -165,7 +163,7 @@ def test_where_the_kernel_ends_with_swiglu(monkeypatch):
     ("config", "message"),
     [
         (TileConfig(8, warpgroups_n=1), "wants 16 tokens in one tile"),
-        (TileConfig(136, warpgroups_n=1, stages=2), "room for shares, got TileConfig.tile_m=136"),
+        (TileConfig(136, warpgroups_n=1, stages=2), "a reducer, got TileConfig.tile_m=136"),
         (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
     ],
 )
@@ -212,7 +210,7 @@ def test_arguments_without_swiglu(changed, message, monkeypatch):
 
 
 def norm_inputs(m, n, k):
-    """x, the weight, the residual stream, the norm's scale, A and B."""
+    """x, the weight, the residual, the norm's scale, A and B."""
     scale = jnp.asarray(np.random.default_rng(5).uniform(0.5, 2, n), jnp.float32)
     residual = (k**0.5 * float64(normal(m, n, seed=6))).astype(jnp.bfloat16)
     return normal(m, k), random_weight(n, k), residual, scale, normal(32, k, seed=1), normal(n, 64)
@@ -220,8 +218,8 @@ def norm_inputs(m, n, k):
 
 @pytest.mark.usefixtures("simulated_api")
 @pytest.mark.parametrize("made", [False, True])
-def test_the_beginning_of_a_norm(made):
-    """With shares given, and with A, of which the simulation makes them."""
+def test_add_rmsnorm(made):
+    """With given partials, and with A, of which the simulation computes them."""
     x, weight, residual, scale, a, b = norm_inputs(16, 192, 512)
     b = b.at[:, 32:].set(0)
     xa = float64(x) @ float64(a).T
@@ -238,7 +236,7 @@ def test_the_beginning_of_a_norm(made):
     np.testing.assert_allclose(means, np.mean(float64(total) ** 2, axis=1), rtol=1e-5)
 
 
-def test_where_the_kernel_begins_a_norm(monkeypatch):
+def test_where_the_kernel_adds_to_the_residual(monkeypatch):
     """Not where it does not run, nor for arguments that it does not take."""
     monkeypatch.setattr(device, "num_sms", lambda: 132)
     x, weight, *_, b = norm_inputs(72, 3584, 512)
@@ -263,12 +261,15 @@ def test_where_the_kernel_begins_a_norm(monkeypatch):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TileConfig(8, warpgroups_n=1), "wants tiles of 16 tokens"),
-        (TileConfig(16, warpgroups_n=5, stages=8), "no room for the sum and what is scaled"),
+        (TileConfig(8, warpgroups_n=1), "RMSNorm wants tiles of 16 tokens"),
+        (
+            TileConfig(16, warpgroups_n=5, stages=8),
+            "shared memory does not hold sum and scaled sum",
+        ),
         (TileConfig(12), "tile_m is 12, expected a multiple of 8"),
     ],
 )
-def test_tilings_without_the_beginning_of_a_norm(config, message):
+def test_tilings_without_add_rmsnorm(config, message):
     x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
     with pytest.raises(ValueError, match=message):
         fp4.fp4_matmul_add_rmsnorm(x, fp4.to_tiles(weight), residual, scale, b, a=a, config=config)
@@ -281,94 +282,12 @@ def test_tilings_without_the_beginning_of_a_norm(config, message):
         ({"residual": normal(16, 128)}, r"residual is bfloat16 \(16, 128\)"),
         ({"residual": jnp.zeros((16, 256))}, r"residual is float32 \(16, 256\)"),
         ({"scale": jnp.ones(128)}, r"scale \(128,\), expected bfloat16 \(16, 256\) and \(256,\)"),
-        ({"x": normal(12, 512), "residual": normal(12, 256)}, "wants tiles of 12 tokens"),
+        ({"x": normal(12, 512), "residual": normal(12, 256)}, "RMSNorm wants tiles of 12 tokens"),
     ],
 )
-def test_arguments_without_the_beginning_of_a_norm(changed, message, monkeypatch):
+def test_arguments_without_add_rmsnorm(changed, message, monkeypatch):
     monkeypatch.setattr(device, "num_sms", lambda: 132)
     x, weight, residual, scale, a, b = norm_inputs(16, 256, 512)
     given = {"x": x, "residual": residual, "scale": scale, "a": a, "b": b}
     with pytest.raises(ValueError, match=message):
         fp4.fp4_matmul_add_rmsnorm(weight=fp4.to_tiles(weight), **(given | changed))
-
-
-@pytest.mark.usefixtures("simulated_api")
-def test_a_product_behind_a_norm():
-    """The simulation adds up the squares outside; the kernel's sum is tested on a GPU."""
-    x, weight, _, _, a, b = norm_inputs(16, 192, 512)
-    square_partials = jnp.asarray(np.random.default_rng(3).uniform(0.2, 2, (19, 16)), jnp.float32)
-    config = TileConfig(16, warpgroups_n=1, block_k=256, stages=2)
-    tiles = fp4.to_tiles(weight)
-    y, total = fp4.fp4_behind_norm(x, tiles, (a, b), square_partials, config=config)
-    expected = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    expected += float64(x) @ float64(a).T @ float64(b)[:, :32].T
-    assert relative_error(y, expected) < 2 * ROUNDING
-    np.testing.assert_allclose(
-        float64(total), float64(square_partials).sum(axis=0)[None], rtol=1e-6
-    )
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"square_partials": jnp.ones((3, 16))},
-            r"square_partials are \(3, 16\), expected \(4 or more, 16\)",
-        ),
-        (
-            {"square_partials": jnp.ones((8, 8))},
-            r"square_partials are \(8, 8\), expected \(4 or more, 16\)",
-        ),
-        (
-            {"x": normal(12, 512), "square_partials": jnp.ones((8, 12))},
-            "a multiple of 8 tokens, got 12",
-        ),
-        ({"lora": (normal(32, 512), normal(256, 40))}, r"B is \(256, 40\), expected 256 rows"),
-        ({"x": jnp.zeros((16, 512))}, "wants bfloat16 and Fp4Tiles, got float32"),
-        ({"config": TileConfig(16, warpgroups_n=1, stages=1)}, r"no room to make x A\^T"),
-        ({"lora": (normal(32, 256), normal(256, 64))}, r"A in bfloat16 \(32, 256\).* 512 columns"),
-        ({"lora": (normal(96, 512), normal(256, 64))}, "and 64 rows at most"),
-        ({"lora": (jnp.zeros((32, 512)), normal(256, 64))}, "A in float32"),
-    ],
-)
-def test_arguments_without_a_product_behind_a_norm(changed, message, monkeypatch):
-    monkeypatch.setattr(device, "num_sms", lambda: 132)
-    x, weight, _, _, a, b = norm_inputs(16, 256, 512)
-    given = {"x": x, "lora": (a, b), "square_partials": jnp.ones((8, 16))}
-    with pytest.raises(ValueError, match=message):
-        fp4.fp4_behind_norm(weight=fp4.to_tiles(weight), **(given | changed))
-
-
-@pytest.mark.parametrize("rank", [8, 16, 32, 64, 128])
-@pytest.mark.parametrize("model", cases.MODELS)
-def test_whoever_begins_a_norm_has_a_product_behind_it(model, rank, monkeypatch):
-    """As a decode step asks: what follows must take the arguments, of which it has the shapes."""
-    monkeypatch.setattr(device, "num_sms", lambda: 132)
-    monkeypatch.setattr(dispatch, "supports_device", lambda: True)
-    served = 0
-    for m in (8, 16, 24, 32):
-        (n, k), (down_n, down_k) = (cases.MODELS[model][name] for name in ("qkv", "down"))
-        hidden, x = array(m, down_k), array(m, k)
-        stacked = cases.rank_of(f"{model}.qkv", rank)
-        adapter = array(stacked, k), array(n, fp4.padded_rank(stacked))
-        down_a, down_b = array(rank, down_k), array(down_n, fp4.padded_rank(rank))
-        down, qkv = tiles(down_n, down_k), tiles(n, k)
-        if not fp4.supports_add_rmsnorm(hidden, down, down_b) or not fp4.supports_lora_shrink(
-            x, qkv, adapter
-        ):
-            continue
-        scale = array(down_n, dtype=jnp.float32)
-        _, scaled, square_partials = jax.eval_shape(
-            lambda a, *args: fp4.fp4_matmul_add_rmsnorm(*args, a=a),
-            down_a,
-            hidden,
-            down,
-            x,
-            scale,
-            down_b,
-        )
-        product, total = jax.eval_shape(fp4.fp4_behind_norm, scaled, qkv, adapter, square_partials)
-        assert product.shape == (m, n)
-        assert total.shape == (1, m)
-        served += 1
-    assert served or rank > 32

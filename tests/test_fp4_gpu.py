@@ -1,4 +1,4 @@
-"""The kernel on a Hopper GPU: exact decode, products against float64, derivatives, programs."""
+"""The kernel on a Hopper GPU: dequantization, products against float64, derivatives, programs."""
 
 import dataclasses
 import functools
@@ -9,43 +9,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from hopper_cases import CONFIGS, ROUNDING, float64, random_weight, skip_unless_hopper
 from jax.sharding import PartitionSpec
 
 from pallas_kernels import fp4_matmul as fp4
-from pallas_kernels.fp4_matmul import cases, dispatch, sm90, tiling, timeline
+from pallas_kernels.fp4_matmul import dispatch, sm90, tiling, timeline
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 pytestmark = pytest.mark.gpu
 
-ROUNDING = 2e-3
-# One of every kind; `None` is what a caller gets.
-CONFIGS = [
-    None,
-    TileConfig(16, warpgroups_n=1),
-    TileConfig(16, warpgroups_n=4, block_k=256, stages=4, in_flight=1),
-    TileConfig(16, warpgroups_n=5, block_k=256, stages=3),
-    TileConfig(16, warpgroups_n=6, stages=4),
-    TileConfig(16, warpgroups_n=2, slices=2, block_k=512, stages=3, in_flight=1),
-    TileConfig(16, warpgroups_n=1, slices=4, block_k=512, stages=3),
-    TileConfig(16, warpgroups_n=2, stages=6, stream_k=True),
-    TileConfig(16, warpgroups_n=3, stages=6, stream_k=True),
-    TileConfig(16, warpgroups_n=1, slices=4, block_k=512, stages=3, stream_k=True),
-    TileConfig(16, warpgroups_n=2, stages=6, split=2),
-    TileConfig(16, warpgroups_n=1, slices=2, block_k=256, stages=6, split=3),
-    TileConfig(32, warpgroups_n=3, block_k=256, stages=3, split=4),
-    TileConfig(16, warpgroups_n=1, block_k=256, stages=4, in_flight=2, split=2, ahead=True),
-    TileConfig(64, warpgroups_n=3, block_k=256, stages=3, in_flight=2, split=2, ahead=True),
-    TileConfig(64, warpgroups_n=2, block_k=256, stages=3, stream_k=True, in_flight=1, ahead=True),
-    TileConfig(64, warpgroups_n=3, block_k=128, stages=4, split=4),
-    TileConfig(64, warpgroups_n=4, stages=5),
-    TileConfig(64, warpgroups_n=3, stages=5, stream_k=True),
-    TileConfig(64, warpgroups_n=4, stages=5, stream_k=True),
-    TileConfig(96, warpgroups_n=4, stages=3),
-    TileConfig(128, warpgroups_n=3, stages=3),
-    TileConfig(128, warpgroups_n=2, stages=3, stream_k=True),
-    TileConfig(192, warpgroups_n=2, stages=2),
-    TileConfig(256, warpgroups_n=2, stages=2),
-]
 SHAPES = [
     (1, 256, 1024),
     (8, 4608, 3584),
@@ -62,23 +34,7 @@ SHAPES = [
 
 @pytest.fixture(autouse=True, scope="module")
 def a_hopper_gpu():
-    device = jax.devices()[0]
-    if device.platform != "gpu" or device.compute_capability != "9.0":
-        pytest.skip(f"needs a Hopper GPU, this is {device.device_kind}")
-
-
-def random_weight(rng, n, k, form="nvfp4"):
-    packed = jnp.asarray(rng.integers(0, 256, (n, k // 2), np.uint8))
-    if form == "mxfp4":
-        scales = rng.integers(110, 125, (n, k // 32), np.uint8).view(ml_dtypes.float8_e8m0fnu)
-        return fp4.Fp4Weight(packed, jnp.asarray(scales))
-    scales = rng.integers(1, 127, (n, k // 16), np.uint8).view(ml_dtypes.float8_e4m3fn)
-    divisors = jnp.asarray(rng.uniform(1000, 3000, n), jnp.float32)
-    return fp4.Fp4Weight(packed, jnp.asarray(scales), divisors)
-
-
-def float64(x):
-    return np.asarray(x).astype(np.float64)
+    skip_unless_hopper()
 
 
 def every_code_under_every_scale():
@@ -95,7 +51,7 @@ def every_code_under_every_scale():
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_the_decode_is_exact(config):
+def test_the_dequantization_is_exact(config):
     weight = every_code_under_every_scale()
     columns = jax.jit(functools.partial(fp4.fp4_matmul, implementation="mosaic", config=config))(
         jnp.eye(256, dtype=jnp.bfloat16), fp4.to_tiles(weight)
@@ -117,7 +73,7 @@ def test_dequantize(form):
 
 @functools.partial(jax.jit, static_argnums=0)
 def exact(with_adapter, x, weight, lora, bias):
-    """The product in float32 at the highest precision, from the dequantised weight."""
+    """The product in float32 at the highest precision, from the dequantized weight."""
     dot = functools.partial(jnp.dot, precision="highest", preferred_element_type=jnp.float32)
     y = dot(x.astype(jnp.float32), fp4.dequantize(weight, jnp.float32).T)
     if with_adapter:
@@ -195,13 +151,13 @@ def test_float32(m):
         (33, 3584, 18944, 32, 148),
         (64, 37888, 3584, 64, 28),
         (64, 3584, 18944, 32, 148),
-        (128, 256, 1024, 96, 8),  # more parts than blocks
+        (128, 256, 1024, 96, 8),  # more parts than CTAs
         (128, 3584, 18944, 64, 148),
         (200, 2056, 1520, 96, 13),
     ],
 )
-def test_shares(m, n, k, rank, count):
-    """Twice in a row with other shares, and many times: their lock is zero after every call."""
+def test_xa_partials(m, n, k, rank, count):
+    """Twice in a row with other partials, and many times: their lock is zero after every call."""
     rng = np.random.default_rng()
     weight = random_weight(rng, n, k)
     columns = fp4.padded_rank(rank)
@@ -267,174 +223,17 @@ def test_an_adapter_inside(config, m, n, k, rank, inside):
     np.testing.assert_array_equal(first.view(np.uint16), again.view(np.uint16))
 
 
-def swiglus():
-    """Named shapes, and every kind of tiling with tiles beyond the weight."""
-    for model in ("7b", "14b", "32b", "llama8b"):
-        yield from ((None, m, *cases.MODELS[model]["gate_up"]) for m in (8, 24, 32, 64, 128))
-    # Few shares of the mean squares, and a width of 16 tokens.
-    yield from ((None, m, 512, 1024) for m in (8, 48))
-    for config in CONFIGS[1:]:
-        if tiling.supports_xa_partials(config):
-            yield config, 16, 128 * 37, 1024
-    # The last block's run of shared steps is a whole tile, which it stores before its others.
-    yield TileConfig(16, warpgroups_n=2, stages=6, stream_k=True), 16, 128 * 262, 1024
-
-
-@pytest.mark.parametrize(("config", "m", "n", "k"), list(swiglus()), ids=str)
-def test_swiglu(config, m, n, k):
-    """Against float64, and many times in a row."""
-    rng = np.random.default_rng()
-    weight = random_weight(rng, n, k)
-    x, b = (jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((m, k), (n, 64)))
-    xa_partials = jnp.asarray(rng.standard_normal((k // 128, m, 64)), jnp.float32)
-    xa = float64(xa_partials).sum(axis=0).astype(ml_dtypes.bfloat16)
-    product = float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T
-    product += float64(xa) @ float64(b).T
-    # Two norms, by which the calls take turns: who reads a factor too early has the other's.
-    # In as many shares as a product of K outputs leaves, or in few.
-    count = k // 16 if k > 1024 else k // 128 + 1
-    square_partials = rng.uniform(0.5, 2, (2, count, m)) * np.mean(product**2) / count
-    square_partials = square_partials.astype(np.float32)
-    expected = []
-    for parts in float64(square_partials):
-        gate, up = np.split(product / np.sqrt(parts.sum(axis=0) + 0.1)[:, None], 2, axis=1)
-        expected.append(gate / (1 + np.exp(-gate)) * up)
-    tiles = fp4.to_tiles(weight)
-    assert fp4.supports_swiglu(x, tiles, b, xa_partials=xa_partials)
-    swiglu = functools.partial(fp4.fp4_swiglu, xa_partials=xa_partials, eps=0.1, config=config)
-
-    @jax.jit
-    def run(x, tiles, b, square_partials):
-        first = jnp.stack([swiglu(x, tiles, b, parts) for parts in square_partials])
-
-        def again(i, differs):
-            y = swiglu(x, tiles, b, square_partials[i % 2])
-            return differs | jnp.any(y != first[i % 2])
-
-        return first, jax.lax.fori_loop(0, 20, again, False)
-
-    first, differs = run(x, tiles, b, square_partials)
-    assert first.shape == (2, m, n // 2)
-    for y, exact_y in zip(first, expected, strict=True):
-        # Gate, what it multiplies, its activation and the result are rounded. Where there are few,
-        # some weigh most: roundings alone were off by 0.0044 in 300 draws of 8 x 256 results.
-        error = np.linalg.norm(float64(y) - exact_y) / np.linalg.norm(exact_y)
-        assert error < (2 if n > 512 else 2.5) * ROUNDING
-    assert not differs
-
-
-def norms():
-    """Named shapes, and every kind of tiling, with row tiles beyond the weight."""
-    for model in ("1.5b", "7b", "14b", "32b", "llama8b"):
-        for layer in ("o", "down"):
-            yield from ((None, m, *cases.MODELS[model][layer]) for m in (8, 32, 64))
-    for config in CONFIGS[1:]:
-        shape = config.tile_m, 64 * 37, 1024
-        if tiling.supports_xa_partials(config) and adapter_cases.schedule_of(
-            config, *shape, 64
-        ).supports_add_residual(config.tile_m):
-            yield config, *shape
-    # The last block's run of shared steps is a whole tile; all have a whole tile and shared steps.
-    for tiles in (131, 200):
-        yield TileConfig(16, warpgroups_n=2, stages=6, stream_k=True), 16, 128 * tiles, 1024
-    yield (
-        TileConfig(16, warpgroups_n=1, stages=6),
-        16,
-        64 * 37,
-        384,
-    )  # three shares, added up outside
-
-
-@pytest.mark.parametrize(("config", "m", "n", "k"), list(norms()), ids=str)
-def test_begin_norm(config, m, n, k):
-    """With given shares and its own, bit for bit what the product and the sum are."""
-    rng = np.random.default_rng()
-    weight = random_weight(rng, n, k)
-    x, residual, a, b = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((m, k), (m, n), (32, k), (n, 64))
-    )
-    residual *= np.float32(k**0.5).astype(jnp.bfloat16)
-    scale = jnp.asarray(rng.standard_normal(n), jnp.float32)
-    xa_partials = jnp.asarray(rng.standard_normal((k // 128, m, 32)), jnp.float32)
-    tiles = fp4.to_tiles(weight)
-    plan = adapter_cases.schedule_of(config, m, n, k, 64)
-    assert plan.supports_add_residual(m)
-    if config is None:
-        assert fp4.supports_add_rmsnorm(x, tiles, b) == (m <= tiling.MAX_ROWS_OF_NORM)
-
-    @jax.jit
-    def run(x, tiles, residual, scale, extra, b):
-        begin = functools.partial(fp4.fp4_matmul_add_rmsnorm, config=config)
-        first = begin(x, tiles, residual, scale, b, **extra)
-
-        def again(_, differs):
-            same = begin(x, tiles, residual, scale, b, **extra)
-            return differs | jnp.any(
-                jnp.stack([jnp.any(y != z) for y, z in zip(first, same, strict=True)])
-            )
-
-        y = dispatch.run(x, tiles, config, b=b, **extra)
-        return y, first, jax.lax.fori_loop(0, 20, again, False)
-
-    for extra in ({"xa_partials": xa_partials}, {"a": a}):
-        if "a" in extra and not plan.supports_lora_shrink(*a.shape):
-            continue
-        y, (total, scaled, square_partials), differs = run(x, tiles, residual, scale, extra, b)
-        expected = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(jnp.bfloat16)
-        np.testing.assert_array_equal(float64(total), float64(expected))
-        np.testing.assert_array_equal(
-            float64(scaled), float64((expected.astype(jnp.float32) * scale).astype(jnp.bfloat16))
-        )
-        means = np.mean(float64(total) ** 2, axis=1)
-        np.testing.assert_allclose(float64(square_partials).sum(axis=0), means, rtol=1e-5)
-        assert not differs
-
-
-@pytest.mark.parametrize("xa_partials", [5, 19, 324])
-@pytest.mark.parametrize("model", ["7b", "14b", "32b"])
-@pytest.mark.parametrize("m", [8, 16, 24, 32, 64])
-def test_behind_norm(m, model, xa_partials):
-    """The product is the one without a norm, bit for bit, and squares are added up beside it."""
-    n, k = cases.MODELS[model]["qkv"]
-    rng = np.random.default_rng()
-    rank = cases.rank_of(f"{model}.qkv", 32)
-    x, a, b = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((m, k), (rank, k), (n, tiling.padded_rank(rank)))
-    )
-    square_partials = jnp.asarray(rng.uniform(0.5, 2, (2, xa_partials, m)), jnp.float32)
-    tiles = fp4.to_tiles(random_weight(rng, n, k))
-    assert fp4.supports_lora_shrink(x, tiles, (a, b))
-
-    @jax.jit
-    def run(x, tiles, lora, square_partials):
-        expected = fp4.fp4_matmul(x, tiles, lora=lora, implementation="mosaic")
-
-        def behind_norm(i, outs):
-            y, total = fp4.fp4_behind_norm(x, tiles, lora, square_partials[i % 2])
-            return outs[0] | jnp.any(y != expected), outs[1].at[i].set(total[0])
-
-        zeros = jnp.zeros((20, m), jnp.float32)
-        return jax.lax.fori_loop(0, 20, behind_norm, (False, zeros))
-
-    differs, totals = run(x, tiles, (a, b), square_partials)
-    assert not differs
-    expected = np.tile(float64(square_partials).sum(axis=1), (10, 1))
-    np.testing.assert_allclose(float64(totals), expected, rtol=1e-5)
-
-
 @pytest.mark.parametrize(("m", "n", "k"), [(8, 3584, 3584), (64, 3584, 18944)])
 def test_timeline(m, n, k):
     trace, warpgroups = timeline.record(m, n, k, rank=32)
     cycles = timeline.summary(trace)
-    assert {"Init", "make shares", "first stage", "multiply", "add adapter"} <= set(cycles)
+    assert {"Init", "shrink", "first stage", "multiply", "add adapter"} <= set(cycles)
     assert min(cycles.values()) >= 0
     assert 1000 < cycles["span"] < 1e6
-    *multiplying, copying, adding = timeline.notes_of_block(trace, 0, warpgroups)
-    assert all("multiply" in line for line in multiplying)
-    assert "await shares" in copying
-    assert "add shares" in adding
+    *consumers, producer, reducer = timeline.events_of_block(trace, 0, warpgroups)
+    assert all("multiply" in line for line in consumers)
+    assert "await xa" in producer
+    assert "add partials" in reducer
 
 
 def test_derivatives():
@@ -478,10 +277,10 @@ def test_the_kernel_is_what_a_caller_gets():
 
 
 def test_layers_in_a_loop():
-    """The locks of shared tiles, which both tilings use, are zero after every call.
+    """The locks of split tiles, which both tilings use, are zero after every call.
 
-    One has only shared tiles, of five blocks each; the other whole tiles too, and some blocks that
-    share two tiles.
+    One tiling has only split tiles, with five CTAs each; the other has whole tiles, too, and CTAs
+    with runs of two tiles.
     """
     rng = np.random.default_rng()
     few, many = (

@@ -21,7 +21,7 @@ from simulated_kernel import (
 from pallas_kernels import device
 from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels.fp4_matmul import dispatch, layout, lora_shrink, sm90, tiling
-from pallas_kernels.fp4_matmul.sm90 import pipeline, xa_partials
+from pallas_kernels.fp4_matmul.sm90 import producer, xa_partials
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
 
@@ -45,37 +45,37 @@ VARIANTS = {
         2,
     ),
     "an adapter": ((8, 64, 256), TileConfig(8, warpgroups_n=1, stages=2), 64, 2),
-    "shared tiles": (
+    "split tiles": (
         (16, 128, 640),
         TileConfig(16, warpgroups_n=1, stages=3, stream_k=True),
         64,
         3,
     ),
-    "shared tiles that the rows do not fill": (
+    "split tiles that the rows do not fill": (
         (16, 160, 384),
         TileConfig(16, warpgroups_n=2, stages=3, stream_k=True),
         64,
         3,
     ),
-    "a shared tile with fewer steps than there are blocks": (
+    "a split tile with fewer steps than there are CTAs": (
         (8, 256, 256),
         TileConfig(8, warpgroups_n=1, stages=2, stream_k=True),
         64,
         3,
     ),
-    "a tile for every two blocks": (
+    "a tile for every two CTAs": (
         (16, 128, 640),
         TileConfig(16, warpgroups_n=1, stages=3, split=2),
         64,
         4,
     ),
-    "a tile for each block of a cluster and an odd one": (
+    "a tile for each CTA of a cluster and an odd one": (
         (8, 256, 640),
         TileConfig(8, warpgroups_n=1, stages=3, split=3),
         64,
         3,
     ),
-    "the next stage decoded ahead": (
+    "the next stage dequantized ahead": (
         (8, 64, 1024),
         TileConfig(8, warpgroups_n=1, block_k=256, stages=3, in_flight=2, ahead=True),
         64,
@@ -87,7 +87,7 @@ VARIANTS = {
         64,
         1,
     ),
-    "slices of shared tiles": (
+    "slices of split tiles": (
         (8, 192, 768),
         TileConfig(8, warpgroups_n=1, slices=2, block_k=256, stages=2, stream_k=True),
         64,
@@ -99,11 +99,11 @@ VARIANTS = {
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        *((name, "bfloat16") for name in VARIANTS if name != "a tile for every two blocks"),
-        pytest.param("a tile for every two blocks", "bfloat16", marks=pytest.mark.slow),
+        *((name, "bfloat16") for name in VARIANTS if name != "a tile for every two CTAs"),
+        pytest.param("a tile for every two CTAs", "bfloat16", marks=pytest.mark.slow),
         ("tokens and rows that do not fill a tile", "float32"),
-        pytest.param("slices of shared tiles", "float32", marks=pytest.mark.slow),
-        pytest.param("shared tiles that the rows do not fill", "float32", marks=pytest.mark.slow),
+        pytest.param("slices of split tiles", "float32", marks=pytest.mark.slow),
+        pytest.param("split tiles that the rows do not fill", "float32", marks=pytest.mark.slow),
     ],
 )
 def test_kernel(variant, dtype, simulated):
@@ -129,9 +129,9 @@ def test_kernel(variant, dtype, simulated):
     assert relative_error(y, expected) < (ROUNDING if dtype == "bfloat16" else 1e-5)
 
 
-def test_a_copier_that_awaits_arrivals(simulated, monkeypatch):
-    """It observes every phase of the barriers, in order."""
-    monkeypatch.setattr(pipeline, "_BYTES_IN_FLIGHT", 1)
+def test_a_producer_that_awaits_arrivals(simulated, monkeypatch):
+    """The producer observes every phase of the barriers, in order."""
+    monkeypatch.setattr(producer, "_BYTES_IN_FLIGHT", 1)
     m, n, k, rank = 8, 192, 1408, 64
     config = TileConfig(m, warpgroups_n=1, stages=4, stream_k=True)
     weight, x = random_weight(n, k), normal(m, k)
@@ -199,10 +199,10 @@ def test_product_and_derivatives():
 @pytest.mark.usefixtures("simulated_api")
 @pytest.mark.parametrize(
     ("n", "block_k", "triton", "kernels"),
-    # Two blocks have room for the tokens of four shares in their first stage, one of one has not.
+    # The first stages of two CTAs hold the tokens of four partials, but that of one CTA does not.
     [(128, 512, True, []), (64, 128, True, ["shrink"]), (64, 128, False, ["dot"])],
 )
-def test_who_makes_the_product_with_a(n, block_k, triton, kernels, monkeypatch):
+def test_which_kernel_shrinks(n, block_k, triton, kernels, monkeypatch):
     ran = []
 
     def shrink(x, a):
@@ -235,7 +235,7 @@ def test_who_makes_the_product_with_a(n, block_k, triton, kernels, monkeypatch):
 
 @pytest.mark.usefixtures("simulated_api")
 def test_an_adapter_that_no_stage_holds():
-    """It is added to the kernel's product."""
+    """The adapter is added to the kernel's product."""
     n, k, rank = 64, 128, 192
     weight, x = random_weight(n, k), normal(3, k)
     a, b = normal(rank, k, seed=1), normal(n, rank, seed=2)
@@ -255,8 +255,8 @@ def test_float32(monkeypatch):
     assert relative_error(y, float64(x) @ float64(fp4.dequantize(weight, jnp.float32)).T) < 1e-5
 
 
-def shares_and_product(m, count=5):
-    """fp4_matmul_with_shares of M rows, and what it should be."""
+def product_with_partials(m, count=5):
+    """`fp4_matmul_with_xa_partials` of M rows, and the expected result."""
     n, k, rank = 64, 128, 24
     weight, x = random_weight(n, k), normal(m, k)
     b = jnp.pad(normal(n, rank, seed=1), ((0, 0), (0, 64 - rank)))
@@ -269,57 +269,56 @@ def shares_and_product(m, count=5):
 
 @pytest.mark.usefixtures("simulated_api")
 @pytest.mark.parametrize(("m", "count"), [(3, 5), (3, 2), (130, 5)])
-def test_shares(m, count, monkeypatch):
+def test_xa_partials(m, count, monkeypatch):
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
-    y, expected = shares_and_product(m, count)
+    y, expected = product_with_partials(m, count)
     assert relative_error(y, expected) < 4e-3  # x A^T is rounded
 
 
-def test_shares_without_the_kernel():
-    y, expected = shares_and_product(3)
+def test_xa_partials_without_the_kernel():
+    y, expected = product_with_partials(3)
     assert relative_error(y, expected) < 6e-3  # and the two products
 
 
 @pytest.mark.usefixtures("simulated_api")
 def test_self_check_while_tracing(monkeypatch):
-    """It finds nothing wrong, and computes all that it says."""
-    kernel, plans = dispatch.kernel(), {}
+    """It finds no error, and its products cover what it says."""
+    kernel, schedules = dispatch.kernel(), {}
 
     def matmul(x, tiles, *, config, num_sms, **extra):
-        made, paired, begun = (name in extra for name in ("a", "square_partials", "residual"))
-        plan = sm90.make_schedule(
+        shrinks, paired, adds = (name in extra for name in ("a", "square_partials", "residual"))
+        schedule = sm90.make_schedule(
             config, len(x), len(tiles.codes), x.shape[1], num_sms, paired=paired
         )
-        plans["made" if made else "begun" if begun else "given"] = plan
-        assert (
-            plan.supports_lora_shrink(*extra["a"].shape)
-            if made
-            else tiling.supports_xa_partials(config)
-        )
-        assert made == ("xa_partials" not in extra)
-        assert made == ("bias" in extra)
-        assert made == (not (paired or begun))
-        assert made == bool(tiles.shape[0] % tiling.TILE_ROWS)
+        schedules["shrinks" if shrinks else "adds" if adds else "paired"] = schedule
+        if shrinks:
+            assert schedule.supports_lora_shrink(*extra["a"].shape)
+        assert tiling.supports_xa_partials(config)
+        assert shrinks == ("xa_partials" not in extra)
+        assert shrinks == ("bias" in extra)
+        assert shrinks == (not (paired or adds))
+        assert shrinks == bool(tiles.shape[0] % tiling.TILE_ROWS)
         return kernel.matmul(x, tiles, config=config, num_sms=num_sms, **extra)
 
     monkeypatch.setattr(dispatch, "kernel", lambda: types.SimpleNamespace(matmul=matmul))
     errors = []
     jax.eval_shape(lambda x: (errors.append(dispatch.self_check()), x)[1], jnp.ones(1))
     assert errors[0] < ROUNDING
-    for plan in plans.values():
-        assert plan.config.problem() is None
-        assert plan.steps > plan.config.stages
-        assert plan.config.stages * plan.config.stage_bytes() > pipeline._BYTES_IN_FLIGHT
-    split = plans["made"]
-    for name in ("given", "begun"):
-        assert plans[name].shared > 0
-        assert plans[name].tiles > plans[name].blocks  # whole ones too
-    assert split.split == 2
-    assert split.tiles == 3 * split.clusters
+    for schedule in schedules.values():
+        config = schedule.config
+        assert config.problem() is None
+        assert schedule.steps > config.stages
+        assert config.stages * config.stage_bytes() > producer._BYTES_IN_FLIGHT
+    for name in ("paired", "adds"):
+        assert schedules[name].split_tiles > 0
+        assert schedules[name].tiles > schedules[name].blocks  # whole tiles, too
+    clustered = schedules["shrinks"]
+    assert clustered.split == 2
+    assert clustered.tiles == 3 * clustered.clusters
 
 
 def held(layout, shape):
-    """The flat index of what a thread of a warpgroup holds in a layout: [warp, lane, ...]."""
+    """The flat indices of the elements of each thread in a layout: [warp, lane, ...]."""
     layout = layout.to_mgpu()
     array = np.arange(np.prod(shape)).reshape(shape)
     for tile in layout.tiling.tiles:
@@ -390,7 +389,7 @@ def test_shards_of_tiles():
         ({"config": TileConfig(12)}, "tile_m is 12, expected a multiple of 8"),
         ({"config": TileConfig(8, slices=2)}, "block_k is 128, expected a multiple of 256"),
         ({"config": TileConfig(256, stages=9)}, "bytes of shared memory, limit"),
-        ({"config": TileConfig(8, warpgroups_n=8)}, "8 warpgroups compute, expected at most 7"),
+        ({"config": TileConfig(8, warpgroups_n=8)}, "8 consumer warpgroups, expected at most 7"),
         ({"config": TileConfig(8, in_flight=2)}, "in_flight is 2, expected 0 to 1"),
         (
             {"config": TileConfig(8, block_k=256, stages=1, in_flight=1, ahead=True)},

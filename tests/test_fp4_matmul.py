@@ -250,7 +250,7 @@ def test_a_loop_does_not_carry_a_dense_weight(format, derivative):
 @pytest.mark.gpu
 @pytest.mark.parametrize("remat", [False, True])
 def test_no_dense_weight_waits_in_compiled_memory(remat):
-    # XLA may merge the dequantisation of the two passes and keep its result.
+    # XLA may merge the dequantization of the two passes and keep its result.
     size, depth = 1024, 8
     weights = [random_weight(size, size, seed) for seed in range(depth)]
 

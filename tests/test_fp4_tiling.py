@@ -1,4 +1,4 @@
-"""Which tiling serves a product, and which block of threads computes what of it."""
+"""The tiling of a product, and which CTA computes which part of it."""
 
 import dataclasses
 import itertools
@@ -16,7 +16,7 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
     ("tiles", "split", "num_sms", "clusters"),
     [
         (66, 2, 132, 66),  # one tile for each cluster
-        (198, 2, 132, 66),  # a whole one for each block, and one to split
+        (198, 2, 132, 66),  # a whole tile for each CTA, and one to split
         (132, 2, 132, 0),
         (36, 3, 132, 36),
         (40, 3, 132, 0),  # the last would wait for a second wave
@@ -25,7 +25,7 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
         (5, 4, 4, 1),
         (5, 1, 132, 0),
         (1, 8, 4, 0),
-        (40, 4, 114, 0),  # a device of which it is not known
+        (40, 4, 114, 0),  # a device for which the number of clusters is not known
     ],
 )
 def test_clusters(tiles, split, num_sms, clusters):
@@ -33,35 +33,35 @@ def test_clusters(tiles, split, num_sms, clusters):
 
 
 @pytest.mark.parametrize(
-    ("stages", "m", "row_tiles", "k", "makes"),
+    ("stages", "m", "row_tiles", "k", "shrinks"),
     [
         (4, 32, 432, 5120, True),
         (1, 32, 432, 5120, False),  # no stage beside the one with the tokens
         (4, 40, 432, 5120, False),  # two tiles of tokens
-        (4, 32, 432, 5184, False),  # half a share
-        (4, 32, 432, 384, False),  # fewer than warps that add them up
-        (4, 32, 4, 5120, False),  # one block, for 80 units of which a stage holds two
+        (4, 32, 432, 5184, False),  # half of a partial
+        (4, 32, 432, 384, False),  # fewer partials than warps that add them up
+        (4, 32, 4, 5120, False),  # one CTA for 80 units, of which a stage holds two
     ],
 )
-def test_who_makes_shares(stages, m, row_tiles, k, makes):
+def test_where_the_kernel_shrinks(stages, m, row_tiles, k, shrinks):
     config = TileConfig(32, warpgroups_n=4, block_k=256, stages=stages)
-    assert make_schedule(config, m, row_tiles, k, 132).supports_lora_shrink(64, k) == makes
+    assert make_schedule(config, m, row_tiles, k, 132).supports_lora_shrink(64, k) == shrinks
 
 
 def test_what_a_gpu_tests_of_adapters():
-    """Each case is what it says, and every way to make shares is among them."""
+    """Each case is what it says, and every way to compute partials is among them."""
     made = []
     for *case, inside in adapter_cases.CASES:
-        plan, (_, _, _, k, rank) = adapter_cases.schedule_of(*case), case
-        assert plan.config.problem() is None, case
-        assert plan.supports_lora_shrink(rank, k) == inside, case
+        schedule, (_, _, _, k, rank) = adapter_cases.schedule_of(*case), case
+        assert schedule.config.problem() is None, case
+        assert schedule.supports_lora_shrink(rank, k) == inside, case
         if inside:
-            made.append((plan, plan.turns_of_shares(rank, k)))
-    many = [plan for plan, turns in made if turns > plan.config.warpgroups]
-    assert any(plan.split == 2 and plan.adders < plan.blocks for plan in many)
-    assert any(plan.shared for plan in many)
-    assert any(plan.config.warpgroups > 1 for plan in many)
-    assert any(1 < turns <= plan.config.warpgroups for plan, turns in made)
+            made.append((schedule, schedule.shrink_turns(rank, k)))
+    many = [schedule for schedule, turns in made if turns > schedule.config.warpgroups]
+    assert any(one.split == 2 and one.resident_blocks < one.blocks for one in many)
+    assert any(one.split_tiles for one in many)
+    assert any(one.config.warpgroups > 1 for one in many)
+    assert any(1 < turns <= one.config.warpgroups for one, turns in made)
 
 
 def test_clusters_are_for_devices_that_are_known():
@@ -71,8 +71,8 @@ def test_clusters_are_for_devices_that_are_known():
 
 
 @pytest.mark.parametrize("m", [1, 16, 128, 2048])
-def test_room_for_an_adapter(m):
-    """Where there is none, nothing can be chosen."""
+def test_adapters_that_fit(m):
+    """No tiling can be chosen for an adapter that does not fit."""
     found = []
     for (n, k), rank in itertools.product([(256, 256), (3584, 18944)], range(64, 640, 64)):
         found.append(tiling.fits_adapter(m, n, k, rank=rank))
@@ -87,8 +87,11 @@ def test_room_for_an_adapter(m):
 @pytest.mark.parametrize(("rows", "row_tiles"), [(1, 2), (2, 8), (3, 14), (5, 36), (6, 10)])
 def test_paired_row_tiles(rows, row_tiles):
     """Each is of one tile; a tile has the same half of as many row tiles of the weight."""
-    plan = make_schedule(TileConfig(8, warpgroups_n=rows), 8, row_tiles, 256, 132, paired=True)
-    tiles = [[int(plan.row_tile(n, row)) for row in range(rows)] for n in range(plan.n_tiles)]
+    config = TileConfig(8, warpgroups_n=rows)
+    schedule = make_schedule(config, 8, row_tiles, 256, 132, paired=True)
+    tiles = [
+        [int(schedule.row_tile(n, row)) for row in range(rows)] for n in range(schedule.n_tiles)
+    ]
     for tile in tiles:
         assert np.diff(tile).tolist() == [2] * (rows - 1)
     found = sorted(row_tile for tile in tiles for row_tile in tile)
@@ -105,72 +108,81 @@ def test_paired_row_tiles(rows, row_tiles):
 )
 @pytest.mark.parametrize("tile_m", [40, 64])
 def test_every_step_has_one_block(tile_m, stream_k, split, blocks):
-    """Who computes what, and who adds up what, for 3 or 5 tiles of tokens and 7 of rows."""
+    """The work tiles and fix-ups of all CTAs, for 3 or 5 tiles of tokens and 7 of outputs."""
     config = TileConfig(tile_m, warpgroups_n=2, stream_k=stream_k, split=split)
-    plan = make_schedule(config, 180, 13, 5 * 128, blocks)
-    owners = np.full((plan.tiles, plan.steps), -1)
-    for block in range(plan.blocks):
-        pieces = int(plan.pieces(block))
-        assert pieces > 0
-        for index in range(pieces):
-            tile, first, count = (int(i) for i in plan.piece(block, index))
-            assert count > 0
-            assert (owners[tile, first : first + count] == -1).all()
-            owners[tile, first : first + count] = block
-            if stream_k:  # what is shared comes first, and of that what begins a tile comes last
-                shared = pieces - plan.tiles // plan.blocks
-                assert (tile < plan.shared) == (index < shared)
-                assert first > 0 or index >= shared - 1
-        whole = [int(plan.piece(block, index)[2]) == plan.steps for index in range(pieces)]
-        first_stored = int(plan.first_stored(block))
-        assert first_stored == (whole.index(True) if any(whole) else pieces - 1)
-        begins = [int(plan.piece(block, index)[1]) == 0 for index in range(pieces)]
-        awaited_behind = int(plan.awaited_behind(block))
-        assert awaited_behind == (begins.index(True) if any(begins) else pieces - 1)
+    schedule = make_schedule(config, 180, 13, 5 * 128, blocks)
+    owners = np.full((schedule.tiles, schedule.steps), -1)
+    for block in range(schedule.blocks):
+        count = int(schedule.num_work_tiles(block))
+        assert count > 0
+        work = [[int(i) for i in schedule.work_tile(block, index)] for index in range(count)]
+        for index, (tile, first, steps) in enumerate(work):
+            assert steps > 0
+            assert (owners[tile, first : first + steps] == -1).all()
+            owners[tile, first : first + steps] = block
+            if stream_k:  # split tiles come first, and of them the one that begins a tile last
+                runs = count - schedule.tiles // schedule.blocks
+                assert (tile < schedule.split_tiles) == (index < runs)
+                assert first > 0 or index >= runs - 1
+        whole = [steps == schedule.steps for _, _, steps in work]
+        first_stored = int(schedule.first_stored(block))
+        assert first_stored == (whole.index(True) if any(whole) else count - 1)
+        begins = [first == 0 for _, first, _ in work]
+        awaited = int(schedule.xa_awaited_after(block))
+        assert awaited == (begins.index(True) if any(begins) else count - 1)
     assert (owners >= 0).all()
-    clusters = tiling.clusters_of(plan.tiles, split, blocks) if split <= plan.steps else 0
-    assert plan.split == (split if clusters else 1)
+    clusters = tiling.clusters_of(schedule.tiles, split, blocks) if split <= schedule.steps else 0
+    assert schedule.split == (split if clusters else 1)
     if clusters:
-        assert plan.clusters == clusters
-        members = np.arange(plan.blocks).reshape(clusters, split)
-        pieces = np.array([int(plan.pieces(block)) for block in range(plan.blocks)])[members]
-        assert (pieces == pieces[:, :1]).all()
-        sharers = [tuple(sorted(set(owner))) for owner in owners if len(set(owner)) > 1]
-        assert len(set(sharers)) == len(sharers)
-        assert set(sharers) <= {tuple(cluster) for cluster in members.tolist()}
-    assert plan.shared == (plan.tiles % plan.blocks if stream_k else 0)
+        check_clusters(schedule, clusters, owners)
+    assert schedule.split_tiles == (schedule.tiles % schedule.blocks if stream_k else 0)
     if not stream_k:
         return
     counts = np.bincount(owners.reshape(-1))
     assert counts.max() - counts.min() <= 1
-    if not plan.shared:
-        return
-    slots, adders = [], np.full((plan.tiles, plan.units), -1)
-    for block in range(plan.blocks):
+    if schedule.split_tiles:
+        check_fixups(schedule, owners)
+
+
+def check_clusters(schedule, clusters, owners):
+    """The CTAs of a cluster have the same number of work tiles, and split one tile at most."""
+    assert schedule.clusters == clusters
+    members = np.arange(schedule.blocks).reshape(clusters, schedule.split)
+    counts = [int(schedule.num_work_tiles(block)) for block in range(schedule.blocks)]
+    counts = np.array(counts)[members]
+    assert (counts == counts[:, :1]).all()
+    peers = [tuple(sorted(set(owner))) for owner in owners if len(set(owner)) > 1]
+    assert len(set(peers)) == len(peers)
+    assert set(peers) <= {tuple(cluster) for cluster in members.tolist()}
+
+
+def check_fixups(schedule, owners):
+    """The peers of a split tile add up all its units, and no CTA overwrites a partial sum."""
+    slots, adding = [], np.full((schedule.tiles, schedule.units), -1)
+    for block in range(schedule.blocks):
         for index in (0, 1):
-            tile, first, sharers, begin, end = (int(i) for i in plan.share(block, index))
-            if not sharers:
+            tile, first, peers, begin, end = (int(i) for i in schedule.fixup(block, index))
+            if not peers:
                 assert begin == end
                 continue
-            assert index < int(plan.shared_pieces(block))
-            assert tile == int(plan.piece(block, index)[0])
-            assert set(owners[tile]) == set(range(first, first + sharers))
-            assert sharers <= plan.most_sharers
-            slots.append(int(plan.slot(block, tile)))
-            assert (adders[tile, begin:end] == -1).all()
-            adders[tile, begin:end] = block
-    # A block never overwrites a partial sum.
+            assert index < int(schedule.num_split_work_tiles(block))
+            assert tile == int(schedule.work_tile(block, index).tile)
+            assert set(owners[tile]) == set(range(first, first + peers))
+            assert peers <= schedule.max_peers
+            slots.append(int(schedule.partial_slot(block, tile)))
+            assert (adding[tile, begin:end] == -1).all()
+            adding[tile, begin:end] = block
     assert len(set(slots)) == len(slots)
-    assert set(slots) <= set(range(plan.slots))
-    assert plan.units * plan.unit == tile_m
-    for tile, blocks_of_tile in enumerate(owners):
-        sharers, adding = set(blocks_of_tile), set(adders[tile])
-        if len(sharers) == 1:
-            assert adding == {-1}
+    assert set(slots) <= set(range(schedule.partial_slots))
+    assert schedule.units * schedule.unit == schedule.config.tile_m
+    for blocks_of_tile, units in zip(owners, adding, strict=True):
+        peers, waiting = set(blocks_of_tile), set(units)
+        if len(peers) == 1:
+            assert waiting == {-1}
         else:
-            assert adding <= sharers
-            # As many wait, and count themselves out, as `add_shared_tiles` says.
-            assert len(adding) == min(len(sharers), plan.units)
+            assert waiting <= peers
+            # `add_split_tiles` says that this many CTAs wait, and reset the lock.
+            assert len(waiting) == min(len(peers), schedule.units)
 
 
 @pytest.mark.parametrize("m", [1, 8, 40, 64, 96, 200, 512, 8192])
@@ -198,12 +210,12 @@ def test_narrower_tiles_are_as_many(m):
 
 def test_a_cluster_keeps_its_receivers():
     config = TileConfig(64, warpgroups_n=2, block_k=256, stages=3, in_flight=1, split=2, ahead=True)
-    assert tiling._narrowed(config, 40).tile_m == 48  # both blocks add up 24 tokens
+    assert tiling._narrowed(config, 40).tile_m == 48  # both CTAs add up 24 tokens
     config = dataclasses.replace(config, split=4)
     assert tiling._narrowed(config, 40) == config
 
 
-def test_tilings_leave_registers_to_who_adds_up_shares():
+def test_tilings_leave_registers_to_the_reducer():
     for config in tiling.candidates(96, 17920, 1536, rank=64):
         assert config.registers() <= tiling.compute_registers(config.warpgroups, 2)
 

@@ -1,4 +1,4 @@
-"""x A^T in shares: the kernel in the interpreter and, on an NVIDIA GPU, compiled."""
+"""Partials of x A^T: the kernel in the interpreter and, on an NVIDIA GPU, compiled."""
 
 import functools
 

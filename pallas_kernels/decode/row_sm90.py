@@ -97,7 +97,7 @@ class Row(NamedTuple):
         length: filled cache positions of the row.
         square_partials: partial mean squares of the row in vectors of 32, one number per lane.
         other_partials: partial mean squares that do not fill a vector, as scalars.
-        queries: for every eight query heads, their two halves.
+        queries: two halves of the query heads, for every eight heads.
         key: two halves of one head.
         value: two halves of one head.
         query_rotation: rotation of the queries.

@@ -12,7 +12,6 @@ from pallas_kernels.fp4_matmul.dispatch import (
     supports_lora_shrink,
 )
 from pallas_kernels.fp4_matmul.epilogues import (
-    fp4_behind_norm,
     fp4_matmul_add_rmsnorm,
     fp4_swiglu,
     supports_add_rmsnorm,
@@ -40,7 +39,6 @@ __all__ = [
     "dequantize",
     "dot",
     "format_of",
-    "fp4_behind_norm",
     "fp4_matmul",
     "fp4_matmul_add_rmsnorm",
     "fp4_matmul_float32",

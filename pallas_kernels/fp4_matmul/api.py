@@ -1,4 +1,4 @@
-"""`fp4_matmul`: checks its arguments, picks the implementation and owns the derivatives."""
+"""`fp4_matmul`: checks its arguments, chooses the implementation and defines the derivatives."""
 
 import dataclasses
 import functools
@@ -24,25 +24,25 @@ def fp4_matmul(
 ) -> jax.Array:
     """Returns x W^T + (x A^T) B^T + bias for a frozen weight W in 4 bits.
 
-    The gradient with respect to x comes from the packed weight again, so that no dequantised copy
-    outlives the call. W itself has none.
+    The gradient with respect to x dequantizes the packed weight again, so that no dequantized copy
+    outlives the call. W itself has no gradient.
 
     Args:
         x: [..., K], float32, bfloat16 or float16.
-        weight: the packed weight [N, K], in checkpoint order or in tile order.
-        lora: A [R, K] and B [N, R]; a scale belongs into A. The kernel reads 64 columns of B at a
-            time and pads in every call, unless zeros fill B up to a multiple of that already.
-        bias: [N].
+        weight: packed weight [N, K], in checkpoint order or in tile order.
+        lora: A [R, K], which includes LoRA's scale, and B [N, R]. The kernel reads 64 columns of B
+            at a time and pads B in every call, unless zeros fill it up to a multiple of 64 already.
+        bias: bias [N].
         implementation: "mosaic" is the Hopper kernel, for a weight in tile order and bfloat16 x;
-            "xla" dequantises and multiplies. None takes the kernel on a Hopper GPU, when it agrees
-            with the definition there.
-        config: the tiling of the kernel; None looks it up.
+            "xla" dequantizes and multiplies. None takes the kernel on a Hopper GPU on which it
+            agrees with the definition.
+        config: tiling of the kernel; None looks it up.
 
     Returns:
         [..., N] in x's dtype.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit together, or to the implementation.
+        ValueError: shapes or dtypes do not fit together, or do not fit the implementation.
     """
     _check(x, weight, lora, bias, implementation, config)
     if implementation is None:
@@ -55,7 +55,7 @@ def fp4_matmul(
         y = _kernel_matmul(rows, weight, lora if inside else None, bias, config)
         y = y.reshape(*x.shape[:-1], -1)
         return y if inside else y + _adapter(x, lora)
-    y = _frozen_matmul(x, _in_rows(weight, x))
+    y = _frozen_matmul(x, _in_checkpoint_order(weight, x))
     if lora is not None:
         y = y + _adapter(x, lora)
     if bias is not None:
@@ -77,23 +77,23 @@ def fp4_matmul_with_xa_partials(
     *,
     config: TileConfig | None = None,
 ) -> jax.Array:
-    """Returns x W^T + (x A^T) B^T where shares of x A^T are known; without derivatives.
+    """Returns x W^T + (x A^T) B^T, given partials of x A^T; without derivatives.
 
-    The kernel adds them up beside its main loop, if there are few rows.
+    The kernel adds up the partials beside its main loop, if there are few rows.
 
     Args:
-        x: [M, K], see `fp4_matmul`.
-        weight: likewise.
+        x: [M, K], float32, bfloat16 or float16.
+        weight: packed weight [N, K], in checkpoint order or in tile order.
         xa_partials: float32 [S, M, R'], whose sum over S is x A^T; R' is a multiple of 32, and the
             columns from R on are 0.
         b: [N, R'']; R'' >= R.
-        config: the tiling of the kernel; None looks it up.
+        config: tiling of the kernel; None looks it up.
 
     Returns:
         [M, N] in x's dtype.
 
     Raises:
-        ValueError: shares of another shape, or a tiling that cannot be.
+        ValueError: the partials have another shape, or the tiling cannot be built.
     """
     rank = b.shape[1]
     if config is not None and (problem := config.problem()):
@@ -123,8 +123,8 @@ def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
     """Returns x W^T as it was accumulated, not rounded to x's dtype; without derivatives.
 
     Args:
-        x: see `fp4_matmul`.
-        weight: likewise.
+        x: [..., K], float32, bfloat16 or float16.
+        weight: packed weight [N, K], in checkpoint order or in tile order.
 
     Returns:
         float32 [..., N].
@@ -132,11 +132,11 @@ def fp4_matmul_float32(x: jax.Array, weight: Fp4Weight | Fp4Tiles) -> jax.Array:
     _check(x, weight, None, None, None, None)
     if dispatch.supports_weight(weight, x):
         return dispatch.run(x, weight, dtype=jnp.float32)
-    return reference.matmul(x, _in_rows(weight, x), dtype=jnp.float32)
+    return reference.matmul(x, _in_checkpoint_order(weight, x), dtype=jnp.float32)
 
 
-def _in_rows(weight: Fp4Weight | Fp4Tiles, x: jax.Array) -> Fp4Weight:
-    """The weight in checkpoint order, with x's inputs: a shard by columns has not all of them."""
+def _in_checkpoint_order(weight: Fp4Weight | Fp4Tiles, x: jax.Array) -> Fp4Weight:
+    """The weight in checkpoint order, with x's inputs: a shard by columns has fewer than W."""
     if isinstance(weight, Fp4Tiles):
         return layout.from_tiles(dataclasses.replace(weight, inputs=x.shape[-1]))
     return weight
@@ -196,11 +196,19 @@ def _kernel_matmul_bwd(_, residuals, dy):
 
 
 def kernel_transposed(dy: jax.Array, weight: Fp4Tiles, *, inputs: int) -> jax.Array:
-    """The gradient by x without the adapter: dy [M, N] times the weight, [M, K] in dy's dtype.
+    """The gradient with respect to x without the adapter's part: dy times the weight.
 
-    The kernel dequantises, XLA multiplies; as in `reference.matmul` no loop may carry what is
-    dequantised. Both parts of a gradient are rounded before they are added, for in float32 each
-    would be written and read at twice the size, which takes longer than to dequantise.
+    The kernel dequantizes, XLA multiplies. As in `reference.matmul`, no loop may carry the
+    dequantized weight. Both parts of a gradient are rounded before they are added: in float32 each
+    would be written and read at twice the size, which takes longer than the dequantization.
+
+    Args:
+        dy: bfloat16 [M, N].
+        weight: packed weight [N, K].
+        inputs: K.
+
+    Returns:
+        bfloat16 [M, K].
     """
     dy, codes = jax.lax.optimization_barrier((dy, weight.codes))
     weight = dataclasses.replace(weight, codes=codes)
@@ -246,7 +254,7 @@ def _check(x, weight, lora, bias, implementation, config):
 
 
 def _misfits(weight: Fp4Weight, n: int, k: int) -> list[str]:
-    """What is wrong with the scales of an [n, k] weight."""
+    """Why the scales do not fit an [n, k] weight."""
     try:
         form = reference.format_of(weight.scales.dtype)
     except ValueError as error:
@@ -267,7 +275,7 @@ def _misfits(weight: Fp4Weight, n: int, k: int) -> list[str]:
 
 
 def _misfits_of_tiles(tiles: Fp4Tiles, n: int, k: int) -> list[str]:
-    """What is wrong with the arrays of an [n, k] weight; a shard's k is not the whole weight's."""
+    """Why the arrays do not fit an [n, k] weight; for a shard, k is that of the shard."""
     count = (-(-n // tiling.TILE_ROWS), -(-k // tiling.TILE_COLUMNS))
     problems = []
     for name, words in (("codes", layout.CODE_WORDS), ("scales", layout.SCALE_WORDS)):

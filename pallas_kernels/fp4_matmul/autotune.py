@@ -2,12 +2,13 @@
 
     python -m pallas_kernels.fp4_matmul.autotune --layers=7b,14b --m=8,16,32,64,128,256
 
-The candidates fit into shared memory and registers by `tiling`'s arithmetic; the model ranks them
-and keeps a few of each kind. They are compiled in threads while the first ones are measured. One
-that the compiler has no room for, in shared memory or in registers, is not measured, and one whose
-result is off does not count. Several commands may run at a time, for one measures after the other.
-An entry of the table serves all M from the one below up to its own, and adapters of rank 32; up to
-128 rows it is the best for the product as a decode step has it, see `decode_product`.
+The candidates fit into shared memory and registers by the arithmetic of `tiling`; its cost model
+ranks them, and a few of each kind are kept. Threads compile them while the first ones are measured.
+A candidate that does not fit into shared memory or spills registers is not measured, and a
+candidate whose result is wrong does not count. Several commands may run at a time, for they take
+turns to measure. An entry of the table is for all M from the next smaller entry up to its own, and
+for adapters of rank 32; up to 128 rows it is the best for the product of a decode step, see
+`decode_product`.
 """
 
 import argparse
@@ -35,17 +36,17 @@ from pallas_kernels.fp4_matmul import benchmark, cases, tiling
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
-_EPS = 1e-6  # of the norm in front of SwiGLU
+_EPS = 1e-6  # epsilon of the norm before SwiGLU
 _REPORT = "MOSAIC_GPU_DUMP_PTXAS"
 _report = threading.Lock()
 
 
 @contextlib.contextmanager
 def compiler_reports() -> Generator[None]:
-    """Has the compiler report on every kernel, and Python alone print.
+    """Makes the compiler report on every kernel, and hides its reports from the standard output.
 
-    The reports go to the standard output of the process, which leads nowhere meanwhile. To be
-    entered before there are threads that compile: they read the environment.
+    The reports go to the standard output of the process, which is discarded meanwhile, except what
+    Python prints. Enter this before threads compile: they read the environment.
     """
     sys.stdout.flush()
     kept, asked = os.dup(1), os.environ.get(_REPORT)
@@ -65,9 +66,9 @@ def compiler_reports() -> Generator[None]:
 
 
 def spilled_bytes(lowered: jax.stages.Lowered) -> int:
-    """How many bytes of registers a thread of a program's Mosaic kernels spills.
+    """The number of bytes of registers that a thread of a program's Mosaic kernels spills.
 
-    Within `compiler_reports`. One program at a time is compiled here.
+    To be called within `compiler_reports`. It compiles one program at a time.
 
     Raises:
         RuntimeError: the compiler reported nothing.
@@ -88,16 +89,17 @@ def spilled_bytes(lowered: jax.stages.Lowered) -> int:
 
 
 def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, size: int) -> list:
-    """The best tilings by the model, each in all its depths, and the best of every kind.
+    """The best tilings by the cost model, each in all its depths, and the best of every kind.
 
-    Also what serves the shape now: another one takes its place if it is faster in the same run.
+    The tiling that the shape has now is one of them: another replaces it only if it is faster in
+    the same run.
     """
 
     def cost(config):
         return tiling.cost(config, m, n, k, num_sms)
 
     def cut(config):
-        """All that the model knows of a tiling."""
+        """The fields of a tiling that the cost model considers."""
         return dataclasses.replace(config, in_flight=0, ahead=False)
 
     found = tiling.candidates(m, n, k, rank=rank, num_sms=num_sms)
@@ -116,25 +118,24 @@ def shortlist(m: int, n: int, k: int, *, rank: int, num_sms: int, size: int) -> 
 def decode_product(
     layer: str, m: int, n: int, k: int, *, rank: int, count: int
 ) -> tuple[Callable, Callable, list]:
-    """What a layer of a decode step of M rows makes of its tokens and its weight.
+    """The product of a layer in a decode step of M rows.
 
-    Up to 128 rows the product of gate and up ends with SwiGLU, and leaves x A^T to that of down.
-    So does attention to the output projection, with more than eight; what that one may add to its
-    product, the beginning of a norm, is not timed, but up to 64 rows gate and up make x A^T behind
-    it. Otherwise shares of x A^T are given, but for so many rows that the kernel does not add them
-    up.
+    Up to 128 rows the product of gate and up ends with SwiGLU, and the product of down computes
+    x A^T itself. So does the output projection with more than eight rows; its epilogue of residual
+    and RMSNorm is not timed, but up to 64 rows gate and up compute x A^T after it. Otherwise
+    partials of x A^T are given, up to the number of rows for which the kernel adds them up.
 
     Args:
-        layer: "7b.gate_up"; any other name is one that gets shares.
-        m: rows.
-        n: outputs.
-        k: inputs.
-        rank: of the layer's stacked adapters, or 0 for the product alone.
-        count: weights.
+        layer: name of the layer, as "7b.gate_up"; an unknown name gets partials.
+        m: number of rows.
+        n: number of outputs.
+        k: number of inputs.
+        rank: rank of the layer's stacked adapters, or 0 for the product alone.
+        count: number of weights.
 
     Returns:
-        The product of tokens, a weight and other arguments, which takes a `config`; the same by
-        XLA; lists of these arguments, with one for each weight.
+        The product of tokens, a weight and other arguments, which takes a `config`; the same
+        product by XLA; lists of the other arguments, with one element for each weight.
     """
     by_xla = functools.partial(fp4.fp4_matmul, implementation="xla")
     if not rank or m > tiling.MAX_ROWS_OF_PARTIALS:
@@ -152,7 +153,7 @@ def decode_product(
     def with_adapter_by_xla(x, weight, lora):
         return by_xla(x, weight, lora=lora)
 
-    def with_shares(x, weight, xa_partials, b):
+    def with_partials(x, weight, xa_partials, b):
         return by_xla(x, weight) + fp4.dot(fp4.sum_xa_partials(xa_partials, x, b), b)
 
     def swiglu(y, square_partials):
@@ -163,7 +164,7 @@ def decode_product(
     if (part == "o" and m > 8) or (part == "down" and (m > 8 or m % 8 == 0)):
         return with_adapter, with_adapter_by_xla, [adapters]
     if part != "gate_up" or m % 8:
-        return fp4.fp4_matmul_with_xa_partials, with_shares, [[xa_partials] * count, [b] * count]
+        return fp4.fp4_matmul_with_xa_partials, with_partials, [[xa_partials] * count, [b] * count]
     if m <= tiling.MAX_ROWS_OF_NORM:
         return (
             lambda x, weight, lora, square_partials, config: fp4.fp4_swiglu(
@@ -179,7 +180,7 @@ def decode_product(
             x, weight, b, square_partials, xa_partials=xa_partials, eps=_EPS, config=config
         ),
         lambda x, weight, xa_partials, b, square_partials: swiglu(
-            with_shares(x, weight, xa_partials, b), square_partials
+            with_partials(x, weight, xa_partials, b), square_partials
         ),
         [[xa_partials] * count, [b] * count, [square_partials] * count],
     )
@@ -196,7 +197,21 @@ def tune(
     size: int = 10,
     threads: int = 8,
 ) -> tuple[TileConfig, float]:
-    """The fastest tiling of a shape in its layer, see `decode_product`, and its seconds."""
+    """Finds the fastest tiling of a layer's product.
+
+    Args:
+        layer: name of the layer, as in `decode_product`.
+        m: number of rows.
+        n: number of outputs.
+        k: number of inputs.
+        rank: rank of the layer's stacked adapters, or 0 for the product alone.
+        num_sms: number of SMs of the device.
+        size: number of candidates by the cost model's rank.
+        threads: number of threads that compile.
+
+    Returns:
+        The tiling and the product's seconds.
+    """
     with sole_use():
         weights = benchmark.random_weights(
             lambda key, n, k: fp4.to_tiles(benchmark.random_weight(key, n, k)), n, k, bits=4.5
@@ -252,7 +267,7 @@ def tune(
 
 
 def merge(path: pathlib.Path, entries: list[dict]) -> None:
-    """Writes entries to a table, over those of the same shape."""
+    """Writes entries to a table, where they replace entries of the same shape."""
     device = jax.devices()[0]
     table: dict = {"entries": []}
     if path.exists():
@@ -270,21 +285,25 @@ def merge(path: pathlib.Path, entries: list[dict]) -> None:
 
 
 def main() -> None:
-    """Parses the command line and tunes one shape after the other."""
+    """Parses the command line and tunes each shape."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
+    parser.add_argument("--layers", default="7b", help="models and layers, as 7b.gate_up,14b")
     parser.add_argument(
         "--m",
         default="8,16,32,64,96,128,160,192,256,320,384,448,512,1024,2048",
-        help="tokens; the default has batches that rollouts shrink to",
+        help="numbers of tokens; the default has batch sizes to which rollouts compact",
     )
     parser.add_argument(
-        "--size", type=int, default=10, help="candidates by the model's rank, without depths"
+        "--size", type=int, default=10, help="number of candidates by the cost model's rank"
     )
-    parser.add_argument("--rank", type=int, default=32, help="of the adapters that must fit")
-    parser.add_argument("--out", type=pathlib.Path, help="default: in tuned/, by the device")
+    parser.add_argument(
+        "--rank", type=int, default=32, help="rank of each projection's adapter, which must fit"
+    )
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="table; by default the device's table in tuned/"
+    )
     args = parser.parse_args()
     device = jax.devices()[0]
     exit_unless_hopper()

@@ -4,19 +4,20 @@ r"""Times products on a GPU and writes a row for each to a JSON file.
         --impls=nvfp4,nvfp4_lora32,bf16,xla --out=benchmarks/results/kernel.json
 
 device_us is the time on the device, by CUPTI, of all kernels of one call: the median of three
-measurements over as many different weights as fill 512 MB, because one would stay in the L2.
-floor_us is what the bytes (weight, tokens, result) and operations need at the copy bandwidth, which
-is measured first, and at 790 TFLOP/s. Implementations:
+measurements over different weights that fill 512 MB, because a single weight would stay in the L2.
+floor_us is the time that the bytes (weight, tokens, result) and operations need at the copy
+bandwidth, which is measured first, and at 790 TFLOP/s. Implementations:
 
     nvfp4          the kernel
     nvfp4_lora32   the kernel with an adapter of rank 32 for each fused projection, x A^T included
     bf16           cuBLAS on a dense weight, for one token `pallas_kernels.matvec.matvec`
-    xla            XLA's dequantise-and-dot of the packed weight
+    xla            XLA's dequantize-and-dot of the packed weight
     nf4            bitsandbytes, if it is installed
-    dx, dx_bf16    the gradient by x of nvfp4 and of bf16
+    dx, dx_bf16    the gradient with respect to x of nvfp4 and of bf16
 
-A run replaces the rows of its own layers, M and implementations, and keeps the others. Most of its
-time goes into compiling: several commands may run at a time, for one measures after the other.
+A run replaces the rows of the same layer, M and implementation, and keeps the others. Most of its
+time is compilation: several commands may run at a time, for they take turns to measure. Rows name
+the commit of git; the environment variable QERL_COMMIT names it where git is absent.
 """
 
 import argparse
@@ -34,7 +35,6 @@ import pathlib
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -47,16 +47,17 @@ from pallas_kernels import fp4_matmul as fp4
 from pallas_kernels import matvec
 from pallas_kernels.fp4_matmul import api, cases, tiling
 from pallas_kernels.gpu_lock import sole_use
+from pallas_kernels.provenance import git_state
 
 FLOPS = 790e12  # bfloat16 products of an H100 SXM or H200 on random data
 ROTATED_BYTES = 512e6
-BITS = {"bf16": 16, "dx_bf16": 16, "nf4": 4.125}  # of a weight; NVFP4 has 4.5
+BITS = {"bf16": 16, "dx_bf16": 16, "nf4": 4.125}  # bits of a weight; NVFP4 has 4.5
 
-Times = list[tuple[str, float]]  # kernel name and seconds, in order
+Times = list[tuple[str, float]]  # names and seconds of kernels, in order
 
 
 def device_times(function: Callable, *args: Any) -> Times:
-    """The kernels that one run of a jitted or compiled function starts, after a run to warm up."""
+    """The kernels of one run of a jitted or compiled function, after a run to warm up."""
     from jax.experimental.mosaic.gpu import profiler
 
     _, kernels = profiler.measure(function, aggregate=False)(*args)
@@ -72,19 +73,19 @@ def copy_bandwidth() -> float:
 
 
 def floor_seconds(m: int, n: int, k: int, *, bits: float, bandwidth: float) -> float:
-    """The least time of a product, by bytes or by operations."""
+    """The shortest time of a product, by bytes or by operations."""
     moved = n * k * bits / 8 + 2 * m * (n + k)
     return max(moved / bandwidth, 2 * m * n * k / FLOPS)
 
 
 def rotated(count_bytes: float) -> int:
-    """Weights of this size to rotate through."""
+    """Number of weights of this size to rotate through."""
     return max(2, math.ceil(ROTATED_BYTES / count_bytes))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def random_weight(key: jax.Array, n: int, k: int) -> fp4.Fp4Weight:
-    """Random codes under scales of the size that a quantiser finds."""
+    """Random codes under scales of the size that a quantizer finds."""
     codes, scales = jax.random.split(key)
     scales = jax.random.randint(scales, (n, k // 16), 80, 127).astype(jnp.uint8)
     return fp4.Fp4Weight(
@@ -95,7 +96,7 @@ def random_weight(key: jax.Array, n: int, k: int) -> fp4.Fp4Weight:
 
 
 def random_weights(make: Callable, n: int, k: int, *, bits: float) -> list:
-    """As many as to rotate through, by `make(key, n, k)`."""
+    """The weights `make(key, n, k)` to rotate through, see `rotated`."""
     keys = jax.random.split(jax.random.key(0), rotated(n * k * bits / 8))
     return [make(key, n, k) for key in keys]
 
@@ -110,11 +111,11 @@ def _dense(key, n, k):
 
 
 def repeated(operation: Callable) -> jax.stages.Wrapped:
-    """A program of one call for every weight, each with tokens and an adapter of its own.
+    """A program that calls an operation once for every weight, with different tokens each.
 
-    XLA would make one product of those that share their tokens.
+    XLA would make one product of calls with the same tokens.
     """
-    once = jax.jit(operation)  # lowered once
+    once = jax.jit(operation)  # so that it is lowered once
 
     def program(*args):
         return [once(*one) for one in zip(*args, strict=True)]
@@ -131,7 +132,7 @@ def random_tokens(count: int, m: int, k: int) -> list[jax.Array]:
 def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Array, jax.Array]]:
     """A [R, K] and B [N, R'], with all columns that the kernel reads, for each weight.
 
-    XLA would make one product of those that share A.
+    XLA would compute one x A^T for calls with the same A.
     """
     keys = jax.random.split(jax.random.key(2), (count, 2))
     return [
@@ -144,7 +145,7 @@ def random_adapters(count: int, rank: int, n: int, k: int) -> list[tuple[jax.Arr
 
 
 def random_xa_partials(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, jax.Array]:
-    """Shares [S, M, R'] of x A^T as a decode step makes them, and B [N, R''] for the kernel."""
+    """Partials [S, M, R'] of x A^T as in a decode step, and B [N, R''] for the kernel."""
     keys = jax.random.split(jax.random.key(3))
     columns = -(-rank // tiling.PARTIAL_COLUMNS) * tiling.PARTIAL_COLUMNS
     return (
@@ -154,7 +155,7 @@ def random_xa_partials(m: int, n: int, k: int, rank: int) -> tuple[jax.Array, ja
 
 
 def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple[float, dict]:
-    """Seconds of one call, and of its kernels by name: medians of three measurements."""
+    """The seconds of one call, and of its kernels by name: medians of three measurements."""
     runs = []
     for _ in range(3):
         totals: dict[str, float] = collections.defaultdict(float)
@@ -166,11 +167,11 @@ def measure(program: Callable, tokens: list, weights: list, *args: Any) -> tuple
 
 
 def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, dict]:
-    """Seconds of one call of an implementation, and of its kernels."""
+    """The seconds of one call of an implementation, and of its kernels by name."""
     if impl == "nf4":
         process = _process_of_nf4()
         try:
-            process.submit(_load_bitsandbytes).result()  # which takes long, while others measure
+            process.submit(_load_bitsandbytes).result()  # It takes long, while others measure.
             with sole_use():
                 return process.submit(_time_nf4, m, n, k).result()
         except concurrent.futures.process.BrokenProcessPool:
@@ -200,7 +201,7 @@ def time_product(impl: str, layer: str, m: int, n: int, k: int) -> tuple[float, 
 
 @functools.cache
 def _process_of_nf4() -> concurrent.futures.Executor:
-    """A process for bitsandbytes: torch's profiler and ours keep each other out of one."""
+    """A process for bitsandbytes: torch's profiler and that of jax cannot share a process."""
     return concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
 
 
@@ -209,7 +210,7 @@ def _load_bitsandbytes() -> None:
 
 
 def _time_nf4(m: int, n: int, k: int) -> tuple[float, dict]:
-    """The product of bitsandbytes with doubly quantised scales, as QLoRA uses it."""
+    """Times the product of bitsandbytes with doubly quantized scales, as QLoRA uses it."""
     import bitsandbytes  # pyrefly: ignore[missing-import]
     import torch  # pyrefly: ignore[missing-import]
 
@@ -241,13 +242,11 @@ def _time_nf4(m: int, n: int, k: int) -> tuple[float, dict]:
     return statistics.median(sum(r.values()) for r in runs), kernels
 
 
-def provenance(commit: str | None) -> dict:
-    """What every row says of its origin."""
-    if commit is None:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-        commit = found.stdout.strip() or "unknown"
+def provenance() -> dict:
+    """The commit, date, versions and command that every row names."""
+    state = git_state()
     return {
-        "commit": commit,
+        "commit": "unknown" if state is None else state["commit"],
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "versions": {
             "jax": jax.__version__,
@@ -259,13 +258,13 @@ def provenance(commit: str | None) -> dict:
 
 
 def _without_folder(argument: str) -> str:
-    """An argument for publication: the file of --out, and not where it lies."""
+    """An argument for publication: the file of --out without its folder."""
     flag, equals, path = argument.partition("=")
     return flag + equals + path.rpartition("/")[2] if equals else flag.rpartition("/")[2]
 
 
 def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
-    """Writes rows to a JSON file, over those of the same layer, M and implementation."""
+    """Writes rows to a JSON file; they replace rows of the same layer, M and implementation."""
     result: dict = {"device": device, "rows": []}
     if path.exists():
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -297,19 +296,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
-    parser.add_argument("--m", default="1,16,32,64,128,256,512,2048")
-    parser.add_argument("--impls", default="nvfp4,nvfp4_lora32,bf16,xla")
-    parser.add_argument("--out", type=pathlib.Path, required=True)
-    parser.add_argument("--bandwidth", type=float, help="bytes per second instead of the measured")
-    parser.add_argument("--commit", help="instead of git's")
+    parser.add_argument("--layers", default="7b", help="models and layers, as 7b.gate_up,14b")
+    parser.add_argument("--m", default="1,16,32,64,128,256,512,2048", help="numbers of tokens")
+    parser.add_argument(
+        "--impls", default="nvfp4,nvfp4_lora32,bf16,xla", help="implementations of the list above"
+    )
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file of the rows")
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        help="bytes per second to compute floors with, instead of measuring them",
+    )
     args = parser.parse_args()
     device = jax.devices()[0].device_kind
     with sole_use():
         bandwidth = args.bandwidth or copy_bandwidth()
     print(f"{device}, copy {bandwidth / 1e12:.2f} TB/s", flush=True)
-    origin = provenance(args.commit)
-    measured: dict[tuple, tuple[float, dict]] = {}  # Two models can have a layer in common.
+    origin = provenance()
+    measured: dict[tuple, tuple[float, dict]] = {}  # Two models can have the same layer.
     for layer, (n, k) in shapes(args.layers).items():
         for m in map(int, args.m.split(",")):
             rows = []
@@ -318,7 +322,7 @@ def main() -> None:
                 try:
                     if case not in measured:
                         measured[case] = time_product(impl, layer, m, n, k)
-                except Exception as error:  # One that fails must not cost the others.
+                except Exception as error:  # A failure must not cost the other measurements.
                     print(f"{layer:12} {m:5} {impl:12} {type(error).__name__}: {error}"[:200])
                     continue
                 seconds, kernels = measured[case]
@@ -348,6 +352,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # bitsandbytes needs a part of the memory.
+    # bitsandbytes needs memory, too.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     main()

@@ -1,8 +1,8 @@
-"""Shapes [N, K] of the fused projections of known models, shared by tests and benchmarks."""
+"""Shapes [N, K] of the fused projections of known models, for tests and benchmarks."""
 
 
 def _layers(embed: int, mlp: int, heads: int, kv_heads: int) -> dict[str, tuple[int, int]]:
-    """The four products of a block; heads have 128 numbers."""
+    """The four products of a layer; a head has 128 dimensions."""
     return {
         "qkv": (128 * (heads + 2 * kv_heads), embed),
         "o": (embed, 128 * heads),
@@ -21,12 +21,12 @@ MODELS = {
     "llama8b": _layers(4096, 14336, 32, 8),
 }
 
-# The tokens of a product: decode steps, their batches, prompts and training.
+# Numbers of tokens of a product: decode steps, their batches, prompts and training.
 DECODE = (1, 8, 16, 32, 64)
 MIDDLE = (128, 256)
 LARGE = (512, 2048, 8192)
 
 
 def rank_of(layer: str, rank: int) -> int:
-    """The rank of the stacked adapters of a fused projection, "qkv" or "7b.qkv"."""
+    """The rank of the stacked adapters of a fused projection, as "qkv" or "7b.qkv"."""
     return rank * {"qkv": 3, "gate_up": 2}.get(layer.rpartition(".")[2], 1)

@@ -1,4 +1,4 @@
-"""Whether the kernel for Hopper GPUs serves a product, and the product by it, with its tiling."""
+"""Which products the Hopper kernel supports, and the product by it in its tiling."""
 
 import functools
 import warnings
@@ -14,15 +14,15 @@ from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.reference import Fp4Weight
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
-_MAX_RANK = 512  # of an adapter inside the kernel; no larger one was tried
+_MAX_RANK = 512  # rank of an adapter inside the kernel; no larger one was tried
 
 
 @functools.cache
 def supports_device() -> bool:
-    """Whether the kernel serves this process: a Hopper GPU, on which it agrees with the definition.
+    """Whether the default device is a Hopper GPU on which the kernel agrees with the definition.
 
-    The agreement is known where a table was tuned with this device, version of jax and kernel;
-    elsewhere a small product is computed once.
+    A table that was tuned with this device, version of jax and kernel proves the agreement;
+    elsewhere the kernel computes small products once.
     """
     if device.cuda_capability() != 9.0:
         return False
@@ -32,42 +32,42 @@ def supports_device() -> bool:
         error = self_check()
     except Exception as problem:  # Whatever an untested version of jax raises.
         first_line = f"{type(problem).__name__}: {problem}".splitlines()[0]
-        _warn_once(f"the FP4 kernel does not run, dequantising instead ({first_line})")
+        _warn_once(f"the FP4 kernel does not run, dequantizing instead ({first_line})")
         return False
     if not error < 1e-2:
-        _warn_once(f"the FP4 kernel is off by {error:.1e}, dequantising instead")
+        _warn_once(f"the FP4 kernel is off by {error:.1e}, dequantizing instead")
         return False
     return True
 
 
 def load_kernel() -> None:
-    """Loads what a compiled program with the kernel in it needs, if the kernel serves this process.
+    """Loads what a compiled program with the kernel in it needs, if the device is supported.
 
-    To lower such a program does so, too; one that another process compiled is not lowered.
+    Lowering such a program loads it, too, but a program from a cache is not lowered.
     """
     if supports_device():
         kernel()
 
 
 def self_check() -> float:
-    """The relative error of small products of the kernel, see `self_test`."""
+    """The largest relative error of the kernel's small products, see `self_test`."""
     return self_test.relative_error(kernel().matmul)
 
 
 def supports_weight(
     weight: Fp4Weight | Fp4Tiles, x: jax.Array | jax.ShapeDtypeStruct
 ) -> TypeGuard[Fp4Tiles]:
-    """Whether the kernel multiplies x by the weight; warns where only x's dtype is in the way."""
+    """Whether the kernel multiplies x by the weight; warns where only x's dtype prevents it."""
     if not isinstance(weight, Fp4Tiles) or not supports_device():
         return False
     if x.dtype != jnp.bfloat16:
-        _warn_once(f"the FP4 kernel multiplies bfloat16, not {x.dtype}: dequantising instead")
+        _warn_once(f"the FP4 kernel multiplies bfloat16, not {x.dtype}: dequantizing instead")
         return False
     return True
 
 
 def fits_adapter(m: int, n: int, k: int, rank: int, config: TileConfig | None = None) -> bool:
-    """Whether the kernel itself adds an adapter of this rank."""
+    """Whether a stage of the kernel's pipeline holds x A^T of an adapter of this rank."""
     rank = tiling.padded_rank(rank)
     if rank > _MAX_RANK:
         return False
@@ -84,11 +84,19 @@ def schedule_of(
     *,
     paired: bool = False,
 ) -> Any:
-    """The `Plan` of the kernel for x [M, K] and an adapter whose B has so many columns."""
-    (m, k), n, count = x.shape, weight.divisor.shape[0], device.num_sms()
+    """The kernel's `TileSchedule`.
+
+    Args:
+        x: tokens [M, K].
+        weight: packed weight [N, K].
+        rank: number of columns of the adapter's B; 0 without an adapter.
+        config: tiling of the kernel; None looks it up.
+        paired: whether the product ends with SwiGLU.
+    """
+    (m, k), n, num_sms = x.shape, weight.divisor.shape[0], device.num_sms()
     if config is None:
-        config = tiling.choose(m, n, k, rank=rank, num_sms=count)
-    return kernel().make_schedule(config, m, len(weight.codes), k, count, paired=paired)
+        config = tiling.choose(m, n, k, rank=rank, num_sms=num_sms)
+    return kernel().make_schedule(config, m, len(weight.codes), k, num_sms, paired=paired)
 
 
 def supports_lora_shrink(
@@ -96,12 +104,14 @@ def supports_lora_shrink(
     weight: Fp4Weight | Fp4Tiles,
     lora: tuple[jax.Array, jax.Array],
 ) -> bool:
-    """Whether the kernel makes x A^T of an adapter, too, for x [M, K] and A and B of `fp4_matmul`.
+    """Whether the kernel itself computes x A^T, for x [M, K] and A and B of `fp4_matmul`.
 
-    Otherwise another one does so before.
+    Otherwise another kernel computes it before.
     """
     a, b = lora
-    if not supports_weight(weight, x) or not fits_adapter(len(x), len(b), x.shape[1], b.shape[1]):
+    if not supports_weight(weight, x):
+        return False
+    if not fits_adapter(len(x), len(b), x.shape[1], b.shape[1]):
         return False
     return schedule_of(x, weight, tiling.padded_rank(b.shape[1])).supports_lora_shrink(*a.shape)
 
@@ -116,42 +126,55 @@ def run(
     xa_partials: jax.Array | None = None,
     **options: Any,
 ) -> Any:
-    """The kernel's product for x [..., K], see `sm90.matmul`; None looks its tiling up.
+    """The kernel's product.
 
-    It makes x A^T itself, or adds up shares of it, if there are few rows and room for that.
+    The kernel computes x A^T of `a`, or adds up `xa_partials`, if there are few rows and its tiling
+    supports that; otherwise another kernel does so before.
+
+    Args:
+        x: bfloat16 [..., K].
+        weight: packed weight [N, K].
+        config: tiling; None looks it up.
+        a: A [R, K] of an adapter, or None.
+        b: B [N, R''] of an adapter, or None.
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, or None.
+        **options: further arguments of `sm90.matmul`.
+
+    Returns:
+        [..., N], or the tuple that `sm90.matmul` returns with a residual.
     """
     rows = x.reshape(-1, x.shape[-1])
     rank = 0 if b is None else b.shape[1]
-    plan = schedule_of(rows, weight, rank, config, paired="square_partials" in options)
-    chosen = plan.config
+    schedule = schedule_of(rows, weight, rank, config, paired="square_partials" in options)
+    tiles = schedule.config
     if a is not None:
-        if plan.supports_lora_shrink(*a.shape):
+        if schedule.supports_lora_shrink(*a.shape):
             options["a"] = a
-        elif _projects_in_shares(chosen, rows.shape[1]):
+        elif _shrinks_to_partials(tiles, rows.shape[1]):
             xa_partials = _lora_shrink().shrink(rows, a)
         else:
             options["xa"] = padded(reference.dot(rows, a), len(a))
     if xa_partials is not None and b is not None:
         few = len(rows) <= tiling.MAX_ROWS_OF_PARTIALS and len(xa_partials) >= tiling.MIN_PARTIALS
-        if few and tiling.supports_xa_partials(chosen):
+        if few and tiling.supports_xa_partials(tiles):
             options["xa_partials"] = xa_partials
         else:
             options["xa"] = sum_xa_partials(xa_partials, rows, b)
-    y = kernel().matmul(rows, weight, config=chosen, num_sms=device.num_sms(), b=b, **options)
+    y = kernel().matmul(rows, weight, config=tiles, num_sms=device.num_sms(), b=b, **options)
     if isinstance(y, tuple):
         return y
     return y.reshape(*x.shape[:-1], -1)
 
 
-def _projects_in_shares(config, columns):
-    """Whether a kernel of its own makes x A^T, and leaves its sum over K to the product."""
+def _shrinks_to_partials(config, columns):
+    """Whether `lora_shrink` computes x A^T, and the product adds up its partials."""
     if not tiling.supports_xa_partials(config) or not device.has_triton():
         return False
     return columns > (tiling.MIN_PARTIALS - 1) * _lora_shrink().COLUMNS
 
 
 def sum_xa_partials(xa_partials: jax.Array, x: jax.Array, b: jax.Array) -> jax.Array:
-    """Returns x A^T [M, R''] in x's dtype, see `fp4_matmul_with_xa_partials`."""
+    """Returns x A^T [M, R''] in x's dtype, for arguments of `fp4_matmul_with_xa_partials`."""
     product = xa_partials.sum(axis=0)[:, : b.shape[1]].astype(x.dtype)
     return jnp.pad(product, ((0, 0), (0, b.shape[1] - product.shape[1])))
 
@@ -162,14 +185,14 @@ def padded(b: jax.Array, rank: int) -> jax.Array:
 
 
 def kernel() -> ModuleType:
-    """The kernel's module. It uses an API of jax that may change: it is loaded when needed."""
+    """The kernel's module, loaded when needed: it uses an API of jax that may change."""
     from pallas_kernels.fp4_matmul import sm90
 
     return sm90
 
 
 def _lora_shrink() -> ModuleType:
-    """Likewise."""
+    """The Triton kernel's module, loaded when needed: jax is going to remove its backend."""
     from pallas_kernels.fp4_matmul import lora_shrink
 
     return lora_shrink

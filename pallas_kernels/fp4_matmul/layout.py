@@ -16,9 +16,10 @@ left bits of two words, taken together, fit two more pairs:
     (word 0 & MIX | word 1 & ~MIX) holds the pairs 6, 7 rotated right by 8, 14 bits
 
 A scale of 16 columns is a byte x = 8 e + m for the value 2^(e - 10) (1 + m / 8), 0 for zero, so
-that the bits `x << 4 | 0x7000` are a bfloat16 of 2^107 times the scale. NVFP4's scales fit as they
-are. MXFP4's, of 32 columns, are powers of two: they are written twice, relative to the largest of
-the row, whose size goes into the row's divisor. The kernel does not know which of them it reads.
+that the bits `x << 4 | 0x7000` are a bfloat16 of 2^107 times the scale. The scales of NVFP4 fit as
+they are. Those of MXFP4, for 32 columns, are powers of two: they are written twice, relative to the
+largest scale of the row, whose size goes into the row's divisor. The kernel reads both formats by
+the same code.
 """
 
 import dataclasses
@@ -42,10 +43,10 @@ MIX = 0x06030603
 ROTATIONS = (0, 4, 10, 2, 6, 12, 8, 14)
 SCALE_MASK = 0x0FF00FF0
 SCALE_BITS = 0x70007000
-# What the decoded weight is multiplied by, over the row's divisor: 2^126 / 2^107.
+# Factor of the dequantized weight, over the row's divisor: 2^126 / 2^107.
 UNIT = 2.0**19
 
-# Bytes of the 8 smallest E4M3 numbers: zero and the subnormal ones. From there on it is E4M3 + 24.
+# Bytes of the 8 smallest E4M3 numbers: zero and the subnormal ones. Later bytes are E4M3 + 24.
 _SUBNORMAL = (0, 8, 16, 20, 24, 26, 28, 30)
 
 
@@ -58,15 +59,15 @@ _SUBNORMAL = (0, 8, 16, 20, 24, 26, 28, 30)
 class Fp4Tiles:
     """A frozen [N, K] weight in tile order.
 
-    Rows and columns are padded to whole tiles with zeros. Shards cut at tiles by rows (axis 0 of
-    each array) or by columns (axis 1 of codes and scales).
+    Rows and columns are padded to whole tiles with zeros. A shard is a slice by rows (axis 0 of
+    each array) or by columns (axis 1 of codes and scales) at the borders of tiles.
 
     Attributes:
         codes: uint32 [ceil(N/64), ceil(K/128), 1024].
         scales: uint32 [ceil(N/64), ceil(K/128), 128].
-        divisor: float32 [N]: NVFP4's global scale of each row; 2^(147 - E) in MXFP4, where E is the
-            largest exponent byte of the row, at least 21.
-        inputs: K.
+        divisor: float32 [N], the global scale of each row in NVFP4; in MXFP4 2^(147 - E), where E
+            is the largest exponent byte of the row, at least 21.
+        inputs: number of columns K.
         format: "nvfp4" or "mxfp4".
     """
 
@@ -83,13 +84,13 @@ class Fp4Tiles:
 
 
 def to_tiles(weight: Fp4Weight) -> Fp4Tiles:
-    """Checkpoint order to tile order.
+    """Permutes a weight from checkpoint order to tile order.
 
-    Every bit is kept but those of NVFP4 codes under a scale of zero: they become the code of zero,
-    which is what they stand for.
+    Every bit is kept except those of NVFP4 codes under a scale of zero: they become the code of
+    zero, which is their value.
 
     Raises:
-        ValueError: a format or a scale without a place in tile order: NF4; a negative scale or NaN;
+        ValueError: tile order cannot represent the format (NF4) or a scale: a negative one, NaN, or
             MXFP4 scales of a row further apart than 2^29.
     """
     form = reference.format_of(weight.scales.dtype)
@@ -108,7 +109,7 @@ def to_tiles(weight: Fp4Weight) -> Fp4Tiles:
 
 @jax.jit
 def _nvfp4_tiles(weight: Fp4Weight) -> tuple[Fp4Tiles, jax.Array]:
-    """The tiles, and whether all scales have a place in them."""
+    """The tiles, and whether they represent all scales."""
     scales = jax.lax.bitcast_convert_type(weight.scales, jnp.uint8)
     low = jnp.asarray(_SUBNORMAL, jnp.uint8)[jnp.minimum(scales, 7)]
     packed = jnp.where(jnp.repeat(scales == 0, BLOCK // 2, axis=1), 0, weight.packed)
@@ -118,7 +119,7 @@ def _nvfp4_tiles(weight: Fp4Weight) -> tuple[Fp4Tiles, jax.Array]:
 
 @jax.jit
 def _mxfp4_tiles(weight: Fp4Weight) -> tuple[Fp4Tiles, jax.Array]:
-    """The same. A block of zeros may have the exponent byte 0, however large the others are."""
+    """As `_nvfp4_tiles`. A block of zeros may have exponent byte 0 however large the others are."""
     exponents = jax.lax.bitcast_convert_type(weight.scales, jnp.uint8).astype(jnp.int32)
     blocks = weight.packed.reshape(*exponents.shape, -1)
     empty = (exponents == 0) & (blocks & 0x77 == 0).all(axis=-1)
@@ -131,12 +132,12 @@ def _mxfp4_tiles(weight: Fp4Weight) -> tuple[Fp4Tiles, jax.Array]:
 
 
 def _tiles(packed, scales, divisor, form) -> Fp4Tiles:
-    """Codes uint8 [N, K/2], and scales as bytes [N, K/16], in tile order."""
+    """Arranges codes uint8 [N, K/2] and scales, bytes [N, K/16], in tile order."""
     n, half = packed.shape
     rows, columns = -(-n // TILE_ROWS), -(-2 * half // TILE_COLUMNS)
 
     def cut(array, width):
-        """[N, .] to [tile row, tile column, row, width], padded with zeros."""
+        """Reshapes [N, .] to [tile row, tile column, row, width], padded with zeros."""
         padding = ((0, rows * TILE_ROWS - n), (0, columns * width - array.shape[1]))
         tiles = jnp.pad(array, padding).reshape(rows, TILE_ROWS, columns, width)
         return tiles.swapaxes(1, 2)
@@ -168,7 +169,7 @@ def _tiles(packed, scales, divisor, form) -> Fp4Tiles:
 
 @jax.jit
 def from_tiles(tiles: Fp4Tiles) -> Fp4Weight:
-    """Tile order to checkpoint order, the inverse of `to_tiles`."""
+    """Permutes a weight from tile order to checkpoint order, the inverse of `to_tiles`."""
     n, k = tiles.shape
     rows, columns, _ = tiles.codes.shape
 

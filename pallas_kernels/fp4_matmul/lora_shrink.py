@@ -1,11 +1,10 @@
-"""Arrays [M, K] that are made tile by tile, and their products with A of a LoRA adapter.
+"""LoRA shrink: x A^T, where a Triton kernel computes x [M, K] tile by tile.
 
-A product is a sum over K, and a block of threads has a few columns. What they contribute to it is a
-share: who reads the product adds the shares up, in an order that never changes, and no block waits
-for another.
+The product is a sum over K, and a CTA has a few columns. Their contribution is a partial: the
+kernel that reads the product adds up the partials, in a fixed order, and no CTA waits for another.
 
-All of this is Pallas's Triton backend. A block of threads executes its code once, so what counts is
-how little code there is: small tiles, and as few of them unrolled as possible.
+All of this is Pallas's Triton backend. A CTA executes its code once, so its speed depends on how
+little code it has: tiles are small, and few of them are unrolled.
 """
 
 from collections.abc import Callable
@@ -19,43 +18,43 @@ from jax.experimental.pallas import triton as plt
 
 from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS
 
-COLUMNS = 128  # of a block
-_RANK = PARTIAL_COLUMNS  # rows of A of a block
+COLUMNS = 128  # columns of x of a CTA
+_RANK = PARTIAL_COLUMNS  # rows of A of a CTA
 
 
 def shrink(x: jax.Array, a: jax.Array, *, interpret: bool = False) -> jax.Array:
-    """Returns x A^T in shares.
+    """Returns partials of x A^T.
 
     Args:
         x: bfloat16 [M, K].
         a: bfloat16 [R, K].
-        interpret: run on a CPU.
+        interpret: whether to simulate the kernel on a CPU.
 
     Returns:
-        float32 [S, M, R'], whose sum over S it is; R' is R, up to a multiple of PARTIAL_COLUMNS,
-        and the columns from R on are 0.
+        float32 [S, M, R'], whose sum over S is x A^T; R' is the next multiple of PARTIAL_COLUMNS
+        from R on, and the columns from R on are 0.
     """
 
-    def value(refs, tile):
+    def load(refs, tile):
         return tile.load(refs["x"]).astype(x.dtype)
 
     m, k = x.shape
-    return shrink_tiles("lora_shrink", value, {"x": x}, {}, a, (m, k), interpret=interpret)[
+    return shrink_tiles("lora_shrink", load, {"x": x}, {}, a, (m, k), interpret=interpret)[
         "xa_partials"
     ]
 
 
 class Tile(NamedTuple):
-    """The rows and columns of a block of threads.
+    """The rows and columns of x that a CTA computes.
 
     Attributes:
-        rows: int32 [16] or [32].
-        dims: int32 [block], columns counted from the first of the tile,
-        cols: int32 [block], and from the first of all.
-        index: which block of columns it is.
-        first: whether it is the first of the blocks with these rows and columns, one for every
-            `_RANK` rows of A; that one stores.
-        shape: [M, K] of what is cut into tiles.
+        rows: int32 [16] or [32], row indices.
+        dims: int32 [block], column indices within the tile.
+        cols: int32 [block], column indices within x.
+        index: index of the tile along the columns.
+        first: whether the CTA is the first with these rows and columns, which stores the tile;
+            there is one CTA for every `_RANK` rows of A.
+        shape: shape [M, K] of x.
     """
 
     rows: Any
@@ -70,7 +69,7 @@ class Tile(NamedTuple):
         return (self.rows < self.shape[0])[:, None] & (self.cols < self.shape[1])[None, :]
 
     def load(self, ref, offset: int = 0) -> jax.Array:
-        """The tile of an array, float32 and zero beyond its edges."""
+        """Loads the tile of an array in float32, with zeros beyond the array's edges."""
         place = ref.at[self.rows[:, None], offset + self.cols[None, :]]
         return plt.load(place, mask=self._mask, other=0.0).astype(jnp.float32)
 
@@ -91,21 +90,22 @@ def shrink_tiles(
     warps: int = 4,
     interpret: bool,
 ) -> dict[str, Any]:
-    """Makes an array [M, K] tile by tile, and its product with A.
+    """Computes x [M, K] tile by tile, and its product with A.
 
     Args:
-        name: of the kernel.
-        value: makes and stores a tile.
-        operands: by name, whole.
-        results: of `value`, likewise.
-        a: [R, K], or None.
-        shape: [M, K].
-        block: columns of a tile.
-        warps: of a block of threads.
-        interpret: run on a CPU.
+        name: name of the kernel.
+        value: function of references by name and of a `Tile`, which returns the tile of x and may
+            store results.
+        operands: whole operands of `value` by name.
+        results: shapes of the results of `value` by name.
+        a: bfloat16 [R, K], or None.
+        shape: shape [M, K] of x.
+        block: number of columns of a tile.
+        warps: number of warps of a CTA.
+        interpret: whether to simulate the kernel on a CPU.
 
     Returns:
-        The results, and the "shares" of the product, see `shrink`; None without A.
+        The results by name, and "xa_partials" of `shrink`, None without A.
     """
     m, width = shape
     rows = 16 if m <= 128 else 32
@@ -136,16 +136,16 @@ def shrink_tiles(
         ranks = part * _RANK + jnp.arange(_RANK)
         mask = (ranks < rank)[:, None] & (tile.cols < width)[None, :]
         factors = plt.load(refs["a"].at[ranks[:, None], tile.cols[None, :]], mask=mask, other=0.0)
-        # A branch that is always taken: otherwise the compiler makes the tile a second time, as the
-        # operand of the product, each warp all of it.
+        # A branch that is always taken: otherwise the compiler computes the tile a second time for
+        # the product, each warp all of it.
         tokens = lax.cond(
             index >= 0,
             lambda: value(refs, tile),
             lambda: jnp.zeros((rows, block), a.dtype),
         )
-        share = plt.dot(tokens, factors, trans_b=True)
+        partial = plt.dot(tokens, factors, trans_b=True)
         place = refs["xa_partials"].at[index, tile.rows[:, None], ranks[None, :]]
-        plt.store(place, share, mask=(tile.rows < m)[:, None])
+        plt.store(place, partial, mask=(tile.rows < m)[:, None])
 
     outs = pl.pallas_call(
         body,

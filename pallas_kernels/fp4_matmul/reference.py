@@ -1,4 +1,4 @@
-"""The definition of a weight in 4 bits, and the product by dequantise-and-dot for any backend."""
+"""The definition of a weight in 4 bits, and its product by dequantize-and-dot on any backend."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.matvec import dot
+
 Array = Any  # jax.Array; in a cotangent, NumPy float0
 
 BLOCK = 16  # inputs that share a scale in NVFP4
-_LIBRARY_PRODUCTS = 10_000_000  # from which on XLA does not add up a row itself
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +18,13 @@ class Format:
     """A number format of 4 bits.
 
     Attributes:
-        name: what configs call it.
+        name: name in configs.
         codebook: the value of each of the 16 codes.
-        block: inputs of a row that share a scale.
-        scale_dtype: of the scales; no two formats share one, so that it tells a weight's format.
-        high_first: the even column is in the high nibble, otherwise it is in the low one.
-        global_scale: every row also has a float32 divisor of its scales.
+        block: number of inputs of a row that share a scale.
+        scale_dtype: dtype of the scales. No two formats have the same one, so the dtype of a
+            weight's scales determines its format.
+        high_first: whether the even column is in the high nibble; otherwise it is in the low one.
+        global_scale: whether every row also has a float32 divisor of its scales.
     """
 
     name: str
@@ -73,9 +75,9 @@ class Fp4Weight(NamedTuple):
     """A frozen [N, K] weight as it lies in a checkpoint; its format follows from `scales`.
 
     Attributes:
-        packed: uint8 [N, K/2], two codes a byte.
+        packed: uint8 [N, K/2], two codes in a byte.
         scales: [N, K/block] in the format's scale_dtype.
-        global_scale: float32 [N], a divisor (NVFP4), or None.
+        global_scale: float32 [N], divisors of the rows' scales (NVFP4), or None.
     """
 
     packed: Array
@@ -87,7 +89,7 @@ def format_of(scale_dtype: jnp.dtype) -> Format:
     """The format with scales of this dtype.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no format has such scales.
     """
     for form in FORMATS.values():
         if scale_dtype == form.scale_dtype:
@@ -97,9 +99,17 @@ def format_of(scale_dtype: jnp.dtype) -> Format:
 
 
 def dequantize(weight: Fp4Weight, dtype: jnp.dtype) -> jax.Array:
-    """W[n, k] = codebook[code[n, k]] * scale[n, k // block], in float32 up to the end, [N, K].
+    """Returns W[n, k] = codebook[code[n, k]] * scale[n, k // block], computed in float32.
 
-    NVFP4's scale is `scales / global_scale`. The values of NF4 equal bitsandbytes' in any dtype.
+    The scale of NVFP4 is `scales / global_scale`. The values of NF4 are those of bitsandbytes in
+    every dtype.
+
+    Args:
+        weight: packed weight [N, K].
+        dtype: dtype of the result.
+
+    Returns:
+        [N, K].
     """
     form = format_of(weight.scales.dtype)
     outputs, half = weight.packed.shape
@@ -119,7 +129,7 @@ def dequantize(weight: Fp4Weight, dtype: jnp.dtype) -> jax.Array:
 
 
 def _e2m1(codes: jax.Array) -> jax.Array:
-    """float32 values of E2M1 codes; in 8 bits up to the last moment, which a CPU does faster."""
+    """The float32 values of E2M1 codes; computed in 8 bits first, which is faster on a CPU."""
     magnitude = codes & 7
     doubled = jnp.where(
         magnitude < 4, magnitude, jnp.where(magnitude < 6, 2 * magnitude - 4, 4 * magnitude - 16)
@@ -128,7 +138,7 @@ def _e2m1(codes: jax.Array) -> jax.Array:
 
 
 def matmul(x: jax.Array, weight: Fp4Weight, dtype: jnp.dtype | None = None) -> jax.Array:
-    """Returns x [..., K] times the transposed weight, [..., N]; see `dot`."""
+    """Returns x [..., K] times the transposed weight, [..., N], as `dot` does."""
     x, weight = _bind(x, weight)
     return dot(x, dequantize(weight, x.dtype), dtype)
 
@@ -147,24 +157,8 @@ def matmul_transposed(dy: jax.Array, weight: Fp4Weight) -> jax.Array:
 def _bind(x: jax.Array, weight: Fp4Weight) -> tuple[jax.Array, Fp4Weight]:
     """Makes the packed bytes depend on x.
 
-    XLA otherwise moves the dequantisation out of a loop whose weights stay the same, a scan over
+    XLA otherwise moves the dequantization out of a loop whose weights stay the same, a scan over
     micro-batches or a chunk of decode steps, and holds a dense copy of the whole model.
     """
     x, packed = jax.lax.optimization_barrier((x, weight.packed))
     return x, weight._replace(packed=packed)
-
-
-def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """Returns x [..., K] times a dense [N, K] weight transposed, accumulated in float32.
-
-    The result has x's dtype, or another one that was asked for.
-    """
-    dtype = dtype or x.dtype
-    # A GPU's libraries accumulate in float32 in any case. Asked for a float32 result they would
-    # store it, and a second kernel would round it; for one row XLA would convert the whole weight
-    # to float32. A row of few products XLA adds up itself, in products of the result's dtype.
-    library = x.size > x.shape[-1] or weight.size >= _LIBRARY_PRODUCTS
-    result = dtype if library and jax.default_backend() == "gpu" else jnp.float32
-    return jax.lax.dot_general(
-        x, weight, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=result
-    ).astype(dtype)

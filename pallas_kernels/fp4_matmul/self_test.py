@@ -1,9 +1,9 @@
-"""The kernel's check of itself, for a version of jax or an edit of which nothing is known."""
+"""The kernel's test of itself, for a version of jax or an edit that no tuned table has verified."""
 
 import concurrent.futures
 import dataclasses
-import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,115 +13,166 @@ from pallas_kernels.fp4_matmul import layout, reference, tiling
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
 from pallas_kernels.fp4_matmul.tiling import TileConfig
 
+# A tile has more steps than the pipeline stages. The tilings have neither slices nor `ahead`, which
+# few tuned tilings have: they take longer to lower.
+_STREAM_K = TileConfig(8, warpgroups_n=2, stages=7, stream_k=True)
+_CLUSTERS = dataclasses.replace(_STREAM_K, stream_k=False, split=2)
+_M, _N, _K, _RANK = 8, 1470, 1024, 32  # N ends within a tile of 64 rows
+
+
+class _Case(NamedTuple):
+    """A product of `_Inputs.x`.
+
+    Attributes:
+        weight: packed weight.
+        config: tiling.
+        num_sms: number of SMs, for which the tiling covers what the case is for.
+        arrays: further arguments of the kernel.
+        expected: float64 results.
+    """
+
+    weight: Fp4Tiles
+    config: TileConfig
+    num_sms: int
+    arrays: dict[str, np.ndarray]
+    expected: tuple[np.ndarray, ...]
+
+
+class _Inputs(NamedTuple):
+    """Random arguments of the products.
+
+    Attributes:
+        x: bfloat16 [M, K].
+        weight: packed weight [N, K].
+        even: the rows of `weight` in an even number of whole tiles.
+        a: bfloat16 [R, K].
+        b: bfloat16 [N, 64], whose columns from R on are multiplied by zeros.
+        bias: bfloat16 [N].
+    """
+
+    x: np.ndarray
+    weight: Fp4Tiles
+    even: Fp4Tiles
+    a: np.ndarray
+    b: np.ndarray
+    bias: np.ndarray
+
 
 def relative_error(matmul: Callable) -> float:
-    """The largest relative error of small products with an adapter, in two tilings.
-
-    One shares tiles, is given shares of x A^T, and ends with SwiGLU or begins a norm. The other
-    makes them, and has clusters with a tile for each block and an odd one, a bias, an N within a
-    tile, and mean squares to pass on. A tile has more steps than the pipeline stages. Without
-    slices and `ahead`, which few tilings have: they take longer to lower.
+    """The largest relative error of small products with an adapter, see `_cases`.
 
     Args:
         matmul: `sm90.matmul`, which uses an API of jax that may change.
     """
-    shared = TileConfig(8, warpgroups_n=2, stages=7, stream_k=True)
-    split = dataclasses.replace(shared, stream_k=False, split=2)
-    m, n, k, rank = 8, 1470, 1024, 32
-    count = -(-n // tiling.TILE_ROWS), k // tiling.TILE_COLUMNS
     rng = np.random.default_rng(0)
+    inputs = _inputs(rng)
+
+    def lower(case):
+        def run(x, weight, arrays):
+            return matmul(x, weight, config=case.config, num_sms=case.num_sms, **arrays)
+
+        return jax.jit(run).lower(inputs.x, case.weight, case.arrays)
+
+    # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
+    # as Python runs in one at a time; other threads compile what is lowered meanwhile.
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        dense = threads.submit(_dequantized, inputs.weight).result()
+        cases = _cases(inputs, dense, rng)
+
+        def start():
+            return {name: threads.submit(lower(case).compile) for name, case in cases.items()}
+
+        programs = threads.submit(start).result()
+        errors = []
+        for name, case in cases.items():
+            program = programs[name].result()
+            actual = threads.submit(program, inputs.x, case.weight, case.arrays).result()
+            pairs = zip(jax.tree.leaves(actual), case.expected, strict=True)
+            errors += [_error(np.asarray(y, np.float64), z) for y, z in pairs]
+    return float(np.max(errors))
+
+
+def _cases(inputs: _Inputs, dense: np.ndarray, rng: np.random.Generator) -> dict[str, _Case]:
+    """The products by name: each has another epilogue, and another source of x A^T or tiling."""
+    x, even, b = inputs.x, inputs.even.shape[0], inputs.b
+    parts = (array.astype(np.float32).reshape(len(array), 4, -1) for array in (x, inputs.a))
+    xa_partials = np.einsum("msk,rsk->smr", *parts)
+    xa = xa_partials.sum(axis=0).astype(jnp.bfloat16).astype(np.float64)
+    product = x.astype(np.float64) @ dense.T + xa @ b[:, :_RANK].astype(np.float64).T
+
+    few = tiling.MIN_PARTIALS + 1  # the reducer reads four at a time
+    squares = rng.uniform(0.5, 2, (few, _M)) * np.mean(product**2) / few
+    squares = squares.astype(np.float32)
+    factor = 1 / np.sqrt(squares.sum(axis=0, dtype=np.float64))[:, None]
+    gate, up = (_rounded(half * factor) for half in np.split(product[:, :even], 2, axis=1))
+
+    residual = rng.normal(0, 10, (_M, even)).astype(jnp.bfloat16)
+    scale = rng.uniform(0.5, 2, even).astype(np.float32)
+    total = _rounded(_rounded(product[:, :even]) + residual.astype(np.float64))
+
+    given = {"xa_partials": xa_partials, "b": b[:even]}
+    return {
+        "split tiles, given partials, SwiGLU": _Case(
+            inputs.even,
+            _STREAM_K,
+            5,
+            given | {"square_partials": squares},
+            (_rounded(gate / (1 + np.exp(-gate))) * up,),
+        ),
+        "split tiles, given partials, residual and RMSNorm": _Case(
+            inputs.even,
+            _STREAM_K,
+            5,
+            given | {"residual": residual, "scale": scale},
+            (total, total * scale, np.mean(total**2, axis=1)),
+        ),
+        "clusters with a tile for each CTA and an odd one, LoRA shrink, bias": _Case(
+            inputs.weight,
+            _CLUSTERS,
+            8,
+            {"a": inputs.a, "b": b, "bias": inputs.bias},
+            (product + inputs.bias.astype(np.float64),),
+        ),
+    }
+
+
+def _inputs(rng: np.random.Generator) -> _Inputs:
+    count = -(-_N // tiling.TILE_ROWS), _K // tiling.TILE_COLUMNS
     scales = rng.integers(32, 151, (*count, 4 * layout.SCALE_WORDS), np.uint8).view(np.uint32)
-    tiles = Fp4Tiles(
+    weight = Fp4Tiles(
         codes=rng.integers(0, 2**32, (*count, layout.CODE_WORDS), np.uint32),
         scales=scales << 4 | scales >> 28,  # where `layout` has the four bytes of a word
-        divisor=rng.uniform(1000, 3000, n).astype(np.float32),
-        inputs=k,
+        divisor=rng.uniform(1000, 3000, _N).astype(np.float32),
+        inputs=_K,
         format="nvfp4",
     )
-    whole = len(tiles.codes) // 2 * 2
-    gate_up = dataclasses.replace(
-        tiles,
-        codes=tiles.codes[:whole],
-        scales=tiles.scales[:whole],
-        divisor=tiles.divisor[: whole * tiling.TILE_ROWS],
+    whole = len(weight.codes) // 2 * 2
+    even = dataclasses.replace(
+        weight,
+        codes=weight.codes[:whole],
+        scales=weight.scales[:whole],
+        divisor=weight.divisor[: whole * tiling.TILE_ROWS],
     )
     x, a, b, bias = (
         rng.normal(0, deviation, shape).astype(jnp.bfloat16)
-        for deviation, shape in ((1, (m, k)), (0.05, (rank, k)), (1, (n, 64)), (1, (n,)))
+        for deviation, shape in ((1, (_M, _K)), (0.05, (_RANK, _K)), (1, (_N, 64)), (1, (_N,)))
     )
-    residual = rng.normal(0, 10, (m, gate_up.shape[0])).astype(jnp.bfloat16)
-    scale = rng.uniform(0.5, 2, gate_up.shape[0]).astype(np.float32)
-    x_parts, a_parts = (array.astype(np.float32).reshape(len(array), 4, -1) for array in (x, a))
-    xa_partials = np.einsum("msk,rsk->smr", x_parts, a_parts)
-    matmul = functools.partial(matmul, x)
+    return _Inputs(x, weight, even, a, b, bias)
 
-    def dense(tiles, _):
-        return reference.dequantize(layout.from_tiles(tiles), jnp.float32)
 
-    def ends_with_swiglu(gate_up, square_partials):
-        extra = {
-            "xa_partials": xa_partials,
-            "b": b[: gate_up.shape[0]],
-            "square_partials": square_partials[:few],
-        }
-        return matmul(gate_up, config=shared, num_sms=5, **extra)
+def _dequantized(weight: Fp4Tiles) -> np.ndarray:
+    @jax.jit
+    def dequantize(weight):
+        return reference.dequantize(layout.from_tiles(weight), jnp.float32)
 
-    def begins_norm(half, _):
-        extra = {
-            "xa_partials": xa_partials,
-            "b": b[: half.shape[0]],
-            "residual": residual,
-            "scale": scale,
-        }
-        total, scaled, parts = matmul(half, config=shared, num_sms=5, **extra)
-        return total, scaled, parts.sum(axis=0)
+    return np.asarray(dequantize(weight), np.float64)
 
-    def supports_lora_shrink(tiles, square_partials):
-        extra = {"a": a, "b": b, "bias": bias, "pass_squares": square_partials}
-        return matmul(tiles, config=split, num_sms=8, **extra)
 
-    functions = (
-        (dense, tiles),
-        (ends_with_swiglu, gate_up),
-        (begins_norm, gate_up),
-        (supports_lora_shrink, tiles),
-    )
-    few = tiling.MIN_PARTIALS + 1
-    square_partials = np.zeros((17, m), np.float32)  # 16 are read at a time; of a few, 4
-    # The caller may be tracing a program, of which other threads know nothing. One thread lowers,
-    # as Python runs in one at a time; what is lowered compiles meanwhile.
-    with concurrent.futures.ThreadPoolExecutor(5) as threads:
-
-        def start():
-            return [
-                threads.submit(jax.jit(one).lower(weight, square_partials).compile)
-                for one, weight in functions
-            ]
-
-        programs = [started.result() for started in threads.submit(start).result()]
-
-        def run(i):
-            result = threads.submit(programs[i], functions[i][1], square_partials).result()
-            return jax.tree.map(lambda array: np.asarray(array, np.float64), result)
-
-        xa = xa_partials.sum(axis=0).astype(jnp.bfloat16).astype(np.float64)
-        product = x.astype(np.float64) @ run(0).T + xa @ b[:, :rank].astype(np.float64).T
-        square_partials += rng.uniform(0.5, 2, square_partials.shape) * np.mean(product**2) / few
-        gate, up = (
-            _rounded(half / np.sqrt(square_partials[:few].sum(axis=0, dtype=np.float64))[:, None])
-            for half in np.split(product[:, : gate_up.shape[0]], 2, axis=1)
-        )
-        total = _rounded(_rounded(product[:, : gate_up.shape[0]]) + residual.astype(np.float64))
-        pairs = (
-            (run(1), _rounded(gate / (1 + np.exp(-gate))) * up),
-            *zip(run(2), (total, total * scale, np.mean(total**2, axis=1)), strict=True),
-            *zip(
-                run(3),
-                (product + bias.astype(np.float64), square_partials.sum(axis=0, keepdims=True)),
-                strict=True,
-            ),
-        )
-    return float(np.max([np.linalg.norm(y - z) / np.linalg.norm(z) for y, z in pairs]))
+def _error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The relative error; partials are added up first."""
+    if actual.ndim > expected.ndim:
+        actual = actual.sum(axis=0)
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:

@@ -1,16 +1,16 @@
-"""Where the time of one product goes, inside the kernel.
+"""Shows what the warpgroups of the kernel spend their time on in one product.
 
     python -m pallas_kernels.fp4_matmul.timeline --layers=7b.o,7b.down --m=1,64 --rank=32
     python -m pallas_kernels.fp4_matmul.timeline --layers=7b.gate_up --m=8 --rank=32 --block=40
 
-Every warpgroup notes the clock where it begins and ends to wait, to multiply and to add up. A line
-says how many cycles the warpgroups that multiply spend on what, in the mean; "first stage" is the
-wait for the first data, weights or, in blocks that make x A^T, tokens for that, "await stage" that
-for all later ones. A product that waits is held back by memory, one that multiplies by the issue of
-instructions. "span" is what all of it takes, from a warpgroup's first note to its last. The notes
-take shared memory, so the pipeline may be shorter, and a little time; there are no more than 96 of
-a warpgroup. --block also prints the notes of one block of threads, a line for each warpgroup, the
-one that copies and the one that adds up shares last: what, at which cycle + for how many.
+Every warpgroup records the clock when it begins and ends to wait, to multiply and to add up. A line
+states the cycles that the consumer warpgroups spend on each, in the mean; "first stage" is the wait
+for the first data (weights, or tokens for the LoRA shrink), "await stage" the wait for all later
+stages. A product that waits is limited by memory, one that multiplies by the issue of instructions.
+"span" is the time from a warpgroup's first event to its last. The events take shared memory, so the
+pipeline may be shorter, and a little time; a warpgroup has no more than 96. --block also prints the
+events of one CTA, a line for each warpgroup, with producer and reducer last: the name, the cycle at
+which it begins + the number of cycles.
 """
 
 import argparse
@@ -31,25 +31,25 @@ from pallas_kernels.fp4_matmul.tiling import TileConfig
 from pallas_kernels.gpu_lock import sole_use
 
 
-def room_for_notes(config: TileConfig) -> TileConfig:
-    """The tiling with as many stages as leave room for the notes in shared memory."""
-    notes = 16 * sm90.TRACED_EVENTS * (config.warpgroups + tiling.helper_warpgroups(True))
-    while config.smem_bytes() + notes > tiling.SMEM_LIMIT:
+def traceable(config: TileConfig) -> TileConfig:
+    """The tiling with as few stages as the events need shared memory for."""
+    events = 16 * sm90.TRACED_EVENTS * (config.warpgroups + tiling.helper_warpgroups(True))
+    while config.smem_bytes() + events > tiling.SMEM_LIMIT:
         config = dataclasses.replace(config, stages=config.stages - 1)
     return config
 
 
 def summary(trace: dict) -> dict[str, float]:
-    """Cycles by what was done, a mean over the warpgroups that multiply.
+    """The cycles by name, the mean over the consumer warpgroups.
 
     Args:
-        trace: events in Chrome's format, of which a "tid" is a warpgroup, "ts" in 1000 cycles.
+        trace: events in Chrome's format, in which "tid" is a warpgroup and "ts" counts 1000 cycles.
     """
     spent: dict[str, float] = collections.defaultdict(float)
     count = 0
     for events in _by_warpgroup(trace).values():
         if not any(event["name"] == "multiply" for event in events):
-            continue  # It copies, or adds up shares.
+            continue  # the producer or the reducer
         count += 1
         waited = False
         for name, _, cycles, outer in _spans(events):
@@ -63,13 +63,13 @@ def summary(trace: dict) -> dict[str, float]:
     return {name: cycles / count for name, cycles in spent.items()}
 
 
-def notes_of_block(trace: dict, block: int, warpgroups: int) -> list[str]:
-    """A line for each warpgroup of a block of threads.
+def events_of_block(trace: dict, block: int, warpgroups: int) -> list[str]:
+    """A line with the events of each warpgroup of a CTA.
 
     Args:
-        trace: see `summary`.
-        block: which one.
-        warpgroups: of a block.
+        trace: events, as in `summary`.
+        block: index of the CTA.
+        warpgroups: number of warpgroups of a CTA.
     """
     first = 1 + block * warpgroups
     found = _by_warpgroup(trace)
@@ -80,15 +80,17 @@ def notes_of_block(trace: dict, block: int, warpgroups: int) -> list[str]:
         spans = sorted(
             (1000 * (begin - start), cycles, name) for name, begin, cycles, _ in _spans(events)
         )
-        notes = [f"{name} {at:.0f}+{cycles:.0f}" for at, cycles, name in spans]
-        lines.append(f"warpgroup {index}: " + "; ".join(notes))
+        texts = [f"{name} {at:.0f}+{cycles:.0f}" for at, cycles, name in spans]
+        lines.append(f"warpgroup {index}: " + "; ".join(texts))
     return lines
 
 
 def _spans(events: list[dict]) -> Iterator[tuple[str, float, float, str | None]]:
-    """What a warpgroup did, when it began, in 1000 cycles, for how many cycles, and within what.
+    """The events of a warpgroup, sorted by their ends.
 
-    In the order of the ends.
+    Yields:
+        The name, the beginning in 1000 cycles, the number of cycles, and the name of the event
+        around it, or None.
     """
     begun = []
     for event in events:
@@ -111,24 +113,22 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
     """Traces a product of random numbers, with data that no cache holds.
 
     Args:
-        m: tokens.
-        n: outputs.
-        k: inputs.
-        rank: of the adapter, 0 for none; of x A^T the kernel makes a share for each 128 inputs, or
-            gets them where it has no room for that.
+        m: number of tokens.
+        n: number of outputs.
+        k: number of inputs.
+        rank: rank of the adapter, 0 for none. The kernel computes x A^T itself where its tiling
+            supports that; elsewhere it gets partials.
 
     Returns:
-        The trace, see `summary`, and the warpgroups of a block of threads.
+        The trace, as in `summary`, and the number of warpgroups of a CTA.
     """
     keys = jax.random.split(jax.random.key(0))
     weight = fp4.to_tiles(benchmark.random_weight(keys[0], n, k))
     x = jax.random.normal(keys[1], (m, k), jnp.bfloat16)
-    config = room_for_notes(
-        tiling.choose(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms())
-    )
+    config = traceable(tiling.choose(m, n, k, rank=tiling.padded_rank(rank), num_sms=num_sms()))
     adapter = {}
-    plan = sm90.make_schedule(config, m, len(weight.codes), k, num_sms())
-    if rank and plan.supports_lora_shrink(rank, k):
+    schedule = sm90.make_schedule(config, m, len(weight.codes), k, num_sms())
+    if rank and schedule.supports_lora_shrink(rank, k):
         ((adapter["a"], adapter["b"]),) = benchmark.random_adapters(1, rank, n, k)
     elif rank:
         adapter["xa_partials"], adapter["b"] = benchmark.random_xa_partials(m, n, k, rank)
@@ -146,7 +146,7 @@ def record(m: int, n: int, k: int, *, rank: int = 0) -> tuple[dict, int]:
                 **adapter,
             )
 
-        for _ in range(2):  # The first one loads the program, and both write the same file.
+        for _ in range(2):  # The first run loads the program, and both write the same file.
             for trace in pathlib.Path(folder).glob("*-trace.json"):
                 trace.unlink()
             with sole_use():
@@ -163,10 +163,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", default="7b", help="7b.gate_up,14b")
-    parser.add_argument("--m", default="1,64")
-    parser.add_argument("--rank", type=int, default=0, help="of each projection's adapter")
-    parser.add_argument("--block", type=int, help="also print the notes of this block of threads")
+    parser.add_argument("--layers", default="7b", help="models and layers, as 7b.gate_up,14b")
+    parser.add_argument("--m", default="1,64", help="numbers of tokens")
+    parser.add_argument("--rank", type=int, default=0, help="rank of each projection's adapter")
+    parser.add_argument("--block", type=int, help="index of a CTA whose events are printed, too")
     args = parser.parse_args()
     exit_unless_hopper()
     for layer, (n, k) in benchmark.shapes(args.layers).items():
@@ -175,7 +175,7 @@ def main() -> None:
             parts = "  ".join(f"{name} {number:.0f}" for name, number in summary(trace).items())
             print(f"{layer:12} {m:5}  {parts}", flush=True)
             if args.block is not None:
-                print("\n".join(notes_of_block(trace, args.block, warpgroups)), flush=True)
+                print("\n".join(events_of_block(trace, args.block, warpgroups)), flush=True)
 
 
 if __name__ == "__main__":

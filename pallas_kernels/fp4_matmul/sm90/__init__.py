@@ -1,4 +1,4 @@
-"""The Hopper kernels of `fp4_matmul`. They use an API of jax that may change."""
+"""The Hopper (SM90) kernels of `fp4_matmul`, in Mosaic GPU, an API of jax that may change."""
 
 from pallas_kernels.fp4_matmul.sm90.dequantize import dequantize
 from pallas_kernels.fp4_matmul.sm90.kernel import TRACED_EVENTS, matmul

@@ -1,4 +1,4 @@
-"""Codes and scales to bfloat16: the registers of wgmma, from shared memory."""
+"""Dequantizes codes and scales from shared memory to bfloat16 registers of wgmma."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,21 +14,21 @@ from jaxlib.mlir.dialects import arith, vector
 from pallas_kernels.fp4_matmul import layout
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS, TILE_ROWS
 
-# A tile of codes: warp w has the rows 16 w.., a lane the words 4 c.. of its rows r and r + 8.
+# A tile of codes: warp w has the rows 16 w.., a lane has the words 4 c.. of its rows r and r + 8.
 CODES = plgpu.Layout.TILED(
     plgpu.Tiling(((4, 256), (128,), (16,), (4,))),
     warp_dims=(-5,),
     lane_dims=(-3, -2),
     vector_dim=-1,
 )
-# A tile of scales: both words of the rows r and r + 8, the same in the four lanes of a row.
+# A tile of scales: a lane has both words of its rows r and r + 8, like three others.
 SCALES = plgpu.Layout.TILED(
     plgpu.Tiling(((128,), (32,), (16,), (2,))),
     warp_dims=(-4,),
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
-# The same of 32 rows, of which a lane has one.
+# The same for 32 rows, of which a lane has one.
 _HALF_CODES = plgpu.Layout.TILED(
     plgpu.Tiling(((4, 128), (16,), (4,))),
     warp_dims=(-4,),
@@ -41,17 +41,17 @@ _HALF_SCALES = plgpu.Layout.TILED(
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
-# Of dense operands of wgmma in shared memory.
+# How dense operands of wgmma lie in shared memory.
 OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _HALF = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
 
-def decode_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """A tile of codes [4, 256] and scales [128] as bfloat16 [64, 128], over UNIT."""
+def dequantize_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """Dequantizes codes [4, 256] and scales [128] in jnp: a bfloat16 tile [64, 128], over UNIT."""
     words = codes.reshape(TILE_ROWS, 4, 2, 2).swapaxes(1, 2)  # row, half, lane, word
     raw = jnp.stack(layout.pair_bits(words[..., 0], words[..., 1]), axis=2)
     raw = jnp.stack([raw, raw >> 16], axis=-1).reshape(TILE_ROWS, TILE_COLUMNS)
-    # Not as the subnormal numbers that these bits are: a CPU takes them for zero.
+    # The bits are subnormal numbers, which a CPU takes for zero: hence by their index.
     index = (raw >> 6 & 7).astype(jnp.float32)
     magnitude = jnp.where(index < 4, index / 2, jnp.where(index < 6, index - 2, 2 * index - 8))
     values = jnp.where(raw >> 15 & 1, -magnitude, magnitude)
@@ -63,39 +63,50 @@ def decode_reference(codes: jax.Array, scales: jax.Array) -> jax.Array:
     return blocks.reshape(TILE_ROWS, TILE_COLUMNS).astype(jnp.bfloat16)
 
 
-def decode_tile(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """The same in registers: each thread ends with the operands of its wgmma instructions."""
-
-    @plgpu.inline_mgpu(arg_types=(CODES, SCALES), return_type=(_HALF, _HALF))
-    def decode(_, codes, scales):
-        return _decoded(codes.registers.flat, scales.registers.flat)
-
-    return decode(codes, scales)
-
-
-def decode_pair(codes: Any, scales: Any) -> jax.Array:
-    """The tile whose rows are by eights those of two halves of tiles in turn.
+def dequantize_tile(codes: jax.Array, scales: jax.Array) -> Any:
+    """Dequantizes a tile in registers: each thread ends with the operands of its wgmma.
 
     Args:
-        codes: [2, 4, 128] in shared memory, 32 rows of each.
-        scales: [2, 4, 16], likewise.
+        codes: uint32 [4, 256] in the layout `CODES`.
+        scales: uint32 [128] in the layout `SCALES`.
+
+    Returns:
+        bfloat16 [64, 64] of the columns 0..63, and of the columns 64..127, over UNIT.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(CODES, SCALES), return_type=(_HALF, _HALF))
+    def dequantize(_, codes, scales):
+        return _dequantized(codes.registers.flat, scales.registers.flat)
+
+    return dequantize(codes, scales)
+
+
+def dequantize_paired_tile(codes: Any, scales: Any) -> Any:
+    """Dequantizes a paired tile, whose rows are by eights those of two half tiles in turn.
+
+    Args:
+        codes: uint32 [2, 4, 128] in shared memory, 32 rows of each half.
+        scales: uint32 [2, 4, 16] in shared memory.
+
+    Returns:
+        The two halves of columns, as in `dequantize_tile`.
     """
 
     @plgpu.inline_mgpu(
         arg_types=([_HALF_CODES] * 2, [_HALF_SCALES] * 2), return_type=(_HALF, _HALF)
     )
-    def decode(_, codes, scales):
+    def dequantize(_, codes, scales):
         words, scale_words = ([half.registers.item() for half in x] for x in (codes, scales))
-        return _decoded(words, scale_words)
+        return _dequantized(words, scale_words)
 
-    return decode(
+    return dequantize(
         [plgpu.load(codes.at[i], layout=_HALF_CODES) for i in (0, 1)],
         [plgpu.load(scales.at[i], layout=_HALF_SCALES) for i in (0, 1)],
     )
 
 
-def _decoded(codes: Sequence, scales: Sequence) -> tuple:
-    """Both operands out of the words of the rows r and r + 8."""
+def _dequantized(codes: Sequence, scales: Sequence) -> tuple:
+    """Both operands of wgmma, of the words of the rows r and r + 8."""
     i32 = ir.IntegerType.get_signless(32)
     pair_type = ir.VectorType.get((2,), ir.BF16Type.get())
 
@@ -103,14 +114,14 @@ def _decoded(codes: Sequence, scales: Sequence) -> tuple:
         return arith.constant(i32, ir.IntegerAttr.get(i32, value - (value >> 31 << 32)))
 
     def rotate(word, left):
-        if left <= 6:  # No bit of the mask wraps around; a plain shift has a pipe of its own.
+        if left <= 6:  # No bit of the mask wraps around, and plain shifts have a separate pipe.
             return arith.shli(word, constant(left)) if left else word
         return mgpu.utils.inline_ptx(f"shf.l.wrap.b32 $0, $1, $1, {left};", word, result_types=i32)
 
     mask = constant(layout.MASK)
     mix = mgpu.utils.inline_ptx(f"mov.b32 $0, {layout.MIX};", result_types=i32)
     scale_mask = constant(layout.SCALE_MASK)
-    # A constant that ptxas cannot see through: it would move one into a register for each use.
+    # ptxas must not see this constant: it would move one into a register for each use.
     scale_bits = mgpu.utils.inline_ptx(
         f"{{ .reg .b32 all; activemask.b32 all; and.b32 $0, all, {layout.SCALE_BITS}; }}",
         result_types=i32,
@@ -131,7 +142,7 @@ def _decoded(codes: Sequence, scales: Sequence) -> tuple:
             for q, (word, turn) in enumerate(zip(sources, layout.ROTATIONS, strict=True)):
                 raw = arith.andi(rotate(word, turn), mask)
                 which = "low" if q // 2 % 2 == 0 else "high"
-                # ptxas makes the moves a choice of operand halves.
+                # ptxas turns the moves into the choice of an operand's half.
                 value = mgpu.utils.inline_ptx(
                     "{ .reg .b16 low, high; .reg .b32 scale; mov.b32 {low, high}, $2; "
                     f"mov.b32 scale, {{{which}, {which}}}; mul.rn.bf16x2 $0, $1, scale; }}",

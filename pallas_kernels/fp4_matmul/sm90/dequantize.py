@@ -1,5 +1,8 @@
 """The whole weight in bfloat16, for products with its transpose by another library."""
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -13,8 +16,8 @@ from pallas_kernels.fp4_matmul.sm90.codes import (
     CODES,
     OPERAND,
     SCALES,
-    decode_reference,
-    decode_tile,
+    dequantize_reference,
+    dequantize_tile,
 )
 from pallas_kernels.fp4_matmul.sm90.synchronize import fence_async_proxy
 from pallas_kernels.fp4_matmul.tiling import (
@@ -24,6 +27,10 @@ from pallas_kernels.fp4_matmul.tiling import (
     helper_registers,
 )
 
+_ROWS = 4  # consumer warpgroups, a row tile each
+_STAGES = 4  # depth of the pipeline
+_BUFFERS = 2  # results of a warpgroup on their way to global memory
+
 
 def dequantize(
     weight: Fp4Tiles,
@@ -32,112 +39,34 @@ def dequantize(
     num_sms: int,
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array:
-    """The weight in bfloat16, [N, K]: for products with its transpose by another library.
+    """Returns the weight in bfloat16, [N, K].
 
     Args:
-        weight: [N, K].
+        weight: packed weight [N, K].
         inputs: K.
-        num_sms: blocks of threads that run at a time.
-        interpret: simulate on a CPU.
+        num_sms: number of SMs of the device.
+        interpret: parameters of a simulation on a CPU.
     """
-    rows, stages, buffers = 4, 4, 2
-    simulated = interpret is not None
     n = weight.shape[0]
     row_tiles, column_tiles, _ = weight.codes.shape
     shape = row_tiles * TILE_ROWS, column_tiles * TILE_COLUMNS
-    units = -(-row_tiles // rows) * column_tiles
+    units = -(-row_tiles // _ROWS) * column_tiles
     blocks = min(units, num_sms)
-
-    def place(block, i):
-        """Row tile and column tile of a block's i-th unit."""
-        unit = block + i * blocks
-        return lax.div(unit, column_tiles) * rows, lax.rem(unit, column_tiles)
-
-    def body(codes_gm, scales_gm, divisor_gm, out_gm, *, codes_sm, scales_sm, out_sm, full, empty):
-        warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        count = lax.div(units - block + blocks - 1, blocks)
-
-        @pl.when(warpgroup == rows)
-        def _():
-            plgpu.set_max_registers(helper_registers(rows), action="decrease")
-
-            @pl.loop(0, count)
-            def _(i):
-                slot = lax.rem(i, stages)
-
-                @pl.when(i >= stages)
-                def _():
-                    plgpu.barrier_wait(empty.at[slot])
-                    if not simulated:
-                        fence_async_proxy(nvvm.ProxyKind.async_shared)
-
-                row, column = place(block, i)
-                tiles = (pl.ds(row, rows), column)
-                plgpu.copy_gmem_to_smem(codes_gm.at[tiles], codes_sm.at[slot], full.at[slot])
-                plgpu.copy_gmem_to_smem(scales_gm.at[tiles], scales_sm.at[slot], full.at[slot])
-
-            for i in range(stages):
-
-                @pl.when(i < count)
-                def _(i=i):
-                    plgpu.barrier_wait(empty.at[lax.rem(count - 1 - i, stages)])
-
-        @pl.when(warpgroup < rows)
-        def _():
-            plgpu.set_max_registers(compute_registers(rows), action="increase")
-
-            @pl.loop(0, count)
-            def _(i):
-                slot, buffer = lax.rem(i, stages), lax.rem(i, buffers)
-                row, column = place(block, i)
-                row += warpgroup
-                plgpu.barrier_wait(full.at[slot])
-                if simulated:
-                    value = decode_reference(codes_sm[slot, warpgroup], scales_sm[slot, warpgroup])
-                    halves = value[:, :64], value[:, 64:]
-                else:
-                    halves = decode_tile(
-                        plgpu.load(codes_sm.at[slot, warpgroup], layout=CODES),
-                        plgpu.load(scales_sm.at[slot, warpgroup], layout=SCALES),
-                    )
-                plgpu.barrier_arrive(empty.at[slot])
-                clamped = jnp.minimum(row, row_tiles - 1) * TILE_ROWS
-                divisor = plgpu.load(
-                    divisor_gm.at[pl.ds(clamped, TILE_ROWS)],
-                    layout=plgpu.Layout.WGMMA.reduce(1),
-                    optimized=False,
-                )
-                factor = lax.broadcast_in_dim(layout.UNIT / divisor, (TILE_ROWS, 64), (0,))
-                plgpu.wait_smem_to_gmem(buffers - 1, wait_read_only=True)
-                for half, value in enumerate(halves):
-                    value = (value.astype(jnp.float32) * factor).astype(jnp.bfloat16)
-                    out_sm[buffer, warpgroup, :, 64 * half : 64 * half + 64] = value
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(
-                    out_sm.at[buffer, warpgroup],
-                    out_gm.at[
-                        pl.ds(row * TILE_ROWS, TILE_ROWS),
-                        pl.ds(column * TILE_COLUMNS, TILE_COLUMNS),
-                    ],
-                )
-
-            plgpu.wait_smem_to_gmem(0)
-
     kernel = plgpu.kernel(
-        body,
+        functools.partial(_body, row_tiles, units, blocks, interpret is not None),
         out_type=jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         scratch_types={
-            "codes_sm": plgpu.SMEM((stages, rows, 4, 256), jnp.uint32),
-            "scales_sm": plgpu.SMEM((stages, rows, 128), jnp.uint32),
+            "codes_sm": plgpu.SMEM((_STAGES, _ROWS, 4, 256), jnp.uint32),
+            "scales_sm": plgpu.SMEM((_STAGES, _ROWS, 128), jnp.uint32),
             "out_sm": plgpu.SMEM(
-                (buffers, rows, TILE_ROWS, TILE_COLUMNS), jnp.bfloat16, transforms=OPERAND
+                (_BUFFERS, _ROWS, TILE_ROWS, TILE_COLUMNS), jnp.bfloat16, transforms=OPERAND
             ),
-            "full": plgpu.Barrier(num_barriers=stages, num_arrivals=2),
-            "empty": plgpu.Barrier(num_barriers=stages, num_arrivals=rows),
+            "full": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
+            "empty": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=_ROWS),
         },
         grid=(blocks,),
         grid_names=("block",),
-        num_threads=rows + 1,
+        num_threads=_ROWS + 1,
         thread_name="warpgroup",
         kernel_name="fp4_dequantize_sm90",
         compiler_params=plgpu.CompilerParams(
@@ -151,3 +80,102 @@ def dequantize(
         jnp.pad(weight.divisor, (0, shape[0] - n), constant_values=1),
     )
     return dense[:n, :inputs]
+
+
+def _body(
+    row_tiles: int,
+    units: int,
+    blocks: int,
+    simulated: bool,
+    codes_gm,
+    scales_gm,
+    divisor_gm,
+    out_gm,
+    *,
+    codes_sm,
+    scales_sm,
+    out_sm,
+    full,
+    empty,
+) -> None:
+    """The kernel: a unit is `_ROWS` row tiles of a column tile."""
+    warpgroup, block = lax.axis_index("warpgroup"), lax.axis_index("block")
+    count = lax.div(units - block + blocks - 1, blocks)
+    column_tiles = out_gm.shape[1] // TILE_COLUMNS
+
+    def place(i):
+        """First row tile, and column tile, of the CTA's i-th unit."""
+        unit = block + i * blocks
+        return lax.div(unit, column_tiles) * _ROWS, lax.rem(unit, column_tiles)
+
+    @pl.when(warpgroup == _ROWS)
+    def produce():
+        plgpu.set_max_registers(helper_registers(_ROWS), action="decrease")
+
+        @pl.loop(0, count)
+        def fill_stage(i):
+            slot = lax.rem(i, _STAGES)
+
+            @pl.when(i >= _STAGES)
+            def await_consumers():
+                plgpu.barrier_wait(empty.at[slot])
+                if not simulated:
+                    fence_async_proxy(nvvm.ProxyKind.async_shared)
+
+            row, column = place(i)
+            tiles = (pl.ds(row, _ROWS), column)
+            plgpu.copy_gmem_to_smem(codes_gm.at[tiles], codes_sm.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(scales_gm.at[tiles], scales_sm.at[slot], full.at[slot])
+
+        for i in range(_STAGES):
+
+            @pl.when(i < count)
+            def observe_last_phase(i=i):
+                plgpu.barrier_wait(empty.at[lax.rem(count - 1 - i, _STAGES)])
+
+    @pl.when(warpgroup < _ROWS)
+    def consume():
+        plgpu.set_max_registers(compute_registers(_ROWS), action="increase")
+
+        @pl.loop(0, count)
+        def dequantize_unit(i):
+            slot, buffer = lax.rem(i, _STAGES), lax.rem(i, _BUFFERS)
+            row, column = place(i)
+            row += warpgroup
+            plgpu.barrier_wait(full.at[slot])
+            halves = _halves(codes_sm, scales_sm, (slot, warpgroup), simulated)
+            plgpu.barrier_arrive(empty.at[slot])
+            factor = _factor(divisor_gm, jnp.minimum(row, row_tiles - 1) * TILE_ROWS)
+            plgpu.wait_smem_to_gmem(_BUFFERS - 1, wait_read_only=True)
+            for half, value in enumerate(halves):
+                value = (value.astype(jnp.float32) * factor).astype(jnp.bfloat16)
+                out_sm[buffer, warpgroup, :, 64 * half : 64 * half + 64] = value
+            plgpu.commit_smem()
+            target = (
+                pl.ds(row * TILE_ROWS, TILE_ROWS),
+                pl.ds(column * TILE_COLUMNS, TILE_COLUMNS),
+            )
+            plgpu.copy_smem_to_gmem(out_sm.at[buffer, warpgroup], out_gm.at[target])
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _halves(codes: Any, scales: Any, place: tuple, simulated: bool) -> Any:
+    """The columns 0..63 and 64..127 of a tile in shared memory, without the divisors."""
+    if simulated:
+        value = dequantize_reference(codes[place], scales[place])
+        return value[:, :64], value[:, 64:]
+    return dequantize_tile(
+        plgpu.load(codes.at[place], layout=CODES),
+        plgpu.load(scales.at[place], layout=SCALES),
+    )
+
+
+def _factor(divisor: Any, first: Any) -> jax.Array:
+    """What 64 rows of the weight are multiplied by, [64, 64]."""
+    divisor = plgpu.load(
+        divisor.at[pl.ds(first, TILE_ROWS)],
+        layout=plgpu.Layout.WGMMA.reduce(1),
+        optimized=False,
+    )
+    return lax.broadcast_in_dim(layout.UNIT / divisor, (TILE_ROWS, 64), (0,))

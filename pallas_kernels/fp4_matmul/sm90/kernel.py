@@ -1,25 +1,44 @@
-"""The Hopper kernel: copy engine, decode in registers, wgmma.
+"""The FP4 product on Hopper GPUs: TMA, dequantization in registers, wgmma.
 
     y[M, N] = x[M, K] W[N, K]^T + xa[M, R] B[N, R]^T + bias
 
-The decoded weight is the register operand of wgmma, 64 outputs high; the tokens are its narrow
-side, read from shared memory. So the accumulator is [64, tile_m] and one kernel serves one token
-and thousands.
+The dequantized weight is the register operand of wgmma, 64 outputs high; the tokens are its narrow
+side, read from shared memory. So the accumulator is [64, tile_m], and one kernel serves one token
+and thousands. The kernel is persistent: a CTA computes several tiles (`schedule`). Its warpgroups,
+in time from left to right, for one tile with an adapter:
 
-A block of threads is persistent. One warpgroup copies stages of codes, scales and tokens to shared
-memory; those that compute wait for a stage, decode their tiles of it (`layout` explains the bits)
-and multiply. The only roundings are those of the float32 accumulation, of x A^T and of the result,
-but for the two endings below, which round where a kernel behind the product would.
-At the end of a piece of a tile the accumulator is scaled by the divisors of its rows; to the piece
-with the first step xa B^T is added as one more step of K. What several warpgroups or blocks of
-threads share is added up in a fixed order, through shared memory, that of a cluster too, or through
-global memory. So is xa itself, where it comes in shares, by a warpgroup of its own, which adds up a
-norm's mean squares, too; they are given, or made first. The product of a gate and of what it
-multiplies may end with SwiGLU, see `swiglu`; another one may add to the residual stream and begin
-the norm behind it, see `begin_norm`.
+    producer  |TMA: stages 0, 1, 2, ...      |await xa|TMA: x A^T |stages of the next tile
+              | |full[s]     ^empty[s]       |   ^    | |full[s]  |
+              | v            |               |   |    | v         |
+    consumers |shrink|dequantize and wgmma: all the   |wgmma:     |epilogue: divisor, bias,
+              | |    |tile's steps (`mainloop`)  |    |+ xa B^T   |SwiGLU, residual and norm,
+              | |    |                       |   |    |           |TMA store; or `fixup`
+              | |partials_made               |   |lock|           | ^factor_full
+              | v                            |   |    |           | |
+    reducer   | |made_lock: of all CTAs|add up partials of x A^T|factor of the norm
+
+Only products with partials of x A^T have a reducer warpgroup (`xa_partials`, `mean_squares`). The
+consumers make these partials first (`lora_shrink`), or the caller gives them. The stage with x A^T
+follows the stages of the work tile that begins a tile. Barriers, and locks in global memory:
+
+    full[s]        the TMA's copies of stage s have arrived
+    empty[s]       the consumers have read stage s
+    partials_made  the consumers have made this CTA's partials of x A^T
+    made_lock      all CTAs have made theirs (global memory)
+    lock           all CTAs have added up their parts of x A^T (global memory)
+    factor_full    the reducer has written the factor of the norm before SwiGLU
+    sums_*         slices of a CTA exchange their sums
+    parts_full     the parts of the other CTAs of the cluster have arrived
+    locks[1..]     all peers of a split tile have written their partial sums (global memory)
+
+The only roundings are those of the float32 accumulation, of x A^T and of the result, and with
+SwiGLU or a residual those of the kernels that would follow the product. Sums across warpgroups and
+CTAs have a fixed order.
 """
 
+import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +47,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.fp4_matmul.layout import Fp4Tiles
-from pallas_kernels.fp4_matmul.sm90 import mean_squares
-from pallas_kernels.fp4_matmul.sm90.begin_norm import SQUARES_OF_ROW_TILE
+from pallas_kernels.fp4_matmul.sm90 import mean_squares, simulation
+from pallas_kernels.fp4_matmul.sm90.add_rmsnorm import PARTIALS_OF_ROW_TILE
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
-from pallas_kernels.fp4_matmul.sm90.compute import compute
-from pallas_kernels.fp4_matmul.sm90.pipeline import fill_stages
-from pallas_kernels.fp4_matmul.sm90.schedule import Plan, make_schedule
-from pallas_kernels.fp4_matmul.sm90.simulation import add_partial, begin_norm
-from pallas_kernels.fp4_matmul.sm90.xa_partials import SUM_BYTES, Shares, add_shares
+from pallas_kernels.fp4_matmul.sm90.consumer import consume
+from pallas_kernels.fp4_matmul.sm90.context import GlobalMemory, Kernel, SharedMemory
+from pallas_kernels.fp4_matmul.sm90.producer import produce
+from pallas_kernels.fp4_matmul.sm90.schedule import TileSchedule, make_schedule
+from pallas_kernels.fp4_matmul.sm90.xa_partials import SUM_BYTES, XaPartials, reduce_partials
 from pallas_kernels.fp4_matmul.tiling import (
     MIN_PARTIALS,
     PARTIAL_COLUMNS,
@@ -48,8 +67,50 @@ from pallas_kernels.fp4_matmul.tiling import (
     supports_xa_partials,
 )
 
-_LOCKS = 4096  # more than any plan has
-TRACED_EVENTS = 96  # of a warpgroup; later ones are not recorded
+_LOCKS = 4096  # more than any schedule has
+TRACED_EVENTS = 96  # events of a warpgroup that a trace records; later ones are left out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """The arguments of `matmul` that make up the product."""
+
+    x: jax.Array
+    weight: Fp4Tiles
+    xa: jax.Array | None
+    xa_partials: jax.Array | None
+    a: jax.Array | None
+    b: jax.Array | None
+    bias: jax.Array | None
+    square_partials: jax.Array | None
+    eps: float
+    residual: jax.Array | None
+    scale: jax.Array | None
+    dtype: jnp.dtype
+
+    @property
+    def in_partials(self) -> bool:
+        """Whether the kernel adds up x A^T."""
+        return self.xa is None and self.b is not None
+
+    @property
+    def transposed(self) -> bool:
+        """Whether the kernel writes y^T: the transposing store is for 16 bits."""
+        return self.dtype == jnp.float32
+
+    @property
+    def padded_tokens(self) -> int:
+        """M, or the next multiple of 8 beyond 8: the TMA wants whole or single tiles of 8 rows."""
+        tokens = len(self.x)
+        return tokens if tokens <= 8 else -(-tokens // 8) * 8
+
+    @property
+    def xa_columns(self) -> int:
+        """Columns of x A^T, which is copied 128 at a time; the TMA fills up less than 128."""
+        if self.b is None:
+            return 0
+        rank = self.b.shape[1]
+        return rank if rank < TILE_COLUMNS else -(-rank // TILE_COLUMNS) * TILE_COLUMNS
 
 
 def matmul(
@@ -67,171 +128,252 @@ def matmul(
     eps: float = 0.0,
     residual: jax.Array | None = None,
     scale: jax.Array | None = None,
-    pass_squares: jax.Array | None = None,
     dtype: jnp.dtype = jnp.bfloat16,
     trace: str = "",
     interpret: plgpu.InterpretGPUParams | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Returns x W^T + xa B^T + bias; or what SwiGLU, or the beginning of a norm, makes of it.
+    """Returns x W^T + xa B^T + bias, or SwiGLU of it, or its sum with a residual.
 
     Args:
         x: bfloat16 [M, K].
-        weight: [N, K].
-        config: the tiling.
-        num_sms: blocks of threads that run at a time, no more than the device has: they
-            wait for one another.
+        weight: packed weight [N, K].
+        config: tiling.
+        num_sms: number of CTAs that run at a time, no more than the device has SMs: they wait for
+            one another.
         xa: bfloat16 [M, R], x A^T; R a multiple of 64 up to config.block_k.
-        xa_partials: in its place float32 [S, M, R'], whose sum over S it is; S >= MIN_PARTIALS, R'
-            <= R a multiple of PARTIAL_COLUMNS.
-        a: in its place bfloat16 [R'', K], R'' <= R, where the plan `supports_lora_shrink`.
+        xa_partials: float32 [S, M, R'], whose sum over S is x A^T, in place of xa; S >=
+            MIN_PARTIALS, R' <= R a multiple of PARTIAL_COLUMNS.
+        a: bfloat16 [R'', K], R'' <= R, in place of xa, where the schedule `supports_lora_shrink`.
         b: bfloat16 [N, R].
-        bias: [N].
-        square_partials: float32 [S, M], partial mean squares that a norm before the product divides
-            by; S >= MIN_PARTIALS. The product is then that of a gate and of what it multiplies, and
-            the result what SwiGLU makes of it. With shares or a, and no bias.
-        eps: of that norm.
-        residual: bfloat16 [M, N] to add the product to, where the plan `supports_add_residual`; no
-            bias.
-        scale: [N], of the norm behind the sum.
-        pass_squares: likewise squares, for who reads the result. With shares or a.
-        dtype: of the result, bfloat16 or float32.
-        trace: a folder for a file of what the warpgroups do and wait for, see `timeline`.
-        interpret: simulate on a CPU. The decode is then plain jnp; x A^T, and the partial sums of a
-            shared tile, are made outside of the kernel.
+        bias: bias [N].
+        square_partials: float32 [S, M], partial mean squares of the deferred norm before the
+            product; S >= MIN_PARTIALS. The weight is then that of gate and up, and the result is
+            SwiGLU of the product. With xa_partials or a, and without bias.
+        eps: epsilon of that norm.
+        residual: bfloat16 [M, N] to add to the product, where the schedule
+            `supports_add_residual`; without bias.
+        scale: float32 [N], scale of the norm after the residual; given if the residual is.
+        dtype: dtype of the result, bfloat16 or float32.
+        trace: folder for a file of what the warpgroups do and wait for, see `timeline`.
+        interpret: parameters of a simulation on a CPU. It dequantizes in jnp, and computes x A^T
+            and the partial sums of a split tile outside of the kernel.
 
     Returns:
-        [M, N], or [M, N / 2] behind SwiGLU. With a stream, the sum, the sum times the norm's scale,
-        and shares [S, M] of the sum's mean squares. With pass_squares, also their sum [1, M].
+        [M, N], or [M, N / 2] with SwiGLU. With a residual: the sum, the sum times the norm's scale,
+        and float32 partials [S, M] of the sum's mean squares.
     """
-    n, paired = weight.shape[0], square_partials is not None
-    tokens, k = x.shape
-    row_tiles = weight.codes.shape[0]
-    padded = row_tiles * TILE_ROWS
-    # The copy engine wants whole or single tiles of 8 rows and 64 columns.
-    m = tokens if tokens <= 8 else -(-tokens // 8) * 8
-    simulated = interpret is not None
-    rank = 0 if b is None else b.shape[1]
-    plan = make_schedule(config, m, row_tiles, k, num_sms, simulated=simulated, paired=paired)
+    paired, simulated = square_partials is not None, interpret is not None
+    product = _Product(
+        x, weight, xa, xa_partials, a, b, bias, square_partials, eps, residual, scale, dtype
+    )
+    row_tiles, k = len(weight.codes), x.shape[1]
+    schedule = make_schedule(
+        config, product.padded_tokens, row_tiles, k, num_sms, simulated=simulated, paired=paired
+    )
+    _check(product, schedule)
+    if simulated:
+        product = dataclasses.replace(
+            product, xa=simulation.shrink(x, xa, xa_partials, a, b), xa_partials=None, a=None
+        )
+    operands, results = _operands(product, schedule), _results(product, schedule)
+    outs = _run(product, schedule, operands, results, trace=trace, interpret=interpret)
+    return _finish(product, schedule, operands, outs)
 
-    def rows_of(array):
-        """Padded to whole tiles of rows; with ones, by which one can divide."""
-        padding = ((0, padded - n), *((0, 0) for _ in array.shape[1:]))
-        return jnp.pad(array, padding, constant_values=1)
 
-    # The copy engine transposes 16 bits. What it does not store has room for whole tiles.
-    transposed = dtype == jnp.float32
-    codes, scales = (*weight.codes.shape[:2], 4, 256), weight.scales.shape
-    y_shape = m, padded
-    if transposed:
-        y_shape = plan.n_tiles * config.warpgroups_n * TILE_ROWS, plan.m_tiles * config.tile_m
-    if paired:
-        halves = 2, row_tiles // 2, weight.codes.shape[1], 8
-        codes, scales, y_shape = (*halves, 128), (*halves, 16), (m, n // 2)
-    scratch = _scratch(plan, norm=residual is not None)
-    operands = {
-        "x": jnp.pad(x, ((0, m - tokens), (0, -k % 64))),
-        "codes": weight.codes.reshape(codes),
-        "scales": weight.scales.reshape(scales),
-        "divisor": rows_of(weight.divisor),
-    }
-    results = {"y": jax.ShapeDtypeStruct(y_shape, dtype)}
-    if square_partials is not None:
-        assert n == padded
-        assert row_tiles % 2 == 0
-        assert tokens % 8 == 0
-        assert plan.m_tiles == 1
-        assert dtype == jnp.bfloat16
-        assert bias is None
-        assert len(square_partials) >= MIN_PARTIALS
-        assert square_partials.shape[1] == tokens
-        if simulated:
-            factor = lax.rsqrt(square_partials.sum(axis=0) + eps)
-            operands["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
-        else:
-            assert b is not None  # Who adds up its shares sums up the squares, too.
-            assert xa is None
-            operands["square_partials"] = square_partials
-            scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
-            scratch["factor_full"] = plgpu.Barrier()
-    assert (residual is None) == (scale is None)
-    if residual is not None:
-        assert plan.supports_add_residual(tokens)
-        assert n == padded
-        assert dtype == jnp.bfloat16
-        assert bias is None
-    if residual is not None and not simulated:
-        operands |= {"residual": residual, "scale": scale}
-        results["scaled"] = results["y"]
-        shape = SQUARES_OF_ROW_TILE * plan.n_tiles * config.warpgroups_n, tokens
-        results["square_partials"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    if pass_squares is not None:
-        assert not paired
-        assert residual is None
-        assert b is not None  # Who adds up its shares adds up these, too.
-        assert xa is None
-        assert tokens % 8 == 0
-        assert len(pass_squares) >= MIN_PARTIALS
-        assert pass_squares.shape[1] == tokens
-        if not simulated:
-            operands["square_partials"] = pass_squares
-            results["total"] = jax.ShapeDtypeStruct((1, tokens), jnp.float32)
-    assert (b is None) == (xa is None and xa_partials is None and a is None)
+def _check(product: _Product, schedule: TileSchedule) -> None:
+    """Asserts what the callers of `matmul` have checked."""
+    (tokens, k), config = product.x.shape, schedule.config
+    n, whole = product.weight.shape[0], product.weight.shape[0] % TILE_ROWS == 0
+    a, b, xa_partials, squares = product.a, product.b, product.xa_partials, product.square_partials
+    given = [source for source in (product.xa, xa_partials, a) if source is not None]
+    assert len(given) == (0 if b is None else 1)
     if b is not None:
-        assert rank % 64 == 0
-        assert rank <= config.block_k
-        operands["b"] = rows_of(b)
-    if simulated and a is not None:
-        xa_partials = jnp.dot(x, a.T, preferred_element_type=jnp.float32)[None]
-    if simulated and xa_partials is not None:
-        xa = jnp.pad(xa_partials.sum(axis=0), ((0, 0), (0, rank - xa_partials.shape[2])))
-        xa = xa.astype(x.dtype)
-    elif a is not None:
-        assert plan.supports_lora_shrink(*a.shape)
-        operands["a"] = jnp.pad(a, ((0, -len(a) % PARTIAL_COLUMNS), (0, 0)))
-        shape = k // TILE_COLUMNS, config.tile_m, len(operands["a"])
-        results["xa_partials"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-        scratch["made"] = plgpu.Barrier(num_arrivals=plan.turns_of_shares(*a.shape))
-    elif xa_partials is not None:
+        assert b.shape[1] % 64 == 0
+        assert b.shape[1] <= config.block_k
+    if a is not None:
+        assert schedule.supports_lora_shrink(len(a), k)
+    if xa_partials is not None:
         assert len(xa_partials) >= MIN_PARTIALS
         assert supports_xa_partials(config)
         assert xa_partials.shape[1] == tokens
         assert xa_partials.shape[2] % PARTIAL_COLUMNS == 0
-        assert xa_partials.shape[2] <= rank
-        operands["xa_partials"] = xa_partials
-    in_shares = xa is None and b is not None
-    # x A^T is copied 128 columns at a time. Of less than that, the copy engine makes up the rest.
-    copied = rank if rank < TILE_COLUMNS else -(-rank // TILE_COLUMNS) * TILE_COLUMNS
-    if in_shares:
-        results["xa"] = jax.ShapeDtypeStruct((-(-tokens // 8) * 8, copied), jnp.bfloat16)
-    if xa is not None:
-        operands["xa"] = jnp.pad(xa, ((0, m - tokens), (0, copied - rank)))
-    if bias is not None:
-        operands["bias"] = rows_of(bias)
-    if plan.shared or (plan.split > 1 and simulated):
-        slots = plan.slots if plan.shared else plan.blocks
-        shape = (slots, config.warpgroups_n, TILE_ROWS, config.tile_m)
-        results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    if plan.shared or in_shares:
+        assert b is not None
+        assert xa_partials.shape[2] <= b.shape[1]
+    if squares is not None:
+        assert whole
+        assert n % (2 * TILE_ROWS) == 0
+        assert tokens % 8 == 0
+        assert schedule.m_tiles == 1
+        assert squares.shape[1] == tokens
+        assert len(squares) >= MIN_PARTIALS
+        # The reducer warpgroup, which adds up x A^T, adds up the squares, too.
+        assert schedule.simulated or product.in_partials
+    assert (product.residual is None) == (product.scale is None)
+    if product.residual is not None:
+        assert schedule.supports_add_residual(tokens)
+        assert whole
+    if squares is not None or product.residual is not None:
+        assert product.dtype == jnp.bfloat16
+        assert product.bias is None
+
+
+def _operands(product: _Product, schedule: TileSchedule) -> dict[str, jax.Array]:
+    """The kernel's operands by their names in `GlobalMemory`."""
+    (tokens, k), weight, config = product.x.shape, product.weight, schedule.config
+    m, padded = product.padded_tokens, schedule.row_tiles * TILE_ROWS
+    codes, scales = (*weight.codes.shape[:2], 4, 256), weight.scales.shape
+    if schedule.paired:
+        halves = 2, schedule.row_tiles // 2, weight.codes.shape[1], 8
+        codes, scales = (*halves, 128), (*halves, 16)
+
+    def pad_rows(array):
+        """Pads to whole tiles of rows; with ones, by which one can divide."""
+        padding = ((0, padded - len(array)), *((0, 0) for _ in array.shape[1:]))
+        return jnp.pad(array, padding, constant_values=1)
+
+    operands = {
+        "x": jnp.pad(product.x, ((0, m - tokens), (0, -k % 64))),
+        "codes": weight.codes.reshape(codes),
+        "scales": weight.scales.reshape(scales),
+        "divisor": pad_rows(weight.divisor),
+    }
+    squares = product.square_partials
+    if squares is not None and schedule.simulated:
+        factor = lax.rsqrt(squares.sum(axis=0) + product.eps)
+        operands["factor"] = jnp.pad(factor, (0, config.tile_m - tokens))
+    elif squares is not None:
+        operands["square_partials"] = squares
+    if product.residual is not None and not schedule.simulated:
+        operands |= {"residual": product.residual, "scale": product.scale}
+    if product.b is not None:
+        operands["b"] = pad_rows(product.b)
+    if product.a is not None:
+        operands["a"] = jnp.pad(product.a, ((0, -len(product.a) % PARTIAL_COLUMNS), (0, 0)))
+    if product.xa_partials is not None:
+        operands["xa_partials"] = product.xa_partials
+    if product.xa is not None:
+        columns = product.xa_columns - product.xa.shape[1]
+        operands["xa"] = jnp.pad(product.xa, ((0, m - tokens), (0, columns)))
+    if product.bias is not None:
+        operands["bias"] = pad_rows(product.bias)
+    if schedule.split_tiles or product.in_partials:
         # Zero before and after every call, for the kernel leaves them as it found them: so all
-        # calls of a program, which follow one another, share them. The first and the last are
-        # those of the shares.
-        assert plan.shared * config.warpgroups_n < _LOCKS - 1
+        # calls of a program, which follow one another, use the same array. The first and the last
+        # lock belong to the partials of x A^T.
+        assert schedule.split_tiles * config.warpgroups_n < _LOCKS - 1
         operands["locks"] = jnp.zeros(_LOCKS, jnp.int32)
-    body = functools.partial(_body, plan, tokens, eps, (*operands, *results))
+    return operands
+
+
+def _results(product: _Product, schedule: TileSchedule) -> dict[str, jax.ShapeDtypeStruct]:
+    """The kernel's results by their names in `GlobalMemory`."""
+    (tokens, k), config = product.x.shape, schedule.config
+    y = product.padded_tokens, schedule.row_tiles * TILE_ROWS
+    if product.transposed:  # What the TMA does not store has space for whole tiles.
+        rows = schedule.n_tiles * config.warpgroups_n * TILE_ROWS
+        y = rows, schedule.m_tiles * config.tile_m
+    if schedule.paired:
+        y = product.padded_tokens, product.weight.shape[0] // 2
+    results = {"y": jax.ShapeDtypeStruct(y, product.dtype)}
+    if product.residual is not None and not schedule.simulated:
+        results["scaled"] = results["y"]
+        partials = PARTIALS_OF_ROW_TILE * schedule.n_tiles * config.warpgroups_n
+        results["square_partials"] = jax.ShapeDtypeStruct((partials, tokens), jnp.float32)
+    if product.a is not None:
+        rank = -(-len(product.a) // PARTIAL_COLUMNS) * PARTIAL_COLUMNS
+        shape = k // TILE_COLUMNS, config.tile_m, rank
+        results["xa_partials"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    if product.in_partials:
+        shape = -(-tokens // 8) * 8, product.xa_columns
+        results["xa"] = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    if schedule.split_tiles or (schedule.split > 1 and schedule.simulated):
+        slots = schedule.partial_slots if schedule.split_tiles else schedule.blocks
+        shape = slots, config.warpgroups_n, TILE_ROWS, config.tile_m
+        results["partial"] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return results
+
+
+def _scratch(product: _Product, schedule: TileSchedule) -> dict:
+    """Shared memory and barriers by their names in `SharedMemory`."""
+    config, rows = schedule.config, schedule.config.warpgroups_n
+    stage = config.stages, rows, schedule.tiles_per_stage
+    codes, scales = (*stage, 4, 256), (*stage, 128)
+    stored = config.tile_m
+    if product.residual is not None:  # The sum and the scaled sum lie side by side.
+        stored = max(config.tile_m, 2 * schedule.stored_tokens)
+    y = plgpu.SMEM((rows, stored, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
+    if schedule.paired:
+        halves = config.stages, 2, rows, schedule.tiles_per_stage, 4
+        codes, scales = (*halves, 128), (*halves, 16)
+        y = plgpu.SMEM((rows, config.tile_m, schedule.tile_outputs), jnp.bfloat16)
+    x = config.stages, schedule.tiles_per_stage, config.tile_m, TILE_COLUMNS
+    scratch = {
+        "x": plgpu.SMEM(x, jnp.bfloat16, transforms=OPERAND),
+        "codes": plgpu.SMEM(codes, jnp.uint32),
+        "scales": plgpu.SMEM(scales, jnp.uint32),
+        "y": y,
+        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=schedule.arrivals),
+        "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
+    }
+    if schedule.in_clusters:
+        others = schedule.split - 1
+        scratch |= {
+            "parts": _sums(others, rows, config.tile_m // config.receivers),
+            "parts_full": plgpu.Barrier(num_barriers=rows, num_arrivals=others),
+        }
+    if config.slices > 1:
+        others = config.slices - 1
+        scratch |= {
+            "sums": _sums(others, rows, config.tile_m),
+            "sums_full": plgpu.Barrier(num_barriers=rows, num_arrivals=others),
+            "sums_empty": plgpu.Barrier(num_barriers=rows),
+        }
+    if schedule.paired and not schedule.simulated:
+        scratch["factor"] = plgpu.SMEM((config.tile_m,), jnp.float32)
+        scratch["factor_full"] = plgpu.Barrier()
+    if product.a is not None:
+        turns = schedule.shrink_turns(*product.a.shape)
+        scratch["partials_made"] = plgpu.Barrier(num_arrivals=turns)
+    return scratch
+
+
+def _sums(count: int, rows: int, tokens: int) -> Any:
+    """Shared memory for accumulators [64, tokens] of other warpgroups or CTAs."""
+    swizzle = plgpu.find_swizzle(tokens * 32)
+    return plgpu.SMEM(
+        (count, rows, TILE_ROWS, tokens),
+        jnp.float32,
+        transforms=(plgpu.TilingTransform((8, swizzle // 4)), plgpu.SwizzleTransform(swizzle)),
+    )
+
+
+def _run(
+    product: _Product,
+    schedule: TileSchedule,
+    operands: dict[str, jax.Array],
+    results: dict[str, jax.ShapeDtypeStruct],
+    *,
+    trace: str,
+    interpret: plgpu.InterpretGPUParams | None,
+) -> dict[str, jax.Array]:
+    """The arrays of `results`, which the kernel makes of the operands."""
+    in_clusters = schedule.in_clusters
+    names = *operands, *results
     kernel = plgpu.kernel(
-        body,
+        functools.partial(_body, schedule, len(product.x), product.eps, names),
         out_type=tuple(results.values()),
-        scratch_types=scratch,
-        grid=(plan.clusters if plan.in_clusters else plan.blocks,),
+        scratch_types=_scratch(product, schedule),
+        grid=(schedule.clusters if in_clusters else schedule.blocks,),
         grid_names=("block",),
-        cluster=(plan.split,) if plan.in_clusters else (),
-        cluster_names=("member",) if plan.in_clusters else (),
-        num_threads=plan.config.warpgroups + helper_warpgroups(in_shares),
+        cluster=(schedule.split,) if in_clusters else (),
+        cluster_names=("member",) if in_clusters else (),
+        num_threads=schedule.config.warpgroups + helper_warpgroups(product.in_partials),
         thread_name="warpgroup",
         kernel_name="fp4_matmul_sm90",
         compiler_params=plgpu.CompilerParams(
             unsafe_no_auto_barriers=True,
-            approx_math=paired,  # the exponential and the quotient of SwiGLU, rounded to bfloat16
+            # The exponential and the quotient of SwiGLU are rounded to bfloat16.
+            approx_math=schedule.paired,
             lowering_semantics=plgpu.LoweringSemantics.Warpgroup,
             reduction_scratch_bytes=SUM_BYTES,
             profile_space=TRACED_EVENTS if trace else 0,
@@ -240,105 +382,60 @@ def matmul(
         ),
         interpret=interpret,
     )
-    outs = dict(zip(results, kernel(*operands.values()), strict=True))
-    y = outs["y"].T[:, :padded] if transposed else outs["y"]
-    if "partial" in outs and simulated:
-        y = add_partial(plan, y, outs["partial"], operands.get("bias"), operands.get("factor"))
-    if residual is not None and scale is not None:
-        if simulated:
-            return begin_norm(y[:tokens, :n], residual, scale)
-        return outs["y"], outs["scaled"], outs["square_partials"]
-    if pass_squares is not None:
-        total = pass_squares.sum(axis=0)[None] if simulated else outs["total"]
-        return y[:tokens, :n], total
-    return y[:tokens, :n]
+    return dict(zip(results, kernel(*operands.values()), strict=True))
 
 
-def _scratch(plan: Plan, *, norm: bool) -> dict:
-    config = plan.config
-    stage = config.stages, config.warpgroups_n, plan.per_stage
-    codes, scales = (*stage, 4, 256), (*stage, 128)
-    stored = max(config.tile_m, 2 * plan.stored_tokens) if norm else config.tile_m
-    y = plgpu.SMEM((config.warpgroups_n, stored, TILE_ROWS), jnp.bfloat16, transforms=OPERAND)
-    if plan.paired:
-        halves = config.stages, 2, config.warpgroups_n, plan.per_stage, 4
-        codes, scales = (*halves, 128), (*halves, 16)
-        y = plgpu.SMEM((config.warpgroups_n, config.tile_m, plan.height), jnp.bfloat16)
-    scratch = {
-        "x": plgpu.SMEM(
-            (config.stages, plan.per_stage, config.tile_m, TILE_COLUMNS),
-            jnp.bfloat16,
-            transforms=OPERAND,
-        ),
-        "codes": plgpu.SMEM(codes, jnp.uint32),
-        "scales": plgpu.SMEM(scales, jnp.uint32),
-        "y": y,
-        "full": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.arrivals),
-        "empty": plgpu.Barrier(num_barriers=config.stages, num_arrivals=plan.config.warpgroups),
-    }
-
-    def sums(count, tokens):
-        swizzle = plgpu.find_swizzle(tokens * 32)
-        return plgpu.SMEM(
-            (count, config.warpgroups_n, TILE_ROWS, tokens),
-            jnp.float32,
-            transforms=(
-                plgpu.TilingTransform((8, swizzle // 4)),
-                plgpu.SwizzleTransform(swizzle),
-            ),
-        )
-
-    if plan.in_clusters:
-        others = plan.split - 1
-        scratch |= {
-            "parts": sums(others, config.tile_m // config.receivers),
-            "parts_full": plgpu.Barrier(num_barriers=config.warpgroups_n, num_arrivals=others),
-        }
-    if config.slices > 1:
-        scratch |= {
-            "sums": sums(config.slices - 1, config.tile_m),
-            "sums_full": plgpu.Barrier(
-                num_barriers=config.warpgroups_n, num_arrivals=config.slices - 1
-            ),
-            "sums_empty": plgpu.Barrier(num_barriers=config.warpgroups_n),
-        }
-    return scratch
-
-
-def _body(plan: Plan, rows: int, eps: float, names: tuple[str, ...], *refs, **sm):
-    gm = dict(zip(names, refs, strict=True))
+def _body(
+    schedule: TileSchedule, tokens: int, eps: float, names: tuple[str, ...], *refs, **scratch
+) -> None:
+    """The kernel: every warpgroup becomes a consumer, the producer or the reducer."""
+    gmem = GlobalMemory(**dict(zip(names, refs, strict=True)))
+    smem = SharedMemory(**scratch)
     warpgroup = lax.axis_index("warpgroup")
-    warpgroups, helpers = plan.config.warpgroups, helper_warpgroups("xa_partials" in gm)
-    spared = helper_registers(warpgroups, helpers)
-    xa_partials = None
-    if "xa_partials" in gm:
-        lock, all_made = (gm["locks"].at[pl.ds(i, 1)] for i in (0, _LOCKS - 1))
-        xa_partials = Shares(
-            gm["xa_partials"], gm["xa"], lock, rows, plan.adders, gm.get("a"), all_made
-        )
+    consumers = schedule.config.warpgroups
+    helpers = helper_warpgroups(gmem.xa_partials is not None)
+    spared = helper_registers(consumers, helpers)
+    partials = None
+    if gmem.xa_partials is not None:
+        lock, made_lock = (gmem.locks.at[pl.ds(i, 1)] for i in (0, _LOCKS - 1))
+        blocks = schedule.resident_blocks
+        partials = XaPartials(gmem.xa_partials, gmem.xa, lock, tokens, blocks, gmem.a, made_lock)
+    kernel = Kernel(schedule, gmem, smem, partials)
 
-    @pl.when(warpgroup == warpgroups)
-    def _():
+    @pl.when(warpgroup == consumers)
+    def run_producer():
         plgpu.set_max_registers(spared, action="decrease")
-        fill_stages(plan, gm, sm, xa_partials)
+        produce(kernel)
 
-    if xa_partials is not None:
+    if partials is not None:
 
-        @pl.when(warpgroup > warpgroups)
-        def _():
+        @pl.when(warpgroup > consumers)
+        def run_reducer():
             plgpu.set_max_registers(spared, action="decrease")
-            with jax.named_scope("add shares"):
-                add_shares(plan.this_block(), xa_partials, sm.get("made"))
-            if plan.paired:
-                mean_squares.write_factor(gm["square_partials"], sm["factor"], eps)
-                plgpu.barrier_arrive(sm["factor_full"])
-            if "total" in gm:
-                mean_squares.write_total(
-                    gm["square_partials"], gm["total"], plan.this_block(), plan.blocks
-                )
+            with jax.named_scope("add partials"):
+                reduce_partials(schedule.this_block(), partials, smem.partials_made)
+            if schedule.paired:
+                mean_squares.write_factor(gmem.square_partials, smem.factor, eps)
+                plgpu.barrier_arrive(smem.factor_full)
 
-    @pl.when(warpgroup < warpgroups)
-    def _():
-        registers = compute_registers(warpgroups, helpers)
+    @pl.when(warpgroup < consumers)
+    def run_consumer():
+        registers = compute_registers(consumers, helpers)
         plgpu.set_max_registers(registers, action="increase")
-        compute(plan, gm, sm, xa_partials, warpgroup=warpgroup, registers=registers)
+        consume(kernel, warpgroup=warpgroup, registers=registers)
+
+
+def _finish(
+    product: _Product, schedule: TileSchedule, operands: dict, outs: dict[str, jax.Array]
+) -> jax.Array | tuple[jax.Array, ...]:
+    """The result of `matmul`, without padding; adds up what a simulation leaves."""
+    tokens, n = len(product.x), product.weight.shape[0]
+    y = outs["y"].T[:, : schedule.row_tiles * TILE_ROWS] if product.transposed else outs["y"]
+    if schedule.simulated and "partial" in outs:
+        bias, factor = operands.get("bias"), operands.get("factor")
+        y = simulation.add_partial(schedule, y, outs["partial"], bias, factor)
+    if product.residual is None or product.scale is None:
+        return y[:tokens, :n]
+    if schedule.simulated:
+        return simulation.add_rmsnorm(y[:tokens, :n], product.residual, product.scale)
+    return outs["y"], outs["scaled"], outs["square_partials"]

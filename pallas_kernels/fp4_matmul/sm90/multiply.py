@@ -1,8 +1,8 @@
-"""Products of 64 columns by wgmma, the weight in registers.
+"""Products of 64 columns by wgmma, with the weight in registers.
 
-Of the descriptor that says where the tokens are, only the address differs between products.
-`plgpu.wgmma` makes all of it for each one, of a pointer with 64 bits; here a stage of the pipeline
-has one, of which a product is a constant away.
+The descriptors that say where the tokens are differ between products only in their address.
+`plgpu.wgmma` makes a whole descriptor for each product, of a pointer with 64 bits; here a stage of
+the pipeline has one descriptor, to which a product adds a constant.
 """
 
 from typing import Any
@@ -18,13 +18,13 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 from pallas_kernels.fp4_matmul.sm90.codes import OPERAND
 from pallas_kernels.fp4_matmul.tiling import TILE_COLUMNS
 
-# In units of 16 bytes, as descriptors have them, where `OPERAND` puts bfloat16 [T, 128].
+# Distances in units of 16 bytes, as in descriptors, in bfloat16 [T, 128] that lies as `OPERAND`.
 _EIGHT_TOKENS = 8 * TILE_COLUMNS * 2 // 16  # to the next eight
 _HALF = _EIGHT_TOKENS // 2  # to the columns 64..127
 _STEP = 16 * 2 // 16  # to the next 16 columns
 _UPPER = 1 << 30 | _EIGHT_TOKENS  # 32 bits of a descriptor: rows of 128 bytes, swizzled
 # What the stage's descriptor lacks. ptxas adds smaller constants in two halves, with moves. No
-# address is less: CUDA keeps the first KB of a block's shared memory to itself.
+# address is smaller: CUDA reserves the first KB of a CTA's shared memory.
 _BIAS = 1024 // 16
 
 
@@ -39,17 +39,18 @@ def add_product(
     *,
     simulated: bool,
 ) -> jax.Array:
-    """Begins to add a product to an accumulator, in a group that `plgpu.wgmma_wait` awaits.
+    """Starts to add a product to an accumulator, in a group that `plgpu.wgmma_wait` awaits.
 
     Args:
         acc: float32 [64, T].
         weight: bfloat16 [64, 64].
-        x: tokens [S, P, T, 128] in shared memory.
-        slot: of the stage.
-        tile: of its P tiles of 128 columns, the first that the warpgroup multiplies.
-        ahead: which one from there on, a constant.
-        half: columns 0..63 or 64..127 of that.
-        simulated: by the interpreter, which takes no inline code and multiplies at once.
+        x: tokens [S, P, T, 128] in shared memory, P tiles of 128 columns for each stage.
+        slot: slot of the stage.
+        tile: first of the stage's tiles that the warpgroup multiplies.
+        ahead: distance of the product's tile from the first, a constant.
+        half: 0 for the columns 0..63 of the tile, 1 for 64..127.
+        simulated: whether the interpreter runs this, which takes no inline code and multiplies at
+            once.
 
     Returns:
         The accumulator.
@@ -70,22 +71,22 @@ def add_product(
         ),
         return_type=plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=plgpu.Layout.WGMMA),
     )
-    def multiply(_, acc, weight, x, behind):
+    def multiply(_, acc, weight, x, distance):
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         shift, mask, bias = (
             arith.constant(i32, ir.IntegerAttr.get(i32, number)) for number in (4, 0x3FFF, _BIAS)
         )
         address = arith.shrui(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(x)), shift)
         lower = arith.subi(arith.andi(address, mask), bias)
-        lower = arith.addi(lower, behind.registers.item())
-        weight = mgpu.optimization_barrier(weight)  # is ready before the fence
+        lower = arith.addi(lower, distance.registers.item())
+        weight = mgpu.optimization_barrier(weight)  # so that it is ready before the fence
         nvvm.wgmma_fence_aligned()
         sums = [vector.extract(pair, [], [i]) for pair in acc.registers.flat for i in (0, 1)]
         words = [mgpu.utils.bitcast(pair, i32) for pair in weight.registers.flat]
         count = len(sums)
         accumulator = ", ".join(f"${i}" for i in range(count))
         first_word, last = 2 * count, 2 * count + len(words)
-        # An upper half that ptxas cannot see through, or it would move it for each product.
+        # ptxas must not see the upper half, or it would move it for each product.
         code = (
             ".reg .b64 stage, desc; .reg .b32 upper; .reg .pred p; setp.eq.b32 p, 0, 0; "
             f"shr.u32 upper, ${last}, 31; add.u32 upper, upper, {_UPPER}; "

@@ -1,73 +1,122 @@
-"""What the blocks that share a tile do at their end, in jnp: the interpreter lacks it."""
+"""What a simulation computes in jnp outside of the kernel, as the interpreter lacks it."""
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.fp4_matmul.sm90 import swiglu
-from pallas_kernels.fp4_matmul.sm90.schedule import Plan
+from pallas_kernels.fp4_matmul.sm90.schedule import TileSchedule
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
 
+def shrink(
+    x: jax.Array,
+    xa: jax.Array | None,
+    xa_partials: jax.Array | None,
+    a: jax.Array | None,
+    b: jax.Array | None,
+) -> jax.Array | None:
+    """Returns x A^T [M, R] of the arguments of `kernel.matmul`, or None without an adapter."""
+    if a is not None:
+        xa_partials = jnp.dot(x, a.T, preferred_element_type=jnp.float32)[None]
+    if xa_partials is None or b is None:
+        return xa
+    xa = jnp.pad(xa_partials.sum(axis=0), ((0, 0), (0, b.shape[1] - xa_partials.shape[2])))
+    return xa.astype(x.dtype)
+
+
 def add_partial(
-    plan: Plan,
+    schedule: TileSchedule,
     y: jax.Array,
     partial: jax.Array,
     bias: jax.Array | None,
     factor: jax.Array | None,
 ) -> jax.Array:
-    """Adds up the partial sums of shared tiles.
+    """Adds up the partial sums of split tiles.
 
     Args:
-        plan: who shares what.
-        y: [M, N], or [M, N / 2] behind SwiGLU, without the shared tiles.
-        partial: float32 [places, rows, 64, tile_m].
-        bias: [N], or None.
-        factor: float32 [tile_m] of the norm before SwiGLU, or None.
+        schedule: tile schedule.
+        y: [M, N], or [M, N / 2] with SwiGLU, without the split tiles.
+        partial: float32 [slots, warpgroups_n, 64, tile_m].
+        bias: bias [N], or None.
+        factor: float32 [tile_m], factor of the norm before SwiGLU, or None.
+
+    Returns:
+        y with the split tiles.
     """
-    config = plan.config
-    with jax.ensure_compile_time_eval():
-        xa_partials = [plan.share(block, i) for block in range(plan.sharing) for i in (0, 1)]
-        # By tile: the first place of its partial sums, and how many they are.
-        shared = {
-            int(tile): (plan.slot(int(first), int(tile)), int(n))
-            for tile, first, n, *_ in xa_partials
-            if n
-        }
-    if plan.split > 1:
+    for tile, (slot, peers) in _split_tiles(schedule).items():
         with jax.ensure_compile_time_eval():
-            ends = [
-                (b, plan.piece(b, plan.pieces(b) - 1)) for b in range(0, plan.blocks, plan.split)
-            ]
-            shared = {int(t): (b, plan.split) for b, (t, _, n) in ends if n < plan.steps}
-    for tile, (slot, sharers) in shared.items():
-        with jax.ensure_compile_time_eval():
-            m_tile, n_tile = (int(i) for i in plan.coordinates(tile))
-        total = partial[slot : slot + sharers].sum(axis=0)
+            m_tile, n_tile = (int(i) for i in schedule.coordinates(tile))
+        total = partial[slot : slot + peers].sum(axis=0)
         if factor is not None:
-            with jax.ensure_compile_time_eval():
-                row_tiles = [int(plan.row_tile(n_tile, row)) for row in range(config.warpgroups_n)]
-            for row_tile, value in zip(row_tiles, total, strict=True):
-                rows = slice(row_tile * plan.height, (row_tile + 1) * plan.height)
-                part = swiglu.apply(value, factor, simulated=True)[: len(y)]
-                y = y.at[:, rows].set(part) if row_tile < plan.row_tiles else y
-            continue
-        total = total.reshape(-1, config.tile_m)
-        rows = slice(
-            n_tile * config.warpgroups_n * TILE_ROWS, (n_tile + 1) * config.warpgroups_n * TILE_ROWS
-        )
-        tokens = slice(m_tile * config.tile_m, (m_tile + 1) * config.tile_m)
-        part = y[tokens, rows]
-        total = total[: part.shape[1], : part.shape[0]].T
-        if bias is not None:
-            total += bias[rows][: part.shape[1]].astype(jnp.float32)
-        y = y.at[tokens, rows].set(total.astype(y.dtype))
+            y = _put_swiglu(schedule, y, total, n_tile, factor)
+        else:
+            y = _put_tile(schedule, y, total, (m_tile, n_tile), bias)
     return y
 
 
-def begin_norm(
+def _split_tiles(schedule: TileSchedule) -> dict[int, tuple[int, int]]:
+    """The first slot of the partial sums of each split tile, and their number."""
+    with jax.ensure_compile_time_eval():
+        if schedule.split > 1:
+            ends = [
+                (block, schedule.work_tile(block, schedule.num_work_tiles(block) - 1))
+                for block in range(0, schedule.blocks, schedule.split)
+            ]
+            return {
+                int(end.tile): (block, schedule.split)
+                for block, end in ends
+                if end.steps < schedule.steps
+            }
+        fixups = [
+            schedule.fixup(block, i) for block in range(schedule.splitting_blocks) for i in (0, 1)
+        ]
+        return {
+            int(fixup.tile): (
+                schedule.partial_slot(int(fixup.first_peer), int(fixup.tile)),
+                int(fixup.peers),
+            )
+            for fixup in fixups
+            if fixup.peers
+        }
+
+
+def _put_swiglu(
+    schedule: TileSchedule, y: jax.Array, total: jax.Array, n_tile: int, factor: jax.Array
+) -> jax.Array:
+    """Puts SwiGLU of a tile [warpgroups_n, 64, tile_m] into y."""
+    for row, value in enumerate(total):
+        with jax.ensure_compile_time_eval():
+            row_tile = int(schedule.row_tile(n_tile, row))
+        height = schedule.tile_outputs
+        part = swiglu.apply(value, factor, simulated=True)[: len(y)]
+        if row_tile < schedule.row_tiles:
+            y = y.at[:, row_tile * height : (row_tile + 1) * height].set(part)
+    return y
+
+
+def _put_tile(
+    schedule: TileSchedule,
+    y: jax.Array,
+    total: jax.Array,
+    tile: tuple[int, int],
+    bias: jax.Array | None,
+) -> jax.Array:
+    """Puts a tile [warpgroups_n, 64, tile_m], with bias, into y."""
+    config, (m_tile, n_tile) = schedule.config, tile
+    height = config.warpgroups_n * TILE_ROWS
+    rows = slice(n_tile * height, (n_tile + 1) * height)
+    tokens = slice(m_tile * config.tile_m, (m_tile + 1) * config.tile_m)
+    part = y[tokens, rows]
+    total = total.reshape(-1, config.tile_m)[: part.shape[1], : part.shape[0]].T
+    if bias is not None:
+        total += bias[rows][: part.shape[1]].astype(jnp.float32)
+    return y.at[tokens, rows].set(total.astype(y.dtype))
+
+
+def add_rmsnorm(
     y: jax.Array, residual: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sum of a product and the stream, the same scaled, and its mean squares [1, M]."""
+    """The sum of a product and a residual, the sum scaled, and its mean squares [1, M]."""
     total = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(y.dtype)
     wide = total.astype(jnp.float32)
     return total, (wide * scale).astype(y.dtype), jnp.mean(wide * wide, axis=1)[None]

@@ -1,8 +1,8 @@
-"""SwiGLU at the end of a product: a thread has a gate's outputs and those which it multiplies.
+"""The SwiGLU epilogue: a thread has outputs of the gate and the outputs that they multiply.
 
-Row tiles are paired for it: by eights, their rows are those of the gate and of the other half of
-the weight in turn, as a thread has the rows r and r + 8 of the accumulator. A norm before the
-product is not yet divided by its root mean square; `mean_squares` sums that up meanwhile.
+Row tiles are paired for it: by eights, their rows are rows of the gate and of the other half of the
+weight in turn, as a thread has the rows r and r + 8 of the accumulator. The normalization before
+the product is deferred: its factor is applied here, and `mean_squares` adds it up meanwhile.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 _LOG2_E = 1.4426950408889634
-_ROWS = 32  # of a paired tile, in each half of the weight
+_ROWS = 32  # rows of a paired tile in each half of the weight
 
 # A number for each of 32 rows: a warp has eight, a lane one.
 _NUMBERS = plgpu.Layout.TILED(
@@ -26,7 +26,7 @@ _NUMBERS = plgpu.Layout.TILED(
     lane_dims=(-2, plgpu.Replicated(4)),
     vector_dim=-1,
 )
-# Half of an accumulator, transposed: tokens by 32 outputs.
+# Half of an accumulator, transposed to tokens by 32 outputs.
 _TRANSPOSED = plgpu.Layout.TILED(
     plgpu.Tiling(((8, _ROWS), (8, 8), (2, 1))),
     warp_dims=(-5,),
@@ -36,9 +36,16 @@ _TRANSPOSED = plgpu.Layout.TILED(
 
 
 def load_numbers(numbers: Any, gates: Any, others: Any, *, simulated: bool) -> jax.Array:
-    """A number for each row [64] of a paired tile, from global memory."""
+    """Loads a number for each row [64] of a paired tile from global memory.
+
+    Args:
+        numbers: [N] in global memory.
+        gates: the tile's 32 rows of the gate.
+        others: the tile's 32 rows of the other half.
+        simulated: whether the interpreter runs this, which takes no inline code.
+    """
     if simulated:
-        return in_turn(numbers[gates], numbers[others])
+        return interleave(numbers[gates], numbers[others])
     result = plgpu.ShapeDtypeStruct(
         (2 * _ROWS,), numbers.dtype, layout=plgpu.Layout.WGMMA.reduce(1)
     )
@@ -60,8 +67,8 @@ def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
 
     Args:
         value: float32 [64, T], a product without its norm's factor.
-        factor: [T] in shared memory.
-        simulated: by the interpreter, which takes no inline code.
+        factor: float32 [T] in shared memory.
+        simulated: whether the interpreter runs this, which takes no inline code.
 
     Returns:
         bfloat16 [T, 32].
@@ -73,21 +80,21 @@ def apply(value: jax.Array, factor: Any, *, simulated: bool) -> jax.Array:
         gate, up = _halves(value)
         factor = plgpu.load(factor, layout=_TRANSPOSED.reduce(1))
     over = lax.broadcast_in_dim(factor, gate.shape, (0,))
-    # Rounded where the projection would be, had it the factor.
+    # Rounded where a projection of normalized tokens would be.
     gate, up = ((x * over).astype(jnp.bfloat16).astype(jnp.float32) for x in (gate, up))
     active = (gate / (1.0 + jnp.exp2(-_LOG2_E * gate))).astype(jnp.bfloat16)
     return (active.astype(jnp.float32) * up).astype(jnp.bfloat16)
 
 
-def in_turn(gate: jax.Array, other: jax.Array) -> jax.Array:
-    """The rows [64] of a paired tile, of 32 of the gate and as many others: by eights."""
+def interleave(gate: jax.Array, other: jax.Array) -> jax.Array:
+    """The rows [64] of a paired tile: 32 of the gate and 32 of the other half, by eights."""
     shape = _ROWS // 8, 8, *gate.shape[1:]
     both = jnp.stack([gate.reshape(shape), other.reshape(shape)], axis=1)
     return both.reshape(2 * _ROWS, *gate.shape[1:])
 
 
 def _halves(value: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rows of the gate and the others, transposed: [T, 32] each of [64, T]."""
+    """Divides [64, T] into the gate and the other half, both transposed to [T, 32]."""
     result = plgpu.ShapeDtypeStruct((value.shape[1], _ROWS), value.dtype, layout=_TRANSPOSED)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=(result, result))

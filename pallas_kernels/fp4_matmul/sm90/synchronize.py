@@ -1,4 +1,4 @@
-"""What threads and blocks of threads wait for, beyond barriers in shared memory."""
+"""Locks in global memory, fences, and numbers of which the compiler knows nothing."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import llvm, nvvm
 
 
 def fence_async_proxy(kind: nvvm.ProxyKind) -> None:
-    """Orders what threads read and wrote in shared or global memory, and copies."""
+    """Orders the threads' reads and writes of shared or global memory before later TMA copies."""
 
     @plgpu.inline_mgpu()
     def fence(_):
@@ -21,32 +21,32 @@ def fence_async_proxy(kind: nvvm.ProxyKind) -> None:
     fence()
 
 
-def arrive(locks: Sequence, sharers: Sequence[jax.Array]) -> None:
+def arrive(locks: Sequence, arrivals: Sequence[jax.Array]) -> None:
     """Publishes what the warpgroup wrote to global memory and counts at one or two locks.
 
     Args:
         locks: int32 [1] in global memory.
-        sharers: int32; 0 leaves the lock alone.
+        arrivals: int32 for each lock; 0 leaves the lock alone, and every other number adds one.
     """
     _with_locks(
         "bar.sync $1, 128; @mine fence.acq_rel.gpu; "
         "@mine red.relaxed.gpu.global.add.u32 [lock], 1;",
         locks,
-        sharers,
-        sharers,
+        arrivals,
+        arrivals,
     )
 
 
-def wait(locks: Sequence, sharers: Sequence[jax.Array], waiters: Sequence[jax.Array]) -> None:
-    """Waits until all sharers have arrived at one or two locks, and sees what they wrote.
+def wait(locks: Sequence, arrivals: Sequence[jax.Array], waiters: Sequence[jax.Array]) -> None:
+    """Waits for all arrivals at one or two locks, and sees what was written before them.
 
-    Who has waited counts too. The last one counts to zero, for the next call: no lock is zero
-    again while someone waits at it.
+    A CTA that has waited counts at the lock, too. The last one resets the lock to zero, for the
+    next call of the kernel: no lock is zero again while a CTA waits at it.
 
     Args:
         locks: int32 [1] in global memory.
-        sharers: int32, how many arrive at each; 0 leaves the lock alone.
-        waiters: int32, how many wait.
+        arrivals: int32, number of arrivals at each lock; 0 leaves the lock alone.
+        waiters: int32, number of CTAs that wait at each lock.
     """
     _with_locks(
         "again: @mine ld.acquire.gpu.global.u32 count, [lock]; "
@@ -55,20 +55,21 @@ def wait(locks: Sequence, sharers: Sequence[jax.Array], waiters: Sequence[jax.Ar
         "@mine red.relaxed.gpu.global.inc.u32 [lock], count; "
         "bar.warp.sync 0xffffffff; bar.sync $1, 128;",
         locks,
-        sharers,
+        arrivals,
         waiters,
     )
 
 
-def _with_locks(code: str, locks, sharers, waiters) -> None:
+def _with_locks(code: str, locks, arrivals, waiters) -> None:
     """Runs PTX in which `mine` holds in lanes 0 and 1 of a warpgroup, each with one of the locks.
 
-    But not in one without a lock, or whose lock has no sharers. $1 is the warpgroup's barrier.
+    `mine` does not hold in a lane without a lock, or whose lock has no arrivals (`sharers`). $1 is
+    the warpgroup's barrier.
     """
     number = plgpu.Layout.WG_SPLAT
     if len(locks) == 1:
         locks = [*locks, *locks]
-        sharers, waiters = [*sharers, jnp.int32(0)], [*waiters, jnp.int32(0)]
+        arrivals, waiters = [*arrivals, jnp.int32(0)], [*waiters, jnp.int32(0)]
 
     @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2, [number] * 4))
     def run(_, locks, numbers):
@@ -90,14 +91,14 @@ def _with_locks(code: str, locks, sharers, waiters) -> None:
             convergent=True,
         )
 
-    run(locks, [*sharers, *waiters])
+    run(locks, [*arrivals, *waiters])
 
 
 def opaque(number: jax.Array) -> jax.Array:
-    """An int32 that the compiler knows nothing of.
+    """An int32 of which the compiler knows nothing.
 
-    What is made of it stays where it is, and not outside of the loops around, in registers that
-    their copies need. A loop of so many turns is not unrolled.
+    The compiler does not move what is computed of it out of the loops around it, where it would
+    hold registers that the loops need. It does not unroll a loop with this number of turns.
     """
 
     @plgpu.inline_mgpu(

@@ -1,10 +1,10 @@
-"""x A^T in shares: blocks of threads make them, add up some of it each, and wait for all of it.
+"""Partials of x A^T: CTAs make them, add up some of the sum each, and wait for all of it.
 
-A share is the product of 128 columns; or shares are given. Their sum is written, 32 columns at a
-time, in the order in which a thread has the columns of B when it reads 16 bytes of each of its two
-rows: the columns that a step of wgmma wants of a thread, 2 c, 2 c + 1, 2 c + 8 and 2 c + 9 for
-c = 0..3, lie apart, and a warp that read four bytes at a time would ask for every line of its 16
-rows eight times.
+A partial is the product of 128 columns, or the caller gives the partials. Their sum is written, 32
+columns at a time, in the order in which a thread has the columns of B when it reads 16 bytes of
+each of its two rows. The columns that a step of wgmma wants of a thread, 2 c, 2 c + 1, 2 c + 8 and
+2 c + 9 for c = 0..3, lie apart, and a warp that read four bytes at a time would request every line
+of its 16 rows eight times.
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,8 @@ from jaxlib.mlir.dialects import arith, nvvm, vector
 from pallas_kernels.fp4_matmul.sm90.synchronize import arrive, fence_async_proxy, opaque, wait
 from pallas_kernels.fp4_matmul.tiling import MIN_PARTIALS, PARTIAL_COLUMNS
 
-# A warp has every fourth share of a row, a lane one of its columns.
-_SHARES = plgpu.Layout.TILED(
+# A warp has every fourth partial of a row, a lane one of its columns.
+_PARTIALS = plgpu.Layout.TILED(
     plgpu.Tiling(((MIN_PARTIALS, PARTIAL_COLUMNS), (1,))),
     warp_dims=(-3,),
     lane_dims=(-2,),
@@ -37,135 +37,147 @@ _WRITTEN = plgpu.Layout.TILED(
     lane_dims=(-3, -5, -4, -2),
     vector_dim=-1,
 )
-# Of B: a lane has the columns 8 c.. of its rows r and r + 8, for each 32 columns.
+# B: a lane has the columns 8 c.. of its rows r and r + 8, for each 32 columns.
 _READ = plgpu.Layout.TILED(
     plgpu.Tiling(((64, 64), (16, 64), (8, 64), (32,), (8,))),
     warp_dims=(-8,),
     lane_dims=(-4, -2),
     vector_dim=-1,
 )
-# The same of 32 rows, of which a lane has one.
+# The same for 32 rows of B, of which a lane has one.
 _READ_HALF = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 64), (8, 64), (32,), (8,))),
     warp_dims=(-6,),
     lane_dims=(-4, -2),
     vector_dim=-1,
 )
-_SHARES_IN_FLIGHT = 32
-SUM_BYTES = 4 * MIN_PARTIALS * PARTIAL_COLUMNS  # of shared memory, to add up what the warps have
+_PARTIALS_IN_FLIGHT = 32
+SUM_BYTES = 4 * MIN_PARTIALS * PARTIAL_COLUMNS  # shared memory to add up the sums of the warps
 
 
-class Shares(NamedTuple):
-    """Shares of x A^T in global memory, and where their sum goes.
+class XaPartials(NamedTuple):
+    """Partials of x A^T in global memory, and where their sum goes.
 
     Attributes:
-        xa_partials: float32 [S, M', R'], M' >= M and S >= MIN_PARTIALS.
+        partials: float32 [S, M', R'], M' >= M and S >= MIN_PARTIALS.
         xa: bfloat16 [M', R], R >= R'; its columns have the order that `operand` wants, and those
             from R' on become 0.
-        lock: int32 [1].
+        lock: int32 [1], lock of the sum.
         rows: M.
-        adders: how many blocks make shares or add them up, the first ones.
-        a: bfloat16 [R', K], of which they are made first; None if they are given.
-        all_made: int32 [1], a lock for that.
+        blocks: number of CTAs that make partials or add them up, which are the first ones.
+        a: bfloat16 [R', K], A of which the kernel makes the partials; None if they are given.
+        made_lock: int32 [1], lock of the partials that the kernel makes.
     """
 
-    xa_partials: Any
+    partials: Any
     xa: Any
     lock: Any
     rows: int
-    adders: int
+    blocks: int
     a: Any = None
-    all_made: Any = None
+    made_lock: Any = None
 
     @property
     def parts(self) -> int:
-        """What one block at a time adds up: PARTIAL_COLUMNS columns of a row."""
+        """Number of parts of the sum: one CTA at a time adds up PARTIAL_COLUMNS of a row."""
         return self.rows * (self.xa.shape[1] // PARTIAL_COLUMNS)
 
     @property
     def makers(self) -> int:
-        """Blocks that make shares, the first ones, PARTIAL_COLUMNS columns of a share at a time."""
-        return min(
-            self.adders, self.xa_partials.shape[0] * (self.xa_partials.shape[2] // PARTIAL_COLUMNS)
-        )
+        """Number of CTAs that make partials, PARTIAL_COLUMNS columns of one at a time."""
+        count, _, columns = self.partials.shape
+        return min(self.blocks, count * (columns // PARTIAL_COLUMNS))
 
     def unit(self, block: Any, turn: Any) -> tuple[Any, Any]:
-        """Which share and which columns of it a block makes; there may be no such share."""
-        unit, parts = block + turn * self.adders, self.xa_partials.shape[2] // PARTIAL_COLUMNS
+        """The partial, which may not exist, and the part of its columns that a CTA makes."""
+        unit, parts = block + turn * self.blocks, self.partials.shape[2] // PARTIAL_COLUMNS
         return lax.div(unit, parts), lax.rem(unit, parts)
 
 
-def add_shares(block: Any, given: Shares, made: Any) -> None:
-    """Writes this block's parts of x A^T and counts at the lock, if there are any.
+def reduce_partials(block: Any, given: XaPartials, made: Any) -> None:
+    """Writes this CTA's parts of x A^T and counts at the lock, if there are any.
 
-    A warpgroup calls it.
+    The reducer warpgroup calls it.
 
     Args:
-        block: the one that calls.
-        given: what it adds up.
-        made: a barrier at which this block's own shares arrive, if they are made here.
+        block: index of the CTA.
+        given: partials to add up.
+        made: barrier at which this CTA's own partials arrive, if the kernel makes them.
     """
-    xa_partials, xa, adders = given.xa_partials, given.xa, given.adders
     block = opaque(block)
-    count, _, width = xa_partials.shape
-    columns = xa.shape[1] // PARTIAL_COLUMNS
-    parts = given.parts
-    batch = -(-count // -(-count // _SHARES_IN_FLIGHT))
-    batch = min(-(-batch // MIN_PARTIALS), count // MIN_PARTIALS) * MIN_PARTIALS
-    batches = -(-count // batch)
-
     if given.a is not None:
+        _await_made(block, given, made)
+    xa, blocks, parts = given.xa, given.blocks, given.parts
+    columns = xa.shape[1] // PARTIAL_COLUMNS
 
-        @pl.when(block < given.makers)
-        def _():
-            plgpu.barrier_wait(made)
-            arrive([given.all_made], [jnp.int32(1)])
-
-        waiters = min(adders, parts)
-        makers = jnp.where(block < waiters, given.makers, 0)
-        wait([given.all_made], [makers], [jnp.int32(waiters)])
-
-    @pl.loop(0, jnp.where(block < adders, lax.div(parts - block + adders - 1, adders), 0))
-    def _(turn):
-        part = block + turn * adders
+    @pl.loop(0, jnp.where(block < blocks, lax.div(parts - block + blocks - 1, blocks), 0))
+    def add_up_part(turn):
+        part = block + turn * blocks
         row = lax.div(part, columns)
         column = (part - row * columns) * PARTIAL_COLUMNS
-        place = pl.ds(column, PARTIAL_COLUMNS)
-        zero = plgpu.layout_cast(jnp.zeros((MIN_PARTIALS, PARTIAL_COLUMNS), jnp.float32), _SHARES)
+        total = _sum(given.partials, row, column)
+        xa.at[row, pl.ds(column, PARTIAL_COLUMNS)][...] = _rounded(total.sum(axis=0))
 
-        @pl.loop(0, jnp.where(column < width, batches, 0), init_carry=zero)
-        def total(i, total):
-            # The last batch begins with what has been added before, if it is not whole.
-            begin = jnp.minimum(i * batch, count - batch)
-            for j in range(0, batch, MIN_PARTIALS):
-                share = xa_partials.at[pl.ds(begin + j, MIN_PARTIALS), row, place]
-                value = plgpu.load(share, layout=_SHARES, optimized=False)
-                if batches * batch > count:
-                    index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_SHARES)
-                    value = jnp.where(begin + j + index >= i * batch, value, zero)
-                total += value
-            return total
-
-        xa.at[row, place][...] = _rounded(total.sum(axis=0))
-
-    @pl.when(block < min(adders, parts))
-    def _():
+    @pl.when(block < min(blocks, parts))
+    def count_at_lock():
         fence_async_proxy(nvvm.ProxyKind.async_global)
         arrive([given.lock], [jnp.int32(1)])
 
 
-def await_shares(given: Shares, blocks: int) -> None:
-    """Waits until all of x A^T is there for the copy engine. Every one of the blocks calls it."""
-    adders = min(given.adders, given.parts)
-    wait([given.lock], [jnp.int32(adders)], [jnp.int32(blocks)])
+def _await_made(block: Any, given: XaPartials, made: Any) -> None:
+    """Waits until all partials that the CTA adds up are made, after it has counted its own."""
+
+    @pl.when(block < given.makers)
+    def count_own_partials():
+        plgpu.barrier_wait(made)
+        arrive([given.made_lock], [jnp.int32(1)])
+
+    waiters = min(given.blocks, given.parts)
+    makers = jnp.where(block < waiters, given.makers, 0)
+    wait([given.made_lock], [makers], [jnp.int32(waiters)])
+
+
+def _sum(partials: Any, row: Any, column: Any) -> jax.Array:
+    """Sums of the partials of a row and PARTIAL_COLUMNS columns from one on, one for each warp.
+
+    The sums are zero where the partials do not have the columns.
+    """
+    count, _, width = partials.shape
+    batch = -(-count // -(-count // _PARTIALS_IN_FLIGHT))
+    batch = min(-(-batch // MIN_PARTIALS), count // MIN_PARTIALS) * MIN_PARTIALS
+    batches = -(-count // batch)
+    zero = plgpu.layout_cast(jnp.zeros((MIN_PARTIALS, PARTIAL_COLUMNS), jnp.float32), _PARTIALS)
+
+    @pl.loop(0, jnp.where(column < width, batches, 0), init_carry=zero)
+    def total(i, total):
+        # The last batch begins with what has been added before, if it is not whole.
+        begin = jnp.minimum(i * batch, count - batch)
+        for j in range(0, batch, MIN_PARTIALS):
+            partial = partials.at[
+                pl.ds(begin + j, MIN_PARTIALS), row, pl.ds(column, PARTIAL_COLUMNS)
+            ]
+            value = plgpu.load(partial, layout=_PARTIALS, optimized=False)
+            if batches * batch > count:
+                index = plgpu.broadcasted_iota(jnp.int32, value.shape, 0, layout=_PARTIALS)
+                value = jnp.where(begin + j + index >= i * batch, value, zero)
+            total += value
+        return total
+
+    return total
+
+
+def await_xa(given: XaPartials, blocks: int) -> None:
+    """Waits until all of x A^T is there for the TMA. Each of the CTAs calls it once."""
+    reducers = min(given.blocks, given.parts)
+    wait([given.lock], [jnp.int32(reducers)], [jnp.int32(blocks)])
     fence_async_proxy(nvvm.ProxyKind.async_global)
 
 
 def load_b(*b: Any) -> list[jax.Array]:
-    """Asks for B [64, 64] in global memory, or for twice [32, 64] whose rows take turns by eights.
+    """Loads B [64, 64] from global memory, or two [32, 64] whose rows take turns by eights.
 
     Returns:
-        What `operand` takes. It fits what `add_shares` wrote.
+        Registers for `operand`, in the order of columns that `reduce_partials` writes.
     """
     return [plgpu.load(part, layout=_layout(len(b)), optimized=False) for part in b]
 
@@ -174,9 +186,9 @@ def operand(read: Sequence[jax.Array], late: jax.Array) -> jax.Array:
     """B [64, 64] as an operand of wgmma.
 
     Args:
-        read: by `load_b`.
+        read: result of `load_b`.
         late: int32, not negative, which is known when the operand is wanted and not before. ptxas
-            would put the words in order as soon as they are asked for, and so wait for them.
+            would otherwise put the words in order right after the load, and so wait for them.
     """
     result = plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
 
@@ -205,10 +217,10 @@ def _layout(parts: int) -> Any:
 
 
 def _rounded(sums: jax.Array) -> jax.Array:
-    """The sums [32] as bfloat16, each where it is: the numbers in the order of `_WRITTEN`."""
+    """The sums [32] as bfloat16, each in its lane: the numbers in the order of `_WRITTEN`."""
 
     @plgpu.inline_mgpu(
-        arg_types=(_SHARES.reduce(0),),
+        arg_types=(_PARTIALS.reduce(0),),
         return_type=plgpu.ShapeDtypeStruct(sums.shape, jnp.bfloat16, layout=_WRITTEN),
     )
     def rounded(_, sums):

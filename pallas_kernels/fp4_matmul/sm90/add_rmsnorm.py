@@ -1,7 +1,7 @@
-"""The end of a product that adds to the residual stream and begins the RMSNorm behind it.
+"""The epilogue that adds a product to the residual and writes an RMSNorm's partial mean squares.
 
-The factor of the norm, one number for each token, is left to who reads the result: see
-`mean_squares.write_factor`. So no block of threads waits for the outputs of another.
+The kernel that reads the result applies the factor of the norm, one number for each token: see
+`mean_squares.write_factor`. So no CTA waits for the outputs of another.
 """
 
 from typing import Any
@@ -17,25 +17,25 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 
-# Tokens by 64 outputs, each number where the transposed accumulator has it.
+# Tokens by 64 outputs, each number in the lane in which the transposed accumulator has it.
 _TRANSPOSED = plgpu.Layout.TILED(
     plgpu.Tiling(((8, TILE_ROWS), (8, 16), (8, 8), (2, 1))),
     warp_dims=(-7,),
     lane_dims=(-3, -4),
     vector_dim=-1,
 )
-# A number of each warp for each token: a lane has two, eight lanes have the same.
+# A number of each warp for each token: a lane has two numbers, and eight lanes the same ones.
 _OF_WARPS = plgpu.Layout.TILED(
     plgpu.Tiling(((4, 8), (2,))),
     warp_dims=(-3,),
     lane_dims=(plgpu.Replicated(8), -2),
     vector_dim=-1,
 )
-SQUARES_OF_ROW_TILE = 4  # shares of the mean squares that a row tile leaves, one of each warp
+PARTIALS_OF_ROW_TILE = 4  # partial mean squares of a row tile, one for each warp
 
 
 def load(residual: Any) -> jax.Array:
-    """Tokens by outputs [T, 64] in global memory, as the accumulator has them: [64, T]."""
+    """Loads the residual [T, 64] from global memory, as the accumulator has it: [64, T]."""
     tokens = residual.shape[0]
     result = plgpu.ShapeDtypeStruct((TILE_ROWS, tokens), residual.dtype, layout=plgpu.Layout.WGMMA)
 
@@ -58,18 +58,18 @@ def load(residual: Any) -> jax.Array:
 def add(
     value: jax.Array, residual: jax.Array, scale: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The sum of a product and the stream, the sum scaled, and sums of the former's squares.
+    """The sum of a product and the residual, the sum scaled, and sums of the sum's squares.
 
     Args:
-        value: float32 [64, T], a product of 64 outputs.
-        residual: bfloat16 [64, T], of `load`.
-        scale: float32 [64], of the norm.
+        value: float32 [64, T], a product with 64 outputs.
+        residual: bfloat16 [64, T], result of `load`.
+        scale: float32 [64], scale of the norm.
 
     Returns:
         float32 [64, T] with values of bfloat16, float32 [64, T], and float32 [4, T], one sum for
         the outputs of each warp.
     """
-    # Rounded where the product would be, if it was stored.
+    # Rounded where a stored product would be.
     total = value.astype(jnp.bfloat16).astype(jnp.float32) + residual.astype(jnp.float32)
     total = total.astype(jnp.bfloat16).astype(jnp.float32)
     return total, total * lax.broadcast_in_dim(scale, total.shape, (0,)), _squares(total)
@@ -78,7 +78,7 @@ def add(
 def _squares(value: jax.Array) -> jax.Array:
     """The sums of the squares of 16 outputs each: float32 [4, T] of [64, T]."""
     tokens = value.shape[1]
-    result = plgpu.ShapeDtypeStruct((SQUARES_OF_ROW_TILE, tokens), jnp.float32, layout=_OF_WARPS)
+    result = plgpu.ShapeDtypeStruct((PARTIALS_OF_ROW_TILE, tokens), jnp.float32, layout=_OF_WARPS)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=result)
     def summed(_, value):

@@ -1,7 +1,7 @@
-"""x A^T in shares, one of every 128 columns, made before the main product.
+"""The LoRA shrink x A^T inside the kernel: a partial of every 128 columns, before the main loop.
 
-32 columns of a share are a unit. Most blocks of threads make one unit or none: the first stage of
-their pipeline has the tokens, a warpgroup that computes reads its part of A and multiplies.
+32 columns of a partial are a unit. Most CTAs make one unit or none: the first stage of their
+pipeline has the tokens, a consumer warpgroup reads its part of A and multiplies.
 """
 
 from typing import Any
@@ -16,12 +16,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_kernels.fp4_matmul.sm90.schedule import Plan
+from pallas_kernels.fp4_matmul.sm90.context import Consumer, Kernel
 from pallas_kernels.fp4_matmul.sm90.synchronize import opaque
-from pallas_kernels.fp4_matmul.sm90.xa_partials import Shares
+from pallas_kernels.fp4_matmul.sm90.xa_partials import XaPartials
 from pallas_kernels.fp4_matmul.tiling import PARTIAL_COLUMNS, TILE_COLUMNS, TILE_ROWS
 
-# 32 rows of A as the operand of wgmma, which has 64: two warps have the same.
+# 32 rows of A as the operand of wgmma, which has 64: two warps have the same rows.
 _TWICE = plgpu.Layout.TILED(
     plgpu.Tiling(((32, 8), (16, 8), (8, 8), (2,))),
     warp_dims=(plgpu.Replicated(2), -7),
@@ -37,85 +37,81 @@ _TRANSPOSED = plgpu.Layout.TILED(
 )
 
 
-def fill_for_shares(plan: Plan, gm: dict[str, Any], sm: dict[str, Any], given: Shares) -> Any:
-    """Copies the tokens of this block's units to its first stage, if it has any.
+def copy_tokens_for_partials(kernel: Kernel, given: XaPartials) -> Any:
+    """Has the TMA copy the tokens of this CTA's units to its first stage, if it has any.
 
     Returns:
-        How many stages that fills.
+        The number of stages that this fills.
     """
-    block, full = plan.this_block(), sm["full"].at[0]
-    turns = plan.turns_of_shares(*given.a.shape)
+    schedule, gmem, smem = kernel.schedule, kernel.gmem, kernel.smem
+    block, full = schedule.this_block(), smem.full.at[0]
+    turns = schedule.shrink_turns(*given.a.shape)
     makes = block < given.makers
 
     @pl.when(makes)
-    def _():
-        tokens = pl.ds(0, plan.config.tile_m)
+    def copy_tokens():
+        tokens = pl.ds(0, schedule.config.tile_m)
         for turn in range(turns):
-            share, _ = given.unit(block, turn)
-            columns = pl.ds(share * TILE_COLUMNS, TILE_COLUMNS)
-            plgpu.copy_gmem_to_smem(gm["x"].at[tokens, columns], sm["x"].at[0, turn], full)
-        for _ in range(plan.arrivals - turns):
+            partial, _ = given.unit(block, turn)
+            columns = pl.ds(partial * TILE_COLUMNS, TILE_COLUMNS)
+            plgpu.copy_gmem_to_smem(gmem.x.at[tokens, columns], smem.x.at[0, turn], full)
+        for _ in range(schedule.arrivals - turns):
             plgpu.barrier_arrive(full)
 
     return jnp.where(makes, 1, 0)
 
 
-def make_shares(plan: Plan, sm: dict[str, Any], warpgroup: Any, given: Shares) -> Any:
-    """Makes this block's units, a warpgroup one at a time; all that compute call it.
+def compute_partials(consumer: Consumer, given: XaPartials) -> Any:
+    """Makes this CTA's units, a warpgroup one at a time; every consumer warpgroup calls it.
 
     Returns:
-        How many stages that empties.
+        The number of stages that this empties.
     """
-    warpgroups, full = plan.config.warpgroups, sm["full"].at[0]
-    turns = plan.turns_of_shares(*given.a.shape)
-    makes = plan.this_block() < given.makers
+    schedule, smem, warpgroup = consumer.schedule, consumer.smem, consumer.warpgroup
+    warpgroups, full = schedule.config.warpgroups, smem.full.at[0]
+    turns = schedule.shrink_turns(*given.a.shape)
+    makes = schedule.this_block() < given.makers
 
     def await_tokens():
         with jax.named_scope("await stage"):
             plgpu.barrier_wait(full)
 
     @pl.loop(0, jnp.where(makes, lax.div(turns - warpgroup + warpgroups - 1, warpgroups), 0))
-    def _(i):
+    def make_unit(i):
         turn = opaque(warpgroup + i * warpgroups)
-        share, part = given.unit(opaque(plan.this_block()), turn)
-        last = given.xa_partials.shape[0] - 1
+        partial, part = given.unit(opaque(schedule.this_block()), turn)
+        last = given.partials.shape[0] - 1
         ranks = pl.ds(part * PARTIAL_COLUMNS, PARTIAL_COLUMNS)
 
         def product(acc):
-            start = jnp.minimum(share, last) * TILE_COLUMNS
-            # A is asked for before anything is awaited.
+            start = jnp.minimum(partial, last) * TILE_COLUMNS
+            # A is requested before the wait.
             operands = [_load_a(given.a.at[ranks, pl.ds(start + j, 64)]) for j in (0, 64)]
-
-            @pl.when(i == 0)
-            def _():
-                await_tokens()
-
+            pl.when(i == 0)(await_tokens)
             for j, operand in enumerate(operands):
-                plgpu.wgmma(acc, operand, sm["x"].at[0, turn, :, pl.ds(64 * j, 64)].T)
+                plgpu.wgmma(acc, operand, smem.x.at[0, turn, :, pl.ds(64 * j, 64)].T)
             plgpu.wgmma_wait(0)
             return acc[...]
 
-        value = pl.run_scoped(product, plgpu.ACC((TILE_ROWS, plan.config.tile_m), jnp.float32))
+        tile_m = schedule.config.tile_m
+        value = pl.run_scoped(product, plgpu.ACC((TILE_ROWS, tile_m), jnp.float32))
 
-        @pl.when(share <= last)
-        def _():
-            given.xa_partials.at[share, :, ranks][...] = _transposed(value)
+        @pl.when(partial <= last)
+        def write_unit():
+            given.partials.at[partial, :, ranks][...] = _transposed(value)
 
-        plgpu.barrier_arrive(sm["made"])
+        plgpu.barrier_arrive(smem.partials_made)
 
     @pl.when(makes)
-    def _():
-        @pl.when(warpgroup >= turns)
-        def _():
-            await_tokens()
-
-        plgpu.barrier_arrive(sm["empty"].at[0])
+    def release_stage():
+        pl.when(warpgroup >= turns)(await_tokens)
+        plgpu.barrier_arrive(smem.empty.at[0])
 
     return jnp.where(makes, 1, 0)
 
 
 def _load_a(a: Any) -> jax.Array:
-    """A [32, 64] in global memory twice, as an operand of wgmma."""
+    """Loads A [32, 64] from global memory, twice, as an operand of wgmma."""
     operand = plgpu.ShapeDtypeStruct((TILE_ROWS, 64), a.dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(_TWICE,), return_type=operand)
@@ -128,7 +124,7 @@ def _load_a(a: Any) -> jax.Array:
 
 
 def _transposed(value: jax.Array) -> jax.Array:
-    """The product [64, T] of `_load_a`'s operand as [T, 32]."""
+    """The product [64, T] of the operand of `_load_a`, transposed to [T, 32]."""
     tokens = value.shape[1]
     result = plgpu.ShapeDtypeStruct((tokens, PARTIAL_COLUMNS), value.dtype, layout=_TRANSPOSED)
 

@@ -1,0 +1,154 @@
+"""What the warpgroups of the kernel share: the tile schedule, global and shared memory."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.fp4_matmul.sm90.schedule import TileSchedule
+from pallas_kernels.fp4_matmul.sm90.xa_partials import XaPartials
+
+
+@dataclasses.dataclass(frozen=True)
+class GlobalMemory:
+    """References to operands and results; None where the product has no such array.
+
+    Attributes:
+        x: bfloat16 [M, K], tokens.
+        codes: uint32 codes of the weight in tile order.
+        scales: uint32 scales of the weight in tile order.
+        divisor: float32 [N], divisors of the weight's rows.
+        y: result [M, N]; [N, M] in float32, [M, N / 2] after SwiGLU.
+        factor: float32 [tile_m], factor of the norm before SwiGLU, in a simulation.
+        square_partials: float32 [S, M], partial mean squares: read before SwiGLU, written with a
+            residual.
+        residual: bfloat16 [M, N], residual to add the product to.
+        scale: float32 [N], scale of the norm after the residual.
+        b: bfloat16 [N, R], B of the adapter.
+        a: bfloat16 [R', K], A of the adapter, if the kernel computes x A^T.
+        xa_partials: float32 [S, M', R'], partials of x A^T.
+        xa: bfloat16 [M', R], x A^T.
+        bias: [N], bias.
+        locks: int32 locks of split tiles and of x A^T.
+        scaled: bfloat16 [M, N], sum of product and residual times the norm's scale.
+        partial: float32 [slots, warpgroups_n, 64, tile_m], partial sums of split tiles.
+    """
+
+    x: Any
+    codes: Any
+    scales: Any
+    divisor: Any
+    y: Any
+    factor: Any = None
+    square_partials: Any = None
+    residual: Any = None
+    scale: Any = None
+    b: Any = None
+    a: Any = None
+    xa_partials: Any = None
+    xa: Any = None
+    bias: Any = None
+    locks: Any = None
+    scaled: Any = None
+    partial: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """References to shared memory and barriers; None where the kernel has no such array.
+
+    Attributes:
+        x: tokens of each stage.
+        codes: codes of each stage.
+        scales: scales of each stage.
+        y: results on their way to global memory.
+        full: barriers at which the copies of a stage arrive.
+        empty: barriers at which the consumer warpgroups arrive when they have read a stage.
+        factor: float32 [tile_m], factor of the norm before SwiGLU.
+        factor_full: barrier at which the reducer warpgroup arrives when the factor is written.
+        partials_made: barrier at which the CTA's own partials of x A^T arrive.
+        parts: sums of the other CTAs of the cluster.
+        parts_full: barriers at which these sums arrive.
+        sums: sums of the slices after the first.
+        sums_full: barriers at which these slices arrive.
+        sums_empty: barriers at which the first slice arrives when it has read the sums.
+    """
+
+    x: Any
+    codes: Any
+    scales: Any
+    y: Any
+    full: Any
+    empty: Any
+    factor: Any = None
+    factor_full: Any = None
+    partials_made: Any = None
+    parts: Any = None
+    parts_full: Any = None
+    sums: Any = None
+    sums_full: Any = None
+    sums_empty: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What every warpgroup of the kernel has.
+
+    Attributes:
+        schedule: tile schedule.
+        gmem: operands and results.
+        smem: shared memory and barriers.
+        xa_partials: partials of x A^T and where their sum goes, or None.
+    """
+
+    schedule: TileSchedule
+    gmem: GlobalMemory
+    smem: SharedMemory
+    xa_partials: XaPartials | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Consumer(Kernel):
+    """What a consumer warpgroup has.
+
+    Attributes:
+        warpgroup: index of the warpgroup among the consumers.
+        registers: number of registers of each of its threads.
+        block: index of the CTA.
+        row: index of the warpgroup along the outputs.
+        k_slice: index of the warpgroup along the columns of a stage.
+    """
+
+    warpgroup: Any
+    registers: int
+    block: Any
+    row: Any
+    k_slice: Any
+
+    def row_start(self, row_tile):
+        """The first row of a row tile in the weight; beyond the weight, that of the last one."""
+        last = self.schedule.row_tiles - 1
+        return jnp.minimum(row_tile, last) * self.schedule.tile_outputs
+
+    def paired_rows(self, row_start) -> list[pl.Slice]:
+        """Rows of the gate and of what it multiplies, in a paired row tile."""
+        height = self.schedule.tile_outputs
+        return [
+            pl.ds(start, height)
+            for start in (row_start, self.schedule.row_tiles * height + row_start)
+        ]
+
+
+def load_rows(source: Any) -> jax.Array:
+    """A matrix [64, .], or a number for each of 64 rows, from global memory to registers."""
+    axis = plgpu.Layout.WGMMA if len(source.shape) == 2 else plgpu.Layout.WGMMA.reduce(1)
+    return plgpu.load(source, layout=axis, optimized=False)
+
+
+def over_tokens(numbers: jax.Array, tokens: int) -> jax.Array:
+    """A number for each row, repeated for every token: [rows, tokens]."""
+    return lax.broadcast_in_dim(numbers, (*numbers.shape, tokens), (0,))
