@@ -310,7 +310,9 @@ def test_the_parts_of_a_chunk(monkeypatch):
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
 def test_a_step_is_one_graph(format):
     row = step_parts.step_parts(subject(format), 2, CONFIG)
-    assert row["graphs"] == 1.0
+    # The 17 steps after the first token make three chunks of 6. A chunk may launch one more graph:
+    # before its first step it gathers the state of its slots.
+    assert 6 <= round(6 * row["graphs"]) <= 7
 
 
 @pytest.mark.parametrize(("dequantize", "packed"), [("once", False), ("step", True)])

@@ -282,7 +282,7 @@ def test_too_many_rows_is_one_line(settings, monkeypatch):
     def full(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
 
-    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate", full)
+    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate_steps", full)
     with pytest.raises(UserError, match=r"9 rows do not fit.*--max-rows=9, --samples=3"):
         evaluate(settings())
 

@@ -147,7 +147,7 @@ def measure_decoding(
     """A decode row, with the fields that the module explains."""
     prompts = random_prompts(subject.config, batch, config)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    drains: list[tuple[float, int]] = []  # time, and tokens per row that the host has received
+    drains: list[tuple[float, int]] = []  # time and received tokens per row, but for the last chunk
 
     def run(new_tokens: int, programs: Executables = programs) -> Statistics:
         drains.clear()
@@ -162,7 +162,8 @@ def measure_decoding(
             engine=engine_of(config, batch),
             executables=programs,
         ):
-            drains.append((time.perf_counter(), step.tokens // batch))
+            if step.ended_rows < step.rows:
+                drains.append((time.perf_counter(), step.tokens // batch))
         return step.statistics
 
     def step() -> float:
