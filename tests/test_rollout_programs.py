@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import gc
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +88,20 @@ def test_a_7b_policy_has_few_programs(max_rows, counts, monkeypatch):
     config = decode.decode_config(config, sampling, engine, TinyTokenizer())
     names = [name for name, *_ in programs.operations(KEY, params, None, planned, config)]
     assert collections.Counter(names) == counts
+
+
+def test_a_rollout_leaves_no_arrays():
+    """A policy of a step that waits for the garbage collector would fill the device."""
+    _, params, _ = policy()
+    rollout(params=params)
+    gc.collect()
+    gc.disable()
+    try:
+        before = len(jax.live_arrays())
+        rollout(params=jax.tree.map(jnp.copy, params))
+        assert len(jax.live_arrays()) == before
+    finally:
+        gc.enable()
 
 
 def test_large_keys_are_cut_off():

@@ -97,6 +97,8 @@ def operations(
         shapes: shapes of the rollout.
         config: static arguments.
     """
+    # The table refers to itself, so it would hold arrays until Python collects its garbage.
+    key, params, lora = _abstract((key, params, lora))
     model, dtype, steps = config.model, shapes.dtype, shapes.chunk_steps
     prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
     compute, sharding = params["embed_tokens"].dtype, params["embed_tokens"].sharding
@@ -177,8 +179,11 @@ def operations(
     return table
 
 
-def _abstract(tree: Any, sharding: jax.sharding.Sharding) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+def _abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+    """Returns the shapes of a tree, with its own shardings or with one sharding for all arrays."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree
+    )
 
 
 def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decode.DecodeState:
