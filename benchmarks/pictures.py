@@ -41,22 +41,16 @@ def learning_data() -> dict[str, dict]:
     """The reward of the default run and of its control.
 
     Returns:
-        For "learning" and "control" the `steps` of a run and its `reward`: a list for each seed
-        with the reward of each step. Results that lack them have instead the means of the
-        `first_fifth` and of the `last_fifth` of the steps.
+        For "learning" and "control" the `steps` of a run, the number of `seeds`, and `reward`: a
+        list for each seed with the reward of each step.
     """
-    result = json.loads((_RESULTS / "learning_smollm2-135m.json").read_text(encoding="utf-8"))
+    path = _RESULTS / "learning_by_step_smollm2-135m.json"
+    result = json.loads(path.read_text(encoding="utf-8"))
     data = {}
     for name in ("learning", "control"):
         part = result[name]
-        data[name] = {"steps": part["steps"], "seeds": part["runs"]}
-        if "by_step" in part:
-            data[name]["reward"] = [
-                [round(value, 4) for value in seed] for seed in part["by_step"]["reward"]
-            ]
-        else:
-            for key in ("first_fifth", "last_fifth"):
-                data[name][key] = round(part["reward"][key], 4)
+        reward = [[round(value, 4) for value in seed] for seed in part["by_step"]["reward"]]
+        data[name] = {"steps": part["steps"], "seeds": part["runs"], "reward": reward}
     return data
 
 
@@ -83,27 +77,16 @@ def draw_learning(data: dict) -> "Figure":
     figure, (axes,) = _figure(1)
     for name, part in data.items():
         steps, color = range(1, part["steps"] + 1), _COLORS[name]
-        if "reward" in part:
-            if len(part["reward"]) > 1:
-                for seed in part["reward"]:
-                    axes.plot(steps, seed, color=color, linewidth=0.8, alpha=0.4)
-            mean = [statistics.mean(values) for values in zip(*part["reward"], strict=True)]
-            axes.plot(steps, mean, color=color, linewidth=2.4, label=_LABELS[name])
-            continue
-        fifth = part["steps"] // 5
-        for key, first in (("first_fifth", 1), ("last_fifth", part["steps"] - fifth + 1)):
-            axes.plot(
-                [first, first + fifth - 1],
-                [part[key]] * 2,
-                color=color,
-                linewidth=4,
-                label=_LABELS[name] if key == "first_fifth" else None,
-            )
+        if len(part["reward"]) > 1:
+            for seed in part["reward"]:
+                axes.plot(steps, seed, color=color, linewidth=0.8, alpha=0.4)
+        mean = [statistics.mean(values) for values in zip(*part["reward"], strict=True)]
+        axes.plot(steps, mean, color=color, linewidth=2.4, label=_LABELS[name])
     seeds = data["learning"]["seeds"]
     drawn = "1 seed" if seeds == 1 else f"{seeds} seeds"
     axes.set(
         xlabel="step",
-        ylabel="reward" if "reward" in data["learning"] else "mean reward of a fifth of the steps",
+        ylabel="reward",
         ylim=(0, 1),
         title=f"SmolLM2-135M learns one-digit sums on two CPU cores ({drawn})",
     )
