@@ -46,8 +46,6 @@ SETTINGS = {
     "rl.updates_per_rollout": 1,
     "optimizer.learning_rate": 1e-2,
     "optimizer.max_grad_norm": 1.0,
-    "train.micro_batch_rows": 4,
-    "train.remat": False,
     "eval.every": 2,
     "eval.problems": 4,
     "eval.max_new_tokens": 4,

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import optax
@@ -15,11 +16,12 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import TrainState, init_state, make_optimizer
+from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.shapes import plan_shapes
 from qerl_jax.training.collect import CollectConfig
+from qerl_jax.training.memory_plan import MemoryPlan, device_bytes, plan_update, recomputation
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -41,8 +43,10 @@ class Setup:
         collect: options of a step's completions.
         eval_sampling: options of the completions of an evaluation.
         eval_engine: options of the engine in an evaluation.
-        loss: options of the loss.
+        update: static options of the update, with its loss.
+        buffer_tokens: positions of a buffer of the update.
         optimizer: the optimizer with its schedule.
+        optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
         sigma: sigma of the noise by step.
         key: key of the run.
@@ -57,8 +61,10 @@ class Setup:
     collect: CollectConfig
     eval_sampling: SamplingConfig
     eval_engine: EngineConfig
-    loss: LossConfig
+    update: UpdateConfig
+    buffer_tokens: int
     optimizer: optax.GradientTransformation
+    optimizer_key: str
     state_shapes: TrainState
     sigma: optax.Schedule
     key: jax.Array
@@ -120,6 +126,7 @@ def prepare(
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
+    plan = _plan_update(config, model, head, state_shapes, prompt_width)
     sampling, eval_sampling = _sampling(config)
     engine, eval_engine = _fit_engines(
         config,
@@ -152,8 +159,16 @@ def prepare(
         ),
         eval_sampling=eval_sampling,
         eval_engine=eval_engine,
-        loss=loss,
+        update=UpdateConfig(
+            model=model.config,
+            loss=loss,
+            temperature=config.rollout.temperature,
+            recompute=plan.recompute,
+        ),
+        buffer_tokens=plan.buffer_tokens,
         optimizer=optimizer,
+        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
+        f"{schedule_steps}",
         state_shapes=state_shapes,
         sigma=sigma,
         key=key,
@@ -322,6 +337,34 @@ def first_trainable(
         )
     policy = current_policy(model.params, given)
     return Trainable(lora=given.lora, params=trained_params(policy, parameters))
+
+
+def _plan_update(
+    config: ConfigDict,
+    model: LoadedModel,
+    head: dict,
+    state: TrainState,
+    prompt_width: int,
+) -> MemoryPlan:
+    """The buffers of the update that fit the device beside everything else."""
+
+    def size(tree: Any) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    new_tokens = config.rollout.max_new_tokens
+    group = prompt_width - 1 + config.rollout.group_size * new_tokens
+    return plan_update(
+        model.config,
+        weights=size(model.params | head),
+        training=size(state) + 2 * size(state.trainable),
+        itemsize=model.params["embed_tokens"].dtype.itemsize,
+        longest=prompt_width - 1 + new_tokens,
+        group=group,
+        batch=config.rollout.prompts_per_step * group,
+        buffer_tokens=config.train.buffer_tokens,
+        recompute=recomputation(config.train.recompute),
+        device_bytes=device_bytes(),
+    )
 
 
 def _training_bytes(state: TrainState) -> int:
