@@ -1,5 +1,1 @@
-"""Attention of packed buffers: groups of completions with a shared prompt, forward and backward."""
-
-from pallas_kernels.attention.packed import Segments, attend_packed, segments
-
-__all__ = ["Segments", "attend_packed", "segments"]
+"""Attention of packed buffers: completions that share a prompt, forward and backward."""

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode, fp4_matmul
-from pallas_kernels.attention import Segments, attend_packed
+from pallas_kernels.attention.packed import Segments, attend_packed
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import (

@@ -154,11 +154,13 @@ def _log_softmax(params, hidden, temperature):
 def _map_chunks(function, args, *, count, vocab_size):
     """Applies `function` to arrays [M, ...] in chunks, to bound the logits in memory.
 
-    The backward pass recomputes the logits of a chunk instead of storing them. Chunks that begin at
-    `count` or later are not computed; their results are zeros.
+    With several chunks, the backward pass recomputes the logits of a chunk instead of storing them,
+    and chunks that begin at `count` or later are not computed: their results are zeros.
     """
     total = args[0].shape[0]
     chunks = -(-total // max(1, _CHUNK_BYTES // (4 * vocab_size)))
+    if chunks == 1:
+        return function(*args)
     size = -(-total // chunks)
 
     def split(x):

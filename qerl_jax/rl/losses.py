@@ -395,12 +395,13 @@ def _clipped_loss(
 
 def add_metrics(total: Metrics, part: Metrics) -> Metrics:
     """Combines the metrics of two parts of an update: sums and counts add up, maxima compete."""
-    return {
-        name: tuple(a + b for a, b in zip(total[name], value, strict=True))
-        if isinstance(value, tuple)
-        else jnp.maximum(total[name], value)
-        for name, value in part.items()
-    }
+
+    def combine(old: Any, new: Any) -> Any:
+        if isinstance(new, tuple):
+            return old[0] + new[0], old[1] + new[1]
+        return jnp.maximum(old, new)
+
+    return {name: combine(total[name], value) for name, value in part.items()}
 
 
 def summarize_metrics(metrics: Metrics) -> dict[str, jax.Array]:

@@ -19,14 +19,13 @@ from typing import Any, NamedTuple
 import flax.struct
 import numpy as np
 
-from pallas_kernels.attention import Segments, segments
+from pallas_kernels.attention.packed import PADDING, PART_BITS, Segments, segments
 from qerl_jax.errors import UserError
 from qerl_jax.rl.batch import TrainBatch
 
 Array = Any  # a NumPy array on the host, a jax.Array under jit
 
-_PART_BITS = 12  # bits of the number of a completion in a segment id, as `attend_packed` reads them
-MAX_PARTS = (1 << _PART_BITS) - 1  # largest number of completions of a group in one buffer
+MAX_PARTS = (1 << PART_BITS) - 1  # largest number of completions of a group in one buffer
 
 
 @flax.struct.dataclass
@@ -85,14 +84,17 @@ def rows_that_teach(batch: TrainBatch, *, kl_coef: float) -> np.ndarray:
     """Returns bool [B] flags of the rows that can change the gradient.
 
     A row cannot if no token has a weight, or if its advantage is 0 and the loss has no KL term:
-    then every term of `policy_loss` and every derivative of it is 0.
+    then every term of `policy_loss` and every derivative of it is 0. A row whose recorded
+    log-probabilities are not finite is kept. A policy that has become NaN gives every group equal
+    rewards, and only a gradient that is not finite tells.
 
     Args:
         batch: all rows of the step.
         kl_coef: factor of the KL to the reference policy.
     """
     weighted = (np.asarray(batch.weights) != 0).any(axis=1)
-    return weighted & ((batch.advantages != 0) | (kl_coef != 0))
+    broken = ~np.isfinite(batch.rollout_logprobs).all(axis=1)
+    return weighted & ((batch.advantages != 0) | (kl_coef != 0) | broken)
 
 
 def layout(
@@ -188,7 +190,7 @@ def pack(batch: TrainBatch, rows: np.ndarray, *, buffer_tokens: int) -> list[Pac
 def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer:
     """Writes one buffer."""
     tokens, positions, ids = (np.zeros(size, np.int32) for _ in range(3))
-    ids[:] = -1
+    ids[:] = PADDING
     predicts = np.zeros(size, bool)
     spans = []  # of the completions: row, first position
     start = 0
@@ -196,12 +198,12 @@ def _buffer(batch: TrainBatch, parts: Sequence[Part], size: int) -> PackedBuffer
         stop = start + prompt
         tokens[start:stop] = batch.tokens[rows[0], :prompt]
         positions[start:stop] = np.arange(prompt)
-        ids[start:stop] = group << _PART_BITS
+        ids[start:stop] = group << PART_BITS
         for number, row in enumerate(rows, start=1):
             start, stop = stop, stop + int(batch.lengths[row] - batch.prompt_lengths[row])
             tokens[start:stop] = batch.tokens[row, prompt : prompt + stop - start]
             positions[start:stop] = prompt + np.arange(stop - start)
-            ids[start:stop] = group << _PART_BITS | number
+            ids[start:stop] = group << PART_BITS | number
             predicts[start:stop] = True
             spans.append((row, start, stop))
         start = stop
@@ -236,7 +238,7 @@ def empty_buffer(buffer_tokens: int) -> PackedBuffer:
     return PackedBuffer(
         tokens=ids,
         positions=ids,
-        segments=segments(np.full(buffer_tokens, -1, np.int32)),
+        segments=segments(np.full(buffer_tokens, PADDING, np.int32)),
         order=np.arange(buffer_tokens, dtype=np.int32),
         targets=ids,
         rows=ids,
@@ -264,6 +266,6 @@ def packing_metrics(batch: TrainBatch, buffers: Sequence[PackedBuffer]) -> dict[
     forwarded = sum(float(buffer.mask.sum()) for buffer in buffers)
     return {
         "forwarded_fraction": forwarded / sampled if sampled else 0.0,
-        "packed_tokens": sum(int((buffer.segments.ids >= 0).sum()) for buffer in buffers),
+        "packed_tokens": sum(int((buffer.segments.ids != PADDING).sum()) for buffer in buffers),
         "update_buffers": len(buffers),
     }

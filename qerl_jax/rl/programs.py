@@ -95,7 +95,8 @@ def operations(
     noise, reference = _abstract(noise), _abstract(reference)
     buffer = empty_buffer(buffer_tokens)
     if reference is not None:
-        buffer = buffer.replace(ref_logprobs=buffer.old_logprobs)
+        buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
+    bare = dataclasses.replace(buffer, ref_logprobs=None)
     functions = _functions(config, optimizer)
 
     def totals() -> Any:
@@ -115,11 +116,9 @@ def operations(
         "apply_gradient": lambda: (state, totals()),
     }
     if reference is not None:
-        arguments["buffer_logprobs"] = lambda: (*reference, buffer.replace(ref_logprobs=None))
+        arguments["buffer_logprobs"] = lambda: (*reference, bare)
     if measures_kl:
-        arguments["buffer_kl"] = lambda: (
-            *(params, params, state.trainable.lora, buffer.replace(ref_logprobs=None)),
-        )
+        arguments["buffer_kl"] = lambda: (*(params, params, state.trainable.lora, bare),)
     identity = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
     return {
         name: Operation(*functions[name], arguments[name], (name, *identity)) for name in arguments
@@ -137,10 +136,7 @@ def compiled(table: dict[str, Operation], executables: Executables) -> UpdatePro
 
     names = [field.name for field in dataclasses.fields(UpdatePrograms)]
     return UpdatePrograms(
-        **{
-            name: executables[table[name].key] if name in table else missing(name)
-            for name in names
-        }
+        **{name: executables[table[name].key] if name in table else missing(name) for name in names}
     )
 
 

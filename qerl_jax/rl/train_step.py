@@ -10,6 +10,7 @@ These functions are compiled, each once for a run, because all buffers have one 
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,9 @@ from qerl_jax.rl.losses import (
     policy_loss,
     summarize_metrics,
 )
-from qerl_jax.rl.packing import PackedBuffer
+from qerl_jax.rl.packing import PackedBuffer, empty_buffer
+
+_ANY_SIZE = 128  # positions of a buffer whose metrics are never computed
 
 
 @struct.dataclass
@@ -71,12 +74,12 @@ class Totals:
 
     Attributes:
         loss: float32 loss.
-        gradient: gradient of the loss in the trained parameters.
+        gradient: gradient of the loss, a tree like the `Trainable`.
         metrics: metrics of `policy_loss` and train_entropy, combined by `add_metrics`.
     """
 
     loss: jax.Array
-    gradient: Trainable
+    gradient: Any
     metrics: Metrics
 
 
@@ -156,19 +159,11 @@ def init_state(trainable: Trainable, optimizer: optax.GradientTransformation) ->
 @functools.partial(jax.jit, static_argnames="config")
 def zero_totals(trainable: Trainable, *, config: UpdateConfig) -> Totals:
     """Returns the totals before the first buffer."""
-    token = jax.ShapeDtypeStruct((1,), jnp.float32)
+    buffer = empty_buffer(_ANY_SIZE)
+    if config.loss.kl_coef:
+        buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
     _, metrics = jax.eval_shape(
-        functools.partial(_loss, config=config.loss),
-        token,
-        token,
-        PackedBuffer(
-            *(None,) * 5,
-            rows=jax.ShapeDtypeStruct((1,), jnp.int32),
-            **dict.fromkeys(("mask", "advantages", "weights", "rollout_logprobs"), token),
-            old_logprobs=token,
-            ref_logprobs=token if config.loss.kl_coef else None,
-        ),
-        jax.ShapeDtypeStruct((), jnp.bool_),
+        functools.partial(_loss, config=config.loss), buffer.mask, buffer.mask, buffer, True
     )
     zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
     return Totals(loss=jnp.float32(0), gradient=zeros(trainable), metrics=zeros(metrics))
@@ -264,13 +259,13 @@ def apply_gradient(
     """
     grad_norm = optax.tree.norm(totals.gradient)
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(totals.loss)
-    # The type annotations of optax do not accept dataclasses as trees.
-    updates, opt_state = optimizer.update(totals.gradient, state.opt_state, state.trainable)
-    trainable = optax.apply_updates(state.trainable, updates)
+    before: Any = state.trainable  # The annotations of optax do not accept dataclasses as trees.
+    updates, opt_state = optimizer.update(totals.gradient, state.opt_state, before)
+    trainable = optax.apply_updates(before, updates)
     trainable, opt_state = jax.tree.map(
         lambda new, old: jnp.where(finite, new, old),
         (trainable, opt_state),
-        (state.trainable, state.opt_state),
+        (before, state.opt_state),
     )
     state = TrainState(
         trainable=trainable,
@@ -309,6 +304,4 @@ def buffer_kl(
     temperature: float,
 ) -> jax.Array:
     """Returns the sum over a buffer of the exact KL, as `packed_kl` does."""
-    return packed_kl(
-        params, other_params, lora, buffer, config=config, temperature=temperature
-    )
+    return packed_kl(params, other_params, lora, buffer, config=config, temperature=temperature)

@@ -25,10 +25,10 @@ from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy, greedy_accuracy
 from qerl_jax.policy import aqn
 from qerl_jax.policy.trainable import current_policy
-from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.programs import compiled as compiled_updates
 from qerl_jax.rl.programs import operations as update_operations
+from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.rollout.aot import compile_operations, rollout_operations
 from qerl_jax.rollout.programs import Executables, MissingProgramError, Operation, committed
@@ -110,7 +110,7 @@ def train(
     }
     with (
         memory_errors(
-            "pass a smaller --config.train.buffer_tokens or, if it was the rollout that did not fit, "
+            "lower --config.train.buffer_tokens or, if it was the rollout that did not fit, "
             "--config.rollout.max_rows"
         ),
         open_run(workdir, config) as folder,
@@ -250,7 +250,7 @@ def _save_or_stop(run: _Run) -> None:
 
 
 def _compile(run: _Run) -> tuple[Executables, UpdatePrograms]:
-    """Compiles the programs of the run, so that no step and no evaluation waits for the compiler."""
+    """Compiles the programs of the run: no step and no evaluation waits for the compiler."""
     setup, began = run.setup, time.perf_counter()
     trains = run.progress.step < setup.config.steps
     trainable = run.progress.state.trainable
@@ -265,9 +265,7 @@ def _compile(run: _Run) -> tuple[Executables, UpdatePrograms]:
         run.stop_if_asked()
         run.live.update(f"programs {done}/{total}")
 
-    executables = compile_operations(
-        committed((*policy, setup.rollout_head)), wanted, on_progress
-    )
+    executables = compile_operations(committed((*policy, setup.rollout_head)), wanted, on_progress)
     run.live.clear()
     if wanted:
         seconds = time.perf_counter() - began

@@ -94,7 +94,6 @@ def take_step(
     """
     config, trainable = setup.config, progress.state.trainable
     key = jax.random.fold_in(setup.key, progress.step)
-    tokenizer = setup.model.tokenizer
 
     # --- 1. Sigma of the step -------------------------------------------------------------------
     sigma = float(np.asarray(setup.sigma(progress.step)))
@@ -135,18 +134,7 @@ def take_step(
     ).reshape(-1)
 
     # --- 5. Batch -------------------------------------------------------------------------------
-    batch = make_batch(
-        [prompt.ids for prompt in experience.prompts],
-        experience.rollout.tokens,
-        experience.rollout.lengths,
-        experience.rollout.finished,
-        advantages,
-        experience.rollout.logprobs,
-        mask_truncated=config.rl.mask_truncated,
-        aggregation=setup.update.loss.aggregation,
-        pad_id=tokenizer.pad_id,
-        micro_batch_rows=config.train.micro_batch_rows or None,
-    )
+    batch = _batch(setup, experience, advantages)
     teaching = rows_that_teach(batch, kl_coef=setup.update.loss.kl_coef)
     buffers = pack(batch, teaching, buffer_tokens=setup.buffer_tokens)
     metrics: dict[str, Any] = {"sigma": sigma, "perturbed_norms": perturbed}
@@ -158,7 +146,9 @@ def take_step(
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
         scored = (programs.buffer_logprobs(setup.model.params, None, x) for x in buffers)
-        buffers = [x.replace(ref_logprobs=y) for x, y in zip(buffers, scored, strict=True)]
+        buffers = [
+            dataclasses.replace(x, ref_logprobs=y) for x, y in zip(buffers, scored, strict=True)
+        ]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
     under_noise = config.aqn.correction == "noisy_forward"
@@ -181,6 +171,22 @@ def take_step(
     return StepResult(progress, experience, advantages, metrics)
 
 
+def _batch(setup: Setup, experience: Experience, advantages: np.ndarray) -> TrainBatch:
+    rollout, config = experience.rollout, setup.config
+    return make_batch(
+        [prompt.ids for prompt in experience.prompts],
+        rollout.tokens,
+        rollout.lengths,
+        rollout.finished,
+        advantages,
+        rollout.logprobs,
+        mask_truncated=config.rl.mask_truncated,
+        aggregation=setup.update.loss.aggregation,
+        pad_id=setup.model.tokenizer.pad_id,
+        micro_batch_rows=config.train.micro_batch_rows,
+    )
+
+
 def _update(
     state: TrainState,
     params: dict,
@@ -198,7 +204,7 @@ def _update(
             totals, old = programs.add_gradient(
                 totals, state.trainable, params, noise, buffer, first
             )
-            buffers[i] = buffer.replace(old_logprobs=old)
+            buffers[i] = dataclasses.replace(buffer, old_logprobs=old)
         state, metrics = programs.apply_gradient(state, totals)
         history.append(jax.device_get(metrics))
         if history[-1]["update_skipped"]:
