@@ -30,9 +30,9 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segments: Segments) -> jax.
 
     @jax.checkpoint
     def attend_block(block):
-        narrow = [x.astype(k.dtype) for x in wide]
+        keys, values = (x.astype(k.dtype) for x in wide)
         queries = lax.dynamic_slice_in_dim(q, block * rows, rows)
-        return _attend_block(queries, *narrow, segments.ends, block * rows)
+        return _attend_block(queries, keys, values, segments.ends, block * rows)
 
     out = lax.map(attend_block, jnp.arange(length // rows, dtype=jnp.int32))
     return out.reshape(q.shape)

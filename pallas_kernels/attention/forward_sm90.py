@@ -1,8 +1,8 @@
 """Packed self-attention on a Hopper GPU, by Pallas's Mosaic GPU backend.
 
-A CTA has a tile of 128 queries of one head. A producer warpgroup has the TMA copy the blocks of keys
-and values that the tile visits; two consumer warpgroups, of 64 queries each, run an online softmax
-over them. The tiles with the most blocks start first.
+A CTA has a tile of 128 queries of one head. A producer warpgroup has the TMA copy the blocks of
+keys and values that the tile visits; two consumer warpgroups, of 64 queries each, run an online
+softmax over them. The tiles with the most blocks start first.
 """
 
 import dataclasses
@@ -52,9 +52,7 @@ def attend(
             blocks=KeyBlocks.load(key_runs, lax.axis_index("rank")),
             simulated=interpret is not None,
         )  # fmt: skip
-        warpgroup = lax.axis_index("warpgroup")
-        pl.when(warpgroup == CONSUMERS)(cta.produce)
-        pl.when(warpgroup < CONSUMERS)(lambda: cta.consume(warpgroup))
+        tiles.run(cta)
 
     full = plgpu.Barrier(num_barriers=_STAGES)
     empty = plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS)
@@ -134,8 +132,7 @@ class _Cta:
     simulated: bool
 
     def produce(self) -> None:
-        """Runs the producer warpgroup."""
-        plgpu.set_max_registers(tiles.PRODUCER_REGISTERS, action="decrease")
+        """Copies the blocks of keys and values."""
         kv_head = lax.div(self.head, self.q.shape[1] // self.k.shape[1])
 
         def copy_keys(i, stage):
@@ -151,8 +148,7 @@ class _Cta:
         tiles.produce(channels, self.blocks.count, _STAGES)
 
     def consume(self, warpgroup: Any) -> None:
-        """Runs a consumer warpgroup."""
-        plgpu.set_max_registers(tiles.CONSUMER_REGISTERS, action="increase")
+        """Computes the attention of 64 queries."""
         head_dim = self.q.shape[2]
         first = self.blocks.tile * BLOCK + warpgroup * ROWS
         place = pl.ds(first, ROWS), self.head
@@ -175,9 +171,7 @@ class _Cta:
             weight = keep * weight + jnp.sum(weights, axis=1)
             total = tiles.over_columns(keep, head_dim) * total
             plgpu.barrier_wait(self.v_full.at[stage])
-            total = tiles.add_product(
-                total, weights, self.v_sm.at[stage], simulated=self.simulated
-            )
+            total = tiles.add_product(total, weights, self.v_sm.at[stage], simulated=self.simulated)
             plgpu.barrier_arrive(self.v_empty.at[stage])
             return total, weight, top
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+ALIGNMENT = 8  # the first key of a block is a multiple of it
 BLOCK = 128  # queries of a tile of the forward pass, and keys of a tile of the backward pass
 STEP = 64  # queries that a tile of keys visits at a time
 _PART_BITS = 12  # bits of an id for the part of a group
@@ -24,11 +25,10 @@ class Segments(NamedTuple):
 
     Attributes:
         ids: int32 [T], group << 12 | part. Part 0 is the group's prompt; -1 is padding.
-        key_runs: int32 [T / 128, 8], a row for each tile of 128 queries, in the order in which CTAs
-            start. It holds the tile's index and its two runs of blocks of 128 keys: first key,
-            number of blocks and number of full blocks of the prompt's run; then first key, number
-            of blocks, and the range of full blocks of its own run. Every query of the tile sees
-            every key of a full block.
+        key_runs: int32 [T / 128, 9], a row for each tile of 128 queries, in the order in which CTAs
+            start. It holds the tile's index and its two runs of blocks of 128 keys, the prompt's
+            run and its own: first key, number of blocks, first full block and end of the full
+            blocks. Every query of the tile sees every key of a full block.
         query_runs: int32 [T / 64, 8], a row for each part of a tile of 128 keys, in the order in
             which CTAs start. It holds the tile's index, its number of blocks of 64 queries, the
             part's index and the number of parts, the slot of the part's sums or -1 if the tile is
@@ -107,15 +107,16 @@ def _key_runs(
     stop = start + BLOCK
     first = own[start] // BLOCK * BLOCK  # where the own run starts
     blocks = (stop - first) // BLOCK
-    prompt = group[start]
+    # All queries of a tile that ends in the first one's segment see what the first one sees, and
+    # their own segment. Of the prompt this is already true where the tile ends in the group.
+    full_from = -(-(own[start] - first) // BLOCK)
+    full_to = np.where(ends[own[start]] >= stop, blocks - 1, 0)
+    prompt = group[start] // ALIGNMENT * ALIGNMENT
     prompt_stop = np.minimum(prompt_ends[start], first)
-    prompt_blocks = np.maximum(-(-(prompt_stop - prompt) // BLOCK), 0)
-    # All queries of the tile see what the first one sees, except for keys after the first one.
-    prompt_full = np.where(ends[prompt] >= stop, np.maximum(prompt_stop - prompt, 0) // BLOCK, 0)
-    alike = ends[own[start]] >= stop
-    full_from = np.where(alike, -(-(own[start] - first) // BLOCK), 0)
-    full_to = np.where(alike, blocks - 1, 0)
-    rows = [tile, prompt, prompt_blocks, prompt_full, first, blocks, full_from, full_to]
+    prompt_blocks = np.where(prompt_stop > group[start], -(-(prompt_stop - prompt) // BLOCK), 0)
+    prompt_from = np.where(prompt < group[start], 1, 0)
+    prompt_to = np.where(ends[group[start]] >= stop, (prompt_stop - prompt) // BLOCK, 0)
+    rows = [tile, prompt, prompt_blocks, prompt_from, prompt_to, first, blocks, full_from, full_to]
     order = np.argsort(-(prompt_blocks + blocks), kind="stable")
     return np.stack(rows, axis=1)[order].astype(np.int32)
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.segments import BLOCK
+from pallas_kernels.attention.segments import ALIGNMENT, BLOCK
 
 ROWS = 64  # rows of a consumer warpgroup's tile
 CONSUMERS = 2  # consumer warpgroups of a CTA
@@ -55,9 +55,11 @@ def add_product(acc: jax.Array, a: jax.Array, b: Any, *, simulated: bool) -> jax
         return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
     def multiply(total):
+        total[...] = acc
         plgpu.wgmma(total, a, b)
+        return total[...]
 
-    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+    return pl.run_scoped(multiply, plgpu.ACC((acc.shape[0], acc.shape[1]), acc.dtype))
 
 
 def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
@@ -88,7 +90,8 @@ class KeyBlocks:
         tile: index of the tile.
         prompt: first key of the prompt's run.
         prompt_blocks: number of blocks of the prompt's run.
-        prompt_full: number of full blocks of the prompt's run, which come first.
+        prompt_from: first full block of the prompt's run.
+        prompt_to: end of the full blocks of the prompt's run.
         own: first key of the tile's own run; the prompt's run ends before it.
         blocks: number of blocks of the own run.
         full_from: first full block of the own run.
@@ -98,7 +101,8 @@ class KeyBlocks:
     tile: Any
     prompt: Any
     prompt_blocks: Any
-    prompt_full: Any
+    prompt_from: Any
+    prompt_to: Any
     own: Any
     blocks: Any
     full_from: Any
@@ -107,7 +111,7 @@ class KeyBlocks:
     @classmethod
     def load(cls, key_runs: Any, rank: Any) -> "KeyBlocks":
         """Reads a row of `Segments.key_runs` in global memory."""
-        return cls(*(key_runs[rank, i] for i in range(8)))
+        return cls(*(key_runs[rank, i] for i in range(9)))
 
     @property
     def count(self) -> Any:
@@ -117,12 +121,14 @@ class KeyBlocks:
     def first_key(self, i: Any) -> Any:
         """The first key of the i-th block."""
         in_own = i - self.prompt_blocks
-        return jnp.where(in_own < 0, self.prompt + i * BLOCK, self.own + in_own * BLOCK)
+        key = jnp.where(in_own < 0, self.prompt + i * BLOCK, self.own + in_own * BLOCK)
+        return pl.multiple_of(key, ALIGNMENT)
 
     def is_full(self, i: Any) -> Any:
         """Whether every query of the tile sees every key of the i-th block."""
         in_own = i - self.prompt_blocks
-        return (i < self.prompt_full) | ((in_own >= self.full_from) & (in_own < self.full_to))
+        full_of_prompt = (i >= self.prompt_from) & (i < self.prompt_to)
+        return full_of_prompt | ((in_own >= self.full_from) & (in_own < self.full_to))
 
     def masked(self, scores: jax.Array, i: Any, queries: jax.Array, ends: Any) -> jax.Array:
         """The scores of the i-th block, and -inf where a query does not see a key.
@@ -137,7 +143,8 @@ class KeyBlocks:
         def hide():
             end = plgpu.load(ends, layout=BY_COLUMN)
             # The last block of the prompt's run may hold keys of the own run, too.
-            last = jnp.where(i < self.prompt_blocks, self.own - 1, queries) - self.first_key(i)
+            bound = jnp.where(i < self.prompt_blocks, self.own - 1, 2**31 - 1)
+            last = jnp.minimum(queries, bound) - self.first_key(i)
             seen = iota(scores.shape, 1, TILE) <= over_columns(last, BLOCK)
             seen &= over_columns(queries, BLOCK) < over_rows(end, ROWS)
             return jnp.where(seen, scores, -jnp.inf)
@@ -145,12 +152,27 @@ class KeyBlocks:
         return lax.cond(self.is_full(i), lambda: scores, hide)
 
 
+def run(cta: Any) -> None:
+    """Runs the producer and the consumers of a CTA."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == CONSUMERS)
+    def produce():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        cta.produce()
+
+    @pl.when(warpgroup < CONSUMERS)
+    def consume():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        cta.consume(warpgroup)
+
+
 def produce(channels: list[tuple[Any, Any]], count: Any, stages: int) -> None:
     """Has the TMA fill the stages of a pipeline, and waits until all are free again.
 
     Args:
-        channels: for each part of a stage, the barriers that tell when it is free, and a function
-            of a step and its stage that starts the copies.
+        channels: list with, for each part of a stage, the barriers that tell when it is free and a
+            function of a step and its stage that starts the copies.
         count: number of steps.
         stages: number of stages.
     """
