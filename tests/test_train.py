@@ -300,7 +300,7 @@ def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeyp
     }
     jax.clear_caches()
     run = train(tiny.config(changes), workdir=tmp_path / "run")
-    # Prefill, insertion in one size, decoding, compaction, the adapter; four programs of the update.
+    # Five programs of the rollout and four of the update.
     assert all(len(executables) == 9 for executables in compiled)
     assert "compiled 9 of 9 programs in " in capsys.readouterr().out
     assert all(0.2 < row["rollout_live_share"] < 1 for row in tiny_run.results(run))

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode, fp4_matmul
-from pallas_kernels.attention.packed import Segments, attend_packed
+from pallas_kernels.attention import Segments, attend_packed
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import (
@@ -302,7 +302,6 @@ def _layer(layer, adapters, x, visible, angles, *, config):
             attended = attend_packed(q[0], k[0], v[0], visible)[None]
         else:
             attended = attend(q, k, v, visible)
-        attended = checkpoint_name(attended, "attention")
     return _finish_layer(layer, adapters, x, attended, config), k, v
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import flax.struct
 import numpy as np
 
-from pallas_kernels.attention.packed import PADDING, PART_BITS, Segments, segments
+from pallas_kernels.attention import PADDING, PART_BITS, Segments, segments
 from qerl_jax.errors import UserError
 from qerl_jax.rl.batch import TrainBatch
 
