@@ -15,7 +15,8 @@ from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rollout import shapes
 from qerl_jax.training.loop import train
-from qerl_jax.training.setup import first_trainable, prepare
+from qerl_jax.training.setup import prepare
+from qerl_jax.training.start import first_trainable
 
 CHANGES = {"steps": 4, "checkpoint.every": 2, "rl.updates_per_rollout": 2}
 FULL = {"train.parameters": "full", "model.format": "bf16"}
