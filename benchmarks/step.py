@@ -155,7 +155,7 @@ def measure(arguments: argparse.Namespace, model: str, format: str) -> dict[str,
     from qerl_jax.data import Cursor
     from qerl_jax.rl.train_step import init_state
     from qerl_jax.training.compile import compile_programs
-    from qerl_jax.training.setup import first_trainable
+    from qerl_jax.training.start import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
     setup = _setup(arguments, model, format)

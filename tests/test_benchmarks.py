@@ -1,14 +1,18 @@
 """The pages and pictures match the results, the results match the runs, the example runs."""
 
+import importlib
 import json
 import math
 import pathlib
 import re
+import sys
+import textwrap
 import types
 
 import numpy as np
 import pytest
 import tiny_model
+import tiny_run
 
 from benchmarks import (
     agreement,
@@ -21,6 +25,7 @@ from benchmarks import (
 )
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
+from qerl_jax.training.loop import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
@@ -196,6 +201,51 @@ def test_the_example_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "runs" / "example" / "adapter" / "adapter_config.json").exists()
     assert len(names["rollout"].tokens) == 1
     assert "runs/example" in capsys.readouterr().out
+
+
+def python_on_the_pages():
+    """The indented blocks of code that define functions, by page; fenced ones have a language."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found = {}
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        fenced = re.findall(r"^```(\w+)\n", text, re.MULTILINE)
+        blocks = re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", text, re.MULTILINE)
+        code = [textwrap.dedent(block) for block in blocks if re.search(r"^    def ", block, re.M)]
+        if fenced or code:
+            found[page.name] = (fenced, code)
+    return found
+
+
+@pytest.fixture
+def readme_modules(tmp_path, monkeypatch):
+    """Writes the README's modules to the import path; returns their names."""
+    ((page, (fenced, (code,))),) = python_on_the_pages().items()  # Nothing else needs a test.
+    assert (page, fenced) == ("README.md", ["python"])
+    start, *parts = re.split(r"^# (my_\w+)\.py\b", code, flags=re.MULTILINE)
+    assert not start
+    names = parts[::2]
+    for name, text in zip(names, parts[1::2], strict=True):
+        (tmp_path / f"{name}.py").write_text(f"#{text}")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield names
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_the_modules_of_the_readme_run_past_the_end(readme_modules, tiny, tmp_path):
+    assert readme_modules == ["my_rewards", "my_schedules", "my_config"]
+    rewards = importlib.import_module("my_config").get_config("qwen2.5-7b").rewards
+    assert importlib.import_module("my_config").get_config().preset == "smollm2-135m-paper"
+    changes = {"aqn.schedule": "my_schedules:triangle", "aqn.sigma_start": 0.25, "eval.every": 0}
+    for steps in (2, 4):
+        config = tiny.config(changes | {"steps": steps})
+        with config.unlocked():
+            config.rewards.short = rewards.short
+        train(config, workdir=tmp_path / "run")
+    rows = tiny_run.results(tmp_path / "run")
+    assert [row["sigma"] for row in rows] == [0.0, 0.25, 0.0, 0.0]
+    assert [row["reward/short"] for row in rows] == [row["finished"] for row in rows]
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 import math
 import shutil
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,10 +15,13 @@ from safetensors.numpy import load_file, save_file
 import qerl_jax.training.loop
 import qerl_jax.training.setup
 import qerl_jax.training.step
+from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
+from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
+from qerl_jax.training.validate import check_extension, how_to_train_on
 
 ALWAYS = {
     "step", "reward", "reward_std", "accuracy", "format", "reward/correctness", "reward/format",
@@ -125,8 +130,93 @@ def test_more_steps_extend_a_finished_run(finished, tiny, tmp_path, monkeypatch)
     assert rows[:4] == tiny_run.results(finished)
     # A schedule of 8 steps would give step 5 the sigma of the third stage of four.
     assert {row["sigma"] for row in rows[4:]} == {rows[3]["sigma"]}
-    assert spans == [4]
+    assert set(spans) == {4}
     assert not same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
+
+
+def test_steps_at_a_learning_rate_of_zero_are_refused(tiny, tmp_path, capsys):
+    changes = {"optimizer.schedule": "linear", "optimizer.final_fraction": 0.0, "eval.every": 0}
+    run = train(tiny.config(changes | {"steps": 1}), workdir=tmp_path / "run")
+    anew = f"begin a new run with --config.lora.init={run}/adapter and another --workdir"
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("finished after 1 steps")
+    assert said.endswith(f"its learning rate has decayed to 0; to train on, {anew}")
+    before = tiny_run.contents(run)
+    with pytest.raises(UserError, match=r"steps=2 .* 1 steps .*final_fraction=0.0") as caught:
+        train(tiny.config(changes | {"steps": 2}), workdir=run)
+    assert anew in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert tiny_run.contents(run) == before
+
+
+@pytest.mark.parametrize(
+    ("preset", "changes", "ends"),
+    [
+        ("qwen2.5-7b,trl", {}, True),
+        ("qwen2.5-7b,reference_code", {}, True),
+        ("qwen2.5-7b,reference_code", {"optimizer.final_fraction": 1e-40}, True),
+        ("qwen2.5-7b,trl", {"optimizer.final_fraction": 0.1}, False),
+        ("qwen2.5-7b,trl", {"optimizer.learning_rate": 0.0}, False),  # a control
+        ("qwen2.5-7b,verl", {}, False),
+        ("qwen2.5-7b", {"optimizer.final_fraction": 0.0}, False),  # constant
+    ],
+)
+def test_recipes_whose_learning_rate_decays_to_zero(preset, changes, ends):
+    config = get_config(preset)
+    config.update_from_flattened_dict(changes | {"steps": 80})
+    trained = Path("run/adapter")
+    options = {"schedule_steps": 80, "trained": trained}
+    check_extension(config, **options)
+    advice = how_to_train_on(config, 80, workdir=Path("run"), **options)
+    assert ("--config.steps=" in advice) == (not ends)
+    assert ("--config.lora.init=run/adapter" in advice) == ends
+    # A run that ended before the end of its schedule can be extended up to there.
+    shorter = how_to_train_on(config, 60, workdir=Path("run"), **options)
+    assert shorter.endswith(f"--config.steps={80 if ends else 120}")
+    config.steps = 81
+    with pytest.raises(UserError, match=r"steps=81 .* 80 steps") if ends else nullcontext():
+        check_extension(config, **options)
+    with config.unlocked():
+        config.train.parameters = "full"
+    advice = how_to_train_on(config, 80, workdir=Path("run"), **options)
+    assert ("--config.model.source=" in advice) == ends
+
+
+def test_the_kl_is_measured_to_the_adapter_that_a_run_starts_from(
+    finished, tiny, tmp_path, monkeypatch
+):
+    start = shutil.copytree(finished / "adapter", tmp_path / "adapter")
+    changes = {"lora.init": str(start), "rl.kl_coef": 0.1, "eval.every": 0}
+    whole = train(tiny.config(changes | {"steps": 2}), workdir=tmp_path / "whole")
+    first, second = tiny_run.results(whole)
+    assert first["kl"] == pytest.approx(0, abs=1e-9)
+    assert second["kl"] > 1e-4
+    run = train(tiny.config(changes | {"steps": 1}), workdir=tmp_path / "run")
+    more, files = tiny.config(changes | {"steps": 2}), tiny_run.contents(run)
+
+    restore = Checkpoints.restore_latest
+
+    def of_an_earlier_version(checkpoints, like):
+        step, state, meta = restore(checkpoints, like)
+        return step, state, {key: meta[key] for key in ("cursor", "fingerprint")}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "restore_latest", of_an_earlier_version)
+        with pytest.raises(UserError, match=r"rl.kl_coef=0.1 .* earlier version") as caught:
+            train(more, workdir=run)
+    assert "\n" not in str(caught.value)
+    weights = (start / "adapter_model.safetensors").read_bytes()
+    tensors = load_file(start / "adapter_model.safetensors")
+    tensors[max(tensors)] += 1e-3
+    save_file(tensors, start / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=f"lora.init={start} is not the adapter") as caught:
+        train(more, workdir=run)
+    assert "\n" not in str(caught.value)
+    assert tiny_run.contents(run) == files
+    (start / "adapter_model.safetensors").write_bytes(weights)
+    train(more, workdir=run)
+    assert tiny_run.results(run) == tiny_run.results(whole)
+    assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(whole))
 
 
 def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):

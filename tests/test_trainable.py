@@ -15,7 +15,8 @@ from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rollout import shapes
 from qerl_jax.training.loop import train
-from qerl_jax.training.setup import first_trainable, prepare
+from qerl_jax.training.setup import prepare
+from qerl_jax.training.start import first_trainable
 
 CHANGES = {"steps": 4, "checkpoint.every": 2, "rl.updates_per_rollout": 2}
 FULL = {"train.parameters": "full", "model.format": "bf16"}
@@ -181,3 +182,19 @@ def test_a_run_can_start_from_an_adapter_with_norms(whole, tiny, tmp_path):
     train(tiny.config(CHANGES | changes | start), workdir=tmp_path / "next")
     with pytest.raises(UserError, match=r"trained norms.*train.parameters=lora\+norms"):
         train(tiny.config(CHANGES | start), workdir=tmp_path / "other")
+
+
+def test_the_kl_is_measured_to_the_start(whole, tiny, tmp_path):
+    """To the norms of a given adapter too, and to the model where every parameter is trained."""
+    changes, run = whole
+    start = {"rl.kl_coef": 0.1, "rl.updates_per_rollout": 1, "eval.every": 0}
+    if changes is NORMS:
+        start["lora.init"] = str(run / "adapter")
+    for steps in (1, 2):  # The second start resumes the run.
+        config = tiny.config(CHANGES | changes | start | {"steps": steps})
+        train(config, workdir=tmp_path / "resumed")
+    whole_run = train(config, workdir=tmp_path / "whole")
+    first, second = tiny_run.results(whole_run)
+    assert first["kl"] == pytest.approx(0, abs=1e-9)
+    assert second["kl"] > 1e-4
+    assert tiny_run.results(tmp_path / "resumed") == [first, second]

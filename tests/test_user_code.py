@@ -11,6 +11,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.training.loop import train
+from qerl_jax.training.setup import prepare
 
 MODULE = """
 import numpy as np
@@ -79,6 +80,20 @@ def test_custom_functions_run_from_the_command_line(tiny, tmp_path):
     for row in rows:
         assert 0.0 <= row["reward/format"] <= 1.0
         assert row["rewards_missing"] == round(8 * (1.0 - row["finished"]))
+
+
+def test_a_schedule_that_fails_at_a_later_step_is_refused_before_the_model_is_loaded(
+    tiny, tmp_path, module
+):
+    """Also where an extension alone reaches the step: `triangle` is negative past the end."""
+    changes = {"eval.every": 0, "aqn.schedule": f"{module}:triangle", "model.source": "/absent"}
+    config = tiny.config(changes)
+    for steps, fails in ((4, False), (5, True)):
+        config.steps = steps
+        message = "triangle' at step 4 failed: ValueError: sigma is -.*total_steps" if fails else ""
+        with pytest.raises(UserError, match=message or "/absent") as caught:
+            prepare(config, {"low": (tiny_run.low_fraction, 1.0)}, schedule_steps=4)
+        assert "\n" not in str(caught.value)
 
 
 def test_a_custom_loss_weight_trains(tiny, tmp_path, module):

@@ -240,7 +240,7 @@ def _fields(model: str) -> ConfigDict:
     c.experiment = ""
     c.preset = ""
     c.seed = 0
-    c.steps = 600  # A finished run is extended by the same command with more steps.
+    c.steps = 600  # More of them extend a run, unless its learning rate has decayed to 0.
 
     c.model = ConfigDict()
     # 'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.
@@ -319,7 +319,8 @@ def _fields(model: str) -> ConfigDict:
     c.aqn = ConfigDict()
     # 'exponential' (the paper's Eq. 8), 'reference' (the released code's), 'linear', 'cosine',
     # 'logarithmic', 'constant', 'off', or 'package.module:function': a custom function
-    # f(*, sigma_start, sigma_end, stages, total_steps) that returns a function of the step.
+    # f(*, sigma_start, sigma_end, stages, total_steps) that returns a function of the step, which
+    # is also called from total_steps on where a run is extended.
     c.aqn.schedule = "exponential"
     c.aqn.stages = 10  # Equal parts of the run; the first part has no noise.
     c.aqn.sigma_start = 1e-2
@@ -346,7 +347,7 @@ def _fields(model: str) -> ConfigDict:
     c.rl.clip_low = 0.2
     c.rl.clip_high = 0.28
     c.rl.dual_clip = 0.0  # bound of the ratio, above 1, where the advantage is negative; 0: off
-    c.rl.kl_coef = 0.0  # KL to the policy without adapter
+    c.rl.kl_coef = 0.0  # KL to the policy that training starts from, with the adapter of lora.init
     c.rl.kl_grad = "k3"  # or 'k3_clipped' (no gradient beyond a KL of 10), 'unbiased'
     c.rl.advantage_scale = "group"  # divide by the deviation within the 'group', 'batch', or 'none'
     c.rl.advantage_eps = 1e-4  # added to the standard deviation

@@ -53,7 +53,8 @@ def sigma_schedule(
     Args:
         name: a name from the list above, or 'package.module:function' for a custom factory. The
             factory gets the other arguments as keywords and returns a schedule, which also decides
-            about stage 0. The schedule is called outside of jit, with the step as an int.
+            about stage 0. The schedule is called outside of jit, with the step as an int, and
+            from `total_steps` on where a run is extended.
         sigma_start: standard deviation of the noise in the first noisy stage.
         sigma_end: standard deviation that the schedule approaches.
         stages: number of stages, including the first one without noise.
@@ -89,7 +90,10 @@ def _custom_schedule(name: str, **arguments) -> optax.Schedule:
     """Returns the schedule of a user's factory; its errors become a UserError of one line."""
     factory = import_function(name, what="noise schedule")
 
-    usage = f"it is called as f(*, {', '.join(arguments)}) and returns a function of the step"
+    usage = (
+        f"it is called as f(*, {', '.join(arguments)}) and returns a function of the step, which "
+        "is also called from total_steps on where a run is extended"
+    )
     with user_errors(f"noise schedule {name!r}", usage):
         schedule = factory(**arguments)
 

@@ -85,7 +85,7 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
     return rl_programs.operations(
         state,
         setup.model.params,
-        reference=(setup.model.params, None) if setup.update.loss.kl_coef else None,
+        reference=setup.reference if setup.update.loss.kl_coef else None,
         noise=noise,
         measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
         buffer_tokens=setup.memory.buffer_tokens,

@@ -38,9 +38,14 @@ from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import LiveLine, format_row
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.outputs import sample_rows, save_trained, trained_folder
-from qerl_jax.training.setup import Setup, first_trainable, prepare
+from qerl_jax.training.setup import Setup, prepare
+from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress, StepResult, take_step
-from qerl_jax.training.validate import validate
+from qerl_jax.training.validate import (
+    check_extension,
+    how_to_train_on,
+    validate,
+)
 
 _SKIPS_THAT_STOP = 3
 
@@ -116,6 +121,8 @@ def train(
         if last >= config.steps and folder.finished_steps() == last:
             _announce_finished(folder, last, config)
             return folder.path
+        trained = trained_folder(folder, config)
+        check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
         setup = prepare(config, rewards, schedule_steps=folder.schedule_steps)
         with (
             programs_in(folder.programs),
@@ -306,6 +313,7 @@ def _begin(
                 f"the weights of {setup.config.model.source} are not the weights that this run "
                 "began with; restore them or pass another --workdir"
             )
+        check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
         _truncate_log(log, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
         progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
@@ -336,6 +344,7 @@ def _save(run: _Run) -> None:
         {
             "cursor": dataclasses.asdict(run.progress.cursor),
             "fingerprint": run.setup.model.fingerprint,
+            "reference": run.setup.reference_fingerprint,
         },
     )
 
@@ -358,8 +367,8 @@ def _finish(run: _Run) -> None:
 
 
 def _announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
-    print(
-        f"finished after {steps} steps: {trained_folder(folder, config)}, {folder.curves}; "
-        f"to train on, pass --workdir={folder.path} --config.steps={2 * steps}",
-        flush=True,
+    trained = trained_folder(folder, config)
+    advice = how_to_train_on(
+        config, steps, schedule_steps=folder.schedule_steps, workdir=folder.path, trained=trained
     )
+    print(f"finished after {steps} steps: {trained}, {folder.curves}; {advice}", flush=True)

@@ -11,9 +11,7 @@ from ml_collections import ConfigDict
 from qerl_jax.data import Problem, Prompt, encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
-from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.lora import LoraConfig
-from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
+from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
@@ -28,11 +26,8 @@ from qerl_jax.training.memory_plan import (
     plan_update,
     recomputation,
 )
+from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.load import LoadedModel, load
-from qerl_jax.weights.peft import load_peft_adapter
-
-# Folded into the key of the run. The steps fold their number into the same key, from 0 on.
-KEY_LORA = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +38,8 @@ class Setup:
         config: the resolved config.
         model: architecture, parameters before training and tokenizer.
         rollout_head: parameters that replace those of the policy in rollouts.
+        reference: parameters and adapter of the policy that the KL of the loss is measured to.
+        reference_fingerprint: identity of `reference` if it is not the model itself, else None.
         lora_config: rank, scale and targets of the adapter.
         train_prompts: prompts that the steps draw from.
         eval_prompts: held-out prompts; empty without evaluations.
@@ -61,6 +58,8 @@ class Setup:
     config: ConfigDict
     model: LoadedModel
     rollout_head: dict
+    reference: tuple[dict, Lora | None]
+    reference_fingerprint: str | None
     lora_config: LoraConfig
     train_prompts: list[Prompt]
     eval_prompts: list[Prompt]
@@ -107,7 +106,12 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    _schedules(config, schedule_steps)  # They refuse bad options before a model is loaded.
+    # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
+    # step hours away, such as one after the end of the first schedule.
+    _, sigma, _, _ = _schedules(config, schedule_steps)
+    if ":" in config.aqn.schedule:
+        for step in range(config.steps):
+            sigma(step)
     problems = _load_problems(config)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
@@ -143,7 +147,8 @@ def assemble(
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
-    plan = _plan_update(config, model, head, state_shapes, prompt_width)
+    reference = reference_policy(config, model, lora_config, key)
+    plan = _plan_update(config, model, head, reference, state_shapes, prompt_width)
     sampling, eval_sampling = _sampling(config)
     engine, eval_engine = _fit_engines(
         config,
@@ -159,6 +164,8 @@ def assemble(
         config=config,
         model=model,
         rollout_head=head,
+        reference=reference,
+        reference_fingerprint=reference_fingerprint(config, reference),
         lora_config=lora_config,
         train_prompts=prompts["train"],
         eval_prompts=prompts.get("eval", []),
@@ -346,40 +353,11 @@ def _fit_engines(
     )
 
 
-def first_trainable(
-    config: ConfigDict, model: LoadedModel, lora_config: LoraConfig, key: jax.Array
-) -> Trainable:
-    """The trained parameters before the first step: a new or a given adapter, norms, or all.
-
-    Args:
-        config: the resolved config.
-        model: the model before training.
-        lora_config: rank, scale and targets of the adapter.
-        key: key of the run.
-
-    Raises:
-        UserError: the given adapter cannot be read, or does not fit the config.
-    """
-    parameters = config.train.parameters
-    if parameters == "full":
-        return Trainable(lora=None, params=trained_params(model.params, parameters))
-    if not config.lora.init:
-        lora = lora_lib.init(jax.random.fold_in(key, KEY_LORA), model.config, lora_config)
-        return Trainable(lora=lora, params=trained_params(model.params, parameters))
-    given = load_peft_adapter(config.lora.init, model.config, lora_config)
-    if given.params and parameters == "lora":
-        raise UserError(
-            f"{config.lora.init}: the adapter comes with trained norms: pass "
-            "--config.train.parameters=lora+norms"
-        )
-    policy = current_policy(model.params, given)
-    return Trainable(lora=given.lora, params=trained_params(policy, parameters))
-
-
 def _plan_update(
     config: ConfigDict,
     model: LoadedModel,
     head: dict,
+    reference: tuple[dict, Lora | None],
     state: TrainState,
     prompt_width: int,
 ) -> MemoryPlan:
@@ -397,7 +375,7 @@ def _plan_update(
     return plan_update(
         model.config,
         rows,
-        weights=size(model.params | head),
+        weights=size((model.params | head, reference[1])),
         training=size(state) + 2 * size(state.trainable),
         itemsize=model.params["embed_tokens"].dtype.itemsize,
         buffer_tokens=config.train.buffer_tokens,

@@ -145,7 +145,7 @@ def take_step(
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
-        scored = (programs.buffer_logprobs(setup.model.params, None, x) for x in buffers)
+        scored = (programs.buffer_logprobs(*setup.reference, x) for x in buffers)
         buffers = [
             dataclasses.replace(x, ref_logprobs=y) for x, y in zip(buffers, scored, strict=True)
         ]

@@ -1,9 +1,11 @@
 """Validates a config: rejects at the start what would fail minutes later, or silently."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_limits
@@ -137,6 +139,63 @@ def validate(config: ConfigDict) -> None:
     start, stop = config.profile.start, config.profile.stop
     if (start, stop) != (0, 0) and not 1 <= start <= stop:
         raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
+
+
+def check_extension(config: ConfigDict, *, schedule_steps: int, trained: Path) -> None:
+    """Refuses steps after the end of a schedule that brings the learning rate to 0.
+
+    Args:
+        config: the resolved config.
+        schedule_steps: number of steps that the schedule of the learning rate spans.
+        trained: folder of the adapter or model that the run writes when it is finished.
+
+    Raises:
+        UserError: the run has steps that would train nothing.
+    """
+    if config.steps <= schedule_steps or not _decays_to_zero(config):
+        return
+    raise UserError(
+        f"steps={config.steps} is more than the {schedule_steps} steps in which the learning rate "
+        f"of this run decays to 0 (optimizer.schedule={config.optimizer.schedule!r}, "
+        f"optimizer.final_fraction={config.optimizer.final_fraction}), and later steps would train "
+        f"nothing: finish the run with --config.steps={schedule_steps}; then, to train on, begin a "
+        f"new run with {_begin_from(config, trained)}"
+    )
+
+
+def how_to_train_on(
+    config: ConfigDict, steps: int, *, schedule_steps: int, workdir: Path, trained: Path
+) -> str:
+    """Returns the advice that a finished run prints, as part of a sentence.
+
+    Args:
+        config: the resolved config.
+        steps: number of steps that the run has taken.
+        schedule_steps: number of steps that the schedule of the learning rate spans.
+        workdir: the run folder.
+        trained: folder of the adapter or model that the run has written.
+    """
+    more = 2 * steps
+    if _decays_to_zero(config):
+        more = min(more, schedule_steps)
+    if more > steps:
+        return f"to train on, pass --workdir={workdir} --config.steps={more}"
+    anew = _begin_from(config, trained)
+    return f"its learning rate has decayed to 0; to train on, begin a new run with {anew}"
+
+
+def _decays_to_zero(config: ConfigDict) -> bool:
+    """Whether the learning rate is above 0 and the end of its schedule brings it to 0."""
+    rate, fraction = config.optimizer.learning_rate, config.optimizer.final_fraction
+    last = rate if config.optimizer.schedule == "constant" else rate * fraction
+    smallest = np.finfo(np.float32).tiny  # XLA for CPUs rounds smaller numbers to 0.
+    return last < smallest <= rate
+
+
+def _begin_from(config: ConfigDict, trained: Path) -> str:
+    """The options of a new run that begins where another one ended."""
+    name = "model.source" if config.train.parameters == "full" else "lora.init"
+    return f"--config.{name}={trained} and another --workdir"
 
 
 def _field(config: ConfigDict, name: str) -> Any:
