@@ -10,13 +10,13 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from absl import logging
 
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.paths import user_path
 from qerl_jax.rl.rewards import last_boxed
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -175,7 +175,7 @@ def _hold_out_last(problems: list[Problem], size: int) -> tuple[list[Problem], l
 
 def _read_jsonl(path: str, keep: _Filter = _Filter()) -> list[Problem]:
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = user_path(path).read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"{path}: cannot read the problems: {error.strerror}") from error
     rows = []

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.weights.load import LoadedModel
@@ -35,7 +36,7 @@ def read_documents(source: str) -> list[str]:
     Raises:
         UserError: the source cannot be read, or holds no text.
     """
-    path = pathlib.Path(source).expanduser()
+    path = user_path(source)
     if path.suffix == ".jsonl":
         documents = [_row_text(row) for row in _json_lines(path, _read(path))]
     elif path.exists() or source.count("/") != 1:

@@ -19,6 +19,7 @@ import numpy as np
 import tqdm
 
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig, from_hf_config
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import in_machine_order, quantize
@@ -172,7 +173,7 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
     """Returns the path of the weights and the name of the base model that exports write."""
     if source.startswith("package:"):
         return _package_file(source.removeprefix("package:"))
-    path = pathlib.Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir() or path.suffix == ".gguf":
         return path, str(path.resolve())
     if path.is_file() or not _HUB_ID.fullmatch(source):
