@@ -11,7 +11,7 @@ _FREE = ("steps", "log", "checkpoint", "profile")
 
 
 def _splits_the_loss(config: ConfigDict) -> bool:
-    return "micro_batch" in (config.rl.aggregation or {"bnpo": "micro_batch"}.get(config.rl.loss))
+    return (config.rl.aggregation or config.rl.loss) in ("micro_batch", "bnpo")
 
 
 # Fields that move only memory or time: the distribution of the samples and the loss stay the same,
@@ -23,8 +23,10 @@ MEMORY_AND_TIME: dict[str, Callable[[ConfigDict], bool] | None] = {
     "rollout.kv_cache_bytes": None,
     "rollout.chunk_steps": None,
     "rollout.dequantize": None,
+    "train.buffer_tokens": None,
+    "train.recompute": None,
     "train.micro_batch_rows": _splits_the_loss,
-    "train.remat": None,
+    "train.remat": None,  # of earlier versions, which saved it
 }
 
 
@@ -35,8 +37,10 @@ def is_free(field: str) -> bool:
 
 def moves_only_memory(field: str, config: ConfigDict) -> bool:
     """Whether a field of this config moves only memory or time."""
-    changes_loss = MEMORY_AND_TIME.get(field, is_free)
-    return field in MEMORY_AND_TIME and not (changes_loss and changes_loss(config))
+    if field not in MEMORY_AND_TIME:
+        return False
+    changes_loss = MEMORY_AND_TIME[field]
+    return changes_loss is None or not changes_loss(config)
 
 
 def differences(
