@@ -19,15 +19,16 @@ ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
 ALLOWED = {
     "errors": set(),
     "paths": {"errors"},
+    "hub": set(),
     "import_path": {"errors"},
     "buckets": set(),
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "buckets", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
-    "weights": {"policy", "paths", "errors"},
-    "data": {"rl", "weights", "paths", "errors"},
+    "weights": {"policy", "hub", "paths", "errors"},
+    "data": {"rl", "weights", "hub", "paths", "errors"},
     "statistics": set(),
-    "run": {"statistics", "paths", "errors"},
+    "run": {"statistics", "hub", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "statistics", "paths", "errors"},
     "export": {

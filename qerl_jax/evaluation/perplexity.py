@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax import hub
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
@@ -144,9 +145,12 @@ def _hub_rows(source: str) -> Iterable[Mapping[str, Any]]:
     import datasets  # imported here because files do not need it
 
     name, _, configuration = source.partition(":")
+    if mistake := hub.local_mistake(name):
+        raise UserError(f"{source}: {mistake}; pass a file, or the hub id of a dataset")
     try:
-        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-        return list(itertools.islice(rows, _HUB_ROWS))
+        with hub.asking(name):
+            rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+            return list(itertools.islice(rows, _HUB_ROWS))
     # A missing dataset, a denied access and a missing network raise exceptions without a common
     # class.
     except Exception as error:

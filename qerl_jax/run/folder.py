@@ -137,7 +137,7 @@ def config_dict(config: ConfigDict) -> dict[str, Any]:
 
 def fingerprint(config: ConfigDict) -> str:
     """Eight hex digits that identify the config, without the fields that may change in a run."""
-    fields = _fixed(_flatten(config_dict(config)), config)
+    fields = _fixed(flatten(config_dict(config)), config)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -169,12 +169,10 @@ def find_runs(parent: Path, pattern: str, config: ConfigDict) -> list[Path]:
         pattern: pattern of the names of the run folders, as for `Path.glob`.
         config: the resolved config.
     """
-    fixed = _fixed(_flatten(config_dict(config)), config)
+    fixed = _fixed(flatten(config_dict(config)), config)
     found = ((path, _read_saved(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
     return [
-        path
-        for path, saved in found
-        if saved and _fixed(_flatten(saved["config"]), config) == fixed
+        path for path, saved in found if saved and _fixed(flatten(saved["config"]), config) == fixed
     ]
 
 
@@ -327,7 +325,7 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
-    old, new = _flatten(saved["config"]), _flatten(config_dict(config))
+    old, new = flatten(saved["config"]), flatten(config_dict(config))
     allowed, refused = resume.differences(old, new, config)
     if refused:
         changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
@@ -363,11 +361,12 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-def _flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields of a config by flattened name, such as 'aqn.form'."""
     flat = {}
     for key, value in fields.items():
         if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
+from qerl_jax import hub
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig, from_hf_config
@@ -176,6 +177,11 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
     path = user_path(source)
     if path.is_dir() or path.suffix == ".gguf":
         return path, str(path.resolve())
+    if not path.exists() and (mistake := hub.local_mistake(source)):
+        raise UserError(
+            f"{source!r} is no run, adapter or model: {mistake}; pass the path of one {_REMEDY}; "
+            "a hub id of this name must be downloaded first, with: hf download"
+        )
     if path.is_file() or not _HUB_ID.fullmatch(source):
         raise UserError(
             f"{source!r} is neither a folder, nor a .gguf file, nor a hub id; pass the path of "
@@ -205,7 +211,8 @@ def _download(hub_id: str) -> pathlib.Path:
     import huggingface_hub  # not needed by local sources
 
     try:
-        folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
+        with hub.asking(hub_id):
+            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
     # Each cause (not found, no access, no network, no disk space) raises different classes.
     except Exception as error:
         reason = first_line(error)
