@@ -30,7 +30,7 @@ ALLOWED = {
     "statistics": set(),
     "run": {"statistics", "hub", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
-    | {"buckets", "statistics", "paths", "errors"},
+    | {"buckets", "statistics", "hub", "paths", "errors"},
     "export": {
         "policy",
         "rollout",

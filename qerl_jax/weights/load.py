@@ -178,9 +178,10 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
     if path.is_dir() or path.suffix == ".gguf":
         return path, str(path.resolve())
     if not path.exists() and (mistake := hub.local_mistake(source)):
+        first = f"; to use a hub id of this name: hf download {source}"
         raise UserError(
-            f"{source!r} is no run, adapter or model: {mistake}; pass the path of one {_REMEDY}; "
-            "a hub id of this name must be downloaded first, with: hf download"
+            f"{source!r} is neither a folder, nor a .gguf file: {mistake}; pass the path of one "
+            f"{_REMEDY}{first if _HUB_ID.fullmatch(source) else ''}"
         )
     if path.is_file() or not _HUB_ID.fullmatch(source):
         raise UserError(
