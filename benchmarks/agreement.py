@@ -13,7 +13,6 @@ QERL_COMMIT names the commit.
 
 import argparse
 import json
-import pathlib
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +26,7 @@ from benchmarks.rollout.subject import first_problems, model_name
 from qerl_jax.data import encode_prompts
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
+from qerl_jax.paths import user_path
 from qerl_jax.policy import transformer
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
@@ -119,7 +119,7 @@ def main() -> None:
     add("--new-tokens", type=int, default=256, help="limit of a completion (default: 256)")
     add("--lora-rank", type=int, default=32, help="rank of a random adapter (default: 32; 0: none)")
     add("--seed", type=int, default=0, help="seed of adapter and draws (default: 0)")
-    add("--out", type=pathlib.Path, required=True, help="JSON file of the rows")
+    add("--out", type=user_path, required=True, help="JSON file of the rows")
     args = parser.parse_args()
     limits = {
         "--prompts": (args.prompts, 1),

@@ -23,6 +23,7 @@ import numpy as np
 
 from benchmarks.run_summary import describe
 from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
@@ -86,15 +87,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", type=pathlib.Path, nargs="+", help="run folders, one for each seed")
+    parser.add_argument("runs", type=user_path, nargs="+", help="run folders, one for each seed")
     parser.add_argument(
         "--control",
-        type=pathlib.Path,
+        type=user_path,
         nargs="+",
         required=True,
         help="run folders of the control, one for each seed",
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file to write")
+    parser.add_argument("--out", type=user_path, required=True, help="JSON file to write")
     args = parser.parse_args()
     try:
         result = {"learning": summarize(args.runs), "control": summarize(args.control)}

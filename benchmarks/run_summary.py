@@ -12,6 +12,7 @@ import statistics
 import sys
 
 from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.provenance import without_folders
@@ -67,8 +68,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=pathlib.Path, help="run folder to summarize")
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file to write")
+    parser.add_argument("run", type=user_path, help="run folder to summarize")
+    parser.add_argument("--out", type=user_path, required=True, help="JSON file to write")
     args = parser.parse_args()
     try:
         summary = summarize(args.run)

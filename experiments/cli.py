@@ -30,6 +30,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.paths import user_path
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
@@ -153,6 +154,7 @@ def run_command(
 def _quiet() -> None:
     """Hides the log messages of libraries; warnings of Python and JAX stay."""
     logging.get_absl_logger().setLevel("ERROR")
+    getLogger().setLevel("ERROR")  # the level of all other libraries, such as matplotlib
     getLogger("jax").setLevel("WARNING")
     getLogger("datasets").setLevel("ERROR")
     # These libraries set their levels at import. The hub logs each of its retries, twice.
@@ -204,13 +206,19 @@ def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
     for name in ("config", "workdir", "print_config"):
         flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
-    rest = flags.FLAGS(argv)
+    rest = flags.FLAGS([_with_home(argument) for argument in argv])
     if len(rest) > 1:
         raise UserError(
             f"unexpected argument {rest[1]!r}; a config field is set like --config.steps=10"
         )
     flags.FLAGS.config.lock()  # raises OSError when the file could not be read
     return rest
+
+
+def _with_home(argument: str) -> str:
+    """The argument --config=~/FILE.py with the home folder, which no shell puts there."""
+    found = re.fullmatch(r"(--?config=)(~[^:]*)(.*)", argument)
+    return f"{found[1]}{user_path(found[2])}{found[3]}" if found else argument
 
 
 def _fail(error: Exception | str) -> NoReturn:

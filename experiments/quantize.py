@@ -18,7 +18,6 @@ import argparse
 import dataclasses
 import functools
 import math
-import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,6 +27,7 @@ from experiments import cli
 def run(arguments: argparse.Namespace) -> None:
     """Quantizes, and prints the errors and the perplexities."""
     from qerl_jax.errors import UserError
+    from qerl_jax.paths import user_path
     from qerl_jax.weights import calibrate, quantize
     from qerl_jax.weights.load import open_checkpoint
     from qerl_jax.weights.staging import check_free
@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> None:
             f"--format={arguments.format}: only nvfp4 is written; other formats are made when a "
             "model is loaded (model.format)"
         )
+    arguments.out = user_path(arguments.out)
     check_free(arguments.out)
     checkpoint = open_checkpoint(arguments.model)
     if checkpoint.packed:
@@ -55,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"relative rounding error of the {'outputs' if rounded else 'weights'}")
     print(_table(errors, rounded))
     before = 2 * sum(math.prod(shape) for shape in checkpoint.shapes.values())
-    after = sum(file.stat().st_size for file in pathlib.Path(arguments.out).glob("*.safetensors"))
+    after = sum(file.stat().st_size for file in arguments.out.glob("*.safetensors"))
     print(f"\n{arguments.out}: {after / 1e6:.1f} MB, {before / 1e6:.1f} MB in bfloat16")
     if held_out is not None:
         _print_perplexities(arguments, held_out, calibrated=calibration is not None)
@@ -121,7 +122,7 @@ def _print_perplexities(arguments: argparse.Namespace, tokens: Any, *, calibrate
     models = {"bfloat16": (arguments.model, "bf16")}
     if calibrated:
         models["nvfp4, rounded"] = (arguments.model, "nvfp4")
-    models[f"nvfp4, {'calibrated' if calibrated else 'rounded'}"] = (arguments.out, "nvfp4")
+    models[f"nvfp4, {'calibrated' if calibrated else 'rounded'}"] = (str(arguments.out), "nvfp4")
     # bfloat16 is slow on a CPU.
     dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     print(

@@ -19,6 +19,7 @@ resumed. A run that fails does not stop the others; it is named at the end, and 
 """
 
 import ctypes
+import glob
 import hashlib
 import importlib.util
 import json
@@ -38,8 +39,9 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
 from qerl_jax.errors import UserError
-from qerl_jax.run.atomic import write_atomic
-from qerl_jax.run.folder import RunFolder, config_dict, lock_holder
+from qerl_jax.paths import user_path
+from qerl_jax.run.atomic import TEMPORARY, write_atomic
+from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten, lock_holder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
@@ -48,6 +50,7 @@ from qerl_jax.run.terminal import LiveLine
 from qerl_jax.training.describe_config import as_flag
 from qerl_jax.training.overrides import check_overrides
 
+_WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
 _LONGEST_NAME = 100
 _POLL_SECONDS = 0.5
@@ -65,11 +68,11 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     file = _from_here(config_flags.get_config_filename(flag))
     common = config_flags.get_override_values(flag)
     stem, _, preset = file.partition(":")
-    folder = Path(workdir or "-".join(["runs/" + Path(stem).stem, *filter(None, [preset])]))
+    folder = user_path(workdir or "-".join(["runs/" + Path(stem).stem, *filter(None, [preset])]))
     runs = plan(file, common, folder)
     part = _part(runs, _ONLY.value)
 
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_folder(folder)
     whole = ["-m", "experiments.sweep", f"--config={file}", *_as_flags(common)]
     whole.append(f"--workdir={folder}")
     commands = [shlex.join(["python", *part]) for part in (whole, *(run.command for run in runs))]
@@ -84,6 +87,23 @@ def run(config: ConfigDict, workdir: str | None) -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes the folder of a sweep; refuses one that holds other things."""
+    commands = folder / "commands.sh"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Another task of the same sweep may be writing its first file: the files are listed first.
+        others = sorted(p.name for p in folder.iterdir() if not p.name.endswith(TEMPORARY))
+        ours = commands.exists() and _WHOLE in commands.read_text("utf-8", "replace")
+    except OSError as error:
+        raise UserError(f"cannot use {folder} as the folder of a sweep: {error}") from error
+    if others and not ours:
+        raise UserError(
+            f"{folder} is not the folder of a sweep: it holds {others[0]} but no commands.sh of "
+            "one; pass a new or empty folder as --workdir"
+        )
 
 
 # --- From a config file to runs ---------------------------------------------------------------
@@ -102,7 +122,9 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
             ignores, or that `common` sets; two runs have the same settings.
     """
     runs: dict[str, Run] = {}
-    for overrides in _load_sweep(file):
+    sweep = _load_sweep(file)
+    swept = set().union(*sweep)
+    for overrides in sweep:
         if both := sorted(overrides.keys() & common.keys()):
             raise UserError(f"the sweep sets {', '.join(both)} itself: leave out the flag")
         said = ", ".join(f"{field}={value}" for field, value in overrides.items())
@@ -113,19 +135,39 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
         except UserError as error:
             raise UserError(f"the run with {said or 'no overrides'}: {error}") from error
         fields = config_dict(config)
-        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
+        fields = config_dict(config)
+        # Fields that may change in a run count only where the sweep itself varies them.
+        varied = {k: v for k, v in flatten(fields).items() if k in swept}
+        settings = [fingerprint(config), varied | {"steps": config.steps}]
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         if digest in runs:
             raise UserError(
                 f"two runs have the same settings: {runs[digest].overrides} and {overrides}"
             )
         name = re.sub(r"[^\w.,=+-]+", "_", said.replace(", ", ","))[:_LONGEST_NAME]
-        name = f"{name}-{digest}".lstrip("-")
+        name = _folder_name(folder, name, digest, config)
         module = f"experiments.{config.experiment}"
         if importlib.util.find_spec(module) is None:
             raise UserError(f"config.experiment={config.experiment!r}: {module} does not exist")
         command = ("-m", module, *arguments, f"--workdir={folder / name}")
         runs[digest] = Run(name, overrides, fields, folder / name, command)
     return list(runs.values())
+
+
+def _folder_name(folder: Path, name: str, digest: str, config: ConfigDict) -> str:
+    """`NAME-DIGEST`, or the name with other digits that an earlier version gave the same run."""
+    found = f"{name}-{digest}".lstrip("-")
+    if (folder / found).exists():
+        return found
+    pattern = f"{glob.escape(name)}-{'[0-9a-f]' * 8}".lstrip("-")
+    earlier = [
+        path.name
+        for path in find_runs(folder, pattern, config)
+        if (saved := json.loads(RunFolder(path).config.read_bytes()))["schedule_steps"]
+        == config.steps
+        and saved["config"]["steps"] == config.steps
+    ]
+    return earlier[0] if len(earlier) == 1 else found
 
 
 def _load_sweep(file: str) -> list[ConfigOverrides]:

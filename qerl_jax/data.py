@@ -4,6 +4,7 @@ A source is a local JSONL file, `reasoning_gym:TASK` (generated, needs no networ
 the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -16,7 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from absl import logging
 
+from qerl_jax import hub
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.paths import user_path
 from qerl_jax.rl.rewards import last_boxed
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -175,7 +178,7 @@ def _hold_out_last(problems: list[Problem], size: int) -> tuple[list[Problem], l
 
 def _read_jsonl(path: str, keep: _Filter = _Filter()) -> list[Problem]:
     try:
-        lines = Path(path).read_bytes().splitlines()
+        lines = user_path(path).read_bytes().splitlines()
     except OSError as error:
         raise UserError(f"{path}: cannot read the problems: {error.strerror}") from error
     rows = []
@@ -302,8 +305,18 @@ def _hub_splits(source: str, local_field: str) -> Any:
     import datasets
 
     name, _, configuration = source.partition(":")
+    if Path(name).exists():
+        asking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    elif mistake := hub.local_mistake(name):
+        raise UserError(
+            f"{source}: {mistake}; pass a file as --config.{local_field}=FILE.jsonl, or the hub id "
+            "of a dataset"
+        )
+    else:
+        asking = hub.asking(name)
     try:
-        return datasets.load_dataset(name, configuration or _HUB_CONFIGURATIONS.get(name))
+        with asking:
+            return datasets.load_dataset(name, configuration or _HUB_CONFIGURATIONS.get(name))
     except Exception as error:
         reason = first_line(error) or type(error).__name__
         raise UserError(

@@ -20,6 +20,9 @@ os.environ["XLA_FLAGS"] = (
     f" {os.environ.get('XLA_FLAGS', '')}"
 )
 
+# No test asks a model hub; the tests of its answers replace the functions that ask.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Modules that run whole trainings and evaluations of the tiny model, the longest first. They run
 # before all others, one after another, and in each process they use what the ones before have
 # traced: with all programs in the compilation cache, a run takes 12 seconds of CPU time when it is

@@ -13,7 +13,10 @@ import tiny_run
 from absl import flags
 
 from experiments import cli, grpo_gsm8k
+from qerl_jax.data import load_problems
+from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.training.loop import train
+from qerl_jax.training.setup import _load_model
 
 CONFIG = tiny_run.ROOT / "experiments" / "configs" / "grpo_gsm8k.py"
 CHANGES = {"steps": 3, "eval.every": 0, "aqn.kl_every": 0}
@@ -23,7 +26,7 @@ CHANGES = {"steps": 3, "eval.every": 0, "aqn.kl_every": 0}
 def command(tiny, tmp_path, monkeypatch, capsys):
     """Returns a function that calls the experiment's main and gives the exit code and stderr."""
     config = tiny.config_file(tmp_path / "tiny_config.py", CHANGES)
-    levels = {name: logging.getLogger(name).level for name in ("absl", "jax")}
+    levels = {name: logging.getLogger(name).level for name in ("", "absl", "jax")}
 
     def call(*arguments):
         argv = ["grpo_gsm8k.py", f"--config={config}", *arguments]
@@ -103,6 +106,37 @@ def model(tiny, tmp_path):
 )
 def test_bad_values(fails, tmp_path, arguments, words):
     fails(*arguments, f"--workdir={tmp_path / 'run'}", words=words)
+
+
+@pytest.mark.parametrize("name", ["matplotlib.font_manager", "urllib3.connectionpool", "root"])
+def test_libraries_log_nothing_between_the_lines(command, tmp_path, name):
+    command("--config.data.path=/absent.jsonl", f"--workdir={tmp_path / 'run'}")
+    assert not logging.getLogger(name).isEnabledFor(logging.WARNING)
+    assert logging.getLogger("jax.x").isEnabledFor(logging.WARNING)
+
+
+def test_the_home_folder_is_expanded_in_every_path(fails, tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for flag in ("lora.init", "model.source"):
+        fails(f"--config.{flag}=~/absent", "--workdir=~/run", words=[str(tmp_path), "absent"])
+    assert (tmp_path / "run" / "config.json").exists()
+    shutil.copy(tiny.problems, tmp_path / "own.jsonl")
+    expected = load_problems("", path=str(tiny.problems))
+    assert load_problems("", path="~/own.jsonl") == expected
+    assert load_problems("", eval_path="~/own.jsonl", split="eval", eval_size=99) == expected
+    (task,) = make_tasks(["~/own.jsonl"], run=None, overrides=TaskOverrides())
+    assert (task.name, task.problems) == ("own", expected)
+    assert cli._with_home("--config=~/c.py:tiny") == f"--config={tmp_path}/c.py:tiny"
+
+
+@pytest.mark.parametrize(
+    ("preset", "warned"),
+    [("qwen2.5-1.5b-paper", True), ("qwen2.5-coder-1.5b-trl", True), ("qwen3-0.6b-paper", False)],
+)
+def test_a_large_preset_on_a_cpu_is_said(tiny, preset, warned, capsys):
+    _load_model(tiny.config({"preset": preset, "model.format": "bf16"}))
+    err = capsys.readouterr().err
+    assert (err.count("\n") == 1 and "on a CPU" in err and "--extra cuda" in err) == warned
 
 
 def change_architecture(model):

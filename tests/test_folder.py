@@ -1,5 +1,6 @@
 """The run folder: name, lock, saved config."""
 
+import concurrent.futures
 import json
 import subprocess
 import sys
@@ -8,8 +9,9 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
+from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
-from qerl_jax.run import folder
+from qerl_jax.run import folder, resume
 from qerl_jax.run.atomic import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,8 +24,10 @@ def make_config(**changes):
             "preset": "tiny",
             "steps": 10,
             "seed": 0,
-            "rl": {"clip_low": 0.2, "clip_high": 0.28},
+            "rl": {"loss": "grpo", "aggregation": "", "clip_low": 0.2, "clip_high": 0.28},
             "lora": {"targets": ("q_proj", "v_proj")},
+            "rollout": {"max_rows": 128, "top_p": 1.0},
+            "train": {"micro_batch_rows": 8},
             "data": {"options": {}},
             "log": {"completions": 4},
             "checkpoint": {"every": 5},
@@ -44,14 +48,34 @@ def test_config_dict_rejects_what_json_cannot_hold():
         folder.config_dict(ConfigDict({"reward": lambda: 0.0}))
 
 
-def test_fingerprint_depends_on_every_field_but_steps():
+def test_fingerprint_depends_on_every_field_that_may_not_change():
     base = folder.fingerprint(make_config())
     assert len(base) == 8
     assert int(base, 16) >= 0
-    assert folder.fingerprint(make_config(steps=99)) == base
-    assert folder.fingerprint(make_config(seed=1)) != base
-    assert folder.fingerprint(make_config(rl__clip_high=0.2)) != base
+    for free in ("steps", "log__completions", "checkpoint__every", "rollout__max_rows"):
+        assert folder.fingerprint(make_config(**{free: 99})) == base
+    assert folder.fingerprint(make_config(train__micro_batch_rows=99)) == base
+    for fixed in ({"seed": 1}, {"rl__clip_high": 0.2}, {"rl__loss": "bnpo"}):
+        assert folder.fingerprint(make_config(**fixed)) != base
+    # The denominators of this loss are those of a micro-batch.
+    bnpo = {"rl__loss": "bnpo"}
+    assert folder.fingerprint(
+        make_config(**bnpo, train__micro_batch_rows=99)
+    ) != folder.fingerprint(make_config(**bnpo))
     assert folder.default_folder(make_config()) == Path("runs") / f"grpo-tiny-{base}"
+
+
+def test_a_default_folder_of_an_earlier_version_is_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begin(Path("runs/grpo-tiny-11111111"))
+    with folder.open_run(None, make_config(seed=1)) as other:
+        assert other.path == folder.default_folder(make_config(seed=1))
+    changed = make_config(log__completions=0, steps=20)
+    with folder.open_run(None, changed) as run:
+        assert (run.path, run.resumed) == (Path("runs/grpo-tiny-11111111"), True)
+    begin(Path("runs/grpo-tiny-22222222"))
+    with pytest.raises(UserError, match=r"11111111, .*22222222 hold runs.*--workdir"):
+        folder.default_folder(changed)
 
 
 def test_first_start_writes_the_config(tmp_path):
@@ -92,6 +116,48 @@ def test_a_run_goes_on_with_another_log_and_other_checkpoints(tmp_path):
     changed = make_config(log__completions=0, checkpoint__every=1)
     with folder.open_run(tmp_path / "a", changed) as run:
         assert run.resumed
+
+
+def test_what_moves_only_memory_may_change_and_is_said(tmp_path, capsys):
+    begin(tmp_path / "a")
+    changed = make_config(rollout__max_rows=64, train__micro_batch_rows=4, steps=20)
+    with folder.open_run(tmp_path / "a", changed) as run:
+        assert (run.resumed, run.schedule_steps) == (True, 10)
+    out = capsys.readouterr().out
+    assert out.startswith("changed: rollout.max_rows: 128 -> 64, train.micro_batch_rows: 8 -> 4. ")
+    assert "no longer bit for bit" in out
+    assert out.count("\n") == 1
+    with folder.open_run(tmp_path / "a", changed):
+        assert capsys.readouterr().out == ""
+    with folder.open_run(tmp_path / "a", make_config(train__micro_batch_rows=4)):
+        assert "rollout.max_rows: 64 -> 128. " in capsys.readouterr().out
+    saved = json.loads((tmp_path / "a" / "config.json").read_text())
+    assert (saved["config"]["rollout"]["max_rows"], saved["config"]["steps"]) == (128, 10)
+    assert saved["changes"] == [
+        {"rollout.max_rows": "128 -> 64", "train.micro_batch_rows": "8 -> 4"},
+        {"rollout.max_rows": "64 -> 128"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "loss", [{"rl__loss": "bnpo"}, {"rl__loss": "dapo", "rl__aggregation": "micro_batch"}]
+)
+def test_micro_batches_that_the_loss_depends_on_may_not_change(loss, tmp_path):
+    with folder.open_run(tmp_path, make_config(**loss)):
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    changed = make_config(**loss, train__micro_batch_rows=4, rollout__max_rows=64)
+    with (
+        pytest.raises(UserError, match=r"another config \(train\.micro_batch_rows: 8 -> 4\)"),
+        folder.open_run(tmp_path, changed),
+    ):
+        pass
+
+
+def test_the_fields_that_may_change_are_fields_of_a_config():
+    known = set(get_config().to_dict()["train"]) | set(get_config().to_dict()["rollout"])
+    names = {name.partition(".")[2] for name in resume.MEMORY_AND_TIME}
+    assert names - known <= {"remat"}
+    assert {"max_rows", "kv_cache_bytes", "chunk_steps", "buffer_tokens", "recompute"} <= names
 
 
 def test_another_config_is_refused_by_field(tmp_path):
@@ -140,7 +206,8 @@ def test_a_checkpoint_begins_a_run(tmp_path):
 
 def test_interrupted_first_start_is_a_first_start(tmp_path):
     (tmp_path / "lock").touch()
-    (tmp_path / "config.json.tmp").write_text('{"conf')
+    for name in ("config.json.tmp", "config.json.host.lan-12-1a2b3c4d.tmp"):
+        (tmp_path / name).write_text('{"conf')
     with folder.open_run(tmp_path, make_config()) as run:
         assert not run.resumed
 
@@ -155,12 +222,58 @@ def test_foreign_folder_is_refused_and_untouched(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", '{"model_type": "llama", "hidden_size": 64}'),
+        ("config.json", '{"config": {"lr": 0.1}, "epoch": 3}'),  # another trainer's output
+        ("config.json", '{"schedule_steps": 10}'),
+        ("lock", "opam-version: 2.0"),
+        ("config.yaml.tmp", ""),
+    ],
+)
+def test_files_of_others_are_refused_and_untouched(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    with (
+        pytest.raises(UserError, match=r"not a run folder.*new or empty folder"),
+        folder.open_run(tmp_path, make_config()),
+    ):
+        pass
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, content)]
+
+
+@pytest.mark.parametrize("left", ["summary.json", "adapter", "model"])
+def test_outputs_without_their_metrics_are_refused(left, tmp_path):
+    with folder.open_run(tmp_path, make_config()):
+        (tmp_path / left).touch()
+    before = (tmp_path / "config.json").read_text()
+    with (
+        pytest.raises(UserError, match=f"holds {left} but no step"),
+        folder.open_run(tmp_path, make_config(seed=1)),
+    ):
+        pass
+    assert (tmp_path / "config.json").read_text() == before
+
+
+def test_the_home_folder_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with folder.open_run("~/runs/a", make_config()) as run:
+        assert run.path == tmp_path / "runs" / "a"
+    with (
+        pytest.raises(UserError, match="home folder of '~no-such-user' is unknown"),
+        folder.open_run("~no-such-user/a", make_config()),
+    ):
+        pass
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"config": {}}', "{"])
 def test_unreadable_config_is_refused(tmp_path, content):
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with (
-        pytest.raises(UserError, match=r"config\.json cannot be read"),
+        pytest.raises(
+            UserError, match=r"not a run folder: no run wrote its config\.json.*--workdir"
+        ),
         folder.open_run(tmp_path, make_config()),
     ):
         pass
@@ -219,3 +332,25 @@ def test_write_atomic_replaces(tmp_path):
     write_atomic(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path):
+    path = tmp_path / "x.json"
+    texts = [str(digit) * 1000 for digit in range(8)]
+
+    def write(text):
+        for _ in range(10):
+            write_atomic(path, text)
+            assert path.read_text() in texts
+
+    with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+        list(pool.map(write, texts))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_failed_write_leaves_the_old_content(tmp_path):
+    path = tmp_path / "x.json"
+    write_atomic(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(path, "\ud800")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("x.json", "old")]

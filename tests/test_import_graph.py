@@ -18,17 +18,19 @@ ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
 # What each folder of qerl_jax, and each file beside them, may import from qerl_jax.
 ALLOWED = {
     "errors": set(),
+    "paths": {"errors"},
+    "hub": set(),
     "import_path": {"errors"},
     "buckets": set(),
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "buckets", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
-    "weights": {"policy", "errors"},
-    "data": {"rl", "weights", "errors"},
+    "weights": {"policy", "hub", "paths", "errors"},
+    "data": {"rl", "weights", "hub", "paths", "errors"},
     "statistics": set(),
-    "run": {"statistics", "errors"},
+    "run": {"statistics", "hub", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
-    | {"buckets", "statistics", "errors"},
+    | {"buckets", "statistics", "hub", "paths", "errors"},
     "export": {
         "policy",
         "rollout",
@@ -38,6 +40,7 @@ ALLOWED = {
         "evaluation",
         "run",
         "statistics",
+        "paths",
         "errors",
     },
     "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run", "errors"},

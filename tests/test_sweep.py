@@ -116,6 +116,36 @@ def test_the_folder_follows_from_all_settings(planned):
     assert len(runs) == 2
 
 
+def test_the_folder_does_not_depend_on_what_may_change_in_a_run(planned, tmp_path):
+    (run,) = planned([{"seed": 1}], {"steps": 3})
+    other = {"log.completions": 0, "rollout.max_rows": 7, "checkpoint.every": 3}
+    assert planned([{"seed": 1}], {"steps": 3} | other)[0].name == run.name
+    assert len({r.name for r in planned([{"rollout.max_rows": n} for n in (7, 8)])}) == 2
+    # A run of an earlier version, whose name has other digits, is found.
+    earlier = tmp_path / "sweep" / "seed=1-0a1b2c3d"
+    earlier.mkdir(parents=True)
+    (earlier / "config.json").write_text(json.dumps({"config": run.config, "schedule_steps": 3}))
+    assert planned([{"seed": 1}], {"steps": 3} | other)[0].folder == earlier
+    assert planned([{"seed": 1}], {"steps": 4})[0].folder != earlier
+
+
+def test_the_folder_of_something_else_is_refused_and_untouched(tmp_path):
+    for name in ("commands.sh", "curves.png"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text("make all")
+        with pytest.raises(UserError, match=f"not the folder of a sweep: it holds {name}"):
+            sweep._make_folder(folder)
+        assert [(p.name, p.read_text()) for p in folder.iterdir()] == [(name, "make all")]
+    begun = tmp_path / "begun"
+    sweep._make_folder(begun)
+    (begun / "commands.sh.host-1-2a.tmp").touch()  # Another task has begun to write.
+    sweep._make_folder(begun)
+    (begun / "commands.sh").write_text("# python -m experiments.sweep --config=c.py\n")
+    (begun / "logs").mkdir()
+    sweep._make_folder(begun)
+
+
 @pytest.mark.parametrize(
     ("runs", "common", "words"),
     [

@@ -32,7 +32,6 @@ import functools
 import gc
 import itertools
 import math
-import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -62,6 +61,7 @@ from benchmarks.rollout.subject import (
 from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.data import encode_prompts
 from qerl_jax.errors import memory_errors
+from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode, shapes
@@ -92,7 +92,7 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
     device = jax.devices()[0]
     print(device.device_kind, flush=True)
     where = origin("benchmarks.rollout")
-    path, rows = pathlib.Path(config.out), []
+    path, rows = user_path(config.out), []
     with sole_use():
         merge(path, device.device_kind, [])  # Reports a file of another device before the work.
 

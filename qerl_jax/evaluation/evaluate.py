@@ -30,6 +30,7 @@ from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
+from qerl_jax.paths import user_path
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize
@@ -63,7 +64,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
         StoppedError: SIGTERM or SIGINT arrived; the completions of all finished batches are saved.
     """
     results_folder.validate(config)
-    run = read_run(Path(config.source).expanduser())
+    run = read_run(user_path(config.source))
     tasks = make_tasks(config.tasks, run=run and run["config"], overrides=config.overrides)
     scorers = {task.name: _resolve(task) for task in tasks}
     folders: list[Path] = []

@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.run.folder import RunFolder
@@ -57,7 +58,7 @@ def open_policy(
         UserError: the run, the adapter or the model is missing, cannot be read, or does not fit the
             others.
     """
-    path = pathlib.Path(source).expanduser()
+    path = user_path(source)
     run = read_run(path)
     folder, named_base, settings = None, source, {}
     if run is not None:
@@ -66,7 +67,7 @@ def open_policy(
         if folder is not None and not (folder / peft.CONFIG_FILE).exists():
             folder, named_base = None, str(folder)
     elif adapter not in ("", "none"):
-        folder = pathlib.Path(adapter).expanduser()
+        folder = user_path(adapter)
     elif (path / peft.CONFIG_FILE).exists():
         folder = None if adapter == "none" else path
         named_base = peft.read_peft_config(path)[1]
@@ -125,7 +126,7 @@ def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
     if adapter:
         named = [path for path in trained if path.name == adapter]
         if not named:
-            return pathlib.Path(adapter).expanduser()
+            return user_path(adapter)
         trained = named
     for path in trained:
         if path.is_dir():

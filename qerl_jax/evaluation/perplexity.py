@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax import hub
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.weights.load import LoadedModel
@@ -35,7 +37,7 @@ def read_documents(source: str) -> list[str]:
     Raises:
         UserError: the source cannot be read, or holds no text.
     """
-    path = pathlib.Path(source).expanduser()
+    path = user_path(source)
     if path.suffix == ".jsonl":
         documents = [_row_text(row) for row in _json_lines(path, _read(path))]
     elif path.exists() or source.count("/") != 1:
@@ -143,9 +145,12 @@ def _hub_rows(source: str) -> Iterable[Mapping[str, Any]]:
     import datasets  # imported here because files do not need it
 
     name, _, configuration = source.partition(":")
+    if mistake := hub.local_mistake(name):
+        raise UserError(f"{source}: {mistake}; pass a file, or the hub id of a dataset")
     try:
-        rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-        return list(itertools.islice(rows, _HUB_ROWS))
+        with hub.asking(name):
+            rows = datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+            return list(itertools.islice(rows, _HUB_ROWS))
     # A missing dataset, a denied access and a missing network raise exceptions without a common
     # class.
     except Exception as error:

@@ -16,6 +16,7 @@ from typing import Any
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
+from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance
@@ -164,8 +165,8 @@ def open_folder(
 def _policy_name(policy: Policy, config: EvaluateConfig) -> str:
     """Returns a name that distinguishes the policies of a source, '' if there is only one."""
     if policy.adapter is not None:
-        return "" if policy.adapter == Path(config.source).expanduser() else policy.adapter.name
-    if policy.run is not None and policy.model.path.parent == Path(config.source).expanduser():
+        return "" if policy.adapter == user_path(config.source) else policy.adapter.name
+    if policy.run is not None and policy.model.path.parent == user_path(config.source):
         return policy.model.path.name  # a run that trained all parameters
     return "base" if policy.run is not None or "none" in config.adapters else ""
 
@@ -174,13 +175,13 @@ def _named_folder(
     name: str, policy: Policy, settings: Mapping[str, Any], config: EvaluateConfig
 ) -> Path:
     if config.out:
-        return Path(config.out).expanduser() / (name if len(config.adapters) > 1 else "")
+        return user_path(config.out) / (name if len(config.adapters) > 1 else "")
     same = {key: settings[key] for key in _SAME_SETTINGS}
     same |= {key: getattr(config.overrides, key) for key in ("data", *_SAME_TASK[1:])}
     digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
     mode = "greedy" if settings["temperature"] == 0 else f"samples{config.samples}"
     if policy.run is not None:
-        run = RunFolder(Path(config.source).expanduser())
+        run = RunFolder(user_path(config.source))
         return run.evaluations / f"{name}-{mode}-{digest}"
     model = re.sub(r"[^\w.-]+", "_", re.split("[/:]", config.source.rstrip("/"))[-1])
     parts = [model.removesuffix(".gguf"), name, mode, digest]

@@ -33,6 +33,7 @@ from qerl_jax.export.scores import (
     make_probe,
     open_held_out_set,
 )
+from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
@@ -123,8 +124,8 @@ def _validate(config: ExportConfig) -> None:
 
 def _out_folder(config: ExportConfig) -> Path:
     if config.out:
-        return Path(config.out).expanduser()
-    run = RunFolder(Path(config.source).expanduser())
+        return user_path(config.out)
+    run = RunFolder(user_path(config.source))
     if not run.checkpoints.is_dir():
         raise UserError(f"{config.source} is not a run folder: say where to write, --out=FOLDER")
     return run.exports / config.format
@@ -243,7 +244,7 @@ def _new_card(
     onto: str = "trained",
     trained_norms: bool = False,
 ) -> Card:
-    source, base, steps = Path(config.source).expanduser(), policy.base, None
+    source, base, steps = user_path(config.source), policy.base, None
     if (summary := RunFolder(source).summary).exists():
         steps = json_file.read_object(summary)["steps"]
     elif policy.run is not None:

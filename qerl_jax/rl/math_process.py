@@ -94,6 +94,10 @@ def _serve() -> None:
     # math-verify's own time limits are off, because SIGALRM kills this process; math-verify logs a
     # warning about that, which is silenced here.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    # A job scheduler sends its signals to all processes of a job: this one lets the comparison end,
+    # so that the step that is saved has all its rewards. It ends with its standard input.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
 
     @functools.lru_cache(maxsize=1024)

@@ -1,14 +1,35 @@
 """Files that hold their old content or the new one, whenever the process dies."""
 
+import contextlib
 import os
+import secrets
+import socket
+from collections.abc import Generator
 from pathlib import Path
+
+TEMPORARY = ".tmp"  # the end of the names of files that are being written
 
 
 def write_atomic(path: Path, text: str) -> None:
     """Replaces the content of a file by `text`, through a temporary file that is renamed."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
+    with replaced(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(path)
+
+
+@contextlib.contextmanager
+def replaced(path: Path) -> Generator[Path]:
+    """Yields the path of a temporary file, which replaces `path` when the block succeeds.
+
+    Processes that write the same file at the same time each have a temporary file, and the last
+    rename wins. The name holds the host and the process, which tells the source of a file that a
+    killed process left, and random digits, because containers may share both.
+    """
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    temporary = path.with_name(f"{path.name}.{writer}{TEMPORARY}")
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +15,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.atomic import write_atomic
+from qerl_jax.paths import user_path
+from qerl_jax.run import resume
+from qerl_jax.run.atomic import TEMPORARY, write_atomic
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.provenance import provenance
-
-# Sections of the config that do not change how a run trains.
-_FREE = ("steps", "log", "checkpoint", "profile")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,11 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The resolved config, versions, commit, device and command line; written once."""
+        """The resolved config, versions, commit, device and command line of the first start.
+
+        A later start changes only the fields that `resume.MEMORY_AND_TIME` allows, and lists their
+        old values as `changes`.
+        """
         return self.path / "config.json"
 
     @property
@@ -132,15 +136,53 @@ def config_dict(config: ConfigDict) -> dict[str, Any]:
 
 
 def fingerprint(config: ConfigDict) -> str:
-    """Eight hex digits that identify the config, without `steps`: a run can be extended."""
-    fields = config_dict(config)
-    fields.pop("steps", None)
+    """Eight hex digits that identify the config, without the fields that may change in a run."""
+    fields = _fixed(flatten(config_dict(config)), config)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def default_folder(config: ConfigDict) -> Path:
-    """`runs/EXPERIMENT-PRESET-FINGERPRINT`, relative to the working directory."""
-    return Path("runs") / f"{config.experiment}-{config.preset}-{fingerprint(config)}"
+    """`runs/EXPERIMENT-PRESET-FINGERPRINT`, relative to the working directory.
+
+    If there is no such folder, it is the folder of this name with other digits that holds a run of
+    this config: earlier versions made the digits from more fields.
+
+    Raises:
+        UserError: several folders with other digits hold such a run.
+    """
+    name = f"{config.experiment}-{config.preset}"
+    folder = Path("runs") / f"{name}-{fingerprint(config)}"
+    earlier = [] if folder.exists() else find_runs(folder.parent, f"{name}-*", config)
+    if len(earlier) > 1:
+        raise UserError(
+            f"{', '.join(map(str, earlier))} hold runs of this config; pass one of them as "
+            "--workdir, or a new folder"
+        )
+    return earlier[0] if earlier else folder
+
+
+def find_runs(parent: Path, pattern: str, config: ConfigDict) -> list[Path]:
+    """The run folders in a folder that a config resumes, in the order of their names.
+
+    Args:
+        parent: folder of the run folders; it need not exist.
+        pattern: pattern of the names of the run folders, as for `Path.glob`.
+        config: the resolved config.
+    """
+    fixed = _fixed(flatten(config_dict(config)), config)
+    found = ((path, _read_saved(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
+    return [
+        path for path, saved in found if saved and _fixed(flatten(saved["config"]), config) == fixed
+    ]
+
+
+def _fixed(fields: dict[str, Any], config: ConfigDict) -> dict[str, Any]:
+    """The fields that may not change while a run lasts."""
+    return {
+        field: value
+        for field, value in fields.items()
+        if not resume.is_free(field) and not resume.moves_only_memory(field, config)
+    }
 
 
 @contextlib.contextmanager
@@ -150,8 +192,9 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     Args:
         path: the folder; None means `default_folder(config)`.
         config: the resolved config. In a run that has begun it must equal the saved config, except
-            for `steps` and the sections on logging, checkpoints and profiling. A run without any
-            step takes the new config.
+            for `steps`, the sections on logging, checkpoints and profiling, and the fields of
+            `resume.MEMORY_AND_TIME`, whose changes are printed. A run without any step takes the
+            new config.
 
     Yields:
         The open run.
@@ -160,20 +203,22 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
         UserError: the folder cannot be made, is in use, holds other files, or holds a run with
             another config.
     """
-    folder = RunFolder(default_folder(config) if path is None else Path(path))
+    folder = RunFolder(default_folder(config) if path is None else user_path(path))
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
-        if not folder.config.exists():
-            _check_empty(folder)
+        _check_ours(folder)  # before the lock, so that a folder of something else is untouched
         lock = folder.lock.open("a+")
     except OSError as error:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
     with lock:
         _acquire(lock, folder.path)
-        resumed = folder.config.exists() and _has_begun(folder)
+        saved = _read_saved(folder.config)
+        resumed = saved is not None and _has_begun(folder)
         if resumed:
-            schedule_steps = _check_same_run(folder.config, config)
+            schedule_steps = saved["schedule_steps"]
+            _take_changes(folder, saved, config)
         else:
+            _check_no_outputs(folder)
             schedule_steps = config.steps
             described = {"config": config_dict(config), "schedule_steps": schedule_steps}
             described |= provenance()
@@ -215,14 +260,55 @@ def _read_holder(lock) -> str:
     return lock.read().strip() or "another process"
 
 
-def _check_empty(folder: RunFolder) -> None:
-    own = (folder.lock.name, f"{folder.config.name}.tmp")
-    others = sorted(p.name for p in folder.path.iterdir() if p.name not in own)
+def _check_ours(folder: RunFolder) -> None:
+    """Refuses a folder that is neither empty nor the folder of a run.
+
+    config.json alone does not make a run folder: models, exports and other trainers have one too.
+    """
+    if folder.config.exists():
+        if _read_saved(folder.config) is None:
+            raise UserError(
+                f"{folder.path} is not a run folder: no run wrote its {folder.config.name}; pass a "
+                f"new or empty folder as --workdir, or restore {folder.config.name} if a run was "
+                "there"
+            )
+        return
+    others = sorted(p.name for p in folder.path.iterdir() if not _left_by_a_start(folder, p))
     if others:
         raise UserError(
             f"{folder.path} is not a run folder: it has no {folder.config.name} but holds "
             f"{others[0]}; pass a new or empty folder as --workdir"
         )
+
+
+def _left_by_a_start(folder: RunFolder, path: Path) -> bool:
+    """Whether a start that ended before it wrote config.json left this file."""
+    if path == folder.lock:
+        return (
+            re.fullmatch(r"(process \d+ on .*\n)?", path.read_text("utf-8", "replace")) is not None
+        )
+    return path.name.startswith(f"{folder.config.name}.") and path.name.endswith(TEMPORARY)
+
+
+def _check_no_outputs(folder: RunFolder) -> None:
+    """Refuses to begin a run where one has finished, whose metrics and checkpoints are gone."""
+    for path in (folder.summary, folder.adapter(), folder.model()):
+        if path.exists():
+            raise UserError(
+                f"{folder.path} holds {path.name} but no step and no checkpoint to go on from; "
+                "training would overwrite it: pass a new or empty folder as --workdir"
+            )
+
+
+def _read_saved(path: Path) -> dict[str, Any] | None:
+    """The content of a config.json that a run wrote; None for any other file, and without one."""
+    try:
+        saved = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return None
+    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+        return None
+    return saved if type(saved.get("schedule_steps")) is int else None
 
 
 def _has_begun(folder: RunFolder) -> bool:
@@ -233,33 +319,33 @@ def _has_begun(folder: RunFolder) -> bool:
     return any(row["step"] > 0 for row in rows)
 
 
-def _check_same_run(config_path: Path, config: ConfigDict) -> int:
-    """Compares the saved config with the new one; returns the saved number of schedule steps."""
-    try:
-        saved = json.loads(config_path.read_text(encoding="utf-8"))
-        old, schedule_steps = _flatten(saved["config"]), saved["schedule_steps"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) -> None:
+    """Compares the saved config with the new one; prints and saves the changes that are allowed.
+
+    Raises:
+        UserError: a field changed that changes how the run trains.
+    """
+    old, new = flatten(saved["config"]), flatten(config_dict(config))
+    allowed, refused = resume.differences(old, new, config)
+    if refused:
+        changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
         raise UserError(
-            f"{config_path} cannot be read ({type(error).__name__}: {error}); "
-            "restore it or pass another --workdir"
-        ) from error
-    new = _flatten(config_dict(config))
-    changes = [
-        f"{key}: {_show(old, key)} -> {_show(new, key)}"
-        for key in sorted(old.keys() | new.keys())
-        if key.partition(".")[0] not in _FREE
-        and (key not in old or key not in new or old[key] != new[key])
-    ]
-    if changes:
-        raise UserError(
-            f"{config_path.parent} holds a run of another config ({', '.join(changes)}); "
-            "restore these values or pass another --workdir"
+            f"{folder.path} holds a run of another config ({changes}); restore these values or "
+            "pass another --workdir"
         )
-    return schedule_steps
-
-
-def _show(fields: dict[str, Any], key: str) -> str:
-    return json.dumps(fields[key], ensure_ascii=False) if key in fields else "(absent)"
+    if not allowed:
+        return
+    changes = ", ".join(f"{field}: {change}" for field, change in allowed.items())
+    print(
+        f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "
+        "here on its numbers are no longer bit for bit those of an uninterrupted run",
+        flush=True,
+    )
+    current, changed = config_dict(config), {"changes": [*saved.get("changes", []), allowed]}
+    # The number of steps stays the one of the first start, as without such a change.
+    current["steps"] = saved["config"].get("steps", current.get("steps"))
+    written = saved | {"config": current} | changed
+    write_atomic(folder.config, json.dumps(written, indent=2) + "\n")
 
 
 def _plain(value: Any, name: str) -> Any:
@@ -275,11 +361,12 @@ def _plain(value: Any, name: str) -> Any:
     )
 
 
-def _flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields of a config by flattened name, such as 'aqn.form'."""
     flat = {}
     for key, value in fields.items():
         if isinstance(value, dict) and value:
-            flat |= _flatten(value, f"{prefix}{key}.")
+            flat |= flatten(value, f"{prefix}{key}.")
         else:
             flat[prefix + key] = value
     return flat

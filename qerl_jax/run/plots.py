@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from qerl_jax.run.atomic import replaced
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.statistics import half_interval
@@ -52,7 +53,7 @@ def plot_run(folder: str | Path) -> Path | None:
         axes.set_ylabel(label)
         axes.legend(loc="best", frameon=False, fontsize="small")
     all_axes[0].set_title(run.path.resolve().name, fontsize="medium")
-    figure.savefig(run.curves, dpi=150)
+    _save(figure, run.curves)
     return run.curves
 
 
@@ -104,7 +105,7 @@ def plot_sweep(settings: Mapping[str, Sequence[str | Path]], path: str | Path) -
             axes.set_ylim(low - margin, high + margin)
         axes.set_ylabel(label)
     all_axes[0].legend(loc="best", frameon=False, fontsize="small")
-    figure.savefig(path, dpi=150)
+    _save(figure, Path(path))
     return True
 
 
@@ -120,6 +121,11 @@ def _over_runs(
     values = [np.array(found[step]) for step in steps]
     half = [half_interval(v) if len(v) > 1 else 0.0 for v in values]
     return np.array(steps), np.array([v.mean() for v in values]), np.array(half)
+
+
+def _save(figure: Any, path: Path) -> None:
+    with replaced(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=150)
 
 
 def _make_axes(count: int):

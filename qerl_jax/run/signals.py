@@ -32,7 +32,11 @@ def stop_signals() -> Iterator[list[int]]:
         if received and signum == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(signum)
-        print(f"\n{signal.Signals(signum).name}: saving and stopping", file=sys.stderr, flush=True)
+        # The signal may arrive while the process writes to stderr, which then refuses a second
+        # write, or after the terminal was closed. The run is saved all the same.
+        with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):
+            text = f"\n{signal.Signals(signum).name}: saving and stopping"
+            print(text, file=sys.stderr, flush=True)
 
     old = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:

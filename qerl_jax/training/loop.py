@@ -112,7 +112,7 @@ def train(
     with (
         memory_errors(
             "lower --config.train.buffer_tokens or, if it was the rollout that did not fit, "
-            "--config.rollout.max_rows"
+            "--config.rollout.max_rows; a run that has begun goes on with the new value"
         ),
         open_run(workdir, config) as folder,
         Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
@@ -145,6 +145,7 @@ def train(
                 step = run.progress.step
                 print(f"saved after step {step}; the same command continues", flush=True)
                 raise
+        checkpoints.wait()  # The adapter of a finished run never lies there without its checkpoint.
         _finish(run)
     return folder.path
 

@@ -1,6 +1,8 @@
 """From a config to the parts of a run that stay the same while it runs."""
 
 import dataclasses
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -256,6 +258,15 @@ def _load_problems(config: ConfigDict) -> dict[str, list[Problem]]:
 def _load_model(config: ConfigDict) -> LoadedModel:
     """The model; refuses lengths that it has no positions for."""
     device = jax.devices()[0]
+    size = re.search(r"-([0-9.]+)b(?:-|$)", config.preset)
+    if device.platform == "cpu" and size and float(size[1]) >= 1:
+        print(
+            f"warning: preset {config.preset} has {size[1]} billion parameters and runs on a CPU, "
+            "where a step takes hours; on a machine with an NVIDIA GPU install the GPU version, "
+            "uv run --extra cuda python ..., and ask a scheduler for a GPU (SLURM: --gres=gpu:1)",
+            file=sys.stderr,
+            flush=True,
+        )
     print(
         f"loading {config.model.source} as {config.model.format} on {device.device_kind}",
         flush=True,

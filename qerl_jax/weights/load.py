@@ -18,7 +18,9 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
+from qerl_jax import hub
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig, from_hf_config
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import in_machine_order, quantize
@@ -172,9 +174,15 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
     """Returns the path of the weights and the name of the base model that exports write."""
     if source.startswith("package:"):
         return _package_file(source.removeprefix("package:"))
-    path = pathlib.Path(source).expanduser()
+    path = user_path(source)
     if path.is_dir() or path.suffix == ".gguf":
         return path, str(path.resolve())
+    if not path.exists() and (mistake := hub.local_mistake(source)):
+        first = f"; to use a hub id of this name: hf download {source}"
+        raise UserError(
+            f"{source!r} is neither a folder, nor a .gguf file: {mistake}; pass the path of one "
+            f"{_REMEDY}{first if _HUB_ID.fullmatch(source) else ''}"
+        )
     if path.is_file() or not _HUB_ID.fullmatch(source):
         raise UserError(
             f"{source!r} is neither a folder, nor a .gguf file, nor a hub id; pass the path of "
@@ -204,7 +212,8 @@ def _download(hub_id: str) -> pathlib.Path:
     import huggingface_hub  # not needed by local sources
 
     try:
-        folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
+        with hub.asking(hub_id):
+            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
     # Each cause (not found, no access, no network, no disk space) raises different classes.
     except Exception as error:
         reason = first_line(error)

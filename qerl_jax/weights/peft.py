@@ -11,6 +11,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import PROJECTIONS, Lora, LoraConfig, projection_shapes
 from qerl_jax.policy.trainable import Trainable
@@ -94,7 +95,7 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
     Raises:
         UserError: adapter_config.json cannot be read, or an option is not supported.
     """
-    folder = pathlib.Path(folder)
+    folder = user_path(folder)
     stored = _read_config(folder)
     rank, alpha, targets = (stored.get(key) for key in ("r", "lora_alpha", "target_modules"))
     rslora, base = stored.get("use_rslora", False), stored.get("base_model_name_or_path") or ""
@@ -134,7 +135,7 @@ def load_peft_adapter(
         UserError: the folder cannot be read, or the adapter does not have the requested options;
             the message lists the differing fields.
     """
-    folder = pathlib.Path(folder)
+    folder = user_path(folder)
     stored = _read_config(folder)
     _check_config(folder, stored, lora_config)
     tensors = safetensors.read_file(folder / WEIGHTS_FILE)

@@ -1,0 +1,70 @@
+"""Which fields of a config may change when a run goes on."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from ml_collections import ConfigDict
+
+# Sections of the config that do not change how a run trains, and its length.
+_FREE = ("steps", "log", "checkpoint", "profile")
+
+
+def _splits_the_loss(config: ConfigDict) -> bool:
+    return (config.rl.aggregation or config.rl.loss) in ("micro_batch", "bnpo")
+
+
+# Fields that move only memory or time: the distribution of the samples and the loss stay the same,
+# and only the rounding of sums changes. Such a field may change when a run goes on, so that a run
+# that does not fit into the memory can be saved. The value is None, or a function of the config
+# that returns whether the field changes the loss after all, and so stays as it was.
+MEMORY_AND_TIME: dict[str, Callable[[ConfigDict], bool] | None] = {
+    "rollout.max_rows": None,
+    "rollout.kv_cache_bytes": None,
+    "rollout.chunk_steps": None,
+    "rollout.dequantize": None,
+    "train.buffer_tokens": None,
+    "train.recompute": None,
+    "train.micro_batch_rows": _splits_the_loss,
+    "train.remat": None,  # of earlier versions, which saved it
+}
+
+
+def is_free(field: str) -> bool:
+    """Whether a field, such as 'log.wandb', does not change how a run trains."""
+    return field.partition(".")[0] in _FREE
+
+
+def moves_only_memory(field: str, config: ConfigDict) -> bool:
+    """Whether a field of this config moves only memory or time."""
+    if field not in MEMORY_AND_TIME:
+        return False
+    changes_loss = MEMORY_AND_TIME[field]
+    return changes_loss is None or not changes_loss(config)
+
+
+def differences(
+    old: dict[str, Any], new: dict[str, Any], config: ConfigDict
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Compares two configs by flattened name.
+
+    Args:
+        old: fields of the saved config.
+        new: fields of the new config.
+        config: the new config.
+
+    Returns:
+        The fields that move only memory or time, and all other fields that may not change, each
+        with a text such as '8 -> 4'.
+    """
+    allowed, refused = {}, {}
+    for field in sorted(old.keys() | new.keys()):
+        same = field in old and field in new and old[field] == new[field]
+        if not same and not is_free(field):
+            found = allowed if moves_only_memory(field, config) else refused
+            found[field] = f"{_show(old, field)} -> {_show(new, field)}"
+    return allowed, refused
+
+
+def _show(fields: dict[str, Any], key: str) -> str:
+    return json.dumps(fields[key], ensure_ascii=False) if key in fields else "(absent)"

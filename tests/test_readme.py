@@ -1,0 +1,136 @@
+"""The command lines of the README: each is read by its command, and runs on a tiny model."""
+
+import pathlib
+import re
+import shlex
+
+import finished_run
+import pytest
+
+import benchmarks.rollout.__main__ as benchmark
+from experiments import cli, evaluate, export_hf, quantize, sample, sweep
+from qerl_jax.training.overrides import check_overrides
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONFIG = "experiments/configs/grpo_gsm8k.py"
+
+
+def command_lines():
+    """The command lines as lists of words; '...' in the README stands for the first one."""
+    text = README.replace("\\\n", " ")
+    found = re.findall(r"^    ((?:uv run .*|sbatch|\.\.\.) .*)$", text, re.MULTILINE)
+    lines = [shlex.split(line, comments=True) for line in found]
+    first = next(line for line in lines if "experiments.grpo_gsm8k" in line)
+    lines = [[*first, *line[1:]] if line[0] == "..." else line for line in lines]
+    return [line for line in lines if line != ["uv", "run", "pytest"]]
+
+
+LINES = command_lines()
+
+
+def wrapped(line):
+    """The words of the command that a scheduler starts, or the line itself."""
+    inner = [word.removeprefix("--wrap=") for word in line if word.startswith("--wrap=")]
+    return shlex.split(inner[0].replace("$SLURM_ARRAY_TASK_ID", "2")) if inner else line
+
+
+def split(line):
+    """The module of a command and its arguments."""
+    words = wrapped(line)
+    start = words.index("-m")
+    return words[start + 1], words[start + 2 :]
+
+
+def parse(parser_of, arguments):
+    """The arguments as a command parses them; `parser_of` ends in `cli.run_command`."""
+    parsed = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli, "run_command", lambda parser, run: parsed.append((parser, run)))
+        parser_of()
+    ((parser, run),) = parsed
+    return parser.parse_args(arguments), run
+
+
+PARSERS = {
+    "experiments.sample": lambda: cli.run_command(sample.make_parser(), sample.run),
+    "experiments.evaluate": lambda: cli.run_command(evaluate.make_parser(), evaluate.run),
+    "experiments.export_hf": lambda: cli.run_command(export_hf.make_parser(), export_hf.run),
+    "experiments.quantize": quantize.main,
+}
+
+
+def test_the_readme_has_these_commands():
+    modules = {split(line)[0] for line in LINES}
+    assert modules == {
+        "experiments.grpo_gsm8k",
+        "experiments.sweep",
+        "benchmarks.rollout",
+        *PARSERS,
+    }
+    assert len(LINES) >= 15
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_a_command_takes_its_arguments(line, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    module, arguments = split(line)
+    if module in PARSERS:
+        parse(PARSERS[module], arguments)
+    elif module == "benchmarks.rollout":
+        benchmark.make_parser().parse_args(arguments)
+    else:
+        flags = [word for word in arguments if word.startswith("--config")]
+        others = {word.partition("=")[0] for word in arguments} - {
+            w.partition("=")[0] for w in flags
+        }
+        assert others <= {"--only", "--workdir"}
+        if module == "experiments.sweep":
+            runs = sweep.plan(flags[0].removeprefix("--config="), {}, tmp_path)
+            only = [word.removeprefix("--only=") for word in arguments if "--only=" in word]
+            assert sweep._part(runs, only[0] if only else None)
+        else:
+            named = [f"--config={CONFIG}", *flags] if "--config=" not in flags[:1] else flags
+            config = sweep._parse(named)
+            names = [word[9:].partition("=")[0] for word in flags if word.startswith("--config.")]
+            check_overrides(config, names)
+
+
+@pytest.mark.parametrize("line", LINES, ids=" ".join)
+def test_a_command_for_a_gpu_asks_for_one(line):
+    large = re.search(r"qwen2\.5|llama|qwen3", " ".join(line))
+    cuda = "--extra cuda" in " ".join(wrapped(line))
+    assert cuda == bool(large)
+    if line[0] == "sbatch":
+        assert large
+        assert "--gres=gpu:1" in line
+
+
+@pytest.fixture(scope="module")
+def places(tiny, tmp_path_factory):
+    """What stands for the names in capitals, and for what a hub would give."""
+    folder = tmp_path_factory.mktemp("readme")
+    run = finished_run.write_run(folder / "run", tiny, **{"rewards.format.weight": 0.0})
+    (run / "adapter").rename(run / "best_adapter")
+    text = folder / "text.jsonl"
+    text.write_text('{"text": "t1 t2 t3 t4 t5 t6 t7 t8 t9 t10"}\n' * 20)
+    tasks = ("--tasks=gsm8k,math500,aime24,aime25,amc23", f"--tasks={tiny.problems}")
+    return {
+        "RUN": [str(run)],
+        "MODEL": [str(tiny.model)],
+        "OUT": [str(folder / "out"), "--width=8"],
+        "What is 3 + 4?": ["t3 t4", "--max-new-tokens=2"],
+        "--calibrate=text.jsonl": [f"--calibrate={text}"],
+        tasks[0]: [tasks[1], "--limit=1", "--max-new-tokens=2", f"--out={folder / 'evaluation'}"],
+    }
+
+
+@pytest.mark.slow  # each command compiles; the modules of the commands test them
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if split(line)[0] in PARSERS], ids=" ".join
+)
+def test_a_command_runs(line, places):
+    module, arguments = split(line)
+    words = [word for argument in arguments for word in places.get(argument, [argument])]
+    parsed, run = parse(PARSERS[module], words)
+    run(parsed)
