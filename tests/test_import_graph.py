@@ -24,11 +24,12 @@ ALLOWED = {
     "rollout": {"policy", "buckets", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
     "weights": {"policy", "errors"},
-    "data": {"rl", "weights", "errors"},
+    "problem_sources": {"rl", "errors"},
+    "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
     "run": {"statistics", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
-    | {"buckets", "statistics", "errors"},
+    | {"buckets", "import_path", "statistics", "errors"},
     "export": {
         "policy",
         "rollout",

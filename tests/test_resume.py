@@ -14,6 +14,7 @@ import pytest
 import tiny_run
 
 import qerl_jax.training.loop
+from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
@@ -178,7 +179,7 @@ def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monke
             end()
         on_progress(0, 0)
         made.append(jax.device_get(lora))
-        return accuracies[2 * (len(made) - 1)]
+        return GreedyScore(accuracy=accuracies[2 * (len(made) - 1)], truncated=0.0)
 
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
     run = tmp_path / "run"

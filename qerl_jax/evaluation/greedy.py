@@ -19,6 +19,19 @@ from qerl_jax.rollout.engine import detokenize, generate_steps
 from qerl_jax.weights.load import LoadedModel
 
 
+@dataclasses.dataclass(frozen=True)
+class GreedyScore:
+    """How a policy answers greedily.
+
+    Attributes:
+        accuracy: fraction of completions that are correct.
+        truncated: fraction of completions that the limit on new tokens cut off.
+    """
+
+    accuracy: float
+    truncated: float
+
+
 def greedy_accuracy(
     model: LoadedModel,
     lora: Lora | None,
@@ -29,8 +42,8 @@ def greedy_accuracy(
     sampling: SamplingConfig,
     engine: EngineConfig = DEFAULT_ENGINE,
     on_progress: Callable[[int, int], None] | None = None,
-) -> float:
-    """Returns the fraction of prompts whose greedy completion is correct.
+) -> GreedyScore:
+    """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 
     Args:
         model: model of the policy, without noise.
@@ -61,7 +74,10 @@ def greedy_accuracy(
         rollout.finished,
         time_limit=time_limit,
     )
-    return float(passed(scores.parts["correct"]).mean())
+    return GreedyScore(
+        accuracy=float(passed(scores.parts["correct"]).mean()),
+        truncated=float(1 - np.mean(rollout.finished)),
+    )
 
 
 def generate_completions(

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from qerl_jax.errors import UserError, check_limits
+from qerl_jax.errors import UserError, check_limits, check_unicode
 from qerl_jax.policy import aqn
 from qerl_jax.rl.advantages import SCALES
 from qerl_jax.rollout.head import check_head_format
@@ -75,6 +75,7 @@ def validate(config: ConfigDict) -> None:
     Raises:
         UserError: a value is out of range, or contradicts another value.
     """
+    _check_texts(config.to_dict(), "")
     check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
     for name, reward in config.rewards.to_dict().items():
         if not isinstance(reward, dict) or reward.keys() != {"function", "weight"}:
@@ -134,6 +135,17 @@ def validate(config: ConfigDict) -> None:
     start, stop = config.profile.start, config.profile.stop
     if (start, stop) != (0, 0) and not 1 <= start <= stop:
         raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
+
+
+def _check_texts(value: Any, name: str) -> None:
+    if isinstance(value, str):
+        check_unicode(value, name)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check_texts(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_texts(inner, f"{name}[{index}]")
 
 
 def _field(config: ConfigDict, name: str) -> Any:
