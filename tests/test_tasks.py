@@ -228,8 +228,10 @@ def test_what_cannot_be_asked(hub, names, overrides, words):
 
 def test_a_run_may_have_nothing_to_ask(run, file):
     run["eval"]["every"] = 0
-    with pytest.raises(UserError, match="held out no problems"):
-        make(run=run)
+    for source in ("", "held_out"):
+        run["data"]["eval_source"] = source
+        with pytest.raises(UserError, match="held out no problems"):
+            make(run=run)
     run["data"]["eval_path"] = file("1")
     assert len(make(run=run)[0].problems) == 1
     run["data"]["eval_path"] = "gone.jsonl"

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.data import Problem, fingerprint, load_problems
+from qerl_jax.data import HELD_OUT, Problem, fingerprint, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.import_path import import_function
 from qerl_jax.rl import rewards
@@ -274,7 +274,8 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
         )
     data, size = run["data"], run["eval"]["problems"]
-    if not run["eval"]["every"] and not data["eval_path"] and not data.get("eval_source"):
+    separate = data["eval_path"] or data.get("eval_source", "") not in ("", HELD_OUT)
+    if not run["eval"]["every"] and not separate:
         raise UserError(
             "the run held out no problems (eval.every=0); pass a benchmark or a file with --tasks"
         )
