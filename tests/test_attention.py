@@ -10,7 +10,6 @@ from qerl_jax.policy import attention as attention_lib
 from qerl_jax.policy.attention import (
     attend,
     attend_to_cache,
-    causal_attention_gradients,
     rotary_angles,
     rotary_frequencies,
     rotate,
@@ -123,20 +122,6 @@ def test_rotation_keeps_the_type_and_rounds_once():
     np.testing.assert_array_equal(out, wide.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("max_bytes", [2**29, 4 * 2 * 6 * 21 * 8, 1])
-def test_gradients_are_those_of_jax(max_bytes):
-    queries, dy = draw(2, 21, 6, H), draw(2, 21, 6, H, seed=3)
-    keys, values = draw(2, 21, 2, H, seed=1), draw(2, 21, 2, H, seed=2)
-
-    def attention(queries, keys, values):
-        return jax.nn.dot_product_attention(queries, keys, values, is_causal=True)
-
-    expected = jax.vjp(attention, queries, keys, values)[1](dy)
-    ours = causal_attention_gradients(queries, keys, values, dy, max_bytes=max_bytes)
-    for name, a, b in zip(("queries", "keys", "values"), ours, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-5, err_msg=name)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 def test_cudnn_attention_is_the_attention_of_xla(monkeypatch):
@@ -145,13 +130,9 @@ def test_cudnn_attention_is_the_attention_of_xla(monkeypatch):
     keys, values = jax.random.normal(jax.random.key(1), (2, 4, 256, 2, 64), jnp.bfloat16)
     valid = (jnp.arange(256) < lengths[:, None])[..., None, None]
 
-    def loss(queries, keys, values):
-        out = jnp.where(valid, attend(queries, keys, values, lengths), 0.0)
-        return (out.astype(jnp.float32) ** 2).sum(), out
-
     def run():
-        gradient = jax.grad(loss, argnums=(0, 1, 2), has_aux=True)
-        return jax.tree.leaves(jax.jit(lambda *args: gradient(*args))(queries, keys, values))
+        attended = jax.jit(lambda *args: attend(*args, lengths))(queries, keys, values)
+        return [jnp.where(valid, attended, 0.0)]
 
     assert attention_lib._use_cudnn(queries)
     ours = run()

@@ -1,14 +1,15 @@
-"""Batches of completions: masks, weights and micro-batches."""
+"""Batches of completions: masks and weights."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from row_loss import row_loss
 
 from qerl_jax.buckets import bucket
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
-from qerl_jax.rl.batch import longest_first, make_batch, micro_batches
+from qerl_jax.rl.batch import make_batch
 
 EOS = PAD = 2
 PROMPTS = [[5, EOS, 7], [5, EOS, 7], [8], [8]]
@@ -36,10 +37,10 @@ def lengths_mask(lengths):
 def test_tokens_are_contiguous_and_padded():
     batch = batch_of()
     expected = [
-        [5, EOS, 7, 11, 12, EOS, PAD, PAD],
-        [5, EOS, 7, EOS, PAD, PAD, PAD, PAD],
-        [8, 13, EOS, 14, 15, PAD, PAD, PAD],
-        [8, 16, 17, PAD, PAD, PAD, PAD, PAD],
+        [5, EOS, 7, 11, 12, EOS],
+        [5, EOS, 7, EOS, PAD, PAD],
+        [8, 13, EOS, 14, 15, PAD],
+        [8, 16, 17, PAD, PAD, PAD],
     ]
     np.testing.assert_array_equal(batch.tokens, expected)
     np.testing.assert_array_equal(batch.prompt_lengths, [3, 3, 1, 1])
@@ -48,17 +49,6 @@ def test_tokens_are_contiguous_and_padded():
     floats = (batch.loss_mask, batch.weights, batch.advantages, batch.rollout_logprobs)
     assert all(x.dtype == np.float32 for x in floats)
     np.testing.assert_array_equal(batch.rollout_logprobs, -lengths_mask(LENGTHS))
-
-
-@pytest.mark.parametrize(("longest", "width"), [(6, 8), (8, 8), (9, 16), (33, 48), (65, 96)])
-def test_width_is_the_bucket_of_the_longest_row(longest, width):
-    rest = np.zeros((2, 4)), np.array([1, 4]), np.ones(2, bool), np.zeros(2), np.zeros((2, 4))
-    options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
-    batch = make_batch([[5], [5] * (longest - 4)], *rest, **options)
-    assert batch.lengths.max() == longest
-    assert batch.tokens.shape == (2, width)
-    limited = make_batch([[5], [5] * (longest - 4)], *rest, max_prompt=longest - 4, **options)
-    assert limited.tokens.shape == (2, -(-longest // 8) * 8)
 
 
 def test_buckets_are_few_and_close():
@@ -101,7 +91,8 @@ def test_loss_is_finite_whatever_is_empty(aggregation, lengths, all_truncated):
     finished = FINISHED & (not all_truncated)
     batch = batch_of(lengths, finished, mask_truncated=True, aggregation=aggregation)
     config = losses.LossConfig(aggregation, kl_coef=0.1, tis_cap=2.0)
-    loss, gradient = jax.value_and_grad(loss_of)(jnp.full((4, 4), -2.0), batch, config)
+    logprobs = jnp.full(batch.weights.shape, -2.0)
+    loss, gradient = jax.value_and_grad(loss_of)(logprobs, batch, config)
     assert np.isfinite(loss)
     assert np.isfinite(gradient).all()
     assert np.isfinite(batch.weights).all()
@@ -110,9 +101,9 @@ def test_loss_is_finite_whatever_is_empty(aggregation, lengths, all_truncated):
 
 def loss_of(logprobs, batch, config):
     """Returns the loss of some rows with a reference policy that is half a nat away."""
-    return losses.policy_loss(
+    return row_loss(
         logprobs,
-        old_logprobs=batch.old_logprobs,
+        old_logprobs=None,
         advantages=batch.advantages,
         mask=batch.loss_mask,
         weights=batch.weights,
@@ -123,7 +114,7 @@ def loss_of(logprobs, batch, config):
 
 
 def test_the_constant_denominator_counts_the_tokens_that_may_be_sampled():
-    # The longest completion has three tokens in eight columns; twenty may be sampled.
+    # The longest completion has three tokens; twenty may be sampled.
     lengths, completions = np.array([3, 1]), np.ones((2, 20), int)
     batch = make_batch(
         *(PROMPTS[:2], completions, lengths, lengths > 0, ADVANTAGES[:2], np.zeros((2, 20))),
@@ -131,89 +122,16 @@ def test_the_constant_denominator_counts_the_tokens_that_may_be_sampled():
         aggregation="constant",
         pad_id=PAD,
     )
-    assert batch.weights.shape == (2, 8)
+    assert batch.weights.shape == (2, 3)
     np.testing.assert_allclose(batch.weights[batch.loss_mask > 0], 1 / 40)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("aggregation", [a for a in losses.AGGREGATIONS if a != "micro_batch"])
-def test_micro_batches_have_the_loss_of_the_batch(rows, aggregation):
-    config = losses.LossConfig(aggregation, kl_coef=0.1, tis_cap=2.0)
-    old = -np.arange(16, dtype=np.float32).reshape(4, 4) / 8
-    batch = batch_of(aggregation=aggregation).replace(old_logprobs=jnp.asarray(old))
-    micro = micro_batches(batch, rows)
-    number = -(-4 // rows)
-    assert len(micro) == number
-    assert all(len(leaf) == rows for leaf in jax.tree.leaves(micro))
-    for part in micro:
-        assert part.ref_logprobs is None
-        assert part.lengths.min() >= 1
-        assert part.prompt_lengths.min() >= 1
-    total = sum(float(loss_of(jnp.full((rows, 4), -1.2), part, config)) for part in micro)
-    whole = float(loss_of(jnp.full((4, 4), -1.2), batch, config))
-    assert total == pytest.approx(whole, rel=1e-5)
-    np.testing.assert_array_equal(np.concatenate([part.tokens for part in micro])[:4], batch.tokens)
-
-
-def test_micro_batches_are_as_wide_as_their_rows():
-    rng = np.random.default_rng(0)
-    lengths = np.array([200, 3, 90, 60, 30, 1, 128, 0])
-    prompts = [[1] * (5 + row) for row in range(8)]
-    completions = rng.integers(0, 9, (8, 240))
-    batch = make_batch(
-        prompts,
-        completions,
-        lengths,
-        np.ones(8, bool),
-        np.arange(8.0),
-        rng.standard_normal((8, 240)),
-        mask_truncated=False,
-        aggregation="sequence",
-        pad_id=PAD,
-    )
-    assert batch.tokens.shape == (8, 256)
-    assert batch.weights.shape == (8, 240)
-    ordered = longest_first(batch)
-    assert ordered.lengths.tolist() == [205, 139, 97, 68, 39, 12, 11, 9]
-    assert ordered.advantages.tolist() == [0, 6, 2, 3, 4, 7, 5, 1]
-    micro = micro_batches(ordered, 3)
-    assert [part.tokens.shape for part in micro] == [(3, 256), (3, 128), (3, 64)]
-    assert [part.weights.shape for part in micro] == [(3, 240), (3, 128), (3, 64)]
-    assert sum(part.weights.sum() for part in micro) == pytest.approx(batch.weights.sum())
-    for part in micro:
-        for tokens, length, prompt, advantage in zip(
-            part.tokens, part.lengths, part.prompt_lengths, part.advantages, strict=True
-        ):
-            if length == prompt == 1:
-                continue
-            row = int(advantage)
-            expected = [*prompts[row], *completions[row, : lengths[row]]]
-            assert tokens[:length].tolist() == expected
-            assert (tokens[length:] == PAD).all()
-
-
-def test_means_of_micro_batches_depend_on_the_micro_batches():
-    config = losses.LossConfig("micro_batch")
-    logprobs = jnp.full((4, 4), -2.0)
-    old = -np.arange(16, dtype=np.float32).reshape(4, 4) / 8
-
-    def loss(rows):
-        batch = batch_of(aggregation="micro_batch", micro_batch_rows=rows)
-        parts = micro_batches(batch.replace(old_logprobs=old), rows)
-        return [float(loss_of(logprobs[:rows], part, config)) for part in parts]
-
-    def token_mean(start, stop):
-        rows = slice(start, stop)
-        mask = lengths_mask(LENGTHS)[rows]
-        ratio = np.exp(-2.0 - old[rows])
-        advantages = ADVANTAGES[rows, None]
-        terms = -np.minimum(ratio * advantages, ratio.clip(0.8, 1.28) * advantages)
-        return (mask * terms).sum() / mask.sum()
-
-    np.testing.assert_allclose(loss(4), [token_mean(0, 4)], rtol=1e-5)
-    halves = [token_mean(0, 2) / 2, token_mean(2, 4) / 2]
-    np.testing.assert_allclose(loss(2), halves, rtol=1e-5)
-    assert abs(sum(halves) - token_mean(0, 4)) > 1e-2
+def test_the_denominators_of_micro_batches():
+    halves = batch_of(aggregation="micro_batch", micro_batch_rows=2).weights
+    whole = batch_of(aggregation="micro_batch", micro_batch_rows=4).weights
+    mask = lengths_mask(LENGTHS)
+    np.testing.assert_allclose(whole, mask / 10, rtol=1e-6)
+    np.testing.assert_allclose(halves, mask / np.array([[8], [8], [12], [12]]), rtol=1e-6)
 
 
 def test_empty_prompt():

@@ -9,7 +9,8 @@ from experiments.configs.grpo_gsm8k import get_config
 
 # Modes without which some fields are not read.
 CHANGES = {
-    "steps": 1,
+    "steps": 2,  # The first step has no noise.
+    "aqn.kl_every": 1,
     "aqn.correction": "tis",
     "rl.dynamic_sampling": True,
     "rl.dynamic_sampling_rounds": 2,

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from row_loss import row_loss
 
 from experiments.configs import grpo_gsm8k
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.losses import LossConfig, loss_config, policy_loss, token_weights
+from qerl_jax.rl.losses import LossConfig, loss_config, token_weights
 from qerl_jax.training.setup import loss_from
 from qerl_jax.training.validate import validate
 
@@ -34,7 +35,7 @@ def assert_loss(golden, variant, config):
     )
 
     def loss(logprobs):
-        return policy_loss(
+        return row_loss(
             logprobs,
             old_logprobs=golden["old_logprobs"],
             advantages=golden["advantages"],

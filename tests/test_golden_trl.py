@@ -18,9 +18,11 @@ from qerl_jax.policy.trainable import (
     trained_params,
 )
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.batch import make_batch, micro_batches
+from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.losses import loss_config
-from qerl_jax.rl.train_step import batch_logprobs, init_state, make_optimizer, train_step
+from qerl_jax.rl.packing import pack
+from qerl_jax.rl.programs import jitted
+from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module, peft_tensor
 from qerl_jax.weights.peft import load_peft_adapter
@@ -97,17 +99,17 @@ def step_batch(aggregation, tensors):
 
 
 @pytest.mark.parametrize(
-    ("variant", "micro_batch_rows"),
+    ("variant", "buffer_tokens"),
     [
-        ("grpo", 5),
-        ("dapo", 12),
-        ("dapo_kl", 5),
-        ("dapo_two_updates", 12),
-        ("lora+norms", 5),
-        ("full", 5),
+        ("grpo", 64),
+        ("dapo", 512),
+        ("dapo_kl", 64),
+        ("dapo_two_updates", 512),
+        ("lora+norms", 64),
+        ("full", 64),
     ],
 )
-def test_optimizer_step(variant, micro_batch_rows):
+def test_optimizer_step(variant, buffer_tokens):
     tensors = load_file(STEP / f"{variant}.safetensors")
     record = json.loads((STEP / f"{variant}.json").read_text())
     settings = record["settings"]
@@ -137,39 +139,48 @@ def test_optimizer_step(variant, micro_batch_rows):
         max_grad_norm=settings["max_grad_norm"],
     )
     batch = step_batch(loss.aggregation, tensors)
-    rows, mask = len(batch.lengths), batch.loss_mask > 0
+    mask = batch.loss_mask > 0
+    optimizer = optax.chain(KEEP_GRADIENT, optimizer)
+    config = UpdateConfig(model.config, loss, settings["temperature"])
+    programs = jitted(config, optimizer)
+    # TRL also forwards rows that teach nothing, and its metrics count them.
+    rows = mask.any(axis=1)
+    buffers = pack(batch, rows, buffer_tokens=buffer_tokens)
+    # What the goldens record by row, in the order of the buffers.
+    recorded = {
+        name: [
+            values.rollout_logprobs
+            for values in pack(
+                batch.replace(rollout_logprobs=tensor), rows, buffer_tokens=buffer_tokens
+            )
+        ]
+        for name, tensor in tensors.items()
+        if tensor.shape == mask.shape
+    }
 
-    def logprobs(trainable):
-        micro = micro_batches(batch, micro_batch_rows)
+    def assert_logprobs(trainable, name):
         policy = current_policy(model.params, trainable)
-        scored = batch_logprobs(
-            policy,
-            trainable.lora,
-            micro,
-            config=model.config,
-            temperature=settings["temperature"],
-        )
-        return np.concatenate(scored)[:rows]
+        for i, buffer in enumerate(buffers):
+            found = programs.buffer_logprobs(policy, trainable.lora, buffer)
+            inside = buffer.mask > 0
+            assert_close(np.asarray(found)[inside], recorded[name][i][inside])
 
     if settings["beta"]:
-        batch = batch.replace(ref_logprobs=logprobs(Trainable(None, {})))
-        assert_close(batch.ref_logprobs[mask], tensors["ref_logprobs"][mask])
-    if len(record["updates"]) > 1:
-        batch = batch.replace(old_logprobs=logprobs(trainable))
-    optimizer = optax.chain(KEEP_GRADIENT, optimizer)
+        assert_logprobs(Trainable(None, {}), "ref_logprobs")
+        buffers = [
+            buffer.replace(ref_logprobs=programs.buffer_logprobs(model.params, None, buffer))
+            for buffer in buffers
+        ]
     state = init_state(trainable, optimizer)
     for update, expected in enumerate(record["updates"]):
-        assert_close(logprobs(state.trainable)[mask], tensors[f"logprobs.{update}"][mask])
-        state, metrics = train_step(
-            state,
-            model.params,
-            micro_batches(batch, micro_batch_rows),
-            config=model.config,
-            loss=loss,
-            optimizer=optimizer,
-            temperature=settings["temperature"],
-            remat=False,
-        )
+        assert_logprobs(state.trainable, f"logprobs.{update}")
+        totals = programs.zero_totals(state.trainable)
+        for i, buffer in enumerate(buffers):
+            totals, old = programs.add_gradient(
+                *(totals, state.trainable, model.params, None, buffer), np.bool_(update == 0)
+            )
+            buffers[i] = buffer.replace(old_logprobs=old)
+        state, metrics = programs.apply_gradient(state, totals)
         if parameters != "full":
             assert_tensors(adapter_tensors(state.opt_state[0].lora), tensors, f"grad.{update}.")
         assert_tensors(trained_tensors(state.trainable, model), tensors, f"after.{update}.")

@@ -12,6 +12,8 @@ from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.rl import logprobs as logprobs_lib
+from qerl_jax.rl.batch import make_batch
+from qerl_jax.rl.packing import pack
 
 TOKENS = random_tokens(3, 16)
 PROMPT_LENGTHS = np.array([3, 1, 9], np.int32)
@@ -116,18 +118,43 @@ def test_entropies_have_no_gradient():
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
 
 
-def completion_kl(params, other_params, temperature):
-    return logprobs_lib.completion_kl(
-        params,
-        other_params,
-        policy()[-1],
-        TOKENS,
-        PROMPT_LENGTHS,
-        LENGTHS,
-        width=WIDTH,
-        config=policy()[0],
-        temperature=temperature,
+@functools.cache
+def buffer():
+    """The three completions, packed; their targets are in the order of MASK, row after row."""
+    batch = make_batch(
+        [TOKENS[row, :prompt].tolist() for row, prompt in enumerate(PROMPT_LENGTHS)],
+        np.stack([np.resize(TOKENS[r, p:], WIDTH) for r, p in enumerate(PROMPT_LENGTHS)]),
+        LENGTHS - PROMPT_LENGTHS,
+        np.ones(3, bool),
+        np.ones(3),
+        # The number of each token, which tells its place in the buffer.
+        np.arange(3 * WIDTH).reshape(3, WIDTH),
+        mask_truncated=False,
+        aggregation="token",
+        pad_id=0,
     )
+    (found,) = pack(batch, np.ones(3, bool), buffer_tokens=32)
+    return found
+
+
+def in_buffer(values):
+    """Values [B, C] in the order of the buffer's targets."""
+    numbers = buffer().rollout_logprobs[buffer().mask > 0].astype(int)
+    return np.asarray(values).reshape(-1)[numbers]
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
+def test_packed_logprobs_are_those_of_rows(chunk_bytes, monkeypatch):
+    if chunk_bytes:
+        monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
+    config, params, _, lora = policy()
+    rows = completion_logprobs(params, lora, 0.7)
+    packed = logprobs_lib.packed_logprobs(params, lora, buffer(), config=config, temperature=0.7)
+    for whole, ours in zip(rows, packed, strict=True):
+        np.testing.assert_allclose(ours[: MASK.sum()], in_buffer(whole), atol=1e-5)
+        assert np.isfinite(ours).all()
+    if chunk_bytes:  # The last chunks hold no target and are not computed.
+        np.testing.assert_array_equal(packed[0][-5:], 0.0)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
@@ -135,17 +162,19 @@ def completion_kl(params, other_params, temperature):
 def test_kl_is_exact(temperature, chunk_bytes, monkeypatch):
     if chunk_bytes:
         monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
-    _, params, noisy, lora = policy()
-    kl = completion_kl(noisy, params, temperature)
-    assert kl.shape == (3, WIDTH)
+    config, params, noisy, lora = policy()
+    found = logprobs_lib.packed_kl(
+        noisy, params, lora, buffer(), config=config, temperature=temperature
+    )
     p, q = log_softmax(noisy, lora, temperature), log_softmax(params, lora, temperature)
     expected = (np.exp(p) * (p - q)).sum(axis=-1)
     assert expected[MASK].min() > 1e-4
-    np.testing.assert_allclose(kl[MASK], expected[MASK], atol=1e-4)
+    np.testing.assert_allclose(found, expected[MASK].sum(), rtol=1e-4)
     reverse = (np.exp(q) * (q - p)).sum(axis=-1)
-    assert np.abs(expected - reverse)[MASK].max() > 1e-2
+    assert abs(expected - reverse)[MASK].sum() > 1e-2
 
 
 def test_kl_of_equal_policies_is_zero():
-    _, params, _, _ = policy()
-    np.testing.assert_array_equal(completion_kl(params, params, 1.0)[MASK], 0)
+    config, params, _, lora = policy()
+    kl = logprobs_lib.packed_kl(params, params, lora, buffer(), config=config, temperature=1.0)
+    assert kl == 0

@@ -1,11 +1,13 @@
 """Properties of the policy losses."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from row_loss import row_loss
 
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
@@ -27,7 +29,7 @@ class Case:
     def loss(self, config, **replaced):
         inputs = self.inputs | replaced
         value_and_grad = jax.value_and_grad(
-            lambda logprobs: losses.policy_loss(logprobs, config=config, **inputs), has_aux=True
+            lambda logprobs: row_loss(logprobs, config=config, **inputs), has_aux=True
         )
         (loss, metrics), gradient = value_and_grad(jnp.asarray(self.logprobs))
         return float(loss), np.asarray(gradient), metrics
@@ -60,7 +62,7 @@ def token_case(difference, advantage):
 
 
 def summarize(metrics):
-    summary = losses.summarize_metrics(jax.tree.map(lambda x: x[None], metrics))
+    summary = losses.summarize_metrics(metrics)
     return {name: float(value) for name, value in summary.items()}
 
 
@@ -73,17 +75,17 @@ ALL_OPTIONS = [
 
 @pytest.mark.parametrize("name", losses.LOSSES)
 @pytest.mark.parametrize("options", ALL_OPTIONS)
-def test_micro_batches_add_up(name, options):
+def test_parts_add_up(name, options):
     config = losses.loss_config(name, **options)
     case = make_case(config.aggregation)
     loss, gradient, metrics = case.loss(config)
     parts = [case.rows(i, i + 2).loss(config) for i in (0, 2, 4)]
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-5)
     np.testing.assert_allclose(np.concatenate([part[1] for part in parts]), gradient, rtol=1e-6)
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(part[2] for part in parts))
+    total = functools.reduce(losses.add_metrics, (part[2] for part in parts))
     whole = summarize(metrics)
     assert whole["ratio_max"] > 1.3
-    for key, value in losses.summarize_metrics(stacked).items():
+    for key, value in losses.summarize_metrics(total).items():
         assert float(value) == pytest.approx(whole[key], rel=1e-5), key
 
 
@@ -376,9 +378,7 @@ def test_rollout_is_only_measured_without_a_cap():
 def test_bfloat16_inputs_are_computed_in_float32():
     case = make_case()
     config = losses.loss_config("dapo", kl_coef=0.04)
-    loss, _ = losses.policy_loss(
-        jnp.asarray(case.logprobs, jnp.bfloat16), config=config, **case.inputs
-    )
+    loss, _ = row_loss(jnp.asarray(case.logprobs, jnp.bfloat16), config=config, **case.inputs)
     assert loss.dtype == jnp.float32
 
 
@@ -412,3 +412,12 @@ def test_an_aggregation_replaces_the_one_of_the_loss():
 def test_missing_inputs(options, missing):
     with pytest.raises(ValueError, match=missing):
         make_case().loss(losses.loss_config("dapo", **options), **{missing: None})
+
+
+def test_row_sums_by_hand():
+    rows = jnp.array([0, 0, 0, 1, 3, 3, 4])
+    x = jnp.array([1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0])
+    expected = [7.0, 7.0, 7.0, 8.0, 48.0, 48.0, 64.0]
+    np.testing.assert_array_equal(losses.row_sums(x, rows), expected)
+    gradient = jax.grad(lambda x: (losses.row_sums(x, rows) * jnp.arange(7.0)).sum())(x)
+    np.testing.assert_array_equal(gradient, [3.0, 3.0, 3.0, 3.0, 9.0, 9.0, 6.0])

@@ -26,6 +26,7 @@ ALWAYS = {
     "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max", "train_entropy",
     "rollout_tokens", "rollout_live_share", "rollout_seconds", "rollout_tokens_per_second",
     "train_seconds", "train_tokens_per_second", "step_seconds", "remaining_seconds",
+    "compiled_programs", "compile_seconds", "forwarded_fraction", "packed_tokens", "update_buffers",
 }  # fmt: skip
 
 
@@ -69,6 +70,7 @@ def test_rows(finished):
     assert [row["sigma"] for row in rows] == pytest.approx(
         [0, 1e-2, 1e-2 * 0.05 ** (1 / 3), 1e-2 * 0.05 ** (2 / 3)]
     )
+    assert [row["compiled_programs"] for row in rows[1:]] == [0, 0, 0]
     assert rows[0]["noise_kl"] == 0 < rows[2]["noise_kl"]
     assert rows[0]["logprob_diff_max"] < 1e-4 < rows[1]["logprob_diff_max"]
 
@@ -158,7 +160,7 @@ VARIANTS = {
         "rl.advantage_scale": "batch",
         "optimizer.schedule": "cosine",
         "optimizer.warmup_steps": 1,
-        "train.micro_batch_rows": 3,
+        "train.buffer_tokens": 32,
     },
     "noisy_forward": {
         "aqn.correction": "noisy_forward",
@@ -170,7 +172,7 @@ VARIANTS = {
         "lora.targets": ("q_proj", "down_proj"),
         "lora.rslora": True,
         "model.format": "bf16",
-        "train.remat": True,
+        "train.recompute": "all",
     },
     "truncated": {
         "model.dtype": "bfloat16",
@@ -299,8 +301,9 @@ def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeyp
     }
     jax.clear_caches()
     run = train(tiny.config(changes), workdir=tmp_path / "run")
-    assert all(len(executables) == 5 for executables in compiled)
-    assert "compiled 5 of 5 rollout programs in " in capsys.readouterr().out
+    # Five programs of the rollout and four of the update.
+    assert all(len(executables) == 9 for executables in compiled)
+    assert "compiled 9 of 9 programs in " in capsys.readouterr().out
     assert all(0.2 < row["rollout_live_share"] < 1 for row in tiny_run.results(run))
     completions = [row["completion"].split() for row in read_jsonl(run / "completions.jsonl")]
     stopped = [words for words in completions if any(word.startswith("t1") for word in words)]
@@ -371,7 +374,7 @@ def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ("RESOURCE_EXHAUSTED: Out of memory\nwhile allocating", "micro_batch_rows=4.*max_rows"),
+        ("RESOURCE_EXHAUSTED: Out of memory\nwhile allocating", "buffer_tokens.*max_rows"),
         ("INTERNAL: a bug", None),
     ],
 )
@@ -379,7 +382,7 @@ def test_a_device_out_of_memory_is_one_line(message, words, tiny, tmp_path, monk
     def full(*_, **__):
         raise jax.errors.JaxRuntimeError(message)
 
-    monkeypatch.setattr(qerl_jax.training.step, "train_step", full)
+    monkeypatch.setattr(qerl_jax.training.step, "_update", full)
     config = tiny.config({"eval.every": 0})
     expected = UserError if words else jax.errors.JaxRuntimeError
     with pytest.raises(expected, match=words) as caught:

@@ -1,4 +1,4 @@
-"""One optimizer step: micro-batches, gradients that are not finite, traces, learning rates."""
+"""One optimizer step: buffers, gradients that are not finite, programs, learning rates."""
 
 import functools
 
@@ -10,12 +10,15 @@ import pytest
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy import aqn
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl.batch import make_batch, micro_batches
-from qerl_jax.rl.logprobs import completion_kl, completion_logprobs
+from qerl_jax.rl.batch import make_batch
+from qerl_jax.rl.logprobs import packed_logprobs
 from qerl_jax.rl.losses import loss_config
-from qerl_jax.rl.train_step import batch_logprobs, init_state, make_optimizer, mean_kl, train_step
+from qerl_jax.rl.packing import pack
+from qerl_jax.rl.programs import compiled, jitted, operations
+from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
+from qerl_jax.rollout.aot import compile_operations
+from qerl_jax.rollout.programs import MissingProgramError, committed
 
 ROWS, WIDTH = 8, 6
 LENGTHS = np.array([6, 3, 1, 5, 6, 2, 4, 6])
@@ -40,8 +43,8 @@ def policy():
     return config, params, random_lora(config)
 
 
-def batch_of(loss="dapo", *, seed=0, advantages=None):
-    """Makes random completions; old and reference log-probabilities are near the current ones."""
+def buffers_of(loss="dapo", *, seed=0, advantages=None, buffer_tokens=48):
+    """Packed random completions; old and reference log-probabilities are near the current ones."""
     rng = np.random.default_rng(seed)
     if advantages is None:
         advantages = rng.standard_normal(ROWS)
@@ -56,106 +59,128 @@ def batch_of(loss="dapo", *, seed=0, advantages=None):
         aggregation=loss_config(loss).aggregation,
         pad_id=0,
     )
-    config, params, lora = policy()
-    (ours,) = batch_logprobs(
-        params, lora, micro_batches(batch, ROWS), config=config, temperature=1.0
-    )
-    nearby = [np.asarray(ours + 0.2 * rng.standard_normal(ours.shape), np.float32) for _ in "ab"]
-    return batch.replace(old_logprobs=nearby[0], ref_logprobs=nearby[1])
+    found = []
+    for buffer in pack(batch, np.ones(ROWS, bool), buffer_tokens=buffer_tokens):
+        ours = np.asarray(current_logprobs(buffer))
+        # The noise of a token follows from the token, wherever it lies.
+        shift = [np.sin(buffer.rollout_logprobs * 1e4 * k).astype(np.float32) for k in (1, 2)]
+        found.append(
+            buffer.replace(old_logprobs=ours + 0.2 * shift[0], ref_logprobs=ours + 0.2 * shift[1])
+        )
+    return found
 
 
-def step(batch, *, rows=ROWS, state=None, optimizer=SGD, loss="dapo", remat=False):
-    """Runs a train_step of the tiny policy; returns the new state and the metrics."""
-    config, params, lora = policy()
+def current_logprobs(buffer):
+    _, params, lora = policy()
+    return programs_of("dapo", SGD).buffer_logprobs(params, lora, buffer)
+
+
+@functools.cache
+def programs_of(loss, optimizer):
+    config = UpdateConfig(policy()[0], loss_config(loss, kl_coef=0.05, tis_cap=2.0), 1.0)
+    return jitted(config, optimizer)
+
+
+def step(buffers, *, state=None, optimizer=SGD, loss="dapo", first=False):
+    """Takes a step of the tiny policy; returns the new state and the metrics."""
+    _, params, lora = policy()
+    programs = programs_of(loss, optimizer)
     if state is None:
         state = init_state(Trainable(lora, {}), optimizer)
-    return train_step(
-        jax.tree.map(jnp.array, state),  # a copy, because the step donates the state
-        params,
-        micro_batches(batch, rows),
-        config=config,
-        loss=loss_config(loss, kl_coef=0.05, tis_cap=2.0),
-        optimizer=optimizer,
-        temperature=1.0,
-        remat=remat,
-    )
+    state = jax.tree.map(jnp.array, state)  # a copy, because the step donates the state
+    totals = programs.zero_totals(state.trainable)
+    for buffer in buffers:
+        totals, _ = programs.add_gradient(
+            totals, state.trainable, params, None, buffer, np.bool_(first)
+        )
+    return programs.apply_gradient(state, totals)
 
 
 def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-# With micro-batches of 3 rows the last one is filled up.
-@pytest.mark.parametrize(
-    ("loss", "splits"), [pytest.param("dapo", (2, 4), marks=pytest.mark.slow), ("grpo", (3,))]
-)
-def test_micro_batches_do_not_change_the_update(loss, splits):
-    batch = batch_of(loss)
-    state, metrics = step(batch, loss=loss)
-    lora = policy()[-1]
+def test_the_number_of_buffers_does_not_change_the_update():
+    state, metrics = step(buffers_of("grpo"), loss="grpo")
     moved = jax.tree.map(
-        lambda new, old: float(jnp.abs(new - old).max()), state.trainable.lora, lora
+        lambda new, old: float(jnp.abs(new - old).max()), state.trainable.lora, policy()[-1]
     )
     assert min(jax.tree.leaves(moved)) > 1e-4
-    for rows in splits:
-        other, other_metrics = step(batch, rows=rows, loss=loss)
-        for a, b in zip(
-            jax.tree.leaves(state.trainable.lora),
-            jax.tree.leaves(other.trainable.lora),
-            strict=True,
-        ):
-            np.testing.assert_allclose(a, b, atol=1e-6)
-        assert metrics.keys() == other_metrics.keys()
-        for name, value in metrics.items():
-            np.testing.assert_allclose(other_metrics[name], value, 1e-4, 1e-6, err_msg=name)
-
-
-def test_remat_does_not_change_the_update():
-    batch = batch_of()
-    plain, remat = (step(batch, remat=remat)[0] for remat in (False, True))
+    several = buffers_of("grpo", buffer_tokens=12)
+    assert len(several) > 3
+    other, other_metrics = step(several, loss="grpo")
     for a, b in zip(
-        jax.tree.leaves(plain.trainable), jax.tree.leaves(remat.trainable), strict=True
+        jax.tree.leaves(state.trainable), jax.tree.leaves(other.trainable), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-6)
+    assert metrics.keys() == other_metrics.keys()
+    for name, value in metrics.items():
+        np.testing.assert_allclose(other_metrics[name], value, 1e-4, 1e-6, err_msg=name)
 
 
 def test_metrics():
-    batch = batch_of()
-    _, metrics = step(batch)
-    _, params, lora = policy()
+    (buffer,) = buffers_of()
+    _, metrics = step([buffer])
     assert float(metrics["grad_norm"]) > 0
     assert not metrics["update_skipped"]
-    mask = batch.loss_mask > 0
-    ours, entropies = (np.asarray(x) for x in logprobs_of(params, lora, batch))
-    ratio = np.exp(ours - batch.old_logprobs)[mask]
-    difference = np.abs(batch.old_logprobs - batch.rollout_logprobs)[mask]
+    config, params, lora = policy()
+    ours, entropies = (
+        np.asarray(x)[buffer.mask > 0]
+        for x in packed_logprobs(params, lora, buffer, config=config, temperature=1.0)
+    )
+    old, recorded = (x[buffer.mask > 0] for x in (buffer.old_logprobs, buffer.rollout_logprobs))
     expected = {
-        "train_entropy": entropies[mask].mean(),
-        "ratio_mean": ratio.mean(),
-        "ratio_max": ratio.max(),
-        "logprob_diff_mean": difference.mean(),
-        "logprob_diff_max": difference.max(),
+        "train_entropy": entropies.mean(),
+        "ratio_mean": np.exp(ours - old).mean(),
+        "ratio_max": np.exp(ours - old).max(),
+        "logprob_diff_mean": np.abs(old - recorded).mean(),
+        "logprob_diff_max": np.abs(old - recorded).max(),
     }
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-4, err_msg=name)
 
 
-def logprobs_of(params, lora, batch, function=completion_logprobs):
-    return function(
-        params,
-        lora,
-        batch.tokens,
-        batch.prompt_lengths,
-        batch.lengths,
-        width=WIDTH,
-        config=policy()[0],
-        temperature=1.0,
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_update_is_on_the_old_policy(first):
+    (buffer,) = buffers_of()
+    _, params, lora = policy()
+    programs = programs_of("dapo", SGD)
+    trainable = Trainable(lora, {})
+    totals = programs.zero_totals(trainable)
+    totals, old = programs.add_gradient(totals, trainable, params, None, buffer, np.bool_(first))
+    if first:
+        inside = buffer.mask > 0
+        np.testing.assert_allclose(old[inside], current_logprobs(buffer)[inside], atol=1e-5)
+        assert totals.metrics["ratio_max"] == 1.0
+        assert totals.metrics["ratio_mean"][0] == buffer.mask.sum()
+    else:
+        np.testing.assert_array_equal(old, buffer.old_logprobs)
+        assert totals.metrics["ratio_max"] > 1.05
+
+
+def test_without_buffers_the_optimizer_takes_a_step_with_a_zero_gradient():
+    optimizer = make_optimizer(**ADAMW | {"weight_decay": 0.1})
+    before, _ = step(buffers_of(), optimizer=optimizer)
+    state, metrics = step([], state=before, optimizer=optimizer)
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["loss"] == metrics["grad_norm"] == metrics["train_entropy"] == 0
+    assert not metrics["update_skipped"]
+    count = functools.partial(optax.tree.get_all_with_path, key="count")
+    assert [int(x) for _, x in count(state.opt_state)] == [2] * len(count(state.opt_state))
+    # The moments decay, and the weights move by them and by the decay of the weights.
+    (_, old_mu), (_, new_mu) = (
+        optax.tree.get_all_with_path(s.opt_state, key="mu")[0] for s in (before, state)
     )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(0.9 * a, b, rtol=1e-5), old_mu, new_mu)
+    moved = jax.tree.map(
+        lambda a, b: float(jnp.abs(a - b).max()), before.trainable, state.trainable
+    )
+    assert min(jax.tree.leaves(moved)) > 1e-5
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted():
     optimizer = make_optimizer(**ADAMW)
-    good, bad = batch_of(), batch_of(advantages=np.array([1.0, np.inf, 0, 0, 0, 0, 0, 0]))
+    good, bad = buffers_of(), buffers_of(advantages=np.array([1.0, np.inf, 0, 0, 0, 0, 0, 0]))
     before, metrics = step(good, optimizer=optimizer)
     assert not metrics["update_skipped"]
     state = before
@@ -173,51 +198,49 @@ def test_gradients_that_are_not_finite_are_skipped_and_counted():
     assert_same((after.trainable, after.opt_state), (expected.trainable, expected.opt_state))
 
 
-def test_steps_of_equal_shapes_compile_once():
-    traces = []
-
-    def update(grad, state, params=None):
-        traces.append(1)
-        return SGD.update(grad, state, params)
-
-    optimizer = optax.GradientTransformation(SGD.init, update)
-    state, _ = step(batch_of(), rows=4, optimizer=optimizer)
-    step(batch_of(seed=1), rows=4, optimizer=optimizer, state=state)
-    assert len(traces) == 1
-
-
 def test_the_state_is_donated():
-    config, params, lora = policy()
+    _, _, lora = policy()
+    programs = programs_of("dapo", SGD)
     state = jax.tree.map(jnp.array, init_state(Trainable(lora, {}), SGD))
-    train_step(
+    programs.apply_gradient(state, programs.zero_totals(state.trainable))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable.lora))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(lora))
+
+
+def test_the_operations_are_those_of_a_run():
+    config, params, lora = policy()
+    state = init_state(Trainable(lora, {}), SGD)
+    update = UpdateConfig(config, loss_config("dapo", kl_coef=0.05, tis_cap=2.0), 1.0)
+    table = operations(
         state,
         params,
-        micro_batches(batch_of(), ROWS),
-        config=config,
-        loss=loss_config("dapo", kl_coef=0.05, tis_cap=2.0),
+        reference=(params, None),
+        noise=None,
+        measures_kl=False,
+        buffer_tokens=48,
+        config=update,
         optimizer=SGD,
-        temperature=1.0,
-        remat=False,
+        optimizer_key="sgd",
     )
-    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable.lora))
-    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, lora)))
-
-
-def test_batch_logprobs_and_mean_kl():
-    config, params, lora = policy()
-    batch = batch_of()
-    shared = {"config": config, "temperature": 1.0}
-    scored = np.concatenate(batch_logprobs(params, lora, micro_batches(batch, 3), **shared))
-    assert scored.shape == (9, WIDTH)
-    mask = batch.loss_mask > 0
-    expected = np.asarray(logprobs_of(params, lora, batch)[0])
-    np.testing.assert_allclose(scored[:8][mask], expected[mask], atol=1e-5)
-    noisy = aqn.perturb_norms(jax.random.key(0), params, 5e-2)
-    kl = functools.partial(completion_kl, noisy)
-    expected = np.asarray(logprobs_of(params, lora, batch, kl))[mask].mean()
-    assert expected > 1e-3
-    np.testing.assert_allclose(mean_kl(noisy, params, lora, batch, **shared), expected, rtol=1e-4)
-    assert mean_kl(params, params, lora, batch, **shared) == 0
+    assert set(table) == {"zero_totals", "add_gradient", "apply_gradient", "buffer_logprobs"}
+    assert len({operation.key for operation in table.values()}) == 4
+    programs = compiled(table, compile_operations(committed((params, lora)), table.values()))
+    (buffer,) = buffers_of()
+    state = jax.device_put(jax.tree.map(jnp.array, state), jax.devices()[0])
+    totals, _ = programs.add_gradient(
+        programs.zero_totals(state.trainable),
+        state.trainable,
+        params,
+        None,
+        buffer,
+        np.bool_(False),
+    )
+    state, metrics = programs.apply_gradient(state, totals)
+    expected, expected_metrics = step([buffer])
+    assert_same(state.trainable, expected.trainable)
+    assert_same(metrics, expected_metrics)
+    with pytest.raises(MissingProgramError, match="update operation 'buffer_kl'"):
+        programs.buffer_kl(params, params, lora, buffer)
 
 
 def learning_rates(updates, **options):

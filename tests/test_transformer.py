@@ -119,34 +119,6 @@ def test_a_token_changes_what_follows_it_only():
     assert (np.abs(logits - expected)[:, 2:4].max(axis=-1) > 1e-3).all()
 
 
-@pytest.mark.parametrize(
-    ("model_type", "quantized"),
-    [
-        ("qwen3", True),
-        pytest.param("qwen2", False, marks=pytest.mark.slow),
-        pytest.param("llama", False, marks=pytest.mark.slow),
-    ],
-)
-def test_remat_gives_the_same_gradients(model_type, quantized):
-    config, params = tiny_policy(model_type, quantized=quantized)
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def gradient(lora, remat):
-        def loss(lora):
-            hidden = transformer.hidden_states(
-                params, lora, TOKENS, LENGTHS, config=config, remat=remat
-            )
-            return jnp.mean(jnp.sin(hidden))
-
-        return jax.grad(loss)(lora)
-
-    lora = random_lora(config)
-    plain, remat = gradient(lora, False), gradient(lora, True)
-    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True):
-        assert jnp.abs(a).max() > 1e-5
-        np.testing.assert_allclose(a, b, atol=1e-6)
-
-
 def test_dequantized_layers_give_the_same_logits():
     config, params, lora, expected = logits_of("qwen3", quantized=True)
     dense = transformer.dequantize_params(params)

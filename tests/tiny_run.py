@@ -46,8 +46,6 @@ SETTINGS = {
     "rl.updates_per_rollout": 1,
     "optimizer.learning_rate": 1e-2,
     "optimizer.max_grad_norm": 1.0,
-    "train.micro_batch_rows": 4,
-    "train.remat": False,
     "eval.every": 2,
     "eval.problems": 4,
     "eval.max_new_tokens": 4,
@@ -134,9 +132,10 @@ def write_tiny(folder, compile_cache):
 
 
 def results(run):
-    """The rows of the steps in a run folder, without the times."""
+    """The rows of the steps in a run folder, without times and compilations."""
+    times = "_seconds", "_per_second", "compiled_programs"
     return [
-        {k: v for k, v in row.items() if not k.endswith(("_seconds", "_per_second"))}
+        {k: v for k, v in row.items() if not k.endswith(times)}
         for row in read_steps(run / "metrics.jsonl")
     ]
 

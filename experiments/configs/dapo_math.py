@@ -69,5 +69,4 @@ def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
     if config.rollout.max_rows:
         # The rows are twice as long as the rows that the memory table assumes.
         config.rollout.max_rows = max(config.rollout.group_size, config.rollout.max_rows // 2)
-        config.train.micro_batch_rows = max(1, config.train.micro_batch_rows // 2)
     return config

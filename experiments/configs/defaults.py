@@ -44,18 +44,18 @@ _SOURCES = {
 MODELS = tuple(_SOURCES)
 
 # Models for which 128 rows of 4352 tokens and a dense copy of the weights would not fit a card of
-# 141 GB -> (largest decode batch in rows, rows of a micro-batch, when weights are dequantized).
+# 141 GB -> (largest decode batch in rows, when weights are dequantized).
 _MEMORY = {
-    "qwen3-0.6b": (64, 8, "once"),
-    "qwen3-1.7b": (64, 8, "once"),
-    "qwen3-4b": (64, 8, "once"),
-    "qwen3-8b": (64, 8, "once"),
-    "llama3.1-8b": (64, 8, "once"),
-    "qwen2.5-14b": (32, 4, "step"),
-    "qwen3-14b": (32, 4, "step"),
-    "qwen2.5-32b": (16, 2, "step"),
-    "qwen3-32b": (16, 2, "step"),
-    "qwen2.5-72b": (16, 2, "step"),
+    "qwen3-0.6b": (64, "once"),
+    "qwen3-1.7b": (64, "once"),
+    "qwen3-4b": (64, "once"),
+    "qwen3-8b": (64, "once"),
+    "llama3.1-8b": (64, "once"),
+    "qwen2.5-14b": (32, "step"),
+    "qwen3-14b": (32, "step"),
+    "qwen2.5-32b": (16, "step"),
+    "qwen3-32b": (16, "step"),
+    "qwen2.5-72b": (16, "step"),
 }
 
 # Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
@@ -79,8 +79,6 @@ SUMS: dict[str, Any] = {
     "rl.updates_per_rollout": 1,
     "optimizer.learning_rate": 3e-4,
     "optimizer.warmup_steps": 0,
-    "train.micro_batch_rows": 32,
-    "train.remat": False,
     "eval.every": 10,
     "eval.problems": 32,
     "checkpoint.every": 10,
@@ -237,7 +235,7 @@ def build(
 
 def _fields(model: str) -> ConfigDict:
     """Every field with its default: the paper's value for GSM8K, where the paper gives one."""
-    max_rows, micro_batch_rows, dequantize = _MEMORY.get(model, (0, 8, "once"))
+    max_rows, dequantize = _MEMORY.get(model, (0, "once"))
     c = ConfigDict()
     c.experiment = ""
     c.preset = ""
@@ -376,10 +374,16 @@ def _fields(model: str) -> ConfigDict:
     # 'lora', 'lora+norms' (the adapter and the norm scales of the layers), or 'full' (all weights
     # and no adapter, with a model.format that is not quantized).
     c.train.parameters = "lora"
-    # Rows in one forward and backward pass. It changes the memory, not the result, except with the
-    # loss 'bnpo', which takes its means over them.
-    c.train.micro_batch_rows = micro_batch_rows
-    c.train.remat = True  # recompute each layer in the backward pass: less memory, more time
+    # Tokens of one forward and backward pass, into which completions are packed. It changes memory
+    # and time, not the loss. 0: as many as the memory holds; on a CPU about one group.
+    c.train.buffer_tokens = 0
+    # Products of a layer that the backward pass computes again, which saves memory: 'none', 'all',
+    # or names from qkv_proj, attention, o_proj and gate_up_proj, such as 'gate_up_proj,o_proj'.
+    # 'auto': as few as the memory allows.
+    c.train.recompute = "auto"
+    # Rows whose tokens form one denominator. Only the aggregation 'micro_batch' reads it, which is
+    # that of the loss 'bnpo'.
+    c.train.micro_batch_rows = 8
 
     c.eval = ConfigDict()  # greedy accuracy; the best adapter is kept
     c.eval.every = 100  # steps; 0: off

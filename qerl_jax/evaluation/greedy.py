@@ -16,6 +16,7 @@ from qerl_jax.rl.rewards import Reward, Scores, score
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize, generate_steps
+from qerl_jax.rollout.programs import Executables
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -32,6 +33,11 @@ class GreedyScore:
     truncated: float
 
 
+def greedy(sampling: SamplingConfig) -> SamplingConfig:
+    """Returns the limits of `sampling` with greedy decoding."""
+    return dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
+
+
 def greedy_accuracy(
     model: LoadedModel,
     lora: Lora | None,
@@ -41,6 +47,7 @@ def greedy_accuracy(
     time_limit: float,
     sampling: SamplingConfig,
     engine: EngineConfig = DEFAULT_ENGINE,
+    executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> GreedyScore:
     """Returns the fraction of prompts whose greedy completion is correct, or cut off.
@@ -54,6 +61,7 @@ def greedy_accuracy(
         time_limit: time limit for one call of the reward in seconds.
         sampling: limits of the completions; its temperature is ignored.
         engine: settings of the engine.
+        executables: compiled programs, as in `engine.generate_steps`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
     """
@@ -62,8 +70,9 @@ def greedy_accuracy(
         model,
         lora,
         prompts,
-        sampling=dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0),
+        sampling=greedy(sampling),
         engine=engine,
+        executables=executables,
         on_progress=on_progress,
     )
     scores = score_completions(
@@ -90,6 +99,7 @@ def generate_completions(
     engine: EngineConfig,
     samples: int = 1,
     prompt_ids: Sequence[int] | None = None,
+    executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Rollout:
     """Samples with `engine.generate_steps`, and calls back after every chunk but the last."""
@@ -104,6 +114,7 @@ def generate_completions(
         engine=engine,
         group_size=samples,
         prompt_ids=prompt_ids,
+        executables=executables,
     ):
         if on_progress is not None and step.ended_rows < step.rows:
             on_progress(step.ended_rows, step.tokens)

@@ -1,6 +1,5 @@
 """Rotary positions, the key-value cache and attention."""
 
-import functools
 import math
 
 import jax
@@ -70,7 +69,9 @@ def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Causal grouped-query attention over right-padded rows.
+    """Causal grouped-query attention over right-padded rows, without a gradient on a GPU.
+
+    cuDNN adds up the gradients of the queries in any order; training uses `attend_packed`.
 
     Args:
         queries: [B, T, N, H].
@@ -82,7 +83,15 @@ def attend(queries: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.
         [B, T, N, H], finite but undefined after a row's end.
     """
     if _use_cudnn(queries):
-        return _cudnn_attend(queries, keys, values, lengths)
+        return jax.nn.dot_product_attention(
+            queries,
+            keys,
+            values,
+            is_causal=True,
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+            implementation="cudnn",
+        )
     # With right padding a causal mask already hides the padding from every valid query.
     return jax.nn.dot_product_attention(queries, keys, values, is_causal=True, implementation="xla")
 
@@ -110,87 +119,6 @@ def attend_to_cache(
     weights = jax.nn.softmax(jnp.where(valid, head_dim**-0.5 * scores, -jnp.inf))
     out = jnp.einsum("bkgs,bksh->bkgh", weights.astype(values.dtype), values)
     return out.reshape(queries.shape)
-
-
-@jax.custom_vjp
-def _cudnn_attend(queries, keys, values, lengths):
-    return jax.nn.dot_product_attention(
-        queries,
-        keys,
-        values,
-        is_causal=True,
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )
-
-
-def _cudnn_attend_fwd(queries, keys, values, lengths):
-    return _cudnn_attend(queries, keys, values, lengths), (queries, keys, values)
-
-
-def _cudnn_attend_bwd(residuals, gradient):
-    """The gradients in a fixed order of sums.
-
-    cuDNN adds up the gradients of the queries in any order, so that a resumed run would differ from
-    an uninterrupted one. XLA cannot compile cuDNN's deterministic mode.
-    """
-    queries, keys, values = residuals
-    return *causal_attention_gradients(queries, keys, values, gradient), None
-
-
-_cudnn_attend.defvjp(_cudnn_attend_fwd, _cudnn_attend_bwd)
-
-
-def causal_attention_gradients(
-    queries: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    gradient: jax.Array,
-    *,
-    max_bytes: int = 2**29,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The backward pass of causal attention, with a fixed order of sums.
-
-    Args:
-        queries: [B, T, N, H].
-        keys: [B, T, K, H], N a multiple of K.
-        values: [B, T, K, H].
-        gradient: [B, T, N, H], gradient with respect to the result; zero after a row's end.
-        max_bytes: approximate size of the scores [B, N, block, T] that are held at a time.
-
-    Returns:
-        The gradients with respect to queries, keys and values, in the dtypes of these arrays.
-    """
-    batch, length, heads, head_dim = queries.shape
-    kv_heads = keys.shape[2]
-    block = min(length, max(8, max_bytes // (4 * batch * heads * length)))
-    blocks = -(-length // block)
-    dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-
-    def split_into_blocks(x):
-        x = jnp.pad(x, ((0, 0), (0, blocks * block - length), (0, 0), (0, 0)))
-        x = x.reshape(batch, blocks, block, kv_heads, heads // kv_heads, head_dim)
-        return x.swapaxes(0, 1)
-
-    def add_block(total, part):
-        dkeys, dvalues = total
-        start, q, dy = part
-        future = start + jnp.arange(block)[:, None] < jnp.arange(length)
-        scores = head_dim**-0.5 * dot("btkgh,bskh->bkgts", q, keys)
-        weights = jax.nn.softmax(jnp.where(future, -jnp.inf, scores))
-        dweights = dot("btkgh,bskh->bkgts", dy, values)
-        dscores = weights * (dweights - jnp.sum(weights * dweights, axis=-1, keepdims=True))
-        dscores = (head_dim**-0.5 * dscores).astype(q.dtype)
-        dkeys += dot("bkgts,btkgh->bskh", dscores, q)
-        dvalues += dot("bkgts,btkgh->bskh", weights.astype(dy.dtype), dy)
-        return (dkeys, dvalues), dot("bkgts,bskh->btkgh", dscores, keys).astype(q.dtype)
-
-    zeros = jnp.zeros(keys.shape, jnp.float32), jnp.zeros(values.shape, jnp.float32)
-    parts = block * jnp.arange(blocks), split_into_blocks(queries), split_into_blocks(gradient)
-    (dkeys, dvalues), dqueries = jax.lax.scan(add_block, zeros, parts)
-    dqueries = dqueries.swapaxes(0, 1).reshape(batch, blocks * block, heads, head_dim)
-    return dqueries[:, :length], dkeys.astype(keys.dtype), dvalues.astype(values.dtype)
 
 
 def _use_cudnn(queries: jax.Array) -> bool:

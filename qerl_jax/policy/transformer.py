@@ -18,8 +18,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import decode, fp4_matmul
+from pallas_kernels.attention import Segments, attend_packed
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.attention import (
@@ -33,6 +35,9 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
+
+# The products of a layer whose results the backward pass reads, in the order of a layer.
+PRODUCTS = ("qkv_proj", "attention", "o_proj", "gate_up_proj")
 
 
 def forward(
@@ -65,7 +70,6 @@ def hidden_states(
     lengths: jax.Array,
     *,
     config: ModelConfig,
-    remat: bool = False,
 ) -> jax.Array:
     """Computes the last layer's output after the final norm.
 
@@ -75,13 +79,51 @@ def hidden_states(
         tokens: int32 [B, T] rows, as in `forward`.
         lengths: int32 [B], number of tokens in each row.
         config: the architecture.
-        remat: recompute each layer in the backward pass instead of storing its activations.
 
     Returns:
         [B, T, D] hidden states, which are undefined after a row's end.
     """
-    x, _ = _run_layers(params, lora, tokens, lengths, config=config, remat=remat)
+    x, _ = _run_layers(params, lora, tokens, lengths, config=config)
     return _rms_norm(x, params["norm"], config.norm_eps)
+
+
+def packed_hidden_states(
+    params: dict,
+    lora: Lora | None,
+    tokens: jax.Array,
+    positions: jax.Array,
+    segments: Segments,
+    *,
+    config: ModelConfig,
+    recompute: tuple[str, ...] = (),
+) -> jax.Array:
+    """Computes the last layer's output after the final norm for a packed buffer.
+
+    Args:
+        params: the frozen policy.
+        lora: the policy's adapter, or None.
+        tokens: int32 [N] token ids.
+        positions: int32 [N] positions for the rotary embedding.
+        segments: which positions see each other.
+        config: the architecture.
+        recompute: names from `PRODUCTS`. The backward pass keeps the input of each layer and the
+            results of its products, except these, which it computes again. Everything between the
+            products (norms, rotations, activations) is always computed again.
+
+    Returns:
+        [N, D] hidden states.
+    """
+    keep = [name for name in PRODUCTS if name not in recompute]
+    layer_fn = jax.checkpoint(
+        functools.partial(_layer, config=config),
+        policy=jax.checkpoint_policies.save_only_these_names(*keep),
+    )
+    angles = rotary_angles(positions[None], config)
+    x = params["embed_tokens"][tokens[None]]
+    lora_layers = lora_lib.fuse(lora, config, x.dtype)
+    for layer, adapters in zip(params["layers"], lora_layers, strict=True):
+        x, _, _ = layer_fn(layer, adapters, x, segments, angles)
+    return _rms_norm(x[0], params["norm"], config.norm_eps)
 
 
 @jax.named_scope("head")
@@ -115,7 +157,7 @@ def prefill(
     Returns:
         float32 logits [B, V] after each prompt's last token, and the cache.
     """
-    x, (keys, values) = _run_layers(params, lora, tokens, lengths, config=config, remat=False)
+    x, (keys, values) = _run_layers(params, lora, tokens, lengths, config=config)
     last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)[:, 0]
     padding = ((0, 0), (0, 0), (0, cache_positions - tokens.shape[1]), (0, 0))
     cache = KVCache(
@@ -234,17 +276,14 @@ def _is_packed(leaf):
     return isinstance(leaf, QuantTensor) and leaf.tiles is None
 
 
-def _run_layers(params, lora, tokens, lengths, *, config, remat):
+def _run_layers(params, lora, tokens, lengths, *, config):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotary_angles(positions, config)
     x = params["embed_tokens"][tokens]
     lora_layers = lora_lib.fuse(lora, config, x.dtype)
-    layer_fn = functools.partial(_layer, config=config)
-    if remat:
-        layer_fn = jax.checkpoint(layer_fn)
     keys, values = [], []
     for layer, adapters in zip(params["layers"], lora_layers, strict=True):
-        x, k, v = layer_fn(layer, adapters, x, lengths, angles)
+        x, k, v = _layer(layer, adapters, x, lengths, angles, config=config)
         keys.append(k)
         values.append(v)
     return x, (keys, values)
@@ -252,11 +291,17 @@ def _run_layers(params, lora, tokens, lengths, *, config, remat):
 
 # One jit per layer function: the layers share a trace and a lowering.
 @functools.partial(jax.jit, static_argnames="config")
-def _layer(layer, adapters, x, lengths, angles, *, config):
-    """One block over whole rows; returns the output and this layer's keys and values."""
+def _layer(layer, adapters, x, visible, angles, *, config):
+    """One block over whole rows, or over one packed buffer; also returns its keys and values.
+
+    `visible` are the lengths of the rows, or the segments of the buffer.
+    """
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
-        attended = attend(q, k, v, lengths)
+        if isinstance(visible, Segments):
+            attended = attend_packed(q[0], k[0], v[0], visible)[None]
+        else:
+            attended = attend(q, k, v, visible)
     return _finish_layer(layer, adapters, x, attended, config), k, v
 
 
@@ -307,7 +352,7 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
 
 def _project(layer, adapters, name, x):
     bias = layer.get("qkv_bias") if name == "qkv_proj" else None
-    return linear(x, layer[name], adapter=adapters.get(name), bias=bias)
+    return checkpoint_name(linear(x, layer[name], adapter=adapters.get(name), bias=bias), name)
 
 
 def _project_qkv(layer, adapters, x, angles, config, project=_project):

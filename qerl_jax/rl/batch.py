@@ -1,15 +1,12 @@
 """Turns sampled completions into the arrays of an update, on the host."""
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import chex
 import flax.struct
-import jax
 import numpy as np
 
-from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import custom_weights, token_weights
 
@@ -20,7 +17,7 @@ Array = Any  # a NumPy array on the host, a jax.Array under jit
 class TrainBatch:
     """Prompts with their completions, left-aligned.
 
-    Arrays [B, C] have one column per completion token. C is the bucket of the longest completion,
+    Arrays [B, C] have one column per completion token. C is the length of the longest completion,
     not the limit on sampled tokens. Completion token c of row b is at position
     prompt_lengths[b] + c of `tokens`. This position exists wherever the loss mask is 1; elsewhere
     it may be past the last column T - 1.
@@ -34,9 +31,6 @@ class TrainBatch:
         weights: float32 [B, C] weight of each token in the loss, 0 outside the mask.
         rollout_logprobs: float32 [B, C] log-probabilities that the sampler recorded; NaN for a
             token without a record, 0 past the end of a completion.
-        old_logprobs: float32 [B, C] log-probabilities under the policy before the first update of
-            this rollout, as the trainer computes them, or None.
-        ref_logprobs: float32 [B, C] log-probabilities under the reference policy, or None.
     """
 
     tokens: Array
@@ -46,8 +40,6 @@ class TrainBatch:
     advantages: Array
     weights: Array
     rollout_logprobs: Array
-    old_logprobs: Array | None = None
-    ref_logprobs: Array | None = None
 
 
 def make_batch(
@@ -62,7 +54,6 @@ def make_batch(
     aggregation: str,
     pad_id: int,
     micro_batch_rows: int | None = None,
-    max_prompt: int | None = None,
 ) -> TrainBatch:
     """Returns the batch of one rollout.
 
@@ -83,20 +74,18 @@ def make_batch(
         aggregation: how the token losses become one, as in `losses.token_weights`, or the import
             path of a user function, as in `losses.custom_weights`.
         pad_id: token id that fills `tokens` past the end of a row.
-        micro_batch_rows: number of rows that will be passed to `micro_batches`; only the
+        micro_batch_rows: number of consecutive rows whose tokens form a denominator; only the
             aggregation 'micro_batch' needs it.
-        max_prompt: length in tokens of the longest prompt of the run; it bounds T by
-            max_prompt + M, rounded up to a multiple of 8. None sets no bound.
 
     Returns:
-        The batch, as NumPy arrays, without `old_logprobs` and `ref_logprobs`.
+        The batch, as NumPy arrays.
 
     Raises:
         UserError: a prompt is empty.
     """
     rows, max_new_tokens = completions.shape
     chex.assert_shape(rollout_logprobs, (rows, max_new_tokens))
-    columns = bucket(int(np.max(lengths)), limit=max_new_tokens)
+    columns = max(1, int(np.max(lengths)))
     completions = np.asarray(completions, np.int32)[:, :columns]
     rollout_logprobs = rollout_logprobs[:, :columns]
     lengths, finished = np.asarray(lengths, np.int32), np.asarray(finished, bool)
@@ -109,9 +98,7 @@ def make_batch(
         )
     total_lengths = prompt_lengths + lengths
 
-    limit = None if max_prompt is None else max_prompt + max_new_tokens
-    width = bucket(int(total_lengths.max()), limit=limit)
-    tokens = np.full((rows, width), pad_id, np.int32)
+    tokens = np.full((rows, int(total_lengths.max())), pad_id, np.int32)
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
         tokens[row, len(prompt) : total_lengths[row]] = completions[row, : lengths[row]]
@@ -141,44 +128,3 @@ def make_batch(
         weights=weights,
         rollout_logprobs=rollout_logprobs,
     )
-
-
-def longest_first(batch: TrainBatch) -> TrainBatch:
-    """Returns the batch sorted by length, longest row first, so that neighbors share a width."""
-    order = np.argsort(-batch.lengths, kind="stable")
-    return jax.tree.map(lambda x: np.asarray(x)[order], batch)
-
-
-def micro_batches(batch: TrainBatch, rows: int) -> list[TrainBatch]:
-    """Cuts the batch into micro-batches of `rows` rows, each about as wide as its rows need.
-
-    A micro-batch is as wide as the batch or as the bucket of a half or a quarter of its T, and its
-    arrays [B, C] are cut to the same width, so at most three programs are compiled. The last
-    micro-batch is filled up with rows of one token that take no part in the loss.
-
-    Args:
-        batch: the batch, as NumPy arrays.
-        rows: number of rows of each micro-batch.
-
-    Returns:
-        The micro-batches in the order of the rows.
-    """
-    missing = -len(batch.lengths) % rows
-
-    def pad(x, value=0):
-        x = np.asarray(x)
-        return np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=value)
-
-    padded = dataclasses.replace(
-        jax.tree.map(pad, batch),
-        lengths=pad(batch.lengths, 1),
-        prompt_lengths=pad(batch.prompt_lengths, 1),
-    )
-    widths = narrower(batch.tokens.shape[1])
-    found = []
-    for first in range(0, len(padded.lengths), rows):
-        longest = padded.lengths[first : first + rows].max()
-        width = next(width for width in widths if width >= longest)
-        part = np.s_[first : first + rows, :width]
-        found.append(jax.tree.map(lambda x, part=part: x[part[: x.ndim]], padded))
-    return found

@@ -1,13 +1,11 @@
-"""Clipped policy-gradient losses, in float32, as sums that add up over micro-batches.
+"""Clipped policy-gradient losses, in float32, as sums that add up over the tokens of an update.
 
 A loss is `sum(weights * per_token_loss)`. The weights carry the aggregation and its denominator.
-They are computed once, from the mask of all rows of an update (`token_weights`), so micro-batches
-only add: losses, gradients and metrics do not depend on how the rows are split. The one exception
-is 'bnpo', which is defined by the split.
+They are computed once, from the mask of all rows of an update (`token_weights`), so the parts of
+an update only add: losses, gradients and metrics do not depend on how the rows are split.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -232,11 +230,12 @@ def policy_loss(
     advantages: jax.Array,
     mask: jax.Array,
     weights: jax.Array,
+    rows: jax.Array,
     config: LossConfig,
     ref_logprobs: jax.Array | None = None,
     rollout_logprobs: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns the loss of some rows of an update, and their metrics.
+    """Returns the loss of some tokens of an update, and their metrics.
 
     Let A be the advantage, r = exp(new - old) the probability ratio of a token (or, with
     ratio='sequence', exp of the mean of new - old over the tokens of the row), and
@@ -254,22 +253,24 @@ def policy_loss(
     ratio that overflows float32 makes the gradient non-finite.
 
     Args:
-        logprobs: [B, C] log-probabilities of the sampled tokens under the policy that is trained.
-        old_logprobs: [B, C] log-probabilities under the policy before the first update of this
+        logprobs: [M] log-probabilities of the sampled tokens under the policy that is trained.
+        old_logprobs: [M] log-probabilities under the policy before the first update of this
             rollout. None stands for the values of `logprobs`, which makes the ratio exactly 1.
-        advantages: [B] advantages.
-        mask: [B, C] mask, 1 for the tokens in the loss.
-        weights: [B, C] weights of the tokens, these rows of `token_weights`.
+        advantages: [M] advantages.
+        mask: [M] mask, 1 for the tokens in the loss.
+        weights: [M] weights of the tokens, from `token_weights`.
+        rows: int32 [M] row of each token, ascending; a row is complete. Only ratio='sequence'
+            reads it.
         config: definition of the loss.
-        ref_logprobs: [B, C] log-probabilities under the reference policy; needed if kl_coef is
-            not 0.
-        rollout_logprobs: [B, C] log-probabilities that the sampler recorded; needed if tis_cap is
+        ref_logprobs: [M] log-probabilities under the reference policy; needed if kl_coef is not 0.
+        rollout_logprobs: [M] log-probabilities that the sampler recorded; needed if tis_cap is
             set. NaN marks a token without a record, whose w is 1.
 
     Returns:
-        The loss, a float32 scalar, and the metrics. The losses of all rows of an update add up to
-        the loss of the update. A metric is a pair (sum over tokens, number of tokens) or a maximum;
-        `summarize_metrics` combines the metrics of micro-batches.
+        The loss, a float32 scalar, and the metrics. The losses of all tokens of an update add up
+        to the loss of the update. A metric is a pair (sum over tokens, number of tokens) or a
+        maximum that is at least 0; `add_metrics` and `summarize_metrics` combine the metrics of
+        the parts of an update.
 
     Raises:
         ValueError: ref_logprobs or rollout_logprobs are needed but missing.
@@ -285,8 +286,8 @@ def policy_loss(
     )
     log_ratio = logprobs - old
     if config.ratio == "sequence":
-        length = jnp.maximum(in_loss.sum(axis=1, keepdims=True), 1)
-        log_ratio = log_ratio.sum(axis=1, keepdims=True) / length
+        length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
+        log_ratio = row_sums(log_ratio, rows) / length
     ratio = jnp.exp(log_ratio)
     tokens = in_loss.sum().astype(jnp.float32)
     token_loss, metrics = _clipped_loss(logprobs, ratio, advantages, in_loss, tokens, config)
@@ -311,6 +312,40 @@ def policy_loss(
     return (weights * token_loss).sum(), jax.lax.stop_gradient(metrics)
 
 
+@jax.custom_vjp
+def row_sums(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Sums the tokens of each row, and repeats the sum for each of its tokens.
+
+    The order of the sums is fixed, which scatter-adds on a GPU do not promise.
+
+    Args:
+        x: float32 [M] values.
+        rows: int32 [M] row of each value, ascending.
+
+    Returns:
+        float32 [M] sums.
+    """
+
+    def add(left, right):
+        (left_row, left_sum), (right_row, right_sum) = left, right
+        return right_row, right_sum + jnp.where(left_row == right_row, left_sum, 0.0)
+
+    _, partial = jax.lax.associative_scan(add, (rows, x))
+    last = jnp.searchsorted(rows, rows, side="right") - 1
+    return partial[last]
+
+
+def _row_sums_fwd(x, rows):
+    return row_sums(x, rows), rows
+
+
+def _row_sums_bwd(rows, gradient):
+    return row_sums(gradient, rows), None  # The map is symmetric.
+
+
+row_sums.defvjp(_row_sums_fwd, _row_sums_bwd)
+
+
 def _masked(x: jax.Array, in_loss: jax.Array) -> jax.Array:
     """Returns `x` in float32, with 0 outside the mask.
 
@@ -328,12 +363,12 @@ def _clipped_loss(
     tokens: jax.Array,
     config: LossConfig,
 ) -> tuple[jax.Array, Metrics]:
-    """Returns L of `policy_loss` [B, C] and the metrics of the ratio and its clipping.
+    """Returns L of `policy_loss` [M] and the metrics of the ratio and its clipping.
 
     The clip fractions count the tokens whose gradient the clip removes. In 'clipped_weight' the
     clip removes no gradient, so they count the tokens whose ratio it changes.
     """
-    advantages = advantages.astype(jnp.float32)[:, None]
+    advantages = advantages.astype(jnp.float32)
     clipped_ratio = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
     low = in_loss & (ratio < 1.0 - config.clip_low)
     high = in_loss & (ratio > 1.0 + config.clip_high)
@@ -358,20 +393,28 @@ def _clipped_loss(
     return token_loss, metrics
 
 
-def summarize_metrics(metrics: Mapping[str, jax.Array | tuple[jax.Array, jax.Array]]) -> dict:
-    """Combines the metrics of N micro-batches.
+def add_metrics(total: Metrics, part: Metrics) -> Metrics:
+    """Combines the metrics of two parts of an update: sums and counts add up, maxima compete."""
+
+    def combine(old: Any, new: Any) -> Any:
+        if isinstance(new, tuple):
+            return old[0] + new[0], old[1] + new[1]
+        return jnp.maximum(old, new)
+
+    return {name: combine(total[name], value) for name, value in part.items()}
+
+
+def summarize_metrics(metrics: Metrics) -> dict[str, jax.Array]:
+    """Returns the scalars of the combined metrics of an update.
 
     Args:
-        metrics: metrics of `policy_loss`, stacked over the micro-batches: pairs ([N] sums,
-            [N] counts), and [N] maxima.
+        metrics: metrics of all parts of the update, combined by `add_metrics`.
 
     Returns:
         Scalars by name: the mean over all tokens of each pair, 0 if there are no tokens, and the
-        maximum of the maxima.
+        maxima.
     """
     return {
-        name: value[0].sum() / jnp.maximum(value[1].sum(), 1.0)
-        if isinstance(value, tuple)
-        else value.max()
+        name: value[0] / jnp.maximum(value[1], 1.0) if isinstance(value, tuple) else value
         for name, value in metrics.items()
     }

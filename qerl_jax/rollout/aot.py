@@ -1,4 +1,4 @@
-"""Ahead-of-time (AOT) compilation of rollout programs, several at a time."""
+"""Ahead-of-time (AOT) compilation of programs, several at a time."""
 
 import concurrent.futures
 import contextlib
@@ -25,7 +25,7 @@ _THREADS = max(4, _CORES // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
-def compile_rollout(
+def rollout_operations(
     key: jax.Array,
     params: dict,
     lora: Lora | None,
@@ -36,9 +36,8 @@ def compile_rollout(
     tokenizer: Tokenizer,
     engine: EngineConfig,
     group_size: int = 1,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Executables:
-    """Compiles every program that `engine.generate_steps` can need for a number of prompts.
+) -> list[Operation]:
+    """Returns every operation that `engine.generate_steps` can need for a number of prompts.
 
     Args:
         key: PRNG key like those of the rollouts.
@@ -50,7 +49,6 @@ def compile_rollout(
         tokenizer: tokenizer, whose ids end a completion.
         engine: settings of the engine; `prompt_width` must be the longest prompt.
         group_size: G, number of completions of each prompt.
-        on_progress: called with the number of programs that are ready and the number of all.
 
     Raises:
         UserError: as in `generate_steps`.
@@ -66,8 +64,31 @@ def compile_rollout(
     )
     static = decode.decode_config(config, sampling, engine, tokenizer)
     key, params, lora = programs.committed((key, params, lora))
-    table = programs.operations(key, params, lora, shapes, static)
-    return compile_operations((key, params, lora), table.values(), on_progress)
+    return list(programs.operations(key, params, lora, shapes, static).values())
+
+
+def compile_rollout(
+    key: jax.Array,
+    params: dict,
+    lora: Lora | None,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Executables:
+    """Compiles the operations of `rollout_operations`.
+
+    Args:
+        key: as in `rollout_operations`.
+        params: as in `rollout_operations`.
+        lora: as in `rollout_operations`.
+        on_progress: called with the number of programs that are ready and the number of all.
+        **options: as in `rollout_operations`.
+
+    Raises:
+        UserError: as in `generate_steps`.
+    """
+    policy = programs.committed((key, params, lora))
+    return compile_operations(policy, rollout_operations(*policy, **options), on_progress)
 
 
 def compile_operations(

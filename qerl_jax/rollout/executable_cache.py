@@ -80,7 +80,8 @@ def _sources() -> str:
     """Returns a digest of the sources that programs are traced from."""
     digest = hashlib.sha256()
     rollout = pathlib.Path(__file__).parent
-    for folder in (pathlib.Path(device.__file__).parent, rollout.with_name("policy"), rollout):
+    siblings = [rollout.with_name(name) for name in ("policy", "rollout", "rl")]
+    for folder in (pathlib.Path(device.__file__).parent, *siblings):
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
             digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

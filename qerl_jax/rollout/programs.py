@@ -49,6 +49,10 @@ class Operation(NamedTuple):
         return self.function.lower(*self.arguments(), **self.static)
 
 
+class MissingProgramError(RuntimeError):
+    """A program that should have been compiled ahead of time is missing."""
+
+
 # The operations of a rollout by their names, which end with their sizes: ("prefill", 256).
 Table = Mapping[tuple[Any, ...], Operation]
 
@@ -65,7 +69,7 @@ class Executables(dict[Hashable, Callable[..., Any]]):
         self.compiled = list(compiled)
 
     def __missing__(self, key: Hashable) -> Callable[..., Any]:
-        raise RuntimeError(
+        raise MissingProgramError(
             f"no program is compiled for the rollout operation {key}: call compile_rollout with "
             "the shapes and settings of this rollout"
         )

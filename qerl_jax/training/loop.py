@@ -24,18 +24,20 @@ from qerl_jax.data import fingerprint as problems_fingerprint
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
+from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rl.train_step import init_state
-from qerl_jax.rollout.aot import compile_rollout
-from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
+from qerl_jax.run.compilations import Compilations, counted
 from qerl_jax.run.folder import OpenRun, fingerprint, open_run
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import LiveLine, format_row
+from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.outputs import (
     best_accuracy,
     sample_rows,
@@ -63,6 +65,7 @@ class _Run:
         progress: the part that the steps change.
         evaluations: greedy accuracy by step, as logged; step 0 is before training.
         fingerprints: digests of the training and the held-out problems.
+        compilations: what was compiled since the row of the step before.
         live: the line of progress on the terminal.
     """
 
@@ -74,6 +77,7 @@ class _Run:
     progress: Progress
     evaluations: dict[int, float]
     fingerprints: dict[str, str]
+    compilations: Compilations
     live: LiveLine = dataclasses.field(default_factory=LiveLine)
 
     def stop_if_asked(self) -> None:
@@ -111,8 +115,8 @@ def train(
     }
     with (
         memory_errors(
-            f"lower --config.train.micro_batch_rows={config.train.micro_batch_rows} or, if it was "
-            "the rollout that did not fit, --config.rollout.max_rows"
+            "lower --config.train.buffer_tokens or, if it was the rollout that did not fit, "
+            "--config.rollout.max_rows"
         ),
         open_run(workdir, config) as folder,
         Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
@@ -132,11 +136,12 @@ def train(
                 run_name=f"{folder.path.name}-{fingerprint(config)}",
             ) as log,
             stop_signals() as received,
+            counted() as compilations,
         ):
-            run = _begin(setup, folder, checkpoints, log, received)
+            run = _begin(setup, folder, checkpoints, log, received, compilations)
             try:
                 _train_steps(run)
-            except StoppedError:
+            except (StoppedError, MissingProgramError):
                 _save(run)
                 checkpoints.wait()
                 step = run.progress.step
@@ -148,10 +153,8 @@ def train(
 
 def _train_steps(run: _Run) -> None:
     config = run.setup.config
-    _evaluate(run)  # before training, or the evaluation that a signal interrupted
-    programs = Executables()
-    if run.progress.step < config.steps:
-        programs = _compile_rollouts(run)
+    executables, programs = _compile(run)
+    _evaluate(run, executables)  # before training, or the evaluation that a signal interrupted
     durations: list[float] = []
     first_traced = max(config.profile.start, run.progress.step + 1)
     with contextlib.ExitStack() as trace:
@@ -164,6 +167,7 @@ def _train_steps(run: _Run) -> None:
             result = take_step(
                 run.setup,
                 run.progress,
+                executables=executables,
                 programs=programs,
                 on_rollout=_watch(
                     run,
@@ -177,7 +181,7 @@ def _train_steps(run: _Run) -> None:
             durations.append(time.perf_counter() - began)
             run.progress = result.progress
             _log_step(run, result, durations)
-            _evaluate(run)
+            _evaluate(run, executables)
             _save_or_stop(run)
 
 
@@ -185,6 +189,7 @@ def _log_step(run: _Run, result: StepResult, durations: list[float]) -> None:
     """Logs and prints the row of a step, and logs some of its completions."""
     config, number = run.setup.config, run.progress.step
     row = {"step": number} | result.metrics
+    row |= run.compilations.take()
     row["step_seconds"] = durations[-1]
     row["remaining_seconds"] = statistics.median(durations[-10:]) * (config.steps - number)
     run.live.clear()
@@ -196,15 +201,20 @@ def _log_step(run: _Run, result: StepResult, durations: list[float]) -> None:
     run.log.write_completions(number, samples)
 
 
-def _evaluate(run: _Run) -> None:
+def _evaluation_is_due(run: _Run) -> bool:
+    config, step = run.setup.config, run.progress.step
+    if not run.setup.eval_prompts or step in run.evaluations:
+        return False
+    return step % config.eval.every == 0 or step == config.steps
+
+
+def _evaluate(run: _Run, executables: Executables) -> None:
     """Measures and logs the greedy accuracy where that is due and is not logged yet.
 
     A policy that is better than all before it is written as the best one.
     """
     setup, config, step = run.setup, run.setup.config, run.progress.step
-    if not setup.eval_prompts or step in run.evaluations:
-        return
-    if step % config.eval.every and step != config.steps:
+    if not _evaluation_is_due(run):
         return
     began, trainable = time.perf_counter(), run.progress.state.trainable
     score = greedy_accuracy(
@@ -215,6 +225,7 @@ def _evaluate(run: _Run) -> None:
         time_limit=config.reward_time_limit,
         sampling=setup.eval_sampling,
         engine=setup.eval_engine,
+        executables=executables,
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
     )
     seconds = time.perf_counter() - began
@@ -244,31 +255,27 @@ def _save_or_stop(run: _Run) -> None:
     run.stop_if_asked()
 
 
-def _compile_rollouts(run: _Run) -> Executables:
-    """Compiles the programs of the rollouts, so that no step waits for the compiler."""
-    setup, trainable, began = run.setup, run.progress.state.trainable, time.perf_counter()
+def _compile(run: _Run) -> tuple[Executables, UpdatePrograms]:
+    """Compiles the programs of the run: no step and no evaluation waits for the compiler."""
+    began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 
     def on_progress(done: int, total: int) -> None:
         run.stop_if_asked()
-        run.live.update(f"rollout programs {done}/{total}")
+        run.live.update(f"programs {done}/{total}")
 
-    programs = compile_rollout(
-        setup.key,
-        current_policy(setup.model.params, trainable) | setup.rollout_head,
-        trainable.lora,
-        prompts=setup.collect.prompts_per_step,
-        config=setup.model.config,
-        sampling=setup.collect.sampling,
-        tokenizer=setup.model.tokenizer,
-        engine=setup.collect.engine,
-        group_size=setup.collect.group_size,
+    executables, programs = compile_programs(
+        run.setup,
+        run.progress.state,
+        trains=trains,
+        evaluates=bool(run.setup.eval_prompts) and (trains or _evaluation_is_due(run)),
         on_progress=on_progress,
     )
     run.live.clear()
-    seconds = time.perf_counter() - began
-    counts = f"compiled {len(programs.compiled)} of {len(programs)} rollout programs"
-    print(f"{counts} in {seconds:.0f} s", flush=True)
-    return programs
+    if executables:
+        seconds = time.perf_counter() - began
+        counts = f"compiled {len(executables.compiled)} of {len(executables)} programs"
+        print(f"{counts} in {seconds:.0f} s", flush=True)
+    return executables, programs
 
 
 def _watch(run: _Run, label: str, total: int) -> Callable[[int, int], None]:
@@ -292,6 +299,7 @@ def _begin(
     checkpoints: Checkpoints,
     log: MetricsLog,
     received: list[int],
+    compilations: Compilations,
 ) -> _Run:
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
     restored = checkpoints.restore_latest(setup.state_shapes)
@@ -315,7 +323,17 @@ def _begin(
         print(f"resuming after step {step}", flush=True)
         progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
     evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
-    return _Run(setup, folder, checkpoints, log, received, progress, evaluations, fingerprints)
+    return _Run(
+        setup,
+        folder,
+        checkpoints,
+        log,
+        received,
+        progress,
+        evaluations,
+        fingerprints,
+        compilations,
+    )
 
 
 def _truncate_log(

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
+from qerl_jax.rl.losses import LOSSES
 
 # The condition under which a field is read, in words and as a test.
 _Need = tuple[str, Callable[[ConfigDict], bool]]
@@ -78,6 +79,11 @@ NEEDS: dict[str, _Need] = {
     ),
     "rl.dynamic_sampling_rounds": ("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling),
     "rl.overlong_penalty": ("rl.overlong_buffer above 0", lambda c: c.rl.overlong_buffer > 0),
+    "train.micro_batch_rows": (
+        "rl.loss='bnpo' or rl.aggregation='micro_batch', whose denominators it sets; the memory of "
+        "an update follows from train.buffer_tokens",
+        lambda c: "micro_batch" in (c.rl.aggregation or LOSSES[c.rl.loss]["aggregation"]),
+    ),
     "optimizer.final_fraction": (
         "optimizer.schedule other than 'constant'",
         lambda c: c.optimizer.schedule != "constant",

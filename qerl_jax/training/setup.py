@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import optax
@@ -15,11 +16,12 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import TrainState, init_state, make_optimizer
+from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.shapes import plan_shapes
 from qerl_jax.training.collect import CollectConfig
+from qerl_jax.training.memory_plan import MemoryPlan, device_bytes, plan_update, recomputation
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -41,8 +43,10 @@ class Setup:
         collect: options of a step's completions.
         eval_sampling: options of the completions of an evaluation.
         eval_engine: options of the engine in an evaluation.
-        loss: options of the loss.
+        update: static options of the update, with its loss.
+        memory: memory of an update, and the size of its buffers.
         optimizer: the optimizer with its schedule.
+        optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
         sigma: sigma of the noise by step.
         key: key of the run.
@@ -57,8 +61,10 @@ class Setup:
     collect: CollectConfig
     eval_sampling: SamplingConfig
     eval_engine: EngineConfig
-    loss: LossConfig
+    update: UpdateConfig
+    memory: MemoryPlan
     optimizer: optax.GradientTransformation
+    optimizer_key: str
     state_shapes: TrainState
     sigma: optax.Schedule
     key: jax.Array
@@ -95,31 +101,43 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    lora_config = LoraConfig(
-        rank=config.lora.rank,
-        alpha=config.lora.alpha,
-        rslora=config.lora.rslora,
-        targets=tuple(config.lora.targets),
-    )
-    sigma = aqn.sigma_schedule(
-        config.aqn.schedule,
-        sigma_start=config.aqn.sigma_start,
-        sigma_end=config.aqn.sigma_end,
-        stages=config.aqn.stages,
-        total_steps=schedule_steps,
-    )
-    loss, optimizer = loss_from(config), _optimizer(config, schedule_steps)
+    _schedules(config, schedule_steps)  # They refuse bad options before a model is loaded.
     problems = _load_problems(config, rewards)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     model = _load_model(config)
     prompts = _encode_prompts(config, model, problems)
+    return assemble(config, rewards, model, prompts, schedule_steps=schedule_steps)
+
+
+def assemble(
+    config: ConfigDict,
+    rewards: Mapping[str, tuple[Reward, float]],
+    model: LoadedModel,
+    prompts: Mapping[str, list[Prompt]],
+    *,
+    schedule_steps: int,
+) -> Setup:
+    """Makes the parts of a run around a loaded model and encoded prompts.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        model: the model before training.
+        prompts: prompts by split, 'train' and, with evaluations, 'eval'.
+        schedule_steps: as in `prepare`.
+
+    Raises:
+        UserError: the config asks for something that cannot be done.
+    """
+    lora_config, sigma, loss, optimizer = _schedules(config, schedule_steps)
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     head = rollout_head(model.params, config.rollout.head_format)
     key = jax.random.key(config.seed, impl="threefry2x32")
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
+    plan = _plan_update(config, model, head, state_shapes, prompt_width)
     sampling, eval_sampling = _sampling(config)
     engine, eval_engine = _fit_engines(
         config,
@@ -152,12 +170,40 @@ def prepare(
         ),
         eval_sampling=eval_sampling,
         eval_engine=eval_engine,
-        loss=loss,
+        update=UpdateConfig(
+            model=model.config,
+            loss=loss,
+            temperature=config.rollout.temperature,
+            recompute=plan.recompute,
+        ),
+        memory=plan,
         optimizer=optimizer,
+        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
+        f"{schedule_steps}",
         state_shapes=state_shapes,
         sigma=sigma,
         key=key,
     )
+
+
+def _schedules(
+    config: ConfigDict, schedule_steps: int
+) -> tuple[LoraConfig, optax.Schedule, LossConfig, optax.GradientTransformation]:
+    """The parts that need no model: adapter, noise, loss and optimizer."""
+    lora_config = LoraConfig(
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        rslora=config.lora.rslora,
+        targets=tuple(config.lora.targets),
+    )
+    sigma = aqn.sigma_schedule(
+        config.aqn.schedule,
+        sigma_start=config.aqn.sigma_start,
+        sigma_end=config.aqn.sigma_end,
+        stages=config.aqn.stages,
+        total_steps=schedule_steps,
+    )
+    return lora_config, sigma, loss_from(config), _optimizer(config, schedule_steps)
 
 
 def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
@@ -325,6 +371,34 @@ def first_trainable(
         )
     policy = current_policy(model.params, given)
     return Trainable(lora=given.lora, params=trained_params(policy, parameters))
+
+
+def _plan_update(
+    config: ConfigDict,
+    model: LoadedModel,
+    head: dict,
+    state: TrainState,
+    prompt_width: int,
+) -> MemoryPlan:
+    """The buffers of the update that fit the device beside everything else."""
+
+    def size(tree: Any) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    new_tokens = config.rollout.max_new_tokens
+    group = prompt_width - 1 + config.rollout.group_size * new_tokens
+    return plan_update(
+        model.config,
+        weights=size(model.params | head),
+        training=size(state) + 2 * size(state.trainable),
+        itemsize=model.params["embed_tokens"].dtype.itemsize,
+        longest=prompt_width - 1 + new_tokens,
+        group=group,
+        batch=config.rollout.prompts_per_step * group,
+        buffer_tokens=config.train.buffer_tokens,
+        recompute=recomputation(config.train.recompute),
+        device_bytes=device_bytes(),
+    )
 
 
 def _training_bytes(state: TrainState) -> int:

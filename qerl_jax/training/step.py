@@ -4,8 +4,8 @@
     2. noise on the norm scales             theta~ = theta + noise(sigma)
     3. sample and score                     G completions of each of P prompts from theta~
     4. advantages                           A = (r - mean(r)) / std(r) within a group
-    5. batch                                tokens, masks and loss weights
-    6. old and reference log-probabilities  where the loss needs them
+    5. batch                                masks, loss weights, packed buffers
+    6. reference log-probabilities          where the loss needs them
     7. optimizer steps                      gradients of the loss in the trained parameters
 
 Everything random follows from the seed and the step: the key of step n is fold_in(run's key, n),
@@ -27,8 +27,10 @@ from qerl_jax.policy import aqn
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.batch import TrainBatch, longest_first, make_batch, micro_batches
-from qerl_jax.rl.train_step import TrainState, batch_logprobs, mean_kl, train_step
+from qerl_jax.rl.batch import TrainBatch, make_batch
+from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
+from qerl_jax.rl.programs import UpdatePrograms
+from qerl_jax.rl.train_step import TrainState
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.training.collect import Experience, collect
 from qerl_jax.training.setup import Setup
@@ -72,7 +74,8 @@ def take_step(
     setup: Setup,
     progress: Progress,
     *,
-    programs: Executables,
+    executables: Executables,
+    programs: UpdatePrograms,
     on_rollout: Callable[[int, int], None],
     on_update: Callable[[], None],
 ) -> StepResult:
@@ -81,7 +84,8 @@ def take_step(
     Args:
         setup: model, prompts and options of the run.
         progress: the run before the step; the buffers of its state are donated to the update.
-        programs: compiled rollout programs, as in `engine.generate_steps`.
+        executables: compiled rollout programs, as in `engine.generate_steps`.
+        programs: programs of the update.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
 
@@ -90,7 +94,6 @@ def take_step(
     """
     config, trainable = setup.config, progress.state.trainable
     key = jax.random.fold_in(setup.key, progress.step)
-    tokenizer = setup.model.tokenizer
 
     # --- 1. Sigma of the step -------------------------------------------------------------------
     sigma = float(np.asarray(setup.sigma(progress.step)))
@@ -117,7 +120,7 @@ def take_step(
         setup.train_prompts,
         progress.cursor,
         config=setup.collect,
-        executables=programs,
+        executables=executables,
         on_progress=on_rollout,
     )
     on_update()
@@ -131,32 +134,35 @@ def take_step(
     ).reshape(-1)
 
     # --- 5. Batch -------------------------------------------------------------------------------
-    batch = make_batch(
-        [prompt.ids for prompt in experience.prompts],
-        experience.rollout.tokens,
-        experience.rollout.lengths,
-        experience.rollout.finished,
-        advantages,
-        experience.rollout.logprobs,
-        mask_truncated=config.rl.mask_truncated,
-        aggregation=setup.loss.aggregation,
-        pad_id=tokenizer.pad_id,
-        micro_batch_rows=config.train.micro_batch_rows,
-        max_prompt=setup.collect.engine.prompt_width,
-    )
+    batch = _batch(setup, experience, advantages)
+    teaching = rows_that_teach(batch, kl_coef=setup.update.loss.kl_coef)
+    buffers = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
     metrics: dict[str, Any] = {"sigma": sigma, "perturbed_norms": perturbed}
     if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:
-        metrics["noise_kl"] = _noise_kl(setup, noisy, clean, trainable.lora, batch)
+        metrics["noise_kl"] = (
+            _noise_kl(setup, programs, noisy, clean, trainable.lora, batch) if sigma > 0 else 0.0
+        )
 
-    # --- 6. Old and reference log-probabilities -------------------------------------------------
-    under_noise = config.aqn.correction == "noisy_forward"
-    batches = _with_logprobs(setup, noisy if under_noise else clean, trainable.lora, batch)
+    # --- 6. Reference log-probabilities ---------------------------------------------------------
+    if setup.update.loss.kl_coef:
+        scored = (programs.buffer_logprobs(setup.model.params, None, x) for x in buffers)
+        buffers = [
+            dataclasses.replace(x, ref_logprobs=y) for x, y in zip(buffers, scored, strict=True)
+        ]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
-    state, updates = _update(setup, progress.state, batches, noise if under_noise else None)
+    under_noise = config.aqn.correction == "noisy_forward"
+    state, updates = _update(
+        progress.state,
+        setup.model.params,
+        buffers,
+        noise if under_noise else None,
+        programs=programs,
+        number=config.rl.updates_per_rollout,
+    )
     seconds = time.perf_counter() - began
 
-    metrics |= experience.metrics | updates
+    metrics |= experience.metrics | updates | packing_metrics(batch, buffers)
     metrics["train_seconds"] = seconds
     metrics["train_tokens_per_second"] = (
         float(batch.lengths.sum()) * config.rl.updates_per_rollout / seconds
@@ -165,56 +171,41 @@ def take_step(
     return StepResult(progress, experience, advantages, metrics)
 
 
-def _with_logprobs(
-    setup: Setup, policy: dict, lora: Lora | None, batch: TrainBatch
-) -> list[TrainBatch]:
-    """Micro-batches, with the log-probabilities under the frozen policies that the loss needs.
-
-    Args:
-        setup: model and options; its parameters without an adapter are the reference.
-        policy: the policy before the first optimizer step, with noise if the update has noise.
-        lora: the adapter before the first optimizer step, or None.
-        batch: all rows of the step.
-    """
-    config = setup.config
-    if setup.loss.aggregation != "micro_batch":  # That loss depends on the rows of a micro-batch.
-        batch = longest_first(batch)
-    batches = micro_batches(batch, config.train.micro_batch_rows)
-
-    def scored(params: dict, adapter: Lora | None, field: str) -> list[TrainBatch]:
-        found = batch_logprobs(
-            params,
-            adapter,
-            batches,
-            config=setup.model.config,
-            temperature=config.rollout.temperature,
-        )
-        return [dataclasses.replace(m, **{field: x}) for m, x in zip(batches, found, strict=True)]
-
-    if setup.loss.kl_coef:
-        batches = scored(setup.model.params, None, "ref_logprobs")
-    if config.rl.updates_per_rollout > 1:
-        batches = scored(policy, lora, "old_logprobs")
-    return batches
+def _batch(setup: Setup, experience: Experience, advantages: np.ndarray) -> TrainBatch:
+    rollout, config = experience.rollout, setup.config
+    return make_batch(
+        [prompt.ids for prompt in experience.prompts],
+        rollout.tokens,
+        rollout.lengths,
+        rollout.finished,
+        advantages,
+        rollout.logprobs,
+        mask_truncated=config.rl.mask_truncated,
+        aggregation=setup.update.loss.aggregation,
+        pad_id=setup.model.tokenizer.pad_id,
+        micro_batch_rows=config.train.micro_batch_rows,
+    )
 
 
 def _update(
-    setup: Setup, state: TrainState, batches: list[TrainBatch], noise: aqn.Noise | None
+    state: TrainState,
+    params: dict,
+    buffers: list[PackedBuffer],
+    noise: aqn.Noise | None,
+    *,
+    programs: UpdatePrograms,
+    number: int,
 ) -> tuple[TrainState, dict[str, float]]:
     """The optimizer steps on one rollout; returns the state and metrics as Python numbers."""
-    config, history = setup.config, []
-    for _ in range(config.rl.updates_per_rollout):
-        state, metrics = train_step(
-            state,
-            setup.model.params,
-            batches,
-            loss=setup.loss,
-            optimizer=setup.optimizer,
-            remat=config.train.remat,
-            noise=noise,
-            config=setup.model.config,
-            temperature=config.rollout.temperature,
-        )
+    history = []
+    for update in range(number):
+        totals, first = programs.zero_totals(state.trainable), np.bool_(update == 0)
+        for i, buffer in enumerate(buffers):
+            totals, old = programs.add_gradient(
+                totals, state.trainable, params, noise, buffer, first
+            )
+            buffers[i] = dataclasses.replace(buffer, old_logprobs=old)
+        state, metrics = programs.apply_gradient(state, totals)
         history.append(jax.device_get(metrics))
         if history[-1]["update_skipped"]:
             break  # The same rollout would give the same gradient.
@@ -226,18 +217,18 @@ def _update(
 
 
 def _noise_kl(
-    setup: Setup, noisy: dict, clean: dict, lora: Lora | None, batch: TrainBatch
+    setup: Setup,
+    programs: UpdatePrograms,
+    noisy: dict,
+    clean: dict,
+    lora: Lora | None,
+    batch: TrainBatch,
 ) -> float:
-    """KL of the noisy against the clean policy, on rows spread over the whole batch."""
+    """Mean KL of the noisy against the clean policy on rows spread over the batch, per token."""
     count = setup.config.aqn.kl_rows
     stride = max(1, len(batch.lengths) // count)
-    rows = jax.tree.map(lambda x: x[::stride][:count], batch)
-    kl = mean_kl(
-        noisy,
-        clean,
-        lora,
-        rows,
-        config=setup.model.config,
-        temperature=setup.config.rollout.temperature,
-    )
-    return float(kl)
+    rows = np.zeros(len(batch.lengths), bool)
+    rows[::stride][:count] = True
+    buffers = pack(batch, rows, buffer_tokens=setup.memory.buffer_tokens)
+    total = sum(float(programs.buffer_kl(noisy, clean, lora, buffer)) for buffer in buffers)
+    return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))

@@ -11,6 +11,7 @@ from qerl_jax.policy import aqn
 from qerl_jax.rl.advantages import SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
+from qerl_jax.training.memory_plan import recomputation
 from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1
@@ -52,6 +53,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "optimizer.weight_decay": (0,),
     "optimizer.max_grad_norm": (1e-9,),
     "train.micro_batch_rows": (1,),
+    "train.buffer_tokens": (0,),
     "eval.every": (0,),
     "eval.problems": (0,),
     "eval.max_new_tokens": (1,),
@@ -117,6 +119,7 @@ def validate(config: ConfigDict) -> None:
         )
     cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     check_head_format(config.rollout.head_format)
+    recomputation(config.train.recompute)
     if config.rollout.head_format and config.train.parameters == "full":
         raise UserError(
             f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "

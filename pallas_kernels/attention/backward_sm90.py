@@ -1,0 +1,41 @@
+"""The gradient of packed self-attention on a Hopper GPU, by Pallas's Mosaic GPU backend.
+
+Nothing is added atomically, and the order of every sum is fixed: queries have a kernel, and keys
+and values another one.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import dkv_sm90, dq_sm90
+from pallas_kernels.attention.segments import Segments
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: Segments,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the gradients by q, k and v, of the results of `forward_sm90.attend`.
+
+    Args:
+        q: bfloat16 [T, N, H] queries.
+        k: bfloat16 [T, K, H] keys.
+        v: bfloat16 [T, K, H] values.
+        segments: segments of the buffer.
+        out: bfloat16 [T, N, H] attention.
+        lse: float32 [N, T] log-sum-exp in base 2.
+        d_out: bfloat16 [T, N, H] gradient by the attention.
+        interpret: simulate the kernels with these parameters.
+    """
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1).T
+    operands = q, k, v, d_out, lse, delta, segments
+    dq = dq_sm90.gradient(*operands, interpret=interpret)
+    return dq, *dkv_sm90.gradients(*operands, interpret=interpret)

@@ -1,0 +1,307 @@
+"""The gradients of packed self-attention by keys and values, on a Hopper GPU.
+
+A CTA has a tile of 128 keys, or a part of what the tile has to do, and visits blocks of queries of
+all heads that share the keys. It computes the softmax weights again, of the scores and the saved
+log-sum-exp. A second kernel adds up the sums of the parts of each divided tile, in order.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import tiles_sm90 as tiles
+from pallas_kernels.attention.segments import BLOCK, STEP, Segments
+from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS
+
+_STAGES = 2
+
+
+def gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    segments: Segments,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients by k and v, bfloat16 [T, K, H].
+
+    Args:
+        q: bfloat16 [T, N, H] queries.
+        k: bfloat16 [T, K, H] keys.
+        v: bfloat16 [T, K, H] values.
+        d_out: bfloat16 [T, N, H] gradient by the attention.
+        lse: float32 [N, T] log-sum-exp in base 2.
+        delta: float32 [N, T] sums of attention times its gradient.
+        segments: segments of the buffer.
+        interpret: simulate the kernels with these parameters.
+    """
+    length, kv_heads, head_dim = k.shape
+    count = length // BLOCK
+    partial = jax.ShapeDtypeStruct((count, kv_heads, BLOCK, head_dim), jnp.float32)
+    gradient = jax.ShapeDtypeStruct(k.shape, k.dtype)
+
+    def body(q, k, v, d_out, lse, delta, query_runs, ends, dk, dv, dk_parts, dv_parts, **shared):
+        unit, group = lax.axis_index("unit"), q.shape[1] // kv_heads
+        cta = _KeyTile(
+            q=q, k=k, v=v, d_out=d_out, lse=lse, delta=delta, ends=ends, dk=dk, dv=dv,
+            dk_parts=dk_parts, dv_parts=dv_parts, **shared,
+            head=lax.axis_index("head"),
+            blocks=_QueryBlocks(*(query_runs[unit, i] for i in range(6)), group=group),
+            simulated=interpret is not None,
+        )  # fmt: skip
+        pl.when(cta.blocks.parts > 0)(lambda: tiles.run(cta))
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=(gradient, gradient, partial, partial),
+        scratch_types={
+            "k_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
+            "v_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
+            "q_sm": tiles.operand(_STAGES, STEP, head_dim),
+            "d_out_sm": tiles.operand(_STAGES, STEP, head_dim),
+            "lse_sm": plgpu.SMEM((_STAGES, STEP), jnp.float32),
+            "delta_sm": plgpu.SMEM((_STAGES, STEP), jnp.float32),
+            "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
+            "full": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=4),
+            "empty": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS),
+        },
+        grid=(2 * count, kv_heads),
+        grid_names=("unit", "head"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="packed_attention_dkv_sm90",
+        compiler_params=tiles.PARAMETERS,
+        interpret=interpret,
+    )
+    dk, dv, dk_parts, dv_parts = kernel(
+        q, k, v, d_out, lse, delta, segments.query_runs, segments.ends
+    )
+    return _add_parts(dk, dv, dk_parts, dv_parts, segments.sums, interpret)
+
+
+@dataclasses.dataclass(frozen=True)
+class _QueryBlocks:
+    """The blocks of 64 queries that a part of a tile of 128 keys visits.
+
+    The blocks of all heads that share the keys follow one another, head by head. A part has a
+    fraction of this sequence.
+
+    Attributes:
+        tile: index of the tile.
+        blocks: number of blocks of each head; the first one starts at the tile's first key.
+        part: index of the part.
+        parts: number of parts of the tile.
+        slot: where the sums of the part go, or -1 if they are the result.
+        full_to: end of the full blocks, which start at the third block.
+        group: number of heads that share the keys.
+    """
+
+    tile: Any
+    blocks: Any
+    part: Any
+    parts: Any
+    slot: Any
+    full_to: Any
+    group: int
+
+    @property
+    def first(self) -> Any:
+        """The index of the part's first block in the tile's sequence."""
+        return lax.div(self.group * self.blocks * self.part, self.parts)
+
+    @property
+    def count(self) -> Any:
+        """The number of the part's blocks."""
+        return lax.div(self.group * self.blocks * (self.part + 1), self.parts) - self.first
+
+    def place(self, i: Any) -> tuple[Any, Any]:
+        """The head within the group, and the block's index, of the i-th block of the part."""
+        i += self.first
+        return lax.div(i, self.blocks), lax.rem(i, self.blocks)
+
+    def masked(self, scores: jax.Array, block: Any, keys: jax.Array, ends: jax.Array) -> jax.Array:
+        """The transposed scores, and -inf where a query does not see a key.
+
+        Args:
+            scores: float32 [64, 64] of keys and queries.
+            block: index of the block.
+            keys: int32 [64], index of each key from the tile's first.
+            ends: int32 [64], `Segments.ends` of the keys from the tile's first key.
+        """
+
+        def hide():
+            start = block * STEP
+            query = tiles.iota(scores.shape, 1, tiles.TILE)
+            seen = tiles.over_columns(keys - start, STEP) <= query
+            seen &= query < tiles.over_columns(ends - start, STEP)
+            return jnp.where(seen, scores, -jnp.inf)
+
+        full = (block >= BLOCK // STEP) & (block < self.full_to)
+        return lax.cond(full, lambda: scores, hide)
+
+
+@dataclasses.dataclass(frozen=True)
+class _KeyTile:
+    """A CTA of the gradients by keys and values: a part of a tile of 128 keys of one head.
+
+    Attributes:
+        q: [T, N, H] queries.
+        k: [T, K, H] keys.
+        v: [T, K, H] values.
+        d_out: [T, N, H] gradient by the attention.
+        lse: float32 [N, T] log-sum-exp.
+        delta: float32 [N, T] sums of attention times its gradient.
+        ends: int32 [T], `Segments.ends`.
+        dk: [T, K, H] result of tiles that are not divided.
+        dv: [T, K, H] result of tiles that are not divided.
+        dk_parts: float32 [slots, K, 128, H] sums of the parts of other tiles.
+        dv_parts: float32 [slots, K, 128, H] sums of the parts of other tiles.
+        k_sm: [2, 64, H] keys of each consumer, and its result in the end.
+        v_sm: [2, 64, H] values of each consumer, and its result in the end.
+        q_sm: [stages, 64, H] queries.
+        d_out_sm: [stages, 64, H] gradient by the attention.
+        lse_sm: float32 [stages, 64] log-sum-exp.
+        delta_sm: float32 [stages, 64] delta.
+        tile_full: a barrier per consumer that tells when its tiles have arrived.
+        full: a barrier per stage that tells when its queries have arrived.
+        empty: a barrier per stage that tells when its queries have been read.
+        head: index of the key head.
+        blocks: blocks of queries to visit.
+        simulated: the interpreter runs the kernel.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+    lse: Any
+    delta: Any
+    ends: Any
+    dk: Any
+    dv: Any
+    dk_parts: Any
+    dv_parts: Any
+    k_sm: Any
+    v_sm: Any
+    q_sm: Any
+    d_out_sm: Any
+    lse_sm: Any
+    delta_sm: Any
+    tile_full: Any
+    full: Any
+    empty: Any
+    head: Any
+    blocks: _QueryBlocks
+    simulated: bool
+
+    def produce(self) -> None:
+        """Copies the blocks of queries and of the gradient by the attention."""
+        first = self.blocks.tile * BLOCK
+
+        def copy(i, stage):
+            head, block = self.blocks.place(i)
+            head += self.head * self.blocks.group
+            rows, full = pl.ds(first + block * STEP, STEP), self.full.at[stage]
+            plgpu.copy_gmem_to_smem(self.q.at[rows, head], self.q_sm.at[stage], full)
+            plgpu.copy_gmem_to_smem(self.d_out.at[rows, head], self.d_out_sm.at[stage], full)
+            plgpu.copy_gmem_to_smem(self.lse.at[head, rows], self.lse_sm.at[stage], full)
+            plgpu.copy_gmem_to_smem(self.delta.at[head, rows], self.delta_sm.at[stage], full)
+
+        tiles.produce([(self.empty, copy)], self.blocks.count, _STAGES)
+
+    def consume(self, warpgroup: Any) -> None:
+        """Computes the gradients by 64 keys and values."""
+        head_dim = self.q.shape[2]
+        first = self.blocks.tile * BLOCK
+        rows = pl.ds(first + warpgroup * ROWS, ROWS)
+        k_sm, v_sm = self.k_sm.at[warpgroup], self.v_sm.at[warpgroup]
+        full = self.tile_full.at[warpgroup]
+        plgpu.copy_gmem_to_smem(self.k.at[rows, self.head], k_sm, full)
+        plgpu.copy_gmem_to_smem(self.v.at[rows, self.head], v_sm, full)
+        keys = warpgroup * ROWS + tiles.iota((ROWS,), 0, tiles.BY_ROW)
+        ends = plgpu.load(self.ends.at[rows], layout=tiles.BY_ROW, optimized=False) - first
+        plgpu.barrier_wait(full)
+        scale = head_dim**-0.5
+
+        def visit(i, carry):
+            dk, dv = carry
+            stage = lax.rem(i, _STAGES)
+            q_sm, d_out_sm = self.q_sm.at[stage], self.d_out_sm.at[stage]
+            plgpu.barrier_wait(self.full.at[stage])
+            scores = tiles.product(k_sm, q_sm.T)
+            scores = self.blocks.masked(scores, self.blocks.place(i)[1], keys, ends)
+            lse = plgpu.load(self.lse_sm.at[stage], layout=tiles.BY_COLUMN)
+            scores *= scale * tiles.LOG2_E
+            weights = jnp.exp2(scores - tiles.over_rows(lse, ROWS))
+            dv = tiles.add_product(dv, weights, d_out_sm, simulated=self.simulated)
+            d_weights = tiles.product(v_sm, d_out_sm.T)
+            delta = plgpu.load(self.delta_sm.at[stage], layout=tiles.BY_COLUMN)
+            d_scores = weights * (d_weights - tiles.over_rows(delta, ROWS))
+            dk = tiles.add_product(dk, d_scores, q_sm, simulated=self.simulated)
+            plgpu.barrier_arrive(self.empty.at[stage])
+            return dk, dv
+
+        start = (tiles.filled((ROWS, head_dim), 0.0, tiles.TILE),) * 2
+        dk, dv = lax.fori_loop(0, self.blocks.count, visit, start)
+        dk *= scale
+
+        @pl.when(self.blocks.slot < 0)
+        def store_result():
+            for staged, x, target in ((k_sm, dk, self.dk), (v_sm, dv, self.dv)):
+                staged[...] = x.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staged, target.at[rows, self.head])
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(self.blocks.slot >= 0)
+        def store_part():
+            place = self.blocks.slot, self.head, pl.ds(warpgroup * ROWS, ROWS)
+            self.dk_parts.at[place][...] = dk
+            self.dv_parts.at[place][...] = dv
+
+
+def _add_parts(dk, dv, dk_parts, dv_parts, sums, interpret):
+    """Puts the results of divided tiles into dk and dv: sums over their parts, in order."""
+    count, kv_heads, _, head_dim = dk_parts.shape
+
+    def body(dk, dv, dk_parts, dv_parts, sums):
+        tile, head, half = (lax.axis_index(name) for name in ("tile", "head", "half"))
+        slot, parts = sums[tile, 0], sums[tile, 1]
+        rows = pl.ds(half * ROWS, ROWS)
+
+        @pl.when(parts > 0)
+        def add():
+            for target, source in ((dk, dk_parts), (dv, dv_parts)):
+
+                def add_part(i, total, source=source):
+                    return total + _load(source.at[slot + i, head, rows])
+
+                start = tiles.filled((ROWS, head_dim), 0.0, tiles.TILE)
+                total = lax.fori_loop(0, parts, add_part, start)
+                place = target.at[pl.ds(tile * BLOCK + half * ROWS, ROWS), head]
+                place[...] = total.astype(jnp.bfloat16)
+
+    dk, dv = jax.new_ref(dk), jax.new_ref(dv)
+    plgpu.kernel(
+        body,
+        out_type=(),
+        grid=(count, kv_heads, 2),
+        grid_names=("tile", "head", "half"),
+        kernel_name="packed_attention_sums_sm90",
+        compiler_params=tiles.PARAMETERS,
+        interpret=interpret,
+    )(dk, dv, dk_parts, dv_parts, sums)
+    return jax.freeze(dk), jax.freeze(dv)
+
+
+def _load(ref: Any) -> jax.Array:
+    return plgpu.load(ref, layout=tiles.TILE, optimized=False)

@@ -1,0 +1,187 @@
+"""The gradient of packed self-attention by the queries, on a Hopper GPU.
+
+A CTA has a tile of 128 queries of one head, and visits blocks of keys as the forward pass does. It
+computes the softmax weights again, of the scores and the saved log-sum-exp.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention import tiles_sm90 as tiles
+from pallas_kernels.attention.segments import BLOCK, Segments
+from pallas_kernels.attention.tiles_sm90 import CONSUMERS, ROWS, KeyBlocks
+
+_STAGES = 2
+
+
+def gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse: jax.Array,
+    delta: jax.Array,
+    segments: Segments,
+    *,
+    interpret: plgpu.InterpretGPUParams | None = None,
+) -> jax.Array:
+    """Returns the gradient by q, bfloat16 [T, N, H].
+
+    Args:
+        q: bfloat16 [T, N, H] queries.
+        k: bfloat16 [T, K, H] keys.
+        v: bfloat16 [T, K, H] values.
+        d_out: bfloat16 [T, N, H] gradient by the attention.
+        lse: float32 [N, T] log-sum-exp in base 2.
+        delta: float32 [N, T] sums of attention times its gradient.
+        segments: segments of the buffer.
+        interpret: simulate the kernel with these parameters.
+    """
+    length, heads, head_dim = q.shape
+
+    def body(q, k, v, d_out, lse, delta, key_runs, ends, dq, **shared):
+        cta = _QueryTile(
+            q=q, k=k, v=v, d_out=d_out, lse=lse, delta=delta, ends=ends, dq=dq, **shared,
+            head=lax.axis_index("head"),
+            blocks=KeyBlocks.load(key_runs, lax.axis_index("rank")),
+            simulated=interpret is not None,
+        )  # fmt: skip
+        tiles.run(cta)
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        scratch_types={
+            "q_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
+            "d_out_sm": tiles.operand(CONSUMERS, ROWS, head_dim),
+            "k_sm": tiles.operand(_STAGES, BLOCK, head_dim),
+            "v_sm": tiles.operand(_STAGES, BLOCK, head_dim),
+            "ends_sm": plgpu.SMEM((_STAGES, BLOCK), jnp.int32),
+            "tile_full": plgpu.Barrier(num_barriers=CONSUMERS, num_arrivals=2),
+            "k_full": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=2),
+            "v_full": plgpu.Barrier(num_barriers=_STAGES),
+            "k_empty": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS),
+            "v_empty": plgpu.Barrier(num_barriers=_STAGES, num_arrivals=CONSUMERS),
+        },
+        grid=(length // BLOCK, heads),
+        grid_names=("rank", "head"),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="packed_attention_dq_sm90",
+        compiler_params=tiles.PARAMETERS,
+        interpret=interpret,
+    )
+    return kernel(q, k, v, d_out, lse, delta, segments.key_runs, segments.ends)
+
+
+@dataclasses.dataclass(frozen=True)
+class _QueryTile:
+    """A CTA of the gradient by the queries: a tile of 128 queries of one head.
+
+    Attributes:
+        q: [T, N, H] queries.
+        k: [T, K, H] keys.
+        v: [T, K, H] values.
+        d_out: [T, N, H] gradient by the attention.
+        lse: float32 [N, T] log-sum-exp.
+        delta: float32 [N, T] sums of attention times its gradient.
+        ends: int32 [T], `Segments.ends`.
+        dq: [T, N, H] result.
+        q_sm: [2, 64, H] queries of each consumer, and its result in the end.
+        d_out_sm: [2, 64, H] gradient by the attention of each consumer's queries.
+        k_sm: [stages, 128, H] keys.
+        v_sm: [stages, 128, H] values.
+        ends_sm: int32 [stages, 128] ends of the keys.
+        tile_full: a barrier per consumer that tells when its tiles have arrived.
+        k_full: a barrier per stage that tells when its keys have arrived.
+        v_full: a barrier per stage that tells when its values have arrived.
+        k_empty: a barrier per stage that tells when its keys have been read.
+        v_empty: a barrier per stage that tells when its values have been read.
+        head: index of the query head.
+        blocks: blocks of keys to visit.
+        simulated: the interpreter runs the kernel.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    d_out: Any
+    lse: Any
+    delta: Any
+    ends: Any
+    dq: Any
+    q_sm: Any
+    d_out_sm: Any
+    k_sm: Any
+    v_sm: Any
+    ends_sm: Any
+    tile_full: Any
+    k_full: Any
+    v_full: Any
+    k_empty: Any
+    v_empty: Any
+    head: Any
+    blocks: KeyBlocks
+    simulated: bool
+
+    def produce(self) -> None:
+        """Copies the blocks of keys and values."""
+        kv_head = lax.div(self.head, self.q.shape[1] // self.k.shape[1])
+
+        def copy_keys(i, stage):
+            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.k_full.at[stage]
+            plgpu.copy_gmem_to_smem(self.k.at[keys, kv_head], self.k_sm.at[stage], full)
+            plgpu.copy_gmem_to_smem(self.ends.at[keys], self.ends_sm.at[stage], full)
+
+        def copy_values(i, stage):
+            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.v_full.at[stage]
+            plgpu.copy_gmem_to_smem(self.v.at[keys, kv_head], self.v_sm.at[stage], full)
+
+        channels = [(self.k_empty, copy_keys), (self.v_empty, copy_values)]
+        tiles.produce(channels, self.blocks.count, _STAGES)
+
+    def consume(self, warpgroup: Any) -> None:
+        """Computes the gradient by 64 queries."""
+        head_dim = self.q.shape[2]
+        first = self.blocks.tile * BLOCK + warpgroup * ROWS
+        rows = pl.ds(first, ROWS)
+        q_sm, d_out_sm = self.q_sm.at[warpgroup], self.d_out_sm.at[warpgroup]
+        full = self.tile_full.at[warpgroup]
+        plgpu.copy_gmem_to_smem(self.q.at[rows, self.head], q_sm, full)
+        plgpu.copy_gmem_to_smem(self.d_out.at[rows, self.head], d_out_sm, full)
+        lse, delta = (
+            plgpu.load(x.at[self.head, rows], layout=tiles.BY_ROW, optimized=False)
+            for x in (self.lse, self.delta)
+        )
+        queries = first + tiles.iota((ROWS,), 0, tiles.BY_ROW)
+        plgpu.barrier_wait(full)
+        scale = head_dim**-0.5
+
+        def visit(i, dq):
+            stage = lax.rem(i, _STAGES)
+            k_sm, v_sm = self.k_sm.at[stage], self.v_sm.at[stage]
+            plgpu.barrier_wait(self.k_full.at[stage])
+            scores = tiles.product(q_sm, k_sm.T)
+            scores = self.blocks.masked(scores, i, queries, self.ends_sm.at[stage])
+            scores *= scale * tiles.LOG2_E
+            weights = jnp.exp2(scores - tiles.over_columns(lse, BLOCK))
+            plgpu.barrier_wait(self.v_full.at[stage])
+            d_weights = tiles.product(d_out_sm, v_sm.T)
+            plgpu.barrier_arrive(self.v_empty.at[stage])
+            d_scores = weights * (d_weights - tiles.over_columns(delta, BLOCK))
+            dq = tiles.add_product(dq, d_scores, k_sm, simulated=self.simulated)
+            plgpu.barrier_arrive(self.k_empty.at[stage])
+            return dq
+
+        start = tiles.filled((ROWS, head_dim), 0.0, tiles.TILE)
+        dq = lax.fori_loop(0, self.blocks.count, visit, start)
+        q_sm[...] = (scale * dq).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(q_sm, self.dq.at[rows, self.head])
+        plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,196 @@
+"""What the attention kernels share: products of tiles, the pipeline of keys, and its order."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.segments import ALIGNMENT, BLOCK
+
+ROWS = 64  # rows of a consumer warpgroup's tile
+CONSUMERS = 2  # consumer warpgroups of a CTA
+CONSUMER_REGISTERS = 240
+PRODUCER_REGISTERS = 24
+LOG2_E = 1.4426950408889634
+# How operands of wgmma lie in shared memory.
+OPERAND = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+TILE = plgpu.Layout.WGMMA  # layout of a product
+BY_ROW = TILE.reduce(1)  # layout of one number for each row of a product
+BY_COLUMN = TILE.reduce(0)
+PARAMETERS = plgpu.CompilerParams(
+    approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
+)
+
+
+def operand(*shape: int) -> Any:
+    """The type of operands of wgmma in shared memory."""
+    return plgpu.SMEM(shape, jnp.bfloat16, transforms=OPERAND)
+
+
+def product(a: Any, b: Any) -> jax.Array:
+    """The float32 product of two matrices in shared memory, [64, columns of b]."""
+
+    def multiply(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[1]), jnp.float32))
+
+
+def add_product(acc: jax.Array, a: jax.Array, b: Any, *, simulated: bool) -> jax.Array:
+    """Adds the product of a matrix in registers, rounded to bfloat16, and one in shared memory.
+
+    Args:
+        acc: float32 [64, n].
+        a: float32 [64, m].
+        b: bfloat16 [m, n] in shared memory.
+        simulated: the interpreter runs this, whose wgmma takes no registers.
+    """
+    a = a.astype(jnp.bfloat16)
+    if simulated:
+        return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+
+    def multiply(total):
+        total[...] = acc
+        plgpu.wgmma(total, a, b)
+        return total[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((acc.shape[0], acc.shape[1]), acc.dtype))
+
+
+def filled(shape: tuple[int, ...], value: float, layout: Any) -> jax.Array:
+    """A float32 array of equal numbers in a layout."""
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def iota(shape: tuple[int, ...], dimension: int, layout: Any) -> jax.Array:
+    """The index along a dimension, int32, in a layout."""
+    return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=layout)
+
+
+def over_columns(numbers: jax.Array, columns: int) -> jax.Array:
+    """Repeats one number for each row."""
+    return lax.broadcast_in_dim(numbers, (numbers.shape[0], columns), (0,))
+
+
+def over_rows(numbers: jax.Array, rows: int) -> jax.Array:
+    """Repeats one number for each column."""
+    return lax.broadcast_in_dim(numbers, (rows, numbers.shape[0]), (1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyBlocks:
+    """The blocks of 128 keys that a tile of 128 queries visits.
+
+    Attributes:
+        tile: index of the tile.
+        prompt: first key of the prompt's run.
+        prompt_blocks: number of blocks of the prompt's run.
+        prompt_from: first full block of the prompt's run.
+        prompt_to: end of the full blocks of the prompt's run.
+        own: first key of the tile's own run; the prompt's run ends before it.
+        blocks: number of blocks of the own run.
+        full_from: first full block of the own run.
+        full_to: end of the full blocks of the own run.
+    """
+
+    tile: Any
+    prompt: Any
+    prompt_blocks: Any
+    prompt_from: Any
+    prompt_to: Any
+    own: Any
+    blocks: Any
+    full_from: Any
+    full_to: Any
+
+    @classmethod
+    def load(cls, key_runs: Any, rank: Any) -> "KeyBlocks":
+        """Reads a row of `Segments.key_runs` in global memory."""
+        return cls(*(key_runs[rank, i] for i in range(9)))
+
+    @property
+    def count(self) -> Any:
+        """The number of blocks that are visited."""
+        return self.prompt_blocks + self.blocks
+
+    def first_key(self, i: Any) -> Any:
+        """The first key of the i-th block."""
+        in_own = i - self.prompt_blocks
+        key = jnp.where(in_own < 0, self.prompt + i * BLOCK, self.own + in_own * BLOCK)
+        return pl.multiple_of(key, ALIGNMENT)
+
+    def is_full(self, i: Any) -> Any:
+        """Whether every query of the tile sees every key of the i-th block."""
+        in_own = i - self.prompt_blocks
+        full_of_prompt = (i >= self.prompt_from) & (i < self.prompt_to)
+        return full_of_prompt | ((in_own >= self.full_from) & (in_own < self.full_to))
+
+    def masked(self, scores: jax.Array, i: Any, queries: jax.Array, ends: Any) -> jax.Array:
+        """The scores of the i-th block, and -inf where a query does not see a key.
+
+        Args:
+            scores: float32 [64, 128].
+            i: index of the block.
+            queries: int32 [64] index of each query.
+            ends: int32 [128] in shared memory, `Segments.ends` of the keys.
+        """
+
+        def hide():
+            end = plgpu.load(ends, layout=BY_COLUMN)
+            # The last block of the prompt's run may hold keys of the own run, too.
+            bound = jnp.where(i < self.prompt_blocks, self.own - 1, 2**31 - 1)
+            last = jnp.minimum(queries, bound) - self.first_key(i)
+            seen = iota(scores.shape, 1, TILE) <= over_columns(last, BLOCK)
+            seen &= over_columns(queries, BLOCK) < over_rows(end, ROWS)
+            return jnp.where(seen, scores, -jnp.inf)
+
+        return lax.cond(self.is_full(i), lambda: scores, hide)
+
+
+def run(cta: Any) -> None:
+    """Runs the producer and the consumers of a CTA."""
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == CONSUMERS)
+    def produce():
+        plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+        cta.produce()
+
+    @pl.when(warpgroup < CONSUMERS)
+    def consume():
+        plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
+        cta.consume(warpgroup)
+
+
+def produce(channels: list[tuple[Any, Any]], count: Any, stages: int) -> None:
+    """Has the TMA fill the stages of a pipeline, and waits until all are free again.
+
+    Args:
+        channels: list with, for each part of a stage, the barriers that tell when it is free and a
+            function of a step and its stage that starts the copies.
+        count: number of steps.
+        stages: number of stages.
+    """
+
+    @pl.loop(0, count)
+    def fill(i):
+        stage = lax.rem(i, stages)
+        for empty, copy in channels:
+
+            @pl.when(i >= stages)
+            def await_consumers(empty=empty):
+                plgpu.barrier_wait(empty.at[stage])
+                plgpu.commit_smem()
+
+            copy(i, stage)
+
+    # A kernel must not end before all arrivals at its barriers.
+    @pl.loop(jnp.maximum(count - stages, 0), count)
+    def observe_last_phases(i):
+        for empty, _ in channels:
+            plgpu.barrier_wait(empty.at[lax.rem(i, stages)])

@@ -1,0 +1,156 @@
+"""The programs of an update: the functions of `train_step` with their static arguments.
+
+They are compiled ahead of the first step, beside the programs of a rollout (`operations`), or by
+jit when they are first called (`jitted`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from qerl_jax.policy import aqn
+from qerl_jax.policy.lora import Lora
+from qerl_jax.rl import train_step
+from qerl_jax.rl.packing import empty_buffer
+from qerl_jax.rl.train_step import TrainState, UpdateConfig
+from qerl_jax.rollout.programs import Executables, MissingProgramError, Operation
+
+_Program = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdatePrograms:
+    """The functions of `train_step` without their static arguments.
+
+    Attributes:
+        zero_totals: as in `train_step`.
+        add_gradient: as in `train_step`.
+        apply_gradient: as in `train_step`.
+        buffer_logprobs: as in `train_step`; its policy is the reference policy.
+        buffer_kl: as in `train_step`.
+    """
+
+    zero_totals: _Program
+    add_gradient: _Program
+    apply_gradient: _Program
+    buffer_logprobs: _Program
+    buffer_kl: _Program
+
+
+def _functions(
+    config: UpdateConfig, optimizer: optax.GradientTransformation
+) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """The jitted functions and their static arguments by name."""
+    update, policy = {"config": config}, {"config": config.model, "temperature": config.temperature}
+    return {
+        "zero_totals": (train_step.zero_totals, update),
+        "add_gradient": (train_step.add_gradient, update),
+        "apply_gradient": (train_step.apply_gradient, {"optimizer": optimizer}),
+        "buffer_logprobs": (train_step.buffer_logprobs, policy),
+        "buffer_kl": (train_step.buffer_kl, policy),
+    }
+
+
+def jitted(config: UpdateConfig, optimizer: optax.GradientTransformation) -> UpdatePrograms:
+    """Returns programs that jit compiles when they are first called."""
+    return UpdatePrograms(
+        **{
+            name: functools.partial(function, **static)
+            for name, (function, static) in _functions(config, optimizer).items()
+        }
+    )
+
+
+def operations(
+    state: TrainState,
+    params: dict,
+    *,
+    reference: tuple[dict, Lora | None] | None,
+    noise: aqn.Noise | None,
+    measures_kl: bool,
+    buffer_tokens: int,
+    config: UpdateConfig,
+    optimizer: optax.GradientTransformation,
+    optimizer_key: Hashable,
+) -> dict[str, Operation]:
+    """Returns the operations that the updates of a run need, by name.
+
+    Args:
+        state: state before the first update.
+        params: parameters of the policy before training.
+        reference: parameters and LoRA of the reference policy, or None if the loss has no KL.
+        noise: noise under which the update runs, or None.
+        measures_kl: whether steps measure the KL of the policy with noise.
+        buffer_tokens: positions of a buffer.
+        config: static options.
+        optimizer: optimizer.
+        optimizer_key: identity of the optimizer across processes.
+    """
+    state, params = _abstract(state), _abstract(params)
+    noise, reference = _abstract(noise), _abstract(reference)
+    buffer = empty_buffer(buffer_tokens)
+    if reference is not None:
+        buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
+    bare = dataclasses.replace(buffer, ref_logprobs=None)
+    functions = _functions(config, optimizer)
+
+    def totals() -> Any:
+        function, static = functions["zero_totals"]
+        found = function.eval_shape(state.trainable, **static)
+        sharding = state.skipped_in_a_row.sharding
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), found
+        )
+
+    arguments: dict[str, Callable[[], tuple]] = {
+        "zero_totals": lambda: (state.trainable,),
+        "add_gradient": lambda: (
+            *(totals(), state.trainable, params, noise, buffer),
+            np.bool_(True),
+        ),
+        "apply_gradient": lambda: (state, totals()),
+    }
+    if reference is not None:
+        arguments["buffer_logprobs"] = lambda: (*reference, bare)
+    if measures_kl:
+        arguments["buffer_kl"] = lambda: (*(params, params, state.trainable.lora, bare),)
+    identity = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
+    return {
+        name: Operation(*functions[name], arguments[name], (name, *identity)) for name in arguments
+    }
+
+
+def compiled(table: dict[str, Operation], executables: Executables) -> UpdatePrograms:
+    """Returns the compiled programs of `operations`; those that are missing raise when called."""
+
+    def missing(name: str) -> _Program:
+        def call(*_: Any) -> None:
+            raise MissingProgramError(f"no program is compiled for the update operation {name!r}")
+
+        return call
+
+    names = [field.name for field in dataclasses.fields(UpdatePrograms)]
+    return UpdatePrograms(
+        **{name: executables[table[name].key] if name in table else missing(name) for name in names}
+    )
+
+
+def _abstract(tree: Any) -> Any:
+    """Returns the shapes of a tree of arrays with their shardings."""
+
+    def shape(x: Any) -> Any:
+        sharding = x.sharding if getattr(x, "committed", False) else None
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, tree)
+
+
+def _describe(tree: Any) -> str:
+    """Returns the structure, shapes and dtypes of a tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return f"{treedef} {[(leaf.shape, str(leaf.dtype)) for leaf in leaves]}"

@@ -1,0 +1,18 @@
+"""The policy loss of whole rows [B, C], as peers and their goldens state it."""
+
+import jax.numpy as jnp
+
+from qerl_jax.rl import losses
+
+
+def row_loss(logprobs, *, config, advantages, mask, weights, **others):
+    """`losses.policy_loss` for arrays [B, C] and advantages [B]."""
+    rows, columns = jnp.shape(logprobs)
+    flat = {"mask": mask, "weights": weights, **others}
+    return losses.policy_loss(
+        logprobs.reshape(-1),
+        advantages=jnp.repeat(advantages, columns),
+        rows=jnp.repeat(jnp.arange(rows), columns),
+        config=config,
+        **{name: None if x is None else jnp.reshape(x, -1) for name, x in flat.items()},
+    )

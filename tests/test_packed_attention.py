@@ -1,0 +1,216 @@
+"""Packed self-attention with a shared prompt: tiles, the dense form, and the simulated kernels."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from packed_cases import draw_operands, errors, oracle, packed_ids, random_ids, visibility
+
+from pallas_kernels.attention import (
+    attend_packed,
+    backward_sm90,
+    benchmark,
+    dense,
+    forward_sm90,
+    segments,
+)
+from pallas_kernels.attention.segments import BLOCK, STEP
+
+ROUNDING = 4e-3  # relative error of results in bfloat16, of weights that are rounded, too
+
+
+def visited(packed):
+    """How often the kernels visit each pair of query and key; and in a full block, bool [T, T].
+
+    The tiles of queries come first, then the tiles of keys.
+    """
+    length = len(packed.ids)
+    counts, full = np.zeros((2, length, length), int), np.zeros((2, length, length), bool)
+    for tile, prompt, prompt_blocks, *prompt_full, own, blocks, start, stop in packed.key_runs:
+        rows = slice(tile * BLOCK, (tile + 1) * BLOCK)
+        assert prompt % 8 == own % BLOCK == 0
+        for first, number, (full_from, full_to), end in (
+            (prompt, prompt_blocks, prompt_full, own),
+            (own, blocks, (start, stop), length),
+        ):
+            for i in range(number):
+                keys = slice(first + i * BLOCK, first + (i + 1) * BLOCK)
+                assert keys.stop <= length
+                full[0, rows, keys] |= full_from <= i < full_to
+                # Keys of the own run are left out of the prompt's run.
+                assert not full_from <= i < full_to or keys.stop <= end
+                counts[0, rows, keys.start : min(keys.stop, end)] += 1
+    for tile, blocks, part, parts, _, full_to, *_ in packed.query_runs:
+        for i in range(blocks):
+            if part == 0 and parts:
+                keys = slice(tile * BLOCK, (tile + 1) * BLOCK)
+                rows = slice(tile * BLOCK + i * STEP, tile * BLOCK + (i + 1) * STEP)
+                counts[1, rows, keys] += 1
+                full[1, rows, keys] |= BLOCK // STEP <= i < full_to
+    return counts, full
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_visible_pair_is_visited_once(seed):
+    rng = np.random.default_rng(seed)
+    packed = segments(random_ids(rng, 128 * rng.integers(1, 12)))
+    index, ends = np.arange(len(packed.ids)), packed.ends
+    visible = visibility(packed.ids)
+    masked = (index <= index[:, None]) & (index[:, None] < ends)
+    live = packed.ids >= 0
+    np.testing.assert_array_equal(masked[live], visible[live])
+    assert masked.diagonal().all()  # no row is without a key
+    for counts, full in zip(*visited(packed), strict=True):
+        assert (counts[masked] == 1).all()
+        assert counts.max() == 1
+        assert masked[full].all()
+
+
+def test_a_full_block_is_not_masked():
+    """A long completion and a long prompt have full blocks in every direction."""
+    packed = segments(packed_ids((300, 300, 400), total=1024))
+    counts, full = visited(packed)
+    assert counts.sum(axis=(1, 2)).tolist() == [33 * BLOCK**2, 66 * STEP * BLOCK]
+    # Of queries 128 to 255, and of the tiles after 640, which end in a completion.
+    assert full[0, 128:256].sum() == BLOCK**2
+    assert [full[0, i : i + BLOCK].sum() // BLOCK**2 for i in (640, 768)] == [2, 3]
+    # Of keys of the prompt alone, and of the second completion alone.
+    assert [full[1, :, i : i + BLOCK].sum() // BLOCK // STEP for i in (0, 128, 640)] == [13, 11, 3]
+
+
+@pytest.mark.parametrize("groups", [[], [(40,)], [(100, *[280] * 8)], [(100, 2048, 2048)]])
+def test_tiles_are_divided_into_parts_in_order(groups):
+    """Every part has a CTA, and the slots of a divided tile follow one another."""
+    packed = segments(packed_ids(*groups, total=4352))
+    count = len(packed.ids) // BLOCK
+    rows = packed.query_runs[packed.query_runs[:, 3] > 0]
+    work = rows[:, 1] / rows[:, 3]
+    assert (np.diff(work) <= 0).all()
+    assert sorted(set(rows[:, 0])) == list(range(count))
+    for tile in range(count):
+        parts = rows[rows[:, 0] == tile]
+        parts = parts[np.argsort(parts[:, 2])]
+        number = len(parts)
+        assert parts[:, 2].tolist() == list(range(number))
+        assert set(parts[:, 3]) == {number}
+        first, divided = packed.sums[tile]
+        assert divided == (number if number > 1 else 0)
+        slots = [first + i for i in range(number)] if number > 1 else [-1]
+        assert parts[:, 4].tolist() == slots
+    slots = rows[rows[:, 4] >= 0, 4]
+    assert len(set(slots)) == len(slots) <= count
+
+
+def test_a_long_prompt_tile_does_not_outlast_the_others():
+    packed = segments(packed_ids((100, *[2048] * 7), total=16384))
+    rows = packed.query_runs[packed.query_runs[:, 3] > 0]
+    total = (rows[:, 1] / rows[:, 3]).sum()
+    assert rows[0, 1] == 226  # blocks of the prompt's tile
+    assert rows[0, 1] / rows[0, 3] < 2 * total / 128
+
+
+def test_shapes_depend_on_the_length_alone():
+    layouts = [(), ((7,),), ((100, 280, 0, 280),), ((1, 600), (300, 30))]
+    shapes = {
+        tuple(x.shape for x in segments(packed_ids(*groups, total=1000))) for groups in layouts
+    }
+    assert shapes == {((1000,), (8, 9), (16, 8), (8, 2), (1000,))}
+
+
+@pytest.mark.parametrize(("ids", "token"), [([0, 1, 0], 2), ([0, -1, 1], 2), ([4096, 3], 1)])
+def test_ids_out_of_order_are_refused(ids, token):
+    with pytest.raises(ValueError, match=f"token {token} has the id {ids[token]} after"):
+        segments(np.array(ids))
+
+
+def test_the_benchmark_fills_a_buffer():
+    """Groups that do not fit are divided, and the prompt is repeated."""
+    ids = benchmark.fill(1000, 50, 2, 200)
+    np.testing.assert_array_equal(
+        ids, packed_ids((50, 200, 200), (50, 200, 200), total=1000)[: len(ids)]
+    )
+    packed = segments(ids)
+    assert benchmark.visible_pairs(packed) == visibility(ids)[ids >= 0].sum()
+
+
+HEADS = [(12, 2, 16), (28, 4, 16), (9, 3, 16)]
+RAGGED = packed_ids((5, 9, 0, 1), (1, 30), (40, 3, 7), (8,), total=130)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("rows", ["one block", "blocks"])
+def test_the_dense_form(heads, rows, monkeypatch):
+    """In float32, with the gradients of autodiff."""
+    ids = np.append(RAGGED, [-1, -1]).astype(np.int32)
+    if rows == "blocks":  # of 66 queries
+        monkeypatch.setattr(dense, "_MAX_SCORES", 2**13)
+    *operands, d_out = draw_operands(len(ids), *heads, ids, jnp.float32)
+    packed = segments(ids)
+    out, pullback = jax.vjp(jax.jit(lambda *x: attend_packed(*x, packed)), *operands)
+    expected = oracle(*operands, d_out, ids)
+    assert max(errors((out, *pullback(d_out)), expected, ids)) < 3e-6
+
+
+def test_the_dense_form_of_padding_alone_is_finite():
+    ids = np.full(20, -1, np.int32)
+    *operands, _ = draw_operands(20, 2, 1, 8, ids)
+    assert np.isfinite(np.asarray(attend_packed(*operands, segments(ids)), np.float32)).all()
+
+
+@contextlib.contextmanager
+def simulation():
+    """Yields the parameters of a simulation; a race that it finds fails the test."""
+    yield plgpu.InterpretGPUParams(detect_races=True)
+    races = interpret_pallas_call.get_races()
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+    assert not races.races_found
+
+
+def simulate(heads, ids):
+    """Errors of the simulated kernels."""
+    *operands, d_out = draw_operands(len(ids), *heads, ids)
+    packed = segments(ids)
+    with simulation() as parameters:
+        run = functools.partial(forward_sm90.attend, interpret=parameters)
+        out, lse = jax.jit(run)(*operands, packed)
+    with simulation() as parameters:
+        run = functools.partial(backward_sm90.gradients, interpret=parameters)
+        gradients = jax.jit(run)(*operands, packed, out, lse, d_out)
+    return errors((out, *gradients), oracle(*operands, d_out, ids), ids)
+
+
+def test_the_kernels():
+    """Two tiles: a prompt before the own run, full blocks, padding."""
+    ids = packed_ids((30, 70, 60), (90, 5), total=256)
+    assert max(simulate((2, 1, 64), ids)) < ROUNDING
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("heads", "groups"),
+    [
+        ((2, 1, 128), [(200, 100, 150)]),
+        ((3, 1, 64), [(9, 500)]),
+        ((4, 2, 64), [(30, 40), (77, 90), (3, *[20] * 9)]),
+        ((1, 1, 128), []),
+    ],
+)
+def test_the_kernels_with_other_layouts(heads, groups):
+    """Full blocks of both kinds, divided tiles, many groups in a tile, padding alone."""
+    ids = packed_ids(*groups, total=512)
+    if groups:
+        assert max(simulate(heads, ids)) < ROUNDING
+        return
+    *operands, d_out = draw_operands(len(ids), *heads, ids)
+    with simulation() as parameters:
+        out, lse = forward_sm90.attend(*operands, segments(ids), interpret=parameters)
+    with simulation() as parameters:
+        options = {"interpret": parameters}
+        gradients = backward_sm90.gradients(*operands, segments(ids), out, lse, d_out, **options)
+    assert np.isfinite(np.asarray(out, np.float32)).all()
+    assert all(not np.asarray(x, np.float32).any() for x in gradients)
