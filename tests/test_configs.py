@@ -263,3 +263,22 @@ def test_means_of_micro_batches_train(tiny, tmp_path):
         losses[loss] = row["loss"]
     assert all(math.isfinite(value) for value in losses.values())
     assert losses["bnpo"] != losses["dapo"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        (
+            "data.system_prompt",
+            "Be \ud83d",
+            "data.system_prompt: not valid Unicode: character 4",
+        ),
+        ("data.question_suffix", "\udc80", "data.question_suffix: not valid Unicode: character 1"),
+        ("rollout.stop", ("a", "b\udfff"), r"rollout.stop\[1\]: not valid Unicode: character 2"),
+    ],
+)
+def test_texts_of_a_config_are_valid_unicode(field, value, place):
+    config = grpo_gsm8k.get_config()
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=place):
+        validate(config)

@@ -433,6 +433,30 @@ def test_other_files_are_left_alone(settings, tmp_path):
         evaluate(settings())
 
 
+@pytest.mark.parametrize(
+    ("content", "name"), [({}, "tasks"), ({"tasks": {}}, "settings"), ({"tasks": [1]}, "tasks")]
+)
+def test_results_of_something_else_are_left_alone(settings, tmp_path, content, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"results.json: '{name}' is not an object.*--out"):
+        evaluate(settings())
+    assert results_of(tmp_path / "out") == content
+
+
+def test_completions_without_the_stop_strings_are_not_continued(settings, tmp_path):
+    (folder,) = evaluate(settings(limit=1, samples=1))
+    results = results_of(folder)
+    task = results["tasks"]["problems"]
+    assert (task.pop("stop"), task.pop("kv_cache_dtype")) == ([], "")  # as an earlier version
+    (folder / "results.json").write_text(json.dumps(results))
+    evaluate(settings(limit=1, samples=1))
+    results["tasks"]["problems"]["stop"] = ["t1"]
+    (folder / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=r'problems.stop: \["t1"\] -> \[\]'):
+        evaluate(settings(limit=1, samples=1))
+
+
 # --- Runs -----------------------------------------------------------------------------------------
 
 
