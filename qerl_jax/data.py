@@ -4,37 +4,24 @@ A source is a local JSONL file, `reasoning_gym:TASK` (generated, needs no networ
 the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
 """
 
-import contextlib
 import dataclasses
+import hashlib
 import itertools
 import json
-import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from absl import logging
 
-from qerl_jax import hub
-from qerl_jax.errors import UserError, first_line
-from qerl_jax.paths import user_path
-from qerl_jax.rl.rewards import last_boxed
+from qerl_jax import problem_sources
+from qerl_jax.errors import UserError, check_unicode
+from qerl_jax.problem_sources import Problem, Selection
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.weights.tokenizer import Tokenizer
 
-_GENERATED = "reasoning_gym:"
-_QUESTION_FIELDS = ("question", "problem", "prompt")
-_ANSWER_FIELDS = ("answer", "solution")
-_HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A question and its short reference answer (`72`, not the solution that leads to it)."""
-
-    question: str
-    answer: str
+HELD_OUT = "held_out"  # evaluation source: the training problems, some of which are held out
+_MOST_HELD_OUT = 256
+_LARGEST_PART = 10  # At most a tenth of the training problems is held out where no number is given.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,40 +42,62 @@ class Cursor:
 
 
 def load_problems(
+    source: str, *, split: Literal["train", "eval"] = "train", **options: Any
+) -> list[Problem]:
+    """Loads the training or the evaluation problems.
+
+    Args:
+        source: as in `load_splits`.
+        split: problems to return.
+        **options: other arguments of `load_splits`.
+
+    Raises:
+        UserError: as in `load_splits`.
+    """
+    train, evaluation = load_splits(source, train=split == "train", **options)
+    return train if split == "train" else evaluation
+
+
+def load_splits(
     source: str,
     *,
     path: str = "",
     eval_source: str = "",
     eval_path: str = "",
-    split: Literal["train", "eval"] = "train",
-    eval_size: int = 0,
+    eval_size: int | None = 0,
+    rewards: Sequence[Reward] | None = None,
     levels: Sequence[int] = (),
     max_question_chars: int = 0,
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     size: int = 10_000,
-) -> list[Problem]:
-    """Loads the training or the evaluation problems; no question is in both.
+    train: bool = True,
+) -> tuple[list[Problem], list[Problem]]:
+    r"""Loads the training and the evaluation problems; no question is in both.
 
     The evaluation problems come from the first of these places that is given or exists:
 
     * `eval_path`: its first problems;
-    * `eval_source`: the first problems of its test split;
-    * `source`, if it is a hub dataset with a test split: the first problems of that split;
+    * `eval_source`, if it is a hub id: the first problems of its test split;
+    * `source`, if it is a hub dataset with a test split and `eval_source` is not 'held_out': the
+      first problems of that split;
     * the training problems: the last problems of a file or train split, or the first generated
-      problems, which are then not trained on.
+      problems, which are then not trained on. Questions of a hub dataset's test split are not
+      trained on either.
 
-    The same arguments give the same problems in the same order.
+    The same arguments give the same problems in the same order. Rows that are left out are counted
+    on the screen.
 
     Args:
         source: `reasoning_gym:TASK` or a hub id; not used if `path` is set.
         path: path of a JSONL file of training problems. Each line is an object with `question` and
-            `answer` (or `problem` and `solution`). A worked answer ends in `#### NUMBER`, as in
-            GSM8K.
-        eval_source: hub id of a dataset with evaluation problems.
+            `answer` (or `problem` and `solution`). An answer whose last line is `#### NUMBER`, as
+            in GSM8K, is that number; a solution marks its answer in this way or by `\boxed{}`.
+        eval_source: hub id of a dataset with evaluation problems, 'held_out', or ''.
         eval_path: path of a JSONL file of evaluation problems.
-        split: 'train' or 'eval', the problems to return.
-        eval_size: largest number of evaluation problems.
+        eval_size: largest number of evaluation problems. None takes at most 256, and at most a
+            tenth of the training problems if they are held out (of fewer than ten, one).
+        rewards: functions that score completions of the problems, as in `Selection`.
         levels: difficulties to train on, compared with the field `level` (`3` or `Level 3`); ()
             selects all.
         max_question_chars: largest length of a training question; 0 means no limit.
@@ -96,65 +105,85 @@ def load_problems(
         seed: seed of the generated problems.
         size: number of distinct training problems to generate; a task with fewer problems gives
             fewer.
+        train: whether training problems are wanted.
 
     Raises:
-        UserError: the source is unknown, unreachable, malformed, or holds no problem for the split.
+        UserError: the source is unknown, unreachable, malformed, or holds no problem for a split
+            that is wanted.
     """
-    separate = None  # evaluation problems that do not come from the training source
-    if eval_size and (eval_path or eval_source):
-        where = eval_path or eval_source
-        found = _read_jsonl(eval_path) if eval_path else _load_hub_test(eval_source, eval_size)
-        separate = _nonempty(found[:eval_size], f"{where}: no evaluation problems")
-        if split == "eval":
-            return separate
+    asked = _Asked(
+        source=source,
+        path=path,
+        eval_source=eval_source,
+        eval_path=eval_path,
+        eval_size=eval_size,
+        evaluation=Selection(rewards),
+        training=Selection(rewards, frozenset(levels), max_question_chars),
+    )
+    separate = asked.separate_evaluation()
+    if separate and not train:
+        return [], separate
     held_out_size = 0 if separate else eval_size
-    keep = _Filter(levels=frozenset(levels), max_question_chars=max_question_chars)
     if path:
-        where = path
-        train, evaluation = _hold_out_last(_read_jsonl(path, keep), held_out_size)
-    elif source.startswith(_GENERATED):
-        where = source
-        if keep.levels:
-            raise UserError(
-                f"{source}: data.levels={sorted(keep.levels)}, but generated problems have no level"
-            )
-        problems = _generate(source, options or {}, seed=seed, size=size + held_out_size)
-        train, evaluation = problems[held_out_size:], problems[:held_out_size]
-        train = [problem for problem in train if keep.length(problem)]
+        found = problem_sources.read_jsonl_problems(path, asked.training)
+        problems, evaluation = _hold_out_last(found, held_out_size)
+    elif source.startswith(problem_sources.GENERATED):
+        problems, evaluation = _generate(asked, options or {}, held_out_size, seed=seed, size=size)
     else:
-        where = source
-        train, evaluation = _load_hub(source, held_out_size, keep)
+        problems, evaluation = _load_hub(asked, held_out_size)
     if separate:
-        train = _without(train, separate)
+        problems, evaluation = _without(problems, _questions(separate)), separate
     message = (
-        f"{where}: no problems for {split} (eval_size={eval_size}, levels={tuple(levels)}, "
+        f"{path or source}: no problems for {{}} (eval_size={eval_size}, levels={tuple(levels)}, "
         f"max_question_chars={max_question_chars}): give more, filter less or hold out fewer"
     )
-    return _nonempty(train if split == "train" else evaluation, message)
+    if train:
+        _nonempty(problems, message.format("train"))
+    if eval_size != 0 or not train:
+        _nonempty(evaluation, message.format("eval"))
+    return problems, evaluation
 
 
 @dataclasses.dataclass(frozen=True)
-class _Filter:
-    """Selects the problems to train on by the options of `load_problems`."""
+class _Asked:
+    """Arguments of `load_splits`.
 
-    levels: frozenset[int] = frozenset()
-    max_question_chars: int = 0
+    Attributes:
+        source: hub id or generator of the training problems.
+        path: file of the training problems, or ''.
+        eval_source: hub id of the evaluation problems, 'held_out', or ''.
+        eval_path: file of the evaluation problems, or ''.
+        eval_size: largest number of evaluation problems; None decides by their number.
+        evaluation: selection of evaluation problems that are not held out.
+        training: selection of training problems.
+    """
 
-    def level(self, row: Mapping[str, Any], where: str) -> bool:
-        """Tells whether the difficulty of a row is among the levels."""
-        if not self.levels:
-            return True
-        found = re.fullmatch(r"(?:Level )?([0-9]+)", str(row.get("level")))
-        if found is None:
-            raise UserError(
-                f"{where}: data.levels={sorted(self.levels)}, but the level of this problem is "
-                f"{row.get('level')!r}: a number or 'Level NUMBER' is needed"
-            )
-        return int(found[1]) in self.levels
+    source: str
+    path: str
+    eval_source: str
+    eval_path: str
+    eval_size: int | None
+    evaluation: Selection
+    training: Selection
 
-    def length(self, problem: Problem) -> bool:
-        """Tells whether a question is short enough."""
-        return not 0 < self.max_question_chars < len(problem.question)
+    def separate_evaluation(self) -> list[Problem]:
+        """Returns the evaluation problems that have a source of their own; [] without one."""
+        if self.eval_size == 0:
+            return []
+        count = _MOST_HELD_OUT if self.eval_size is None else self.eval_size
+        if self.eval_path:
+            found = problem_sources.read_jsonl_problems(self.eval_path, self.evaluation)[:count]
+        elif self.eval_source not in ("", HELD_OUT):
+            found = self.test_problems(self.eval_source, count)
+        else:
+            return []
+        return _nonempty(found, f"{self.eval_path or self.eval_source}: no evaluation problems")
+
+    def test_problems(self, source: str, count: int) -> list[Problem]:
+        """Returns the first problems of the test split of a dataset on the hub."""
+        splits = problem_sources.load_hub_splits(source, "data.eval_path", "test")
+        rows = itertools.islice(splits["test"], count)
+        return problem_sources.read_rows(rows, f"{source}[test]", self.evaluation)
 
 
 def _nonempty[T](problems: list[T], message: str) -> list[T]:
@@ -163,171 +192,69 @@ def _nonempty[T](problems: list[T], message: str) -> list[T]:
     return problems
 
 
-def _without(problems: Iterable[Problem], others: Iterable[Problem]) -> list[Problem]:
-    questions = {problem.question for problem in others}
-    return [problem for problem in problems if problem.question not in questions]
+def _questions(problems: Iterable[Problem]) -> set[str]:
+    return {problem.question for problem in problems}
 
 
-def _hold_out_last(problems: list[Problem], size: int) -> tuple[list[Problem], list[Problem]]:
-    cut = max(len(problems) - size, 0)
-    return _without(problems[:cut], problems[cut:]), problems[cut:]
+def _without(
+    problems: list[Problem], questions: set[str], place: str = "held out for evaluation"
+) -> list[Problem]:
+    kept = [problem for problem in problems if problem.question not in questions]
+    if len(kept) < len(problems):
+        problem_sources.print_left_out(len(problems) - len(kept), f"whose question is {place}")
+    return kept
 
 
-# --- Local files ----------------------------------------------------------------------------------
+def _held_out_size(asked: int | None, available: int) -> int:
+    if asked is not None:
+        return asked
+    return max(1, min(_MOST_HELD_OUT, available // _LARGEST_PART))
 
 
-def _read_jsonl(path: str, keep: _Filter = _Filter()) -> list[Problem]:
-    try:
-        lines = user_path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the problems: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not a JSON object in UTF-8: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: a JSON object is needed, not {type(row).__name__}")
-        rows.append((where, row))
-    _nonempty(rows, f"{path}: no problems: the file is empty")
-    return _problems(rows, keep)
+def _hold_out_last(
+    problems: list[Problem], asked: int | None
+) -> tuple[list[Problem], list[Problem]]:
+    cut = max(len(problems) - _held_out_size(asked, len(problems)), 0)
+    return _without(problems[:cut], _questions(problems[cut:])), problems[cut:]
 
 
-def _problems(rows: Iterable[tuple[str, Any]], keep: _Filter) -> list[Problem]:
-    """Reads pairs of a place and a row; leaves out rows with an empty answer, with one warning."""
-    problems, unanswered = [], []
-    for where, row in rows:
-        problem = _problem(row, where)
-        if not (keep.level(row, where) and keep.length(problem)):
-            continue
-        if problem.answer:
-            problems.append(problem)
-        else:
-            unanswered.append(where)
-    if unanswered:
-        logging.warning(
-            "Left out %d problems with an empty answer; the first: %s.",
-            len(unanswered),
-            unanswered[0],
-        )
-    return problems
-
-
-def _problem(row: Mapping[str, Any], where: str) -> Problem:
-    question = _field(row, _QUESTION_FIELDS, where)
-    if not question.strip():
-        raise UserError(f"{where}: the question is empty")
-    answer = _field(row, _ANSWER_FIELDS, where)
-    if "####" in answer:
-        answer = answer.rpartition("####")[2].replace(",", "")
-    elif "answer" not in row:
-        answer = last_boxed(answer) or answer
-    return Problem(question, answer.strip())
-
-
-def _field(row: Mapping[str, Any], names: Sequence[str], where: str) -> str:
-    name = next((name for name in names if name in row), None)
-    if name is None:
+def _generate(
+    asked: _Asked, options: Mapping[str, Any], held_out: int | None, *, seed: int, size: int
+) -> tuple[list[Problem], list[Problem]]:
+    if asked.training.levels:
         raise UserError(
-            f"{where}: no field {' or '.join(names)}; it has {', '.join(row) or 'none'}"
+            f"{asked.source}: data.levels={sorted(asked.training.levels)}, but generated problems "
+            "have no level"
         )
-    value = row[name]
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        raise UserError(f"{where}: {name} must be a string, not {value!r:.50}")
-    return value
+    drawn = size + (_MOST_HELD_OUT if held_out is None else held_out)
+    problems = problem_sources.generate_problems(asked.source, options, seed=seed, size=drawn)
+    cut = _held_out_size(held_out, len(problems))
+    return (
+        problem_sources.select_generated(asked.source, problems[cut:], asked.training),
+        problem_sources.select_generated(asked.source, problems[:cut], asked.evaluation),
+    )
 
 
-# --- Generated problems ---------------------------------------------------------------------------
-
-
-def _generate(source: str, options: Mapping[str, Any], *, seed: int, size: int) -> list[Problem]:
-    """Returns up to `size` problems with different questions, in the order of their generation."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of packages that reasoning_gym imports
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-
-    task = source.removeprefix(_GENERATED)
-    if task not in DATASETS:
-        raise UserError(f"{source}: no such task; there are {', '.join(sorted(DATASETS))}")
-    fields = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
-    for name in options:
-        if name not in fields:
-            raise UserError(f"{source}: no option {name!r}; it has {', '.join(sorted(fields))}")
-    draws = 4 * size  # enough to draw nearly every question of a task that has few
-    try:
-        entries = reasoning_gym.create_dataset(task, **options, seed=seed, size=draws)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"{source}: options {dict(options)}: {error}") from error
-    answers: dict[str, str] = {}
-    for index in range(draws):
-        entry = entries[index]
-        if not isinstance(entry["answer"], str):
-            raise UserError(f"{source}: its problems have no single answer to compare with")
-        answers.setdefault(entry["question"], entry["answer"])
-        if len(answers) == size:
-            break
-    return list(itertools.starmap(Problem, answers.items()))
-
-
-# --- The hub --------------------------------------------------------------------------------------
-
-
-def _load_hub(source: str, eval_size: int, keep: _Filter) -> tuple[list[Problem], list[Problem]]:
-    splits = _hub_splits(source, "data.path")
-    if "train" not in splits:
-        raise UserError(f"{source}: no split 'train'; it has {', '.join(map(str, splits))}")
-    train = _rows(splits["train"], f"{source}[train]", keep)
+def _load_hub(asked: _Asked, held_out: int | None) -> tuple[list[Problem], list[Problem]]:
+    source = asked.source
+    splits = problem_sources.load_hub_splits(source, "data.path", "train")
+    problems = problem_sources.read_rows(splits["train"], f"{source}[train]", asked.training)
     if "test" not in splits:
-        return _hold_out_last(train, eval_size)
-    evaluation = _rows(itertools.islice(splits["test"], eval_size), f"{source}[test]")
-    return _without(train, evaluation), evaluation
+        return _hold_out_last(problems, held_out)
+    if asked.eval_source == HELD_OUT:
+        test = problem_sources.questions_of(splits["test"])
+        problems = _without(problems, test, "in the test split")
+        return _hold_out_last(problems, held_out)
+    count = _MOST_HELD_OUT if held_out is None else held_out
+    rows = itertools.islice(splits["test"], count)
+    evaluation = problem_sources.read_rows(rows, f"{source}[test]", asked.evaluation)
+    return _without(problems, _questions(evaluation)), evaluation
 
 
-def _load_hub_test(source: str, size: int) -> list[Problem]:
-    splits = _hub_splits(source, "data.eval_path")
-    if "test" not in splits:
-        raise UserError(f"{source}: no split 'test'; it has {', '.join(map(str, splits))}")
-    return _rows(itertools.islice(splits["test"], size), f"{source}[test]")
-
-
-def _hub_splits(source: str, local_field: str) -> Any:
-    """Loads the splits of a dataset on the hub, by name.
-
-    Error messages advise to set the config field `local_field` to a local file instead.
-    """
-    import datasets
-
-    name, _, configuration = source.partition(":")
-    if Path(name).exists():
-        asking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    elif mistake := hub.local_mistake(name):
-        raise UserError(
-            f"{source}: {mistake}; pass a file as --config.{local_field}=FILE.jsonl, or the hub id "
-            "of a dataset"
-        )
-    else:
-        asking = hub.asking(name)
-    try:
-        with asking:
-            return datasets.load_dataset(name, configuration or _HUB_CONFIGURATIONS.get(name))
-    except Exception as error:
-        reason = first_line(error) or type(error).__name__
-        raise UserError(
-            f"{source}: cannot load it from the Hugging Face hub ({reason}); pass a "
-            f"local copy of the same fields, --config.{local_field}=FILE.jsonl, or train on "
-            "generated problems, --config.data.source=reasoning_gym:gsm_symbolic"
-        ) from error
-
-
-def _rows(rows: Iterable[Any], where: str, keep: _Filter = _Filter()) -> list[Problem]:
-    return _problems(((f"{where}:{number}", row) for number, row in enumerate(rows, 1)), keep)
+def fingerprint(problems: Iterable[Problem]) -> str:
+    """SHA-256 of all questions and answers in their order."""
+    text = json.dumps([dataclasses.astuple(problem) for problem in problems])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 # --- The order of training ------------------------------------------------------------------------
@@ -386,8 +313,15 @@ def render_prompt(
         question_suffix: text that is appended to the question without a space in between.
 
     Raises:
-        UserError: the tokenizer has no chat template, or the template rejects the messages.
+        UserError: the tokenizer has no chat template, the template rejects the messages, or a text
+            is not valid Unicode.
     """
+    for text, name in (
+        (system_prompt, "the system message"),
+        (problem.question, "the question"),
+        (question_suffix, "the question suffix"),
+    ):
+        check_unicode(text, name)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": problem.question + question_suffix})
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True)

@@ -27,6 +27,25 @@ def check_limits(limits: Mapping[str, tuple[float, ...]]) -> None:
             raise UserError(f"{name}={value}: it must be {allowed}")
 
 
+def check_unicode(text: str, where: str) -> None:
+    """Refuses text that cannot be written as UTF-8, such as half of an escaped pair in JSON.
+
+    Args:
+        text: text from a file, a config or the command line.
+        where: place of the text in the message, such as 'train.jsonl:3: question'.
+
+    Raises:
+        UserError: the text holds a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{where}: not valid Unicode: character {error.start + 1} is the lone surrogate "
+            f"{ascii(text[error.start])[1:-1]}; write the text in UTF-8"
+        ) from error
+
+
 @contextlib.contextmanager
 def memory_errors(message: str) -> Generator[None]:
     """Turns JAX's error for a device out of memory into a UserError.

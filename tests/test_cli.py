@@ -1,11 +1,14 @@
 """Flags and errors of the command line, in processes of their own."""
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from experiments import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,6 +60,20 @@ def command(tmp_path):
         )
 
     return run
+
+
+def test_an_argument_that_is_not_utf8_is_one_line(command, capsys):
+    done = command("--config.preset=\udcff")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: argument 1, --config.preset=\\udcff: not valid Unicode: character 17 is the lone "
+        "surrogate \\udcff; write the text in UTF-8\n"
+    )
+    parser = argparse.ArgumentParser()
+    parser.add_argument("question")
+    with pytest.raises(SystemExit):
+        cli.run_command(parser, pytest.fail, ["a\udc80"])
+    assert capsys.readouterr().err.startswith("error: argument 1, a\\udc80: not valid Unicode")
 
 
 def test_flags_reach_the_experiment_before_jax_is_imported(command):

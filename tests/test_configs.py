@@ -12,6 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
+from qerl_jax.data import HELD_OUT
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, default_folder
 from qerl_jax.training.describe_config import describe_config
@@ -66,8 +67,22 @@ def test_the_second_setting_of_the_paper(preset):
     assert config.data.source.endswith(
         ":level_4_5" if preset.endswith(("32b", "72b")) else ":level_3_4_5"
     )
-    assert (config.data.eval_source, config.eval.problems) == ("HuggingFaceH4/MATH-500", 500)
     assert config.rollout.max_rows % rollout.group_size == 0
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])
+def test_the_best_adapter_is_chosen_without_a_test_split_at_the_length_of_training(
+    experiment, preset
+):
+    config = experiment.get_config(preset)
+    if preset != defaults.STAND_IN:  # It generates its problems.
+        assert (config.data.eval_source, config.eval.problems) == (HELD_OUT, 0)
+    assert config.eval.max_new_tokens == config.rollout.max_new_tokens
+    config.rollout.max_new_tokens = 77
+    assert config.eval.max_new_tokens == config_dict(config)["eval"]["max_new_tokens"] == 77
+    config.eval.max_new_tokens = 5
+    assert (config.rollout.max_new_tokens, config.eval.max_new_tokens) == (77, 5)
 
 
 def test_the_second_setting_needs_no_hub_by_default():
@@ -248,3 +263,22 @@ def test_means_of_micro_batches_train(tiny, tmp_path):
         losses[loss] = row["loss"]
     assert all(math.isfinite(value) for value in losses.values())
     assert losses["bnpo"] != losses["dapo"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "place"),
+    [
+        (
+            "data.system_prompt",
+            "Be \ud83d",
+            "data.system_prompt: not valid Unicode: character 4",
+        ),
+        ("data.question_suffix", "\udc80", "data.question_suffix: not valid Unicode: character 1"),
+        ("rollout.stop", ("a", "b\udfff"), r"rollout.stop\[1\]: not valid Unicode: character 2"),
+    ],
+)
+def test_texts_of_a_config_are_valid_unicode(field, value, place):
+    config = grpo_gsm8k.get_config()
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError, match=place):
+        validate(config)

@@ -13,6 +13,7 @@ import pytest
 from qerl_jax import data
 from qerl_jax.data import Cursor, Problem
 from qerl_jax.errors import UserError
+from qerl_jax.rl import rewards
 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -43,6 +44,15 @@ def numbered(count):
         ({"question": "q", "answer": "48/2 = 24\n#### 72"}, Problem("q", "72")),
         ({"question": "q", "answer": "#### 1,000 "}, Problem("q", "1000")),
         ({"question": "q", "answer": "#### -3"}, Problem("q", "-3")),
+        ({"question": "q", "answer": "a = 1,000\n\n#### $2,000.5\n"}, Problem("q", "$2000.5")),
+        ({"question": "q", "solution": "Add. So it is.\n####7"}, Problem("q", "7")),
+        # Only the form of GSM8K is read so; every other answer stays as it is.
+        ({"question": "q", "answer": "#### Title\nf(1,000)"}, None),
+        ({"question": "q", "answer": "x = 1  #### first, then 2"}, None),
+        ({"question": "q", "answer": "a, b #### 7"}, None),
+        ({"question": "q", "answer": "#### 5,000 and 6"}, None),
+        ({"question": "q", "answer": "##### 5"}, None),
+        ({"question": "q", "answer": "(1,2)"}, None),
         ({"problem": "q", "answer": r"\left( 3, \frac{\pi}{2} \right)"}, None),
         ({"problem": "q", "answer": " 025 ", "level": 5}, Problem("q", "025")),
         ({"problem": "q", "solution": r"so \boxed{7}"}, Problem("q", "7")),
@@ -73,6 +83,26 @@ def test_jsonl_rows(tmp_path, row, problem):
         (b"{}", "it has none"),
         (b'{"question": "q", "answer": null}', "train.jsonl:1: answer must be a string, not None"),
         (b'{"question": "q", "answer": true}', "train.jsonl:1: answer must be a string, not True"),
+        (
+            b'{"question": "q", "answer": NaN}',
+            "train.jsonl:1: answer must be a string, not nan: wr",
+        ),
+        (
+            b'{"question": "q", "answer": -1e999}',
+            "train.jsonl:1: answer must be a string, not -inf",
+        ),
+        (
+            b'{"question": Infinity, "answer": 1}',
+            "train.jsonl:1: question must be a string, not inf",
+        ),
+        (
+            b'{"question": "t3 \\ud83d", "answer": "1"}',
+            r"train.jsonl:1: question: not valid Unicode: character 4 is the lone surrogate \ud83d",
+        ),
+        (
+            b'{"question": "q", "answer": "1"}\n{"question": "q", "answer": "\\udfff"}',
+            r"train.jsonl:2: answer: not valid Unicode: character 1 is the lone surrogate \udfff;",
+        ),
         (b'{"question": " ", "answer": "1"}', "train.jsonl:1: the question is empty"),
         (b'{"question": "q", "answer": ""}', "train.jsonl: no problems"),
     ],
@@ -85,13 +115,69 @@ def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
-def test_rows_with_an_empty_answer_are_left_out_with_one_warning(tmp_path, caplog):
-    rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(["1", "", "####"])]
-    path = write(tmp_path / "train.jsonl", rows)
-    assert data.load_problems("", path=path) == [Problem("q0", "1")]
-    assert [record.getMessage() for record in caplog.records] == [
-        f"Left out 2 problems with an empty answer; the first: {path}:2."
+def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
+    answers = ["1", "", "####", "so 12\n####", r"\boxed{}", "$$", "Let x = 2. Then it holds.", " "]
+    rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(answers)]
+    rows += [
+        {"question": "q" * 99, "answer": "1"},
+        {"question": "p", "solution": "Clear. So be it."},
     ]
+    path = write(tmp_path / "train.jsonl", rows)
+    assert data.load_problems("", path=path, max_question_chars=98) == [Problem("q0", "1")]
+    assert capsys.readouterr().out.splitlines() == [
+        f"left out 2 problems with an empty answer; the first: {path}:2",
+        f"left out 5 problems with an answer that math_answer cannot read; the first: {path}:3",
+        f"left out 1 problem with a question over 98 characters; the first: {path}:9",
+        r"left out 1 problem with a solution that marks no answer by \boxed{} or a last line "
+        f"'#### NUMBER'; the first: {path}:10",
+    ]
+    data.load_problems("", path=write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}]))
+    assert capsys.readouterr().out == ""
+
+
+ANSWERS = ["18 eggs", "-3", r"\frac{1}{2}", "no", "It is so. I say.", ""]
+
+
+def by_length(prompt, completion, answer, num_tokens, finished):
+    del answer
+    return float(num_tokens)
+
+
+def by_answer(prompt, completion, answer, num_tokens, finished):
+    return sum(word in answer for word in completion.split())
+
+
+@pytest.mark.parametrize(
+    ("scorers", "count"),
+    [
+        (None, 4),
+        ([rewards.numeric_answer], 2),
+        ([rewards.think_format, rewards.tagged_answer], 2),
+        ([rewards.math_answer], 4),
+        ([rewards.exact_answer], 5),
+        ([by_answer, by_length], 5),
+        ([lambda *row: 1.0], 5),
+        ([by_length, rewards.boxed_format], 6),
+        ([], 6),
+    ],
+)
+def test_what_the_scorers_cannot_read_is_left_out(tmp_path, capsys, scorers, count):
+    rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(ANSWERS)]
+    path = write(tmp_path / "train.jsonl", rows)
+    found = data.load_problems("", path=path, rewards=scorers)
+    assert [problem.answer for problem in found] == ANSWERS[:count]
+    left_out = re.findall(r"left out (\d)", capsys.readouterr().out)
+    assert sum(map(int, left_out)) == len(ANSWERS) - count
+    kept = data.load_problems("", eval_path=path, split="eval", eval_size=6, rewards=scorers)
+    assert [problem.answer for problem in kept] == ANSWERS[:count]
+
+
+def test_without_a_need_for_answers_a_row_needs_none(tmp_path):
+    path = write(
+        tmp_path / "train.jsonl", [{"question": "q"}, {"prompt": "p", "solution": "A. B."}]
+    )
+    found = data.load_problems("", path=path, rewards=[by_length])
+    assert found == [Problem("q", ""), Problem("p", "A. B.")]
 
 
 def test_missing_file():
@@ -108,6 +194,28 @@ def test_jsonl_holds_out_the_last(tmp_path):
     assert len(data.load_problems("", path=path)) == 6
     with pytest.raises(UserError, match=r"train\.jsonl: no problems for train \(eval_size=6,"):
         data.load_problems("", path=path, eval_size=6)
+
+
+@pytest.mark.parametrize(
+    ("count", "held_out"), [(2, 1), (9, 1), (10, 1), (300, 30), (2559, 255), (3000, 256)]
+)
+def test_at_most_a_tenth_is_held_out(tmp_path, count, held_out):
+    rows = [{"question": f"q{i}", "answer": str(i)} for i in range(count)]
+    path = write(tmp_path / "train.jsonl", rows)
+    train, evaluation = data.load_splits("", path=path, eval_size=None)
+    assert [p.question for p in train + evaluation] == [row["question"] for row in rows]
+    assert len(evaluation) == held_out
+    # A number that is asked for is taken.
+    assert len(data.load_splits("", path=path, eval_size=1)[1]) == 1
+    # Another file is not trained on, so that up to 256 of its problems are taken.
+    assert len(data.load_splits("", path=path, eval_path=path, train=False, eval_size=None)[1]) == (
+        min(count, 256)
+    )
+
+
+def test_generated_problems_hold_out_at_most_a_tenth():
+    load = functools.partial(chain_sum, size=1000, eval_size=None)
+    assert (len(load()), len(load(split="eval"))) == (180, 20)
 
 
 def test_eval_path(tmp_path):
@@ -243,6 +351,18 @@ def test_hub(monkeypatch):
     assert [p.answer for p in load("openai/gsm8k", eval_size=2)] == ["0", "1", "2"]
     assert len(load("me/math:hard")) == 4
     assert calls == [("openai/gsm8k", "main"), ("openai/gsm8k", "main"), ("me/math", "hard")]
+
+
+def test_the_test_split_is_neither_trained_on_nor_held_out(monkeypatch, capsys):
+    row = lambda i: {"question": f"q{i}", "answer": f"#### {i}"}  # noqa: E731
+    unlabeled = {"question": "q3", "answer": None}
+    splits = {"train": [row(i) for i in range(50)], "test": [row(99), unlabeled]}
+    fake_hub(monkeypatch, lambda *_: splits)
+    train, evaluation = data.load_splits("openai/gsm8k", eval_source=data.HELD_OUT, eval_size=None)
+    assert [int(p.answer) for p in train] == [i for i in range(46) if i != 3]
+    assert [int(p.answer) for p in evaluation] == [46, 47, 48, 49]
+    out = capsys.readouterr().out
+    assert out == "left out 1 problem whose question is in the test split\n"
 
 
 def test_hub_without_a_test_split_holds_out_the_last(monkeypatch):

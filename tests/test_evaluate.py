@@ -21,9 +21,11 @@ import qerl_jax.evaluation.greedy
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
-from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
+from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
+from qerl_jax.export import scores
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout import shapes
@@ -128,8 +130,10 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
         tiny_run.even_end("", text, "", 1, True)
         for text in detokenize(rollout, model.tokenizer.decode)
     ]
-    assert found == np.mean(expected)
-    assert 0 < found < 1
+    assert found.accuracy == np.mean(expected)
+    assert 0 < found.accuracy < 1
+    assert found.truncated == np.mean(~rollout.finished)
+    assert found.truncated > 0
 
 
 def test_what_is_saved_is_what_is_counted(settings, tiny, batches, capsys):
@@ -198,7 +202,8 @@ def test_one_sample_is_greedy(settings, tiny, batches):
         time_limit=1.0,
         sampling=SamplingConfig(max_new_tokens=6),
     )
-    assert figures["accuracy"]["value"] == found
+    assert figures["accuracy"]["value"] == found.accuracy
+    assert figures["finished"] == pytest.approx(1 - found.truncated)
     (again,) = evaluate(settings(samples=1, seed=5, out=str(folder / "other")))
     assert read_jsonl(again / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
@@ -271,7 +276,7 @@ def test_rows_follow_from_the_memory(
         def memory_stats(self):
             return memory
 
-    prompt, task = mock.Mock(ids=range(6)), mock.Mock(max_new_tokens=4)
+    prompt, task = mock.Mock(ids=range(6)), mock.Mock(max_new_tokens=4, kv_cache_dtype="")
     job = mock.Mock(policy=mock.Mock(model=model), prompts=[prompt], task=task)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     assert qerl_jax.evaluation.evaluate._fitting_rows(job) == rows
@@ -428,6 +433,30 @@ def test_other_files_are_left_alone(settings, tmp_path):
         evaluate(settings())
 
 
+@pytest.mark.parametrize(
+    ("content", "name"), [({}, "tasks"), ({"tasks": {}}, "settings"), ({"tasks": [1]}, "tasks")]
+)
+def test_results_of_something_else_are_left_alone(settings, tmp_path, content, name):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"results.json: '{name}' is not an object.*--out"):
+        evaluate(settings())
+    assert results_of(tmp_path / "out") == content
+
+
+def test_completions_without_the_stop_strings_are_not_continued(settings, tmp_path):
+    (folder,) = evaluate(settings(limit=1, samples=1))
+    results = results_of(folder)
+    task = results["tasks"]["problems"]
+    assert (task.pop("stop"), task.pop("kv_cache_dtype")) == ([], "")  # as an earlier version
+    (folder / "results.json").write_text(json.dumps(results))
+    evaluate(settings(limit=1, samples=1))
+    results["tasks"]["problems"]["stop"] = ["t1"]
+    (folder / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match=r'problems.stop: \["t1"\] -> \[\]'):
+        evaluate(settings(limit=1, samples=1))
+
+
 # --- Runs -----------------------------------------------------------------------------------------
 
 
@@ -446,7 +475,12 @@ def write_adapter(folder, *, seed):
     save_peft_adapter(folder, Trainable(lora, {}), lora_config, base_model="")
 
 
-def test_a_run_is_evaluated_as_during_its_training(run, tiny):
+@pytest.mark.parametrize("changes", [{}, {"rollout.stop": ("t1", "t3")}])
+def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, changes):
+    config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6} | changes)
+    with open_run(tmp_path / "run", config) as opened:
+        run = opened.path
+    write_adapter(run / "adapter", seed=1)
     (folder,) = evaluate(EvaluateConfig(source=str(run)))
     assert folder.parent == run / "evaluations"
     assert folder.name.startswith("adapter-greedy-")
@@ -457,19 +491,53 @@ def test_a_run_is_evaluated_as_during_its_training(run, tiny):
     assert results["settings"]["format"] == "nvfp4"
     assert results["settings"]["adapter"] == str(run / "adapter")
 
-    config = tiny.config({"eval.problems": 8, "eval.max_new_tokens": 6})
     setup = prepare(config, {"correctness": (tiny_run.even_end, 1.0)}, schedule_steps=4)
-    expected = greedy_accuracy(
-        setup.model,
-        tiny_run.adapter(run),
-        setup.eval_prompts,
-        correctness=tiny_run.even_end,
-        time_limit=1.0,
-        sampling=setup.eval_sampling,
-        engine=setup.eval_engine,
-    )
-    assert figures["accuracy"]["value"] == expected
+    rewarded = []
+
+    def correctness(prompt, completion, answer, num_tokens, finished):
+        rewarded.append((completion, num_tokens, finished))
+        return tiny_run.even_end(prompt, completion, answer, num_tokens, finished)
+
+    def greedy(accuracy):
+        return accuracy(
+            setup.model,
+            tiny_run.adapter(run),
+            setup.eval_prompts,
+            correctness=correctness,
+            time_limit=1.0,
+            sampling=setup.eval_sampling,
+            engine=setup.eval_engine,
+        )
+
+    expected = greedy(greedy_accuracy)
+    saved = read_jsonl(folder / "run.jsonl")
+    assert rewarded == [(row["completion"], row["tokens"], row["finished"]) for row in saved]
+    assert figures["accuracy"]["value"] == expected.accuracy
+    assert figures["finished"] == pytest.approx(1 - expected.truncated)
     assert figures["problems"] == 8
+    # What is decoded beyond a stop string is another text.
+    words = [word for completion, *_ in rewarded for word in completion.split()[:-1]]
+    stopped = any(word.startswith(("t1", "t3")) for word in words)
+    assert stopped == (not changes)
+
+
+def test_the_scores_of_an_export_end_at_the_stop_strings(run, monkeypatch):
+    settings = json.loads((run / "config.json").read_text())
+    settings["config"]["rollout"] |= {"stop": ["t1", "t3"], "kv_cache_dtype": "bfloat16"}
+    (run / "config.json").write_text(json.dumps(settings))
+    sampled = []
+
+    def recording(*_, sampling, engine=None, **options):
+        sampled.append((sampling.stop, engine and engine.kv_cache_dtype))
+        return GreedyScore(accuracy=0.5, truncated=0.0)
+
+    policy = open_policy(str(run))
+    monkeypatch.setattr(scores, "greedy_accuracy", recording)
+    scores.open_held_out_set(policy, None, run).accuracy(policy.model, policy.lora)
+    assert sampled == [(("t1", "t3"), "bfloat16")]
+    probe = scores.make_probe(policy, None)
+    texts = [policy.model.tokenizer.decode(tokens) for tokens in probe.completions]
+    assert all("t1" not in text.rpartition(" ")[0] for text in texts)
 
 
 def test_a_run_evaluates_in_the_rows_that_fit(tiny, monkeypatch):

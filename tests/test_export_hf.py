@@ -18,6 +18,7 @@ import tiny_run
 
 from experiments import export_hf
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.export import merge, model_card, scores
 from qerl_jax.export import write as export_lib
@@ -194,7 +195,7 @@ def test_scores(run, tmp_path, monkeypatch, capsys):
 
     def accuracy(model, lora, *, prompts, sampling, **_):
         asked.append((model.format, lora is not None, len(prompts), sampling.max_new_tokens))
-        return len(asked) / 4
+        return GreedyScore(accuracy=len(asked) / 4, truncated=0.0)
 
     monkeypatch.setattr(scores, "greedy_accuracy", accuracy)
     config = ExportConfig(

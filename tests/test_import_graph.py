@@ -26,11 +26,12 @@ ALLOWED = {
     "rollout": {"policy", "buckets", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
     "weights": {"policy", "hub", "paths", "errors"},
-    "data": {"rl", "weights", "hub", "paths", "errors"},
+    "problem_sources": {"rl", "hub", "paths", "errors"},
+    "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
     "run": {"statistics", "hub", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
-    | {"buckets", "statistics", "hub", "paths", "errors"},
+    | {"buckets", "import_path", "statistics", "hub", "paths", "errors"},
     "export": {
         "policy",
         "rollout",

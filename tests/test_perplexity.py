@@ -114,3 +114,10 @@ def test_a_dataset_of_the_hub(monkeypatch):
     with pytest.raises(UserError, match=r"neither a file nor a dataset .*no route\)") as caught:
         read_documents("owner/absent")
     assert "\n" not in str(caught.value)
+
+
+def test_documents_that_are_not_valid_unicode_are_refused(tmp_path):
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "a"}\n{"text": "b\\ud83d"}\n')
+    with pytest.raises(UserError, match=r"text\.jsonl:2: text: not valid Unicode: character 2 is"):
+        read_documents(str(path))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 import tiny_run
 
 import qerl_jax.training.loop
+from qerl_jax.errors import UserError
+from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
@@ -178,7 +181,7 @@ def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monke
             end()
         on_progress(0, 0)
         made.append(jax.device_get(lora))
-        return accuracies[2 * (len(made) - 1)]
+        return GreedyScore(accuracy=accuracies[2 * (len(made) - 1)], truncated=0.0)
 
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
     run = tmp_path / "run"
@@ -221,6 +224,117 @@ def test_a_checkpoint_of_an_earlier_version_holds_the_row_of_its_last_step(
     assert tiny_run.evaluations(run) == tiny_run.evaluations(uninterrupted)
     for name in ("completions.jsonl", "summary.json"):
         assert (run / name).read_bytes() == (uninterrupted / name).read_bytes()
+
+
+def best_adapter(run):
+    return (run / "best_adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def scores(monkeypatch):
+    """The accuracies of the evaluations that follow, as an iterator to extend."""
+    accuracies = []
+
+    def greedy_accuracy(*_, **__):
+        return GreedyScore(accuracy=accuracies.pop(0), truncated=0.0)
+
+    monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
+    return accuracies
+
+
+def test_the_best_adapter_outlives_an_evaluation_that_is_not_repeated(
+    tiny, tmp_path, monkeypatch, scores
+):
+    """A run of 2 steps evaluates the last one, and dies before the step is saved.
+
+    A longer run takes the step again, but does not evaluate it.
+    """
+    scores += [0.1, 0.5, 0.4]
+    save = qerl_jax.training.loop._save_or_stop
+
+    def die_at_2(run):
+        if run.progress.step == 2:
+            raise KilledError
+        save(run)
+
+    run, changes = tmp_path / "run", CHANGES | {"eval.every": 3, "checkpoint.every": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr(qerl_jax.training.loop, "_save_or_stop", die_at_2)
+        with pytest.raises(KilledError):
+            train(tiny.config(changes | {"steps": 2}), workdir=run)
+    assert tiny_run.evaluations(run) == {0: 0.1, 2: 0.5}
+    best = best_adapter(run)
+    train(tiny.config(changes | {"steps": 3}), workdir=run)
+    assert tiny_run.evaluations(run) == {0: 0.1, 3: 0.4}
+    assert best_adapter(run) == best
+    assert json.loads((run / "best.json").read_text()) == {"step": 2, "accuracy": 0.5}
+    assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
+
+
+def test_a_step_that_an_earlier_version_logged_late_keeps_its_evaluation(
+    tiny, tmp_path, monkeypatch, scores
+):
+    """The checkpoint of an interrupted evaluation holds the row of its step, and is not replaced.
+
+    The earlier version wrote the evaluation into the row of the step.
+    """
+    scores += [0.1, 0.5, 0.4]
+    run, changes = tmp_path / "run", CHANGES | {"checkpoint.every": 1}
+    train(tiny.config(changes | {"steps": 1}), workdir=run)
+    (run / "best.json").unlink()
+    before, row, _ = read_jsonl(run / "metrics.jsonl")
+    rows = [before, row | {"eval_accuracy": 0.5}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    restore = Checkpoints.restore_latest
+
+    def with_row(checkpoints, like):
+        step, state, meta = restore(checkpoints, like)
+        del meta["problems"]
+        return step, state, meta | {"unlogged": (row, [])}
+
+    monkeypatch.setattr(Checkpoints, "restore_latest", with_row)
+    best = best_adapter(run)
+    train(tiny.config(changes | {"steps": 2}), workdir=run)
+    assert tiny_run.evaluations(run) == {0: 0.1, 1: 0.5, 2: 0.4}
+    assert best_adapter(run) == best
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: rows[:-4][::-1] + rows[-4:], "the training problems of {0} are not the pr"),
+        (lambda rows: [rows[0] | {"answer": "7"}, *rows[1:]], "the training problems of {0} are"),
+        (lambda rows: [*rows, {"question": "t1", "answer": "1"}], "the training problems of {0}"),
+        (lambda rows: [*rows[:-1], rows[-1] | {"answer": "7"}], "the evaluation problems of {0}"),
+        (lambda rows: [row | {"level": 3} for row in rows], None),
+    ],
+)
+def test_problems_that_changed_under_a_run_are_refused(
+    uninterrupted, tiny, tmp_path, change, words
+):
+    run = shutil.copytree(uninterrupted, tmp_path / "run")
+    rows = read_jsonl(tiny.problems)
+    path = tmp_path / "problems.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in change(rows)))
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["data"]["path"] = str(path)
+    (run / "config.json").write_text(json.dumps(saved))
+    config = tiny.config(CHANGES | {"data.path": str(path), "steps": 7})
+    before = tiny_run.contents(run)
+
+    def stop(*_, **__):
+        raise KilledError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qerl_jax.training.loop, "take_step", stop)
+        with pytest.raises((UserError, KilledError)) as error:
+            train(config, workdir=run)
+    if words is None:
+        assert isinstance(error.value, KilledError)
+        return
+    assert str(error.value).startswith(words.format(path))
+    assert str(error.value).endswith("or pass another --workdir to begin a run with the new ones")
+    assert tiny_run.contents(run) == before
 
 
 def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeypatch, capsys):

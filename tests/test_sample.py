@@ -1,6 +1,8 @@
 """The answer that appears while it is decoded: its text, the policies and the prompt."""
 
 import io
+import json
+import shutil
 import subprocess
 import sys
 
@@ -125,6 +127,18 @@ def answer(source, question="t3 t4", **options):
         engine=EngineConfig(chunk_steps=4),
     )
     return policy.model.tokenizer.decode(rollout.tokens[0, : rollout.lengths[0]])
+
+
+def test_a_run_stops_where_its_training_stops(run, tmp_path, capsys):
+    run = shutil.copytree(run, tmp_path / "run")
+    whole = answer(run, "t20 t21 t3 t4 t22 t1 t2").split()
+    settings = json.loads((run / "config.json").read_text())
+    settings["config"]["rollout"]["stop"] = [whole[1]]
+    (run / "config.json").write_text(json.dumps(settings))
+    sample(SampleConfig(source=str(run), question="t3 t4", adapter="adapter"))
+    assert capsys.readouterr().out == " ".join(whole[: whole.index(whole[1]) + 1]) + "\n"
+    with pytest.raises(UserError, match="the question: not valid Unicode: character 2 is the lone"):
+        sample(SampleConfig(source=str(run), question="t\udc80", adapter="adapter"))
 
 
 def test_a_run_shows_base_and_adapter(run, tiny, capsys):

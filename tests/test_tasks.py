@@ -4,10 +4,11 @@ import dataclasses
 import json
 
 import datasets
+import numpy as np
 import pytest
 
 from experiments.configs.grpo_gsm8k import get_config
-from qerl_jax.data import Problem, load_problems
+from qerl_jax.data import Problem, fingerprint, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import (
     BENCHMARKS,
@@ -17,6 +18,7 @@ from qerl_jax.evaluation.tasks import (
     make_tasks,
 )
 from qerl_jax.rl import rewards
+from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import config_dict
 
 REWARDS = "qerl_jax.rl.rewards:"
@@ -58,9 +60,9 @@ def run():
     return config_dict(get_config())
 
 
-def make(*names, run=None, **overrides):
+def make(*names, run=None, folder=None, **overrides):
     given = {name: tuple(values) for name, values in overrides.items()}
-    return make_tasks(names, run=run, overrides=TaskOverrides(**given))
+    return make_tasks(names, run=run, folder=folder, overrides=TaskOverrides(**given))
 
 
 def test_benchmarks_come_from_the_hub(hub):
@@ -131,11 +133,55 @@ def test_a_run_is_asked_what_it_held_out(run, file):
     assert task.system_prompt == "Be brief."
 
 
-def test_a_benchmark_keeps_its_scorer_for_a_run(run, hub):
-    (task,) = make("math500", run=run)
+def test_a_benchmark_keeps_its_scorer_and_its_limit_for_a_run(run, hub, file):
+    run["rollout"] |= {"stop": ["</answer>"], "kv_cache_dtype": "float8"}
+    given = [f"gsm8k={file('1')}"]
+    benchmarks = make("math500", "gsm8k", run=run, data=given)
+    assert [task.scorer for task in benchmarks] == [
+        REWARDS + "math_answer",
+        REWARDS + "numeric_answer",
+    ]
+    assert [task.max_new_tokens for task in benchmarks] == [4096, 1024]
+    # The problems and files of the run have its limit; all have its prompt and its stop strings.
+    tasks = benchmarks + make("run", file("1", name="other.jsonl"), run=run)
+    assert [task.max_new_tokens for task in tasks[2:]] == [16, 16]
+    for task in tasks:
+        assert task.system_prompt == "Be brief."
+        assert (task.stop, task.kv_cache_dtype) == (("</answer>",), "float8")
+    assert [task.stop for task in make("math500", "gsm8k", data=given)] == [(), ()]
+    (task,) = make("math500", run=run, max_new_tokens=["99"])
+    assert task.max_new_tokens == 99
+
+
+def test_answers_that_the_scorer_cannot_read_are_left_out(file, capsys):
+    path = file("18", r"\boxed{}", "I see. There is none.", "", r"\pi")
+    (task,) = make(path)
     assert task.scorer == REWARDS + "math_answer"
-    assert task.system_prompt == "Be brief."
-    assert task.max_new_tokens == 16
+    assert [problem.answer for problem in task.problems] == ["18", r"\pi"]
+    (task,) = make(path, scorer=[REWARDS + "numeric_answer"])
+    assert [problem.answer for problem in task.problems] == ["18"]
+    assert capsys.readouterr().out.count("left out") == 4
+    # A judge that uses no answer needs none.
+    assert len(make(path, scorer=["tiny_run:even_end"])[0].problems) == 5
+    # One bad row does not choose another scorer for a whole file.
+    numbers = file("18", "19", "I see. There is none.")
+    assert make(numbers)[0].scorer == REWARDS + "numeric_answer"
+
+
+def test_the_problems_that_a_run_held_out_are_the_same(run, file, tmp_path):
+    run["data"] |= {"source": "", "path": file(*map(str, range(20)))}
+    run["eval"]["problems"] = 0
+    (task,) = make(run=run)
+    assert [problem.answer for problem in task.problems] == ["18", "19"]
+    with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
+        for meta in ({}, {"problems": {"train": "x", "eval": fingerprint(task.problems)}}):
+            checkpoints.save(len(meta), {"x": np.zeros(1)}, meta)
+            checkpoints.wait()
+            assert make(run=run, folder=tmp_path)[0].problems == task.problems
+    file(*map(str, range(21)))
+    with pytest.raises(UserError, match=r"held out have changed since.*--data=run=FILE\.jsonl"):
+        make(run=run, folder=tmp_path)
+    assert len(make("run", run=run, folder=tmp_path, data=[f"run={file('1')}"])[0].problems) == 1
 
 
 def test_overrides_are_for_all_tasks_or_one(hub, file):
@@ -182,8 +228,10 @@ def test_what_cannot_be_asked(hub, names, overrides, words):
 
 def test_a_run_may_have_nothing_to_ask(run, file):
     run["eval"]["every"] = 0
-    with pytest.raises(UserError, match="held out no problems"):
-        make(run=run)
+    for source in ("", "held_out"):
+        run["data"]["eval_source"] = source
+        with pytest.raises(UserError, match="held out no problems"):
+            make(run=run)
     run["data"]["eval_path"] = file("1")
     assert len(make(run=run)[0].problems) == 1
     run["data"]["eval_path"] = "gone.jsonl"

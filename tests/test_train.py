@@ -17,6 +17,7 @@ import qerl_jax.training.setup
 import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
@@ -59,9 +60,9 @@ def test_rows(finished):
     written = read_jsonl(finished / "metrics.jsonl")
     assert [row["step"] for row in written] == [0, 1, 2, 2, 3, 4, 4]
     assert_finite(written)
-    assert written[0].keys() == {"step", "eval_accuracy_before", "eval_seconds"}
+    assert written[0].keys() == {"step", "eval_accuracy_before", "eval_truncated", "eval_seconds"}
     for row in (written[3], written[6]):
-        assert row.keys() == {"step", "eval_accuracy", "eval_seconds"}
+        assert row.keys() == {"step", "eval_accuracy", "eval_truncated", "eval_seconds"}
     rows = read_steps(finished / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
@@ -224,7 +225,7 @@ def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
 
     def greedy_accuracy(model, lora, problems, **options):
         adapters.append(jax.device_get(lora))
-        return next(accuracies)
+        return GreedyScore(accuracy=next(accuracies), truncated=0.0)
 
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
     for steps in (2, 4):  # The best is remembered where a run goes on.

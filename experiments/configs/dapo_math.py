@@ -4,11 +4,10 @@ r"""DAPO on competition mathematics with a 4-bit policy, QeRL's second setting (
     uv run python -m experiments.dapo_math --config=experiments/configs/dapo_math.py:qwen2.5-7b
 
 The first command is the stand-in of `grpo_gsm8k.py`, one-digit sums, with this experiment's loss.
-The second command trains on BigMath (levels 3 to 5; 4 and 5 from 32B on) and evaluates on MATH-500,
-both from the Hugging Face hub, or from local files:
+The second command trains on BigMath (levels 3 to 5; 4 and 5 from 32B on) from the Hugging Face hub,
+or from a local file; `experiments.evaluate RUN --tasks=math500` measures the result on MATH-500:
 
     --config.data.path=math_train.jsonl --config.data.levels="(3, 4, 5)"
-    --config.data.eval_path=math500.jsonl
 
 Results: none of the presets has a measured run yet.
 
@@ -23,7 +22,6 @@ from experiments.configs import defaults
 _SETTINGS = {
     "steps": 1000,
     "data.source": "open-r1/Big-Math-RL-Verified-Processed:level_3_4_5",
-    "data.eval_source": "HuggingFaceH4/MATH-500",
     "data.system_prompt": (
         "Solve the problem step by step. Write your reasoning between <think> and </think>, then "
         "the final answer between <answer> and </answer>."
@@ -37,8 +35,6 @@ _SETTINGS = {
     "rl.updates_per_rollout": 1,
     "rl.dynamic_sampling": True,
     "rl.overlong_buffer": 2048,
-    "eval.problems": 500,
-    "eval.max_new_tokens": 4096,
 }
 
 _REWARDS = {
@@ -47,7 +43,6 @@ _REWARDS = {
 }
 
 _STAND_IN = {
-    "data.eval_source": "",
     "data.max_question_chars": 0,
     "rollout.prompts_per_step": 4,
     "rl.overlong_buffer": 4,

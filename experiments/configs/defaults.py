@@ -64,6 +64,7 @@ SUMS: dict[str, Any] = {
     "lora.rank": 16,
     "lora.alpha": 32.0,
     "data.source": "reasoning_gym:chain_sum",
+    "data.eval_source": "",
     "data.options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
     "data.system_prompt": "Be brief.",
     "data.question_suffix": " Answer with the number only.",
@@ -80,7 +81,6 @@ SUMS: dict[str, Any] = {
     "optimizer.warmup_steps": 0,
     "eval.every": 10,
     "eval.problems": 32,
-    "eval.max_new_tokens": 16,
     "checkpoint.every": 10,
 }
 
@@ -269,8 +269,10 @@ def _fields(model: str) -> ConfigDict:
     # A hub id, or 'reasoning_gym:TASK': generated problems, which need no hub. gsm_symbolic is the
     # stand-in for GSM8K, for models of 1B and more.
     c.data.source = ""
-    # A hub id whose test split is the evaluation; '': the source's own, or held-out problems.
-    c.data.eval_source = ""
+    # 'held_out': eval.problems of the training problems, which are not trained on, so that no test
+    # split chooses the best adapter; a hub id: its test split; '': the source's own test split, or
+    # held-out problems if it has none.
+    c.data.eval_source = "held_out"
     # Local JSONL files (question, answer, optionally level) for training and evaluation; they
     # replace the sources.
     c.data.path = ""
@@ -386,8 +388,9 @@ def _fields(model: str) -> ConfigDict:
 
     c.eval = ConfigDict()  # greedy accuracy; the best adapter is kept
     c.eval.every = 100  # steps; 0: off
-    c.eval.problems = 256
-    c.eval.max_new_tokens = 1024
+    # 0: 256, but at most a tenth of the training problems if they are held out of them.
+    c.eval.problems = 0
+    c.eval.max_new_tokens = c.rollout.get_oneway_ref("max_new_tokens")  # as in training
 
     c.checkpoint = ConfigDict()
     c.checkpoint.every = 20  # steps

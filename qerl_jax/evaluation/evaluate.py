@@ -64,8 +64,11 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
         StoppedError: SIGTERM or SIGINT arrived; the completions of all finished batches are saved.
     """
     results_folder.validate(config)
-    run = read_run(user_path(config.source))
-    tasks = make_tasks(config.tasks, run=run and run["config"], overrides=config.overrides)
+    folder = user_path(config.source)
+    run = read_run(folder)
+    tasks = make_tasks(
+        config.tasks, run=run and run["config"], overrides=config.overrides, folder=folder
+    )
     scorers = {task.name: _resolve(task) for task in tasks}
     folders: list[Path] = []
     first: dict[str, np.ndarray] = {}
@@ -247,8 +250,9 @@ def _complete_batch(
             max_new_tokens=job.task.max_new_tokens,
             temperature=results_folder.temperature_of(config),
             top_p=config.top_p,
+            stop=job.task.stop,
         ),
-        engine=EngineConfig(max_rows=max_rows, dequantize=_dequantize_mode(job.policy.model)),
+        engine=dataclasses.replace(_engine(job), max_rows=max_rows),
         samples=samples,
         prompt_ids=filled,
         on_progress=on_progress,
@@ -303,9 +307,15 @@ def _fitting_rows(job: _Job) -> int:
         model.params,
         positions=bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens,
         config=model.config,
-        engine=EngineConfig(dequantize=_dequantize_mode(model)),
+        engine=_engine(job),
     )
     return _CPU_ROWS if rows is None else min(max(1, rows), _MOST_ROWS)
+
+
+def _engine(job: _Job) -> EngineConfig:
+    return EngineConfig(
+        dequantize=_dequantize_mode(job.policy.model), kv_cache_dtype=job.task.kv_cache_dtype
+    )
 
 
 def _dequantize_mode(model: LoadedModel) -> str:

@@ -20,6 +20,19 @@ from qerl_jax.rollout.programs import Executables
 from qerl_jax.weights.load import LoadedModel
 
 
+@dataclasses.dataclass(frozen=True)
+class GreedyScore:
+    """How a policy answers greedily.
+
+    Attributes:
+        accuracy: fraction of completions that are correct.
+        truncated: fraction of completions that the limit on new tokens cut off.
+    """
+
+    accuracy: float
+    truncated: float
+
+
 def greedy(sampling: SamplingConfig) -> SamplingConfig:
     """Returns the limits of `sampling` with greedy decoding."""
     return dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
@@ -36,8 +49,8 @@ def greedy_accuracy(
     engine: EngineConfig = DEFAULT_ENGINE,
     executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
-) -> float:
-    """Returns the fraction of prompts whose greedy completion is correct.
+) -> GreedyScore:
+    """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 
     Args:
         model: model of the policy, without noise.
@@ -70,7 +83,10 @@ def greedy_accuracy(
         rollout.finished,
         time_limit=time_limit,
     )
-    return float(passed(scores.parts["correct"]).mean())
+    return GreedyScore(
+        accuracy=float(passed(scores.parts["correct"]).mean()),
+        truncated=float(1 - np.mean(rollout.finished)),
+    )
 
 
 def generate_completions(

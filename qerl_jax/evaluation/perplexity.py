@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax import hub
-from qerl_jax.errors import UserError, first_line
+from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.logprobs import completion_logprobs
@@ -138,6 +138,9 @@ def _json_lines(path: pathlib.Path, text: str) -> Iterable[Mapping[str, Any]]:
             raise UserError(f"{path}:{number}: not JSON: {first_line(error)}") from error
         if not isinstance(row, dict):
             raise UserError(f"{path}:{number}: an object is needed, not {type(row).__name__}")
+        for name, value in row.items():
+            if isinstance(value, str):
+                check_unicode(value, f"{path}:{number}: {name}")
         yield row
 
 

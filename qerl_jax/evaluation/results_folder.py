@@ -26,7 +26,13 @@ _RESULTS = "results.json"
 _SAME_SETTINGS = (
     "fingerprint", "format", "dtype", "adapter_sha256", "samples", "temperature", "top_p", "seed",
 )  # fmt: skip
-_SAME_TASK = ("problems_sha256", "system_prompt", "question_suffix", "max_new_tokens")
+_SAME_TASK = (
+    "problems_sha256", "system_prompt", "question_suffix", "max_new_tokens", "stop",
+    "kv_cache_dtype",
+)  # fmt: skip
+_OVERRIDDEN = _SAME_TASK[1:4]  # the settings of a task that `TaskOverrides` has
+# Settings of a task in results of earlier versions, which did not save them.
+_EARLIER = {"stop": [], "kv_cache_dtype": ""}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +140,8 @@ def open_folder(
             "system_prompt": task.system_prompt,
             "question_suffix": task.question_suffix,
             "max_new_tokens": task.max_new_tokens,
+            "stop": list(task.stop),
+            "kv_cache_dtype": task.kv_cache_dtype,
             "judge": task.scorer,
             "format_judge": task.format_scorer,
         }
@@ -145,10 +153,12 @@ def open_folder(
     done: dict[str, Any] = {}
     if (folder / _RESULTS).exists():
         found = json_file.read_object(folder / _RESULTS)
-        done = found["tasks"]
-        _check_same(folder, "", found["settings"], settings, _SAME_SETTINGS)
+        done = _object(found, "tasks", folder)
+        saved = _object(found, "settings", folder)
+        _check_same(folder, "", saved, settings, _SAME_SETTINGS)
         for task in asked.keys() & done.keys():
-            _check_same(folder, f"{task}.", done[task], asked[task], _SAME_TASK)
+            entry = _EARLIER | _object(done, task, folder)
+            _check_same(folder, f"{task}.", entry, asked[task], _SAME_TASK)
             # A continued evaluation has the batches that it began with.
             asked[task] = {"max_rows": done[task].get("max_rows", 0)} | asked[task]
     elif folder.is_dir() and any(folder.iterdir()):
@@ -177,7 +187,7 @@ def _named_folder(
     if config.out:
         return user_path(config.out) / (name if len(config.adapters) > 1 else "")
     same = {key: settings[key] for key in _SAME_SETTINGS}
-    same |= {key: getattr(config.overrides, key) for key in ("data", *_SAME_TASK[1:])}
+    same |= {key: getattr(config.overrides, key) for key in ("data", *_OVERRIDDEN)}
     digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
     mode = "greedy" if settings["temperature"] == 0 else f"samples{config.samples}"
     if policy.run is not None:
@@ -188,13 +198,23 @@ def _named_folder(
     return Path("evaluations") / "-".join(filter(None, parts))
 
 
+def _object(found: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    value = found.get(name)
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{folder / _RESULTS}: {name!r} is not an object, so this is not the result of an "
+            "evaluation; pass another --out"
+        )
+    return value
+
+
 def _check_same(
     folder: Path, what: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]
 ) -> None:
     changes = [
-        f"{what}{key}: {json.dumps(old[key])} -> {json.dumps(new[key])}"
+        f"{what}{key}: {json.dumps(old.get(key))} -> {json.dumps(new[key])}"
         for key in keys
-        if old[key] != new[key]
+        if key not in old or old[key] != new[key]
     ]
     if changes:
         raise UserError(

@@ -128,7 +128,12 @@ def _name(base: Policy) -> str:
 def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
     prompt, limit = _prompt(config, model, run)
-    dequantize = run.get("rollout", {}).get("dequantize", "once")
+    rollout_settings = run.get("rollout", {})
+    engine = EngineConfig(
+        chunk_steps=_CHUNK_STEPS,
+        dequantize=rollout_settings.get("dequantize", "once"),
+        kv_cache_dtype=rollout_settings.get("kv_cache_dtype", ""),
+    )
     show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))
     updates: list[tuple[float, int]] = []  # (time, number of tokens)
     for step in generate_steps(
@@ -141,9 +146,10 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
             max_new_tokens=limit,
             temperature=config.temperature,
             top_p=config.top_p,
+            stop=tuple(rollout_settings.get("stop", ())),
         ),
         tokenizer=model.tokenizer,
-        engine=EngineConfig(chunk_steps=_CHUNK_STEPS, dequantize=dequantize),
+        engine=engine,
     ):
         rollout, length = step.rollout, step.tokens
         updates.append((time.perf_counter(), length))

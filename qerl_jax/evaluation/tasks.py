@@ -5,17 +5,18 @@ run held out. A benchmark comes from the Hugging Face hub, or from a local copy 
 """
 
 import dataclasses
-import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.data import Problem, load_problems
+from qerl_jax.data import HELD_OUT, Problem, fingerprint, load_problems
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.import_path import import_function
 from qerl_jax.rl import rewards
-from qerl_jax.rl.rewards import last_boxed, last_marked, last_number, last_tagged
+from qerl_jax.rl.rewards import Reward, last_boxed, last_marked, last_number, last_tagged
+from qerl_jax.run.checkpoints import read_latest_meta
+from qerl_jax.run.folder import RunFolder
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -68,6 +69,8 @@ class Task:
         format_scorer: import path of the reward that decides whether a completion has the right
             format; '' scores no format.
         max_new_tokens: limit on new tokens per completion.
+        stop: strings that end a completion.
+        kv_cache_dtype: dtype of the stored keys and values, as in `EngineConfig`.
     """
 
     name: str
@@ -78,12 +81,13 @@ class Task:
     scorer: str
     format_scorer: str
     max_new_tokens: int
+    stop: tuple[str, ...] = ()
+    kv_cache_dtype: str = ""
 
     @property
     def fingerprint(self) -> str:
         """SHA-256 of all questions and answers."""
-        text = json.dumps([dataclasses.astuple(problem) for problem in self.problems])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return fingerprint(self.problems)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,21 +115,30 @@ class TaskOverrides:
 
 
 def make_tasks(
-    names: Sequence[str], *, run: Mapping[str, Any] | None, overrides: TaskOverrides
+    names: Sequence[str],
+    *,
+    run: Mapping[str, Any] | None,
+    overrides: TaskOverrides,
+    folder: Path | None = None,
 ) -> list[Task]:
     """Loads the problems of tasks and determines their prompts and scorers.
 
-    A benchmark has a fixed scorer, so that every policy is scored in the same way. A file and `run`
-    have the scorer of the run, if the policy comes from a run. Without a run, a file is scored by
-    number if all its answers are numbers, and by math-verify otherwise. The system message, the
-    suffix and the scorer of the format come from the run; without a run they are `SYSTEM_PROMPT`,
-    no suffix, and `boxed_format`.
+    A benchmark has a fixed scorer and a fixed limit on new tokens, so that every policy is measured
+    in the same way. A file and `run` have the scorer and the limit of the run, if the policy comes
+    from a run. Without a run, a file is scored by number if all its answers are numbers, and by
+    math-verify otherwise. The system message, the suffix, the scorer of the format, the stop
+    strings and the dtype of keys and values come from the run; without a run they are
+    `SYSTEM_PROMPT`, no suffix, `boxed_format`, no stop strings, and the dtype of the model.
+
+    Problems whose answer the scorer needs and cannot read are left out and counted on the screen.
 
     Args:
         names: names of `BENCHMARKS`, files that end in .jsonl, or 'run'. Without names, the task is
             'run' if the policy comes from a run, and GSM8K otherwise.
         run: config of the run that the policy comes from, or None.
         overrides: settings that replace the settings of the tasks.
+        folder: folder of that run. The problems that it held out are compared with the problems
+            that its newest checkpoint was saved with; None does not compare them.
 
     Returns:
         The tasks in the order of their names.
@@ -155,6 +168,7 @@ def make_tasks(
             name,
             files.get(name),
             run,
+            folder,
             {field: by[name] for field, by in chosen.items() if name in by},
         )
         for name in short
@@ -179,29 +193,40 @@ def _by_task(setting: str, given: Sequence[str], names: Sequence[str]) -> dict[s
 
 
 def _make_task(
-    name: str, file: str | None, run: Mapping[str, Any] | None, chosen: Mapping[str, str]
+    name: str,
+    file: str | None,
+    run: Mapping[str, Any] | None,
+    folder: Path | None,
+    chosen: Mapping[str, str],
 ) -> Task:
     benchmark = BENCHMARKS.get(name)
-    if file is not None:
-        source, problems = file, load_problems("", eval_path=file, split="eval", eval_size=_ALL)
-    elif benchmark is not None:
-        source, problems = benchmark.hub, _load_hub(name, benchmark)
-    else:
-        source, problems = RUN, _held_out(run)
-    settings = {
+    settings: dict[str, Any] = {
         "system_prompt": SYSTEM_PROMPT,
         "question_suffix": "",
-        "scorer": _NUMBER if _all_numbers(problems) else _MATH,
         "format_scorer": _BOXED,
-        "max_new_tokens": str(benchmark.max_new_tokens if benchmark else _NEW_TOKENS),
+        "max_new_tokens": str(_NEW_TOKENS),
     }
     if run is not None:
         settings |= _run_settings(run)
     if benchmark is not None:
-        settings["scorer"] = benchmark.scorer
+        settings |= {
+            "scorer": benchmark.scorer,
+            "max_new_tokens": str(benchmark.max_new_tokens),
+        }
     settings |= chosen
-    if not settings["scorer"]:
+    if settings.get("scorer") == "":
         raise UserError(f"{name}: it has no scorer; pass --judge=MODULE:FUNCTION")
+    # Without a scorer, the answers decide.
+    scorers = [_reader(settings["scorer"])] if "scorer" in settings else None
+    if file is not None:
+        source = file
+        problems = load_problems("", eval_path=file, split="eval", eval_size=_ALL, rewards=scorers)
+    elif benchmark is not None:
+        source, problems = benchmark.hub, _load_hub(name, benchmark, scorers)
+    else:
+        source, problems = RUN, _held_out(run, folder)
+    if scorers is None:
+        settings["scorer"] = _NUMBER if _all_numbers(problems) else _MATH
     max_new_tokens = settings.pop("max_new_tokens")
     if not re.fullmatch("[1-9][0-9]*", max_new_tokens):
         raise UserError(f"--max-new-tokens={max_new_tokens}: it must be a number of at least 1")
@@ -214,13 +239,26 @@ def _make_task(
     )
 
 
+def _reader(scorer: str) -> Reward:
+    """Returns a scorer, or where it cannot be imported a function that may need any answer.
+
+    The scorers that are called are imported again, which raises the error.
+    """
+    try:
+        return import_function(scorer, what="reward")
+    except UserError:
+        return lambda *row: None
+
+
 def _all_numbers(problems: Sequence[Problem]) -> bool:
     return all(rewards.number_only_format("", p.answer, "", 0, True) for p in problems)
 
 
-def _load_hub(name: str, benchmark: Benchmark) -> list[Problem]:
+def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None) -> list[Problem]:
     try:
-        return load_problems("", eval_source=benchmark.hub, split="eval", eval_size=_ALL)
+        return load_problems(
+            "", eval_source=benchmark.hub, split="eval", eval_size=_ALL, rewards=scorers
+        )
     except UserError as error:
         reason = first_line(error.__cause__ or error)
         raise UserError(
@@ -229,25 +267,28 @@ def _load_hub(name: str, benchmark: Benchmark) -> list[Problem]:
         ) from error
 
 
-def _held_out(run: Mapping[str, Any] | None) -> list[Problem]:
+def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Problem]:
     """Returns the evaluation problems of a run, the same as during its training."""
     if run is None:
         raise UserError(
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
         )
     data, size = run["data"], run["eval"]["problems"]
-    if not run["eval"]["every"] and not data["eval_path"] and not data.get("eval_source"):
+    separate = data["eval_path"] or data.get("eval_source", "") not in ("", HELD_OUT)
+    if not run["eval"]["every"] and not separate:
         raise UserError(
             "the run held out no problems (eval.every=0); pass a benchmark or a file with --tasks"
         )
+    functions = [reward["function"] for reward in run["rewards"].values()]
     try:
-        return load_problems(
+        problems = load_problems(
             data["source"],
             path=data["path"],
             eval_source=data.get("eval_source", ""),
             eval_path=data["eval_path"],
             split="eval",
-            eval_size=size,
+            eval_size=size or None,
+            rewards=[_reader(function) for function in functions],
             levels=data.get("levels", ()),
             max_question_chars=data.get("max_question_chars", 0),
             options=data["options"],
@@ -257,9 +298,19 @@ def _held_out(run: Mapping[str, Any] | None) -> list[Problem]:
             f"the problems that the run held out cannot be loaded ({first_line(error)}); pass "
             f"these problems as a file: --data={RUN}=FILE.jsonl"
         ) from error
+    if folder is not None:
+        saved = read_latest_meta(RunFolder(folder).checkpoints).get("problems", {}).get("eval")
+        # A run without evaluations has the fingerprint of no problems.
+        if run["eval"]["every"] and saved not in (None, fingerprint(problems)):
+            raise UserError(
+                f"the problems that {folder} held out have changed since, so that it may have "
+                "trained on some of them; restore them, or pass them as a file: "
+                f"--data={RUN}=FILE.jsonl"
+            )
+    return problems
 
 
-def _run_settings(run: Mapping[str, Any]) -> dict[str, str]:
+def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of tasks that a run decides."""
     functions = {name: reward["function"] for name, reward in run["rewards"].items()}
     return {
@@ -268,6 +319,8 @@ def _run_settings(run: Mapping[str, Any]) -> dict[str, str]:
         "scorer": functions.get("correctness", ""),
         "format_scorer": functions.get("format", ""),
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
+        "stop": tuple(run["rollout"].get("stop", ())),
+        "kv_cache_dtype": run["rollout"].get("kv_cache_dtype", ""),
     }
 
 

@@ -218,6 +218,8 @@ def _about(card: Card) -> list[str]:
         lines.append(f"The system message was {json.dumps(data['system_prompt'])}.")
     if data.get("question_suffix"):
         lines.append(f"Each question was followed by {json.dumps(data['question_suffix'])}.")
+    if stop := ({} if card.run is None else card.run["config"]["rollout"]).get("stop"):
+        lines.append(f"Completions ended at the stop strings {json.dumps(stop)}.")
     return lines
 
 

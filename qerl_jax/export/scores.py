@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 
 from qerl_jax.data import Problem, Prompt, encode_prompts
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.export.model_card import FORMAT_NAMES, Card
@@ -40,12 +41,12 @@ class HeldOutSet:
 
     Attributes:
         prompts: prompts of the problems.
-        accuracy: function `accuracy(model, lora, on_progress=...)` that returns the greedy accuracy
-            on these prompts.
+        accuracy: function `accuracy(model, lora, on_progress=...)` that returns the greedy score on
+            these prompts.
     """
 
     prompts: list[Prompt]
-    accuracy: Callable[..., float]
+    accuracy: Callable[..., GreedyScore]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +65,15 @@ class Probe:
     logprobs: list[np.ndarray]
 
 
-def open_held_out_set(policy: Policy, limit: int | None) -> HeldOutSet | None:
+def open_held_out_set(
+    policy: Policy, limit: int | None, folder: Path | None = None
+) -> HeldOutSet | None:
     """Loads the problems that a run held out.
 
     Args:
         policy: policy of the run.
         limit: number of problems; None is all of them, if there are any.
+        folder: folder of the run, as in `make_tasks`.
 
     Returns:
         The held-out set. None if the limit is 0, or if there are no held-out problems and the limit
@@ -82,7 +86,7 @@ def open_held_out_set(policy: Policy, limit: int | None) -> HeldOutSet | None:
         return None
     run = None if policy.run is None else policy.run["config"]
     try:
-        (task,) = make_tasks(["run"], run=run, overrides=TaskOverrides())
+        (task,) = make_tasks(["run"], run=run, overrides=TaskOverrides(), folder=folder)
     except UserError as error:
         if limit is not None:
             raise
@@ -105,11 +109,12 @@ def open_held_out_set(policy: Policy, limit: int | None) -> HeldOutSet | None:
         prompts=prompts,
         correctness=resolve(task.scorer),
         time_limit=run["reward_time_limit"],
-        sampling=SamplingConfig(max_new_tokens=task.max_new_tokens),
+        sampling=SamplingConfig(max_new_tokens=task.max_new_tokens, stop=task.stop),
         engine=EngineConfig(
             max_rows=rollout["max_rows"] or rollout["prompts_per_step"] * rollout["group_size"],
             chunk_steps=rollout["chunk_steps"],
             dequantize=rollout["dequantize"],
+            kv_cache_dtype=task.kv_cache_dtype,
         ),
     )
     return HeldOutSet(prompts=prompts, accuracy=accuracy)
@@ -143,7 +148,7 @@ def add_score(
         del tokens
         live.update(f"scoring {name}: {done}/{total}")
 
-    accuracy = held_out.accuracy(model, lora, on_progress=on_progress)
+    accuracy = held_out.accuracy(model, lora, on_progress=on_progress).accuracy
     live.clear()
     print(f"pass@1 {accuracy:.3f} on {total} held-out problems: {name}", flush=True)
     card.problems = total
@@ -159,13 +164,15 @@ def make_probe(policy: Policy, held_out: HeldOutSet | None) -> Probe:
             questions.
     """
     model, prompts = policy.model, _probe_prompts(policy, held_out)
+    rollout_settings = {} if policy.run is None else policy.run["config"]["rollout"]
+    stop = tuple(rollout_settings.get("stop", ()))
     rollout = generate(
         jax.random.key(0),
         model.params,
         policy.lora,
         prompts,
         config=model.config,
-        sampling=SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0),
+        sampling=SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0, stop=stop),
         tokenizer=model.tokenizer,
     )
     rows = zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)

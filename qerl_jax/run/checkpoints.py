@@ -5,6 +5,7 @@ that is killed while it saves leaves the earlier checkpoints as they were. Orbax
 altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved beside them.
 """
 
+import contextlib
 import shutil
 import sys
 import zlib
@@ -155,6 +156,20 @@ class Checkpoints:
             )
         if failures:
             self._checkpointer.reload()
+
+
+def read_latest_meta(folder: str | Path) -> dict[str, Any]:
+    """Returns the meta object of the newest checkpoint in a folder, {} without a readable one.
+
+    It reads no arrays and changes nothing, so that a run may train in the meantime.
+    """
+    found = [path for path in Path(folder).glob("*") if path.name.isdigit()]
+    for path in sorted(found, key=lambda path: -int(path.name)):
+        # An incomplete or damaged checkpoint raises exceptions without a common class.
+        with contextlib.suppress(Exception):
+            custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
+            return custom["meta"]
+    return {}
 
 
 def require_free_space(path: str | Path, num_bytes: int) -> None:

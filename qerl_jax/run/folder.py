@@ -87,6 +87,11 @@ class RunFolder:
         return self.path / "summary.json"
 
     @property
+    def best(self) -> Path:
+        """Step and accuracy of the best evaluation, whose policy `adapter(best=True)` holds."""
+        return self.path / "best.json"
+
+    @property
     def evaluations(self) -> Path:
         """The folder of evaluations on benchmarks."""
         return self.path / "evaluations"

@@ -4,8 +4,8 @@ The two files are the record: one JSON object per line, flushed, floats with all
 TensorBoard, W&B and trackio show the same rows.
 
     {"step": 20, "reward": 0.41, ..., "step_seconds": 11.8, ...}         a step, when it ends
-    {"step": 20, "eval_accuracy": 0.55, "eval_seconds": 3.2}             an evaluation after it
-    {"step": 0, "eval_accuracy_before": 0.35, "eval_seconds": 3.1}       the one before training
+    {"step": 20, "eval_accuracy": 0.55, "eval_truncated": 0.1, ...}      an evaluation after it
+    {"step": 0, "eval_accuracy_before": 0.35, ...}                       the one before training
 
 Runs of earlier versions have no rows for evaluations: `eval_accuracy` is in the row of the step,
 and `eval_accuracy_before` in the row of step 1. `read_steps` and `read_evaluations` read both
@@ -41,7 +41,7 @@ _SECTIONS = {
     ),
     "rollout": ("length", "finished", "entropy", "rollout_tokens", "rollout_live_share"),
     "noise": ("sigma", "perturbed_norms", "noise_kl"),
-    "eval": ("eval_accuracy", "eval_accuracy_before"),
+    "eval": ("eval_accuracy", "eval_accuracy_before", "eval_truncated"),
 }
 _SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
 

@@ -83,7 +83,9 @@ class LiveLine:
 def _format_evaluation(row: Mapping[str, Any]) -> str:
     when = f"after step {row['step']}" if row["step"] else "before training"
     accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
-    return f"greedy accuracy {when}: {_number(accuracy, '.3f')}"
+    cut = row.get("eval_truncated") or 0.0
+    note = f" ({100 * cut:.0f} % of the completions were cut off)" if cut else ""
+    return f"greedy accuracy {when}: {_number(accuracy, '.3f')}{note}"
 
 
 def _number(value: Any, spec: str) -> str:

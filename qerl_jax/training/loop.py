@@ -19,7 +19,8 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Cursor
+from qerl_jax.data import HELD_OUT, Cursor
+from qerl_jax.data import fingerprint as problems_fingerprint
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
@@ -32,12 +33,18 @@ from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.compilations import Compilations, counted
 from qerl_jax.run.folder import OpenRun, fingerprint, open_run
-from qerl_jax.run.metrics import MetricsLog, read_evaluations
+from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import LiveLine, format_row
 from qerl_jax.training.compile import compile_programs
-from qerl_jax.training.outputs import sample_rows, save_trained, trained_folder
+from qerl_jax.training.outputs import (
+    best_accuracy,
+    sample_rows,
+    save_best,
+    save_trained,
+    trained_folder,
+)
 from qerl_jax.training.setup import Setup, prepare
 from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress, StepResult, take_step
@@ -62,6 +69,7 @@ class _Run:
         received: signals that ask the run to stop.
         progress: the part that the steps change.
         evaluations: greedy accuracy by step, as logged; step 0 is before training.
+        fingerprints: digests of the training and the held-out problems.
         compilations: what was compiled since the row of the step before.
         live: the line of progress on the terminal.
     """
@@ -73,6 +81,7 @@ class _Run:
     received: list[int]
     progress: Progress
     evaluations: dict[int, float]
+    fingerprints: dict[str, str]
     compilations: Compilations
     live: LiveLine = dataclasses.field(default_factory=LiveLine)
 
@@ -216,7 +225,7 @@ def _evaluate(run: _Run, executables: Executables) -> None:
     if not _evaluation_is_due(run):
         return
     began, trainable = time.perf_counter(), run.progress.state.trainable
-    accuracy = greedy_accuracy(
+    score = greedy_accuracy(
         dataclasses.replace(setup.model, params=current_policy(setup.model.params, trainable)),
         trainable.lora,
         setup.eval_prompts,
@@ -228,11 +237,12 @@ def _evaluate(run: _Run, executables: Executables) -> None:
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
     )
     seconds = time.perf_counter() - began
-    if step and accuracy > _best_accuracy(run):
-        save_trained(run.folder, setup, trainable, best=True)
-    run.evaluations[step] = accuracy
+    if step and score.accuracy > _best_accuracy(run):
+        save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
+    run.evaluations[step] = score.accuracy
     key = "eval_accuracy" if step else "eval_accuracy_before"
-    row = {"step": step, key: accuracy, "eval_seconds": seconds}
+    row = {"step": step, key: score.accuracy, "eval_truncated": score.truncated}
+    row["eval_seconds"] = seconds
     run.live.clear()
     print(format_row(row, config.steps), flush=True)
     run.log.write(row)
@@ -301,8 +311,10 @@ def _begin(
 ) -> _Run:
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
     restored = checkpoints.restore_latest(setup.state_shapes)
+    fingerprints = _fingerprints(setup)
     if restored is None:
         log.truncate(-1)
+        folder.best.unlink(missing_ok=True)
         trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
         # Committed to its device, as a restored state is: both compile to the same programs.
         state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
@@ -315,27 +327,75 @@ def _begin(
                 "began with; restore them or pass another --workdir"
             )
         check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
-        _truncate_log(log, step, meta.get("unlogged"))
+        _check_problems(setup.config, meta.get("problems", {}), fingerprints)
+        _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
         progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
     evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
-    return _Run(setup, folder, checkpoints, log, received, progress, evaluations, compilations)
+    return _Run(
+        setup,
+        folder,
+        checkpoints,
+        log,
+        received,
+        progress,
+        evaluations,
+        fingerprints,
+        compilations,
+    )
 
 
-def _truncate_log(log: MetricsLog, step: int, unlogged: tuple[dict, list[dict]] | None) -> None:
+def _truncate_log(
+    log: MetricsLog, folder: OpenRun, step: int, unlogged: tuple[dict, list[dict]] | None
+) -> None:
     """Drops the rows after a step.
 
     Args:
         log: the rows of the run.
+        folder: the run folder.
         step: the step of the restored checkpoint.
         unlogged: row and samples of the step in a checkpoint of an earlier version, which logged a
-            step after its evaluation and was stopped in the evaluation; else None.
+            step after its evaluation and was stopped in the evaluation; else None. Once the step is
+            logged, its row stays: it may hold the evaluation, which a longer run does not repeat.
     """
-    log.truncate(step - 1 if unlogged else step)
-    if unlogged:
-        row, samples = unlogged
-        log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
-        log.write_completions(step, samples)
+    rows = read_steps(folder.metrics) if unlogged and folder.metrics.exists() else []
+    if not unlogged or any(row["step"] == step for row in rows):
+        log.truncate(step)
+        return
+    log.truncate(step - 1)
+    row, samples = unlogged
+    log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
+    log.write_completions(step, samples)
+
+
+def _fingerprints(setup: Setup) -> dict[str, str]:
+    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
+    return {
+        split: problems_fingerprint(prompt.problem for prompt in found)
+        for split, found in prompts.items()
+    }
+
+
+def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Refuses problems that are not the problems of a checkpoint.
+
+    Args:
+        config: the resolved config.
+        saved: fingerprints of the problems by split when the checkpoint was saved; empty in a
+            checkpoint of an earlier version, whose problems are not compared.
+        found: fingerprints of the problems of this start.
+    """
+    source = config.data.path or config.data.source
+    eval_source = config.data.eval_path or config.data.eval_source
+    for split, name, place in (
+        ("train", "training", source),
+        ("eval", "evaluation", source if eval_source in ("", HELD_OUT) else eval_source),
+    ):
+        if saved.get(split, found[split]) != found[split]:
+            raise UserError(
+                f"the {name} problems of {place} are not the problems that this run began with; "
+                "restore them, or pass another --workdir to begin a run with the new ones"
+            )
 
 
 def _save(run: _Run) -> None:
@@ -346,12 +406,18 @@ def _save(run: _Run) -> None:
             "cursor": dataclasses.asdict(run.progress.cursor),
             "fingerprint": run.setup.model.fingerprint,
             "reference": run.setup.reference_fingerprint,
+            "problems": run.fingerprints,
         },
     )
 
 
 def _best_accuracy(run: _Run) -> float:
-    return max(run.evaluations.values(), default=-1.0)
+    """The accuracy of the best policy, which may belong to a step that the log does not hold.
+
+    A run that ended between an evaluation and the next checkpoint has lost that step. It may take
+    the step again without evaluating it, if the evaluation was due only at the run's earlier end.
+    """
+    return max([*run.evaluations.values(), best_accuracy(run.folder)])
 
 
 def _finish(run: _Run) -> None:

@@ -1,5 +1,6 @@
 """The outputs of a run: completions to read, and the trained parameters."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.policy.trainable import Trainable, current_policy
+from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import StepResult
@@ -56,6 +58,21 @@ def save_trained(
         files=companion_files(model, packed=False, dtype=dtype),
         replace=True,
     )
+
+
+def save_best(
+    folder: RunFolder, setup: Setup, trainable: Trainable, *, step: int, accuracy: float
+) -> None:
+    """Writes the policy of a step as the best one, and records its accuracy."""
+    save_trained(folder, setup, trainable, best=True)
+    write_atomic(folder.best, json.dumps({"step": step, "accuracy": accuracy}) + "\n")
+
+
+def best_accuracy(folder: RunFolder) -> float:
+    """The recorded accuracy of the best policy; -1 if no policy is recorded."""
+    if not folder.best.exists():
+        return -1.0
+    return json.loads(folder.best.read_text(encoding="utf-8"))["accuracy"]
 
 
 def trained_folder(folder: RunFolder, config: ConfigDict, *, best: bool = False) -> Path:

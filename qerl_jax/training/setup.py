@@ -10,7 +10,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Problem, Prompt, encode_prompts, load_problems
+from qerl_jax.data import Problem, Prompt, encode_prompts, load_splits
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -114,7 +114,7 @@ def prepare(
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
             sigma(step)
-    problems = _load_problems(config)
+    problems = _load_problems(config, rewards)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     model = _load_model(config)
@@ -237,22 +237,22 @@ def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransfo
     )
 
 
-def _load_problems(config: ConfigDict) -> dict[str, list[Problem]]:
+def _load_problems(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
+) -> dict[str, list[Problem]]:
     """The problems by split, 'train' and, with evaluations, 'eval'."""
-    return {
-        split: load_problems(
-            config.data.source,
-            path=config.data.path,
-            eval_source=config.data.eval_source,
-            eval_path=config.data.eval_path,
-            split=split,
-            eval_size=config.eval.problems if config.eval.every else 0,
-            levels=tuple(config.data.levels),
-            max_question_chars=config.data.max_question_chars,
-            options=config.data.options.to_dict(),
-        )
-        for split in (("train", "eval") if config.eval.every else ("train",))
-    }
+    train, evaluation = load_splits(
+        config.data.source,
+        path=config.data.path,
+        eval_source=config.data.eval_source,
+        eval_path=config.data.eval_path,
+        eval_size=(config.eval.problems or None) if config.eval.every else 0,
+        rewards=[function for function, _ in rewards.values()],
+        levels=tuple(config.data.levels),
+        max_question_chars=config.data.max_question_chars,
+        options=config.data.options.to_dict(),
+    )
+    return {"train": train} | ({"eval": evaluation} if config.eval.every else {})
 
 
 def _load_model(config: ConfigDict) -> LoadedModel:
@@ -297,9 +297,12 @@ def _encode_prompts(
         for split, found in problems.items()
     }
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    held_out = f"{len(prompts.get('eval', []))} held out"
+    if config.eval.every and not config.eval.problems:
+        held_out += " (at most 256 and a tenth; --config.eval.problems=N changes it)"
     print(
         f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
-        f"{len(prompts['train'])} training prompts, {len(prompts.get('eval', []))} held out",
+        f"{len(prompts['train'])} training prompts, {held_out}",
         flush=True,
     )
     return prompts

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.errors import UserError, check_limits
+from qerl_jax.errors import UserError, check_limits, check_unicode
 from qerl_jax.policy import aqn
 from qerl_jax.rl.advantages import SCALES
 from qerl_jax.rollout.head import check_head_format
@@ -79,6 +79,7 @@ def validate(config: ConfigDict) -> None:
     Raises:
         UserError: a value is out of range, or contradicts another value.
     """
+    _check_texts(config.to_dict(), "")
     check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
     for name, reward in config.rewards.to_dict().items():
         if not isinstance(reward, dict) or reward.keys() != {"function", "weight"}:
@@ -196,6 +197,17 @@ def _begin_from(config: ConfigDict, trained: Path) -> str:
     """The options of a new run that begins where another one ended."""
     name = "model.source" if config.train.parameters == "full" else "lora.init"
     return f"--config.{name}={trained} and another --workdir"
+
+
+def _check_texts(value: Any, name: str) -> None:
+    if isinstance(value, str):
+        check_unicode(value, name)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _check_texts(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for index, inner in enumerate(value):
+            _check_texts(inner, f"{name}[{index}]")
 
 
 def _field(config: ConfigDict, name: str) -> Any:

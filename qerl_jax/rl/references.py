@@ -1,0 +1,62 @@
+r"""Reference answers: which rewards need one, and which answers a reward can read.
+
+A problem whose reference answer no scorer can read would give every completion a reward of 0.
+"""
+
+import dis
+import inspect
+import re
+
+from qerl_jax.rl import rewards
+from qerl_jax.rl.rewards import Reward, last_boxed, last_number
+
+_NUMBERS = (rewards.numeric_answer, rewards.boxed_answer, rewards.tagged_answer)
+_ANSWER_POSITION = 2  # of the arguments (prompt, completion, answer, num_tokens, finished)
+_LATEX_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
+_SENTENCE_WORDS = 3
+
+
+def needs_answer(reward: Reward) -> bool:
+    """Returns whether a reward uses its reference answer.
+
+    A function written in Python uses it if its code loads the argument. Any other callable, and a
+    function that takes its arguments as `*args`, is assumed to use it.
+    """
+    code = getattr(reward, "__code__", None)
+    position = _ANSWER_POSITION + inspect.ismethod(reward)
+    if code is None or position >= code.co_argcount:
+        return True
+    name = code.co_varnames[position]
+    return any(
+        name in (loaded if isinstance(loaded, tuple) else (loaded,))
+        for loaded in (op.argval for op in dis.get_instructions(code) if "LOAD" in op.opname)
+    )
+
+
+def can_read(reward: Reward, answer: str) -> bool:
+    r"""Returns whether a reward can compare completions with a reference answer.
+
+    The rewards that compare numbers need a number in the answer. `math_answer` needs an expression:
+    an empty box and sentences without a box are none. Neither reads a solution that ends in `####`
+    without a number. Every other reward takes any text.
+    Example: `math_answer` reads `\frac{1}{2}` and `no solution`, not `Let x = 2. Then it holds.`
+    """
+    if reward not in (*_NUMBERS, rewards.math_answer):
+        return True
+    if answer.endswith("####"):
+        return False
+    if reward in _NUMBERS:
+        return last_number(answer) is not None
+    boxed = last_boxed(answer)
+    if boxed is None and is_prose(answer):
+        return False
+    return bool((answer if boxed is None else boxed).strip("\\{}$.,:;?! \t\n"))
+
+
+def is_prose(text: str) -> bool:
+    """Returns whether a text is at least one sentence of three words, and so no short answer."""
+    plain = _LATEX_COMMAND.sub(" ", text)
+    words = _WORD.findall(plain)
+    return len(words) >= _SENTENCE_WORDS and _SENTENCE_END.search(plain) is not None
