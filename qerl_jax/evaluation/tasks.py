@@ -9,13 +9,20 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from qerl_jax.data import Problem, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.rl import rewards
-from qerl_jax.rl.rewards import last_boxed, last_marked, last_number, last_tagged
+from qerl_jax.rl.answers import (
+    completion_number,
+    last_boxed,
+    last_marked,
+    last_tagged,
+    marked_number,
+)
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -292,13 +299,11 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
     marked = last_marked(completion)
     match scorer.removeprefix("qerl_jax.rl.rewards:"):
         case "numeric_answer":
-            if marked is None and "####" in completion:
-                marked = completion.rpartition("####")[2].strip().partition("\n")[0]
-            return _number(completion if marked is None else marked)
+            return _digits(completion_number(completion))
         case "boxed_answer":
-            return _number(last_boxed(completion) or "")
+            return _digits(marked_number(last_boxed(completion) or ""))
         case "tagged_answer":
-            return _number(last_tagged(completion) or "")
+            return _digits(marked_number(last_tagged(completion) or ""))
         case "exact_answer":
             return (completion if marked is None else marked).strip()
         case "math_answer":
@@ -306,10 +311,9 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
         case _:
             found = completion.strip().rpartition("\n")[2] if marked is None else marked
     if rewards.number_only_format("", found, "", 0, True):
-        return _number(found)
+        return _digits(marked_number(found))
     return "".join(found.replace("$", "").split()).removesuffix(".") or None
 
 
-def _number(text: str) -> str | None:
-    number = last_number(text)
+def _digits(number: Decimal | None) -> str | None:
     return None if number is None else f"{number.normalize():f}"
