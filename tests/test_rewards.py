@@ -288,7 +288,7 @@ def test_math_answer(completion, answer, value):
 @pytest.mark.parametrize("completion", [r"\boxed{7}", "7", r"\boxed{???}"])
 def test_math_answer_is_missing_where_the_reference_cannot_be_read(completion, answer):
     named = {"correctness": (rewards.math_answer, 1.0)}
-    scores = rewards.score(named, [""], [completion], [answer], [3], [True], time_limit=5)
+    scores = rewards.score(named, [""], [completion], [answer], [3], [True], time_limit=0)
     assert np.isnan(scores.total).all()
     (line,) = scores.errors
     assert f"math-verify cannot read the answer {answer!r}: use exact_answer" in line

@@ -20,7 +20,7 @@ from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_op
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.shapes import plan_shapes
-from qerl_jax.training.collect import CollectConfig
+from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.memory_plan import MemoryPlan, device_bytes, plan_update, recomputation
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
@@ -155,6 +155,11 @@ def prepare(
             overlong_buffer=config.rl.overlong_buffer,
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
+            metric=dynamic_sampling_metric(
+                config.rl.dynamic_sampling_metric,
+                {name: weight for name, (_, weight) in rewards.items()},
+                has_length_penalty=config.rl.overlong_buffer > 0,
+            ),
             data_seed=config.seed,
         ),
         eval_sampling=eval_sampling,
