@@ -17,21 +17,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError, memory_errors
-from qerl_jax.evaluation.greedy import greedy, greedy_accuracy
-from qerl_jax.policy import aqn
+from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.programs import compiled as compiled_updates
-from qerl_jax.rl.programs import operations as update_operations
 from qerl_jax.rl.rewards import Reward, resolve
-from qerl_jax.rl.train_step import TrainState, init_state
-from qerl_jax.rollout.aot import compile_operations, rollout_operations
-from qerl_jax.rollout.programs import Executables, MissingProgramError, Operation, committed
+from qerl_jax.rl.train_step import init_state
+from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
@@ -41,6 +36,7 @@ from qerl_jax.run.metrics import MetricsLog, read_evaluations
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import LiveLine, format_row
+from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.outputs import sample_rows, save_trained, trained_folder
 from qerl_jax.training.setup import Setup, first_trainable, prepare
 from qerl_jax.training.step import Progress, StepResult, take_step
@@ -251,77 +247,25 @@ def _save_or_stop(run: _Run) -> None:
 
 def _compile(run: _Run) -> tuple[Executables, UpdatePrograms]:
     """Compiles the programs of the run: no step and no evaluation waits for the compiler."""
-    setup, began = run.setup, time.perf_counter()
-    trains = run.progress.step < setup.config.steps
-    trainable = run.progress.state.trainable
-    policy = setup.key, current_policy(setup.model.params, trainable), trainable.lora
-    wanted = _evaluation_operations(setup, policy) if trains or _evaluation_is_due(run) else []
-    updates = {}
-    if trains:
-        updates = _update_operations(setup, run.progress.state)
-        wanted += [*updates.values(), *_rollout_operations(setup, policy)]
+    began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 
     def on_progress(done: int, total: int) -> None:
         run.stop_if_asked()
         run.live.update(f"programs {done}/{total}")
 
-    executables = compile_operations(committed((*policy, setup.rollout_head)), wanted, on_progress)
+    executables, programs = compile_programs(
+        run.setup,
+        run.progress.state,
+        trains=trains,
+        evaluates=bool(run.setup.eval_prompts) and (trains or _evaluation_is_due(run)),
+        on_progress=on_progress,
+    )
     run.live.clear()
-    if wanted:
+    if executables:
         seconds = time.perf_counter() - began
         counts = f"compiled {len(executables.compiled)} of {len(executables)} programs"
         print(f"{counts} in {seconds:.0f} s", flush=True)
-    return executables, compiled_updates(updates, executables)
-
-
-def _rollout_operations(setup: Setup, policy: tuple) -> list[Operation]:
-    key, params, lora = policy
-    return rollout_operations(
-        key,
-        params | setup.rollout_head,
-        lora,
-        prompts=setup.collect.prompts_per_step,
-        config=setup.model.config,
-        sampling=setup.collect.sampling,
-        tokenizer=setup.model.tokenizer,
-        engine=setup.collect.engine,
-        group_size=setup.collect.group_size,
-    )
-
-
-def _evaluation_operations(setup: Setup, policy: tuple) -> list[Operation]:
-    if not setup.eval_prompts:
-        return []
-    return rollout_operations(
-        *policy,
-        prompts=len(setup.eval_prompts),
-        config=setup.model.config,
-        sampling=greedy(setup.eval_sampling),
-        tokenizer=setup.model.tokenizer,
-        engine=setup.eval_engine,
-    )
-
-
-def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
-    config, noise = setup.config, None
-    if config.aqn.correction == "noisy_forward":
-        noise = aqn.Noise(
-            key=setup.key,
-            sigma=jnp.float32(0),
-            form=config.aqn.form,
-            final_norm=config.aqn.final_norm,
-        )
-    return update_operations(
-        state,
-        setup.model.params,
-        reference=(setup.model.params, None) if setup.update.loss.kl_coef else None,
-        noise=noise,
-        measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
-        buffer_tokens=setup.buffer_tokens,
-        config=setup.update,
-        optimizer=setup.optimizer,
-        optimizer_key=setup.optimizer_key,
-    )
+    return executables, programs
 
 
 def _watch(run: _Run, label: str, total: int) -> Callable[[int, int], None]:

@@ -44,7 +44,7 @@ class Setup:
         eval_sampling: options of the completions of an evaluation.
         eval_engine: options of the engine in an evaluation.
         update: static options of the update, with its loss.
-        buffer_tokens: positions of a buffer of the update.
+        memory: memory of an update, and the size of its buffers.
         optimizer: the optimizer with its schedule.
         optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
@@ -62,7 +62,7 @@ class Setup:
     eval_sampling: SamplingConfig
     eval_engine: EngineConfig
     update: UpdateConfig
-    buffer_tokens: int
+    memory: MemoryPlan
     optimizer: optax.GradientTransformation
     optimizer_key: str
     state_shapes: TrainState
@@ -101,25 +101,36 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    lora_config = LoraConfig(
-        rank=config.lora.rank,
-        alpha=config.lora.alpha,
-        rslora=config.lora.rslora,
-        targets=tuple(config.lora.targets),
-    )
-    sigma = aqn.sigma_schedule(
-        config.aqn.schedule,
-        sigma_start=config.aqn.sigma_start,
-        sigma_end=config.aqn.sigma_end,
-        stages=config.aqn.stages,
-        total_steps=schedule_steps,
-    )
-    loss, optimizer = loss_from(config), _optimizer(config, schedule_steps)
+    _schedules(config, schedule_steps)  # They refuse bad options before a model is loaded.
     problems = _load_problems(config)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     model = _load_model(config)
     prompts = _encode_prompts(config, model, problems)
+    return assemble(config, rewards, model, prompts, schedule_steps=schedule_steps)
+
+
+def assemble(
+    config: ConfigDict,
+    rewards: Mapping[str, tuple[Reward, float]],
+    model: LoadedModel,
+    prompts: Mapping[str, list[Prompt]],
+    *,
+    schedule_steps: int,
+) -> Setup:
+    """Makes the parts of a run around a loaded model and encoded prompts.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        model: the model before training.
+        prompts: prompts by split, 'train' and, with evaluations, 'eval'.
+        schedule_steps: as in `prepare`.
+
+    Raises:
+        UserError: the config asks for something that cannot be done.
+    """
+    lora_config, sigma, loss, optimizer = _schedules(config, schedule_steps)
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     head = rollout_head(model.params, config.rollout.head_format)
     key = jax.random.key(config.seed, impl="threefry2x32")
@@ -170,7 +181,7 @@ def prepare(
             temperature=config.rollout.temperature,
             recompute=plan.recompute,
         ),
-        buffer_tokens=plan.buffer_tokens,
+        memory=plan,
         optimizer=optimizer,
         optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
         f"{schedule_steps}",
@@ -178,6 +189,26 @@ def prepare(
         sigma=sigma,
         key=key,
     )
+
+
+def _schedules(
+    config: ConfigDict, schedule_steps: int
+) -> tuple[LoraConfig, optax.Schedule, LossConfig, optax.GradientTransformation]:
+    """The parts that need no model: adapter, noise, loss and optimizer."""
+    lora_config = LoraConfig(
+        rank=config.lora.rank,
+        alpha=config.lora.alpha,
+        rslora=config.lora.rslora,
+        targets=tuple(config.lora.targets),
+    )
+    sigma = aqn.sigma_schedule(
+        config.aqn.schedule,
+        sigma_start=config.aqn.sigma_start,
+        sigma_end=config.aqn.sigma_end,
+        stages=config.aqn.stages,
+        total_steps=schedule_steps,
+    )
+    return lora_config, sigma, loss_from(config), _optimizer(config, schedule_steps)
 
 
 def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:

@@ -136,7 +136,7 @@ def take_step(
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
     teaching = rows_that_teach(batch, kl_coef=setup.update.loss.kl_coef)
-    buffers = pack(batch, teaching, buffer_tokens=setup.buffer_tokens)
+    buffers = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
     metrics: dict[str, Any] = {"sigma": sigma, "perturbed_norms": perturbed}
     if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:
         metrics["noise_kl"] = (
@@ -229,6 +229,6 @@ def _noise_kl(
     stride = max(1, len(batch.lengths) // count)
     rows = np.zeros(len(batch.lengths), bool)
     rows[::stride][:count] = True
-    buffers = pack(batch, rows, buffer_tokens=setup.buffer_tokens)
+    buffers = pack(batch, rows, buffer_tokens=setup.memory.buffer_tokens)
     total = sum(float(programs.buffer_kl(noisy, clean, lora, buffer)) for buffer in buffers)
     return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))

@@ -1,0 +1,271 @@
+r"""Measures a GRPO step: seconds of rollout and update, and the memory that it takes.
+
+    python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4,bf16
+    python -m benchmarks.step --model=qwen2.5-coder-1.5b --prompts=16 --new-tokens=512 --updates=4
+    python -m benchmarks.step --model=qwen2.5-7b --mean-length=512
+
+The weights are random, made on the device in the shapes of the model, and the steps are those of a
+run: `training.step.take_step` with every program compiled ahead. Random weights never end a
+completion, so every row has --new-tokens. With --mean-length, one in that many token ids ends a
+completion: lengths then are geometric with this mean, cut at --new-tokens. Rewards are drawn at
+random, so no group has equal rewards and nothing is left out.
+
+Every measurement prints a line and at once writes its row to --out. A run replaces the rows of the
+same model, format, lengths and device. Times are medians over the steps after the first:
+
+    rollout_s, update_s, step_s  seconds of sampling, of everything from scored completions to the
+        new adapter, and from the start of a step to the next
+    update_tokens_per_s   prompt and completion tokens of all rows, times updates, by update_s
+    trained_tokens_per_s  positions that hold a token, times updates, by update_s
+    peak_gb, plan_gb      largest memory of the process, and what the plan of the update says
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from experiments import cli
+
+KEYS = (
+    *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
+    *("recompute", "buffer_tokens", "mesh", "device"),
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", default="qwen2.5-7b", help="comma-separated models (default: qwen2.5-7b)")
+    add("--format", default="nvfp4,bf16", help="comma-separated weight formats")
+    add("--prompts", type=int, default=1, help="prompts of a step (default: 1)")
+    add("--group", type=int, default=8, help="completions per prompt (default: 8)")
+    add("--prompt", type=int, default=100, help="tokens per prompt (default: 100)")
+    add("--new-tokens", type=int, default=2048, help="limit of a completion (default: 2048)")
+    add("--mean-length", type=int, default=0, help="mean completion length (default: the limit)")
+    add("--updates", type=int, default=1, help="updates per rollout (default: 1)")
+    add("--lora-rank", type=int, default=32, help="rank of the adapter (default: 32)")
+    add("--buffer-tokens", type=int, default=0, help="as train.buffer_tokens (default: the plan's)")
+    add("--recompute", default="auto", help="as train.recompute (default: auto)")
+    add("--max-rows", type=int, default=0, help="largest decode batch (default: what fits)")
+    add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
+    add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
+    add(
+        "--out",
+        default="benchmarks/results/step.json",
+        help="JSON file of the rows (default: benchmarks/results/step.json)",
+    )
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class _RandomText:
+    """A tokenizer of random token ids; the first `ends` of them end a row.
+
+    Attributes:
+        ends: number of token ids that end a row; 0 for none.
+    """
+
+    ends: int
+    pad_id: int = 0
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end a row."""
+        return tuple(range(self.ends)) or (-1,)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Returns no text: the rewards do not read any."""
+        del ids
+        return ""
+
+
+def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
+    """The parts of a run with random weights, prompts and rewards."""
+    import jax
+    import numpy as np
+
+    from benchmarks.rollout.random_policy import random_params
+    from experiments.configs.grpo_gsm8k import get_config
+    from qerl_jax.data import Problem, Prompt
+    from qerl_jax.policy.architectures import ARCHITECTURES
+    from qerl_jax.training.setup import assemble
+    from qerl_jax.weights.load import LoadedModel
+
+    config = get_config(model)
+    config.update_from_flattened_dict(
+        {
+            "seed": arguments.seed,
+            "steps": arguments.steps + 1,
+            "model.format": format,
+            "lora.rank": arguments.lora_rank,
+            "rollout.prompts_per_step": arguments.prompts,
+            "rollout.group_size": arguments.group,
+            "rollout.max_new_tokens": arguments.new_tokens,
+            "rollout.max_rows": arguments.max_rows,
+            "rl.updates_per_rollout": arguments.updates,
+            "aqn.kl_every": 0,
+            "eval.every": 0,
+            "train.buffer_tokens": arguments.buffer_tokens,
+            "train.recompute": arguments.recompute,
+        }
+    )
+    rng = np.random.default_rng(arguments.seed)
+    architecture = ARCHITECTURES[model]
+    ends = architecture.vocab_size // arguments.mean_length if arguments.mean_length else 0
+    params = random_params(jax.random.key(arguments.seed, impl="rbg"), architecture, format=format)
+    ids = rng.integers(0, architecture.vocab_size, (arguments.prompts, arguments.prompt))
+    return assemble(
+        config,
+        {"random": (lambda *_: float(rng.standard_normal()), 1.0)},
+        LoadedModel(
+            config=architecture,
+            params=jax.block_until_ready(params),
+            tokenizer=_RandomText(ends),  # pyrefly: ignore[bad-argument-type]
+            source=model,
+            path=pathlib.Path(model),
+            format=format,
+            packed=False,
+            fingerprint="",
+        ),
+        {
+            "train": [
+                Prompt(Problem(question="", answer=""), "", tuple(row.tolist())) for row in ids
+            ]
+        },
+        schedule_steps=arguments.steps + 1,
+    )
+
+
+def measure(arguments: argparse.Namespace, model: str, format: str) -> dict[str, Any]:
+    """Takes the steps of one model and returns their row."""
+    import jax
+
+    from benchmarks.rollout.results import origin
+    from qerl_jax.data import Cursor
+    from qerl_jax.rl.train_step import init_state
+    from qerl_jax.training.compile import compile_programs
+    from qerl_jax.training.setup import first_trainable
+    from qerl_jax.training.step import Progress, take_step
+
+    setup = _setup(arguments, model, format)
+    trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
+    state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
+    began = time.perf_counter()
+    executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
+    compiled = time.perf_counter() - began
+    progress, rows = Progress(step=0, state=state, cursor=Cursor()), []
+    for _ in range(arguments.steps + 1):
+        began = time.perf_counter()
+        result = take_step(
+            setup,
+            progress,
+            executables=executables,
+            programs=programs,
+            on_rollout=lambda *_: None,
+            on_update=lambda: None,
+        )
+        progress = result.progress
+        jax.block_until_ready(progress.state)
+        rows.append(result.metrics | {"step_seconds": time.perf_counter() - began})
+
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows[1:])
+
+    memory = jax.local_devices()[0].memory_stats() or {}
+    peak = memory.get("peak_bytes_in_use")
+    update, updates = median("train_seconds"), arguments.updates
+    return {
+        "model": model,
+        "format": format,
+        "batch": arguments.prompts * arguments.group,
+        "prompt": arguments.prompt,
+        "new_tokens": arguments.new_tokens,
+        "mean_length": arguments.mean_length,
+        "group": arguments.group,
+        "updates": updates,
+        "lora_rank": arguments.lora_rank,
+        "rollout_s": median("rollout_seconds"),
+        "update_s": update,
+        "step_s": median("step_seconds"),
+        "update_tokens_per_s": median("train_tokens_per_second"),
+        "trained_tokens_per_s": median("packed_tokens") * updates / update,
+        "update_buffers": median("update_buffers"),
+        "buffer_tokens": setup.memory.buffer_tokens,
+        "recompute": ",".join(setup.update.recompute) or "none",
+        "compile_s": compiled,
+        "peak_gb": None if peak is None else peak / 1e9,
+        "plan_gb": setup.memory.peak / 1e9,
+        "devices": 1,
+        "mesh": "data=1,tensor=1",
+        "device": jax.devices()[0].device_kind,
+        **origin("benchmarks.step"),
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A row as one line of text."""
+    peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
+    return (
+        f"{row['model']} {row['format']} {row['batch']} x {row['prompt']}+{row['new_tokens']}: "
+        f"rollout {row['rollout_s']:.2f} s, update {row['update_s']:.2f} s, step "
+        f"{row['step_s']:.2f} s; {row['update_tokens_per_s']:,.0f} tokens/s in the update, "
+        f"{row['trained_tokens_per_s']:,.0f} trained; {row['update_buffers']:.0f} buffers of "
+        f"{row['buffer_tokens']} (recompute {row['recompute']}){peak}, plan {row['plan_gb']:.1f} "
+        f"GB; compiled in {row['compile_s']:.0f} s"
+    )
+
+
+def merge(path: pathlib.Path, row: dict[str, Any]) -> None:
+    """Writes a row to a JSON file, in place of the row with the same keys."""
+    from qerl_jax.run.atomic import write_atomic
+
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    found = {tuple(old[key] for key in KEYS): old for old in [*rows, row]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ordered = [found[key] for key in sorted(found, key=str)]
+    write_atomic(path, json.dumps({"rows": ordered}, indent=1) + "\n")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the benchmark with the parsed arguments."""
+    from qerl_jax.errors import UserError, check_limits
+    from qerl_jax.policy.architectures import ARCHITECTURES
+    from qerl_jax.weights.load import FORMATS
+
+    models, formats = arguments.model.split(","), arguments.format.split(",")
+    for model in models:
+        if model not in ARCHITECTURES:
+            raise UserError(f"unknown model {model!r}: choose from {', '.join(ARCHITECTURES)}")
+    for format in formats:
+        if format not in FORMATS:
+            raise UserError(f"unknown format {format!r}: choose from {', '.join(FORMATS)}")
+    check_limits(
+        {
+            "--prompts": (arguments.prompts, 1),
+            "--group": (arguments.group, 2),
+            "--prompt": (arguments.prompt, 1),
+            "--new-tokens": (arguments.new_tokens, 1),
+            "--mean-length": (arguments.mean_length, 0),
+            "--updates": (arguments.updates, 1),
+            "--steps": (arguments.steps, 1),
+        }
+    )
+    for model, format in itertools.product(models, formats):
+        row = measure(arguments, model, format)
+        print(describe(row), flush=True)
+        merge(pathlib.Path(arguments.out), row)
+
+
+if __name__ == "__main__":
+    cli.run_command(make_parser(), run)
