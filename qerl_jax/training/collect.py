@@ -143,9 +143,9 @@ def collect(
 ) -> tuple[Experience, Cursor]:
     """Samples and scores the completions of a step.
 
-    With several rounds, groups without any difference in the metric are replaced by groups of further
-    prompts, until there are P informative groups or the rounds are used up. Missing groups are
-    then filled with uninformative ones, so that all steps have the same shapes.
+    With several rounds, groups without any difference in the metric are replaced by groups of
+    further prompts, until there are P informative groups or the rounds are used up. Missing groups
+    are then filled with uninformative ones, so that all steps have the same shapes.
 
     Args:
         key: key of all draws of this step.

@@ -101,6 +101,7 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
+    _metric(config, rewards)  # A wrong name is an error before the model is loaded.
     _schedules(config, schedule_steps)  # They refuse bad options before a model is loaded.
     problems = _load_problems(config)
     if problems.get("eval") and "correctness" not in rewards:
@@ -108,6 +109,14 @@ def prepare(
     model = _load_model(config)
     prompts = _encode_prompts(config, model, problems)
     return assemble(config, rewards, model, prompts, schedule_steps=schedule_steps)
+
+
+def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
+    return dynamic_sampling_metric(
+        config.rl.dynamic_sampling_metric,
+        {name: weight for name, (_, weight) in rewards.items()},
+        has_length_penalty=config.rl.overlong_buffer > 0,
+    )
 
 
 def assemble(
@@ -166,11 +175,7 @@ def assemble(
             overlong_buffer=config.rl.overlong_buffer,
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
-            metric=dynamic_sampling_metric(
-                config.rl.dynamic_sampling_metric,
-                {name: weight for name, (_, weight) in rewards.items()},
-                has_length_penalty=config.rl.overlong_buffer > 0,
-            ),
+            metric=_metric(config, rewards),
             data_seed=config.seed,
         ),
         eval_sampling=eval_sampling,
