@@ -353,7 +353,7 @@ def _fields(model: str) -> ConfigDict:
     c.rl.updates_per_rollout = 4  # optimizer updates on each rollout, each on all of its rows
     c.rl.dynamic_sampling = False  # replace groups in which the metric is the same everywhere
     # The metric: the name of a reward, 'overlong' (the length penalty) or 'total'. '': the reward
-    # 'correctness', as in DAPO (0 < correct < G); 'total' where no reward of this name has a weight.
+    # 'correctness', as in DAPO (0 < correct < G), or 'total' where no such reward has a weight.
     c.rl.dynamic_sampling_metric = ""
     c.rl.dynamic_sampling_rounds = 3  # most rollouts per step
     c.rl.mask_truncated = False  # leave unfinished completions out of the loss
