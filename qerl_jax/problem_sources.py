@@ -15,8 +15,9 @@ from typing import Any
 from qerl_jax import hub
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
+from qerl_jax.rl.answers import last_boxed
 from qerl_jax.rl.references import can_read, is_prose, needs_answer
-from qerl_jax.rl.rewards import Reward, last_boxed, math_answer, number_only_format
+from qerl_jax.rl.rewards import Reward, math_answer, number_only_format
 
 GENERATED = "reasoning_gym:"
 _QUESTION_FIELDS = ("question", "problem", "prompt")

@@ -29,10 +29,37 @@ FLEXIBLE_DIFFERS = {
         (r"\boxed{1{,}018}", "1018"): True,
         (r"\boxed{1\,018}", "1018"): True,
         ("It is 18..", "18"): True,
-        ("1,2,3", "3"): True,
+        (r"\boxed{12 500}", "12500"): True,
+        (r"\boxed{12 500}", "500"): False,
+        (r"\boxed{1\ 000}", "1000"): True,
+        ("<answer>1~000</answer>", "1000"): True,
         ("Minus: \u22123", "-3"): True,
     },
+    "commas that separate no groups of digits list numbers": {
+        ("1,2,3", "3"): True,
+        ("1,2,3", "123"): False,
+        ("They are 12,13", "13"): True,
+        ("They are 12,13", "1213"): False,
+        (r"\boxed{3,5,7}", "357"): False,
+    },
+    "a marked list is no number": {
+        (r"\boxed{3}, \boxed{5}, \boxed{7}", "7"): False,
+        (r"\boxed{3, 5}", "5"): False,
+    },
+    "the last number of a marked expression is not its value": {
+        (r"\boxed{x + 2}", "2"): False,
+        (r"\boxed{2^{10}}", "10"): False,
+        (r"\boxed{3 \times 6}", "6"): False,
+    },
+    "a digit in a unit or in a word is no number": {
+        (r"\boxed{18 \text{ m}^2}", "18"): True,
+        (r"\boxed{18 m2}", "18"): True,
+        ("It is H2O", "2"): False,
+        ("The code is AZYUK2A", "2"): False,
+    },
     "a marked answer counts more than the text after it": {
+        (r"\fbox{8} of 9", "8"): True,
+        (r"$\boxed 8$ of 9", "8"): True,
         (r"\boxed{18} eggs in 2 days.", "18"): True,
         ("#### 18\nWhat are 2 and 3?", "18"): True,
         ("<answer>18</answer> in 2 days", "18"): True,
@@ -47,6 +74,10 @@ FLEXIBLE_DIFFERS = {
     "the denominator is not the value of a fraction": {
         ("It is 1/2", "2"): False,
         (r"\boxed{\frac{1}{2}}", "2"): False,
+        (r"\boxed{\frac{1+\sqrt{5}}{2}}", "2"): False,
+        (r"\boxed{\cfrac{7}{2}}", "2"): False,
+        (r"\boxed{7 \over 2}", "2"): False,
+        (r"\boxed{\frac12}", "12"): False,
     },
 }
 # (completion, answer) -> whether `numeric_answer` accepts it; strict-match says the opposite. Each
@@ -88,7 +119,7 @@ def merged(reasons):
 
 
 def test_the_entries_cover_every_combination(entries):
-    assert len({(entry["completion"], entry["answer"]) for entry in entries}) == len(entries) == 98
+    assert len({(entry["completion"], entry["answer"]) for entry in entries}) == len(entries) == 125
     scores = [(entry["strict"], entry["flexible"]) for entry in entries]
     assert {(True, True), (False, True), (False, False)} <= set(scores)
     real = [entry["flexible"] for entry in entries[:REAL]]

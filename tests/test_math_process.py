@@ -31,7 +31,7 @@ def test_it_verifies():
     assert verify(r"\frac{1}{2}", r"\boxed{0.5}") is True
     assert verify(r"\left( 3, \frac{\pi}{2} \right)", r"\boxed{(3, \pi/2)}") is True
     assert verify("7", r"\boxed{8}") is False
-    assert verify("\n", "two\nlines \u2028 and more") is False
+    assert verify("\n3", "two\nlines \u2028 and more") is False
 
 
 def test_the_worker_is_kept():

@@ -95,6 +95,7 @@ OTHERS = {
     "rl.kl_grad": "unbiased",
     "rl.advantage_eps": 0.3,
     "rl.dynamic_sampling_rounds": 1,
+    "rl.dynamic_sampling_metric": "total",
     "rl.overlong_penalty": 0.5,
     "train.micro_batch_rows": 3,
     "optimizer.final_fraction": 0.9,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl import rewards
+from qerl_jax.rl import answers, rewards
 
 
 def call(reward, completion, answer="18"):
@@ -42,7 +42,11 @@ def score(functions, count=1, time_limit=0.2):
         ("1{,}000", "1000"),
         (r"1,\!000", "1000"),
         ("12,345,678.9", "12345678.9"),
-        ("1,0000", "0"),
+        ("1,00,000", "100000"),  # the groups of India
+        ("12,34,567.8", "1234567.8"),
+        ("1,0000", "10000"),  # the groups of China and Japan
+        ("1,2,3", "3"),
+        ("-1,2", "2"),
         ("3, 4", "4"),
         ("$18", "18"),
         (r"\$18", "18"),
@@ -59,13 +63,78 @@ def score(functions, count=1, time_limit=0.2):
         ("48/2 = 24", "24"),
         ("1/2", None),
         (r"\frac{1}{2}", None),
+        (r"\frac12", None),
+        (r"\dfrac{1+\sqrt{5}}{2}", None),
+        (r"\tfrac\pi2", None),
+        (r"{x \over 2}", None),
+        ("It is H2O", None),
+        ("AZYUK2A", None),
+        ("an area of 18 m2", "18"),
+        ("12x12 = 144", "144"),
+        (r"6\times3", "3"),
         ("", None),
         ("none", None),
         ("9" * 10_000, "9" * 10_000),
     ],
 )
 def test_last_number(text, number):
-    assert rewards.last_number(text) == (None if number is None else Decimal(number))
+    assert answers.last_number(text) == (None if number is None else Decimal(number))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("18", "18"),
+        ("12 500", "12500"),
+        (r"1\ 000", "1000"),
+        ("1~000", "1000"),
+        ("-1 234 567.5 dollars", "-1234567.5"),
+        ("1\u202f000", "1000"),
+        (r"1\;000", "1000"),
+        ("1 00", None),  # a list
+        ("x = 18", "18"),
+        ("18 = x", "18"),
+        (r"3 \times 6 = 18", "18"),
+        (r"\approx 18", "18"),
+        (r"18 \text{ m}^2", "18"),
+        (r"18\ \mathrm{cm}^{3}", "18"),
+        ("18 m/s^2", "18"),
+        (r"18^\circ", "18"),
+        (r"18\%", "18"),
+        (r"\mathbf{18}", "18"),
+        (r"\left(18\right)", "18"),
+        ("- 18", "-18"),
+        ("**18**", "18"),
+        ("Answer: 18", "18"),
+        ("5 apples and 3 pears are 8", "8"),
+        ("It costs $18/hour (18 dollars an hour)", "18"),
+        (r"\frac{\sqrt{3}}{2}", None),
+        (r"\sqrt{5}", None),
+        (r"2\pi", None),
+        (r"\pi/2", None),
+        (r"\log_2 8", None),
+        ("x^2", None),
+        ("2^{10}", None),
+        ("x + 2", None),
+        ("2x", None),
+        ("2(x+1)", None),
+        ("f(2)", None),
+        ("10-3", None),
+        ("3:4", None),
+        (r"\pm 2", None),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", None),
+        (r"2\frac{1}{2}", None),
+        ("3, 5", None),
+        ("3,5", None),
+        (r"2 \text{ and } 3", None),
+        ("(1, 2)", None),
+        ("x = 2, y = 3", None),
+        ("H2O", None),
+        ("", None),
+    ],
+)
+def test_marked_number(text, number):
+    assert answers.marked_number(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +143,21 @@ def test_last_number(text, number):
         ("", None, None, None),
         (r"\boxed{18}", "18", None, "18"),
         (r"\boxed {18}", "18", None, "18"),
-        (r"\boxed{1} and \boxed{2}", "2", None, "2"),
+        (r"first \boxed{1}, then \boxed{2}", "2", None, "2"),
+        (r"First part \boxed{3}. Second part \boxed{4}.", "4", None, "4"),
+        (r"\boxed{0}. \boxed{1} and \boxed{-2}", "1, -2", None, "1, -2"),
+        (r"$x=\boxed{2}$ or $x=\boxed{-2}$", "2, -2", None, "2, -2"),
+        (r"\boxed{3}, \boxed{5}, \text{and } \boxed{7}.", "3, 5, 7", None, "3, 5, 7"),
+        ("\\[\\boxed{18}\\]\n\n$$\\boxed{18}$$", "18", None, "18"),
+        (r"\boxed{1} \boxed{}", "", None, ""),
+        (r"\fbox{8}", "8", None, "8"),
+        (r"\fbox{7} \boxed{8} \fbox{9}", "8", None, "8"),
+        (r"so $x = \boxed 8$.", "8", None, "8"),
+        (r"$\boxed 5\sqrt 2$, as", r"5\sqrt 2", None, r"5\sqrt 2"),
+        (r"\boxed -8. It", "-8", None, "-8"),
+        (r"\(\fbox\frac{1}{2}\)", r"\frac{1}{2}", None, r"\frac{1}{2}"),
+        (r"use a \boxed answer", None, None, None),
+        (r"\boxed{a \boxed{3}}", r"a \boxed{3}", None, r"a \boxed{3}"),
         (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}", None, r"\frac{1}{2}"),
         (r"\boxed{\{1, 2\}}", r"\{1, 2\}", None, r"\{1, 2\}"),
         (r"\boxed{1} \boxed{2", "1", None, "1"),
@@ -92,9 +175,9 @@ def test_last_number(text, number):
     ],
 )
 def test_marks(text, boxed, tagged, marked):
-    assert rewards.last_boxed(text) == boxed
-    assert rewards.last_tagged(text) == tagged
-    assert rewards.last_marked(text) == marked
+    assert answers.last_boxed(text) == boxed
+    assert answers.last_tagged(text) == tagged
+    assert answers.last_marked(text) == marked
 
 
 @pytest.mark.parametrize(
@@ -111,6 +194,15 @@ def test_marks(text, boxed, tagged, marked):
         (r"I count 18. \boxed{1999}", "18", 0, 0, 0),
         (r"\boxed{18} or \boxed{19}", "18", 0, 0, 0),
         (r"\boxed{1{,}000}", "1,000", 1, 0, 1),
+        (r"\boxed{1} or \boxed{18}", "18", 0, 0, 0),
+        (r"\fbox{18} of 20", "18", 1, 0, 1),
+        (r"$\boxed 18$ of 20", "18", 1, 0, 1),
+        (r"\boxed{\boxed{18}}", "18", 1, 0, 1),
+        (r"<answer>12 500</answer>", "12,500", 1, 1, 0),
+        ("#### 1~000", "1000", 1, 0, 0),
+        (r"\boxed{\frac{1+\sqrt{5}}{2}}", "2", 0, 0, 0),
+        ("H2O", "2", 0, 0, 0),
+        ("It costs 1,00,000 rupees.", "100000", 1, 0, 0),
         (r"\boxed{}  18", "18", 0, 0, 0),
         (r"\boxed{18", "18", 1, 0, 0),
         ("9 + 9\n#### 18\nand 3 more", "18", 1, 0, 0),
@@ -162,7 +254,19 @@ def test_exact_answer(completion, value):
         ("<answer>$42$.</answer>", "42", 1),
         ("<answer>1,000</answer>", "1000", 1),
         (r"\boxed{025}", "25", 1),
-        (r"\boxed{41} \boxed{42}", "42", 1),
+        (r"\boxed{41}. \boxed{42}", "42", 1),
+        (r"\boxed{41} \boxed{42}", "42", 0),
+        (r"$x=\boxed{2}$ or $x=\boxed{-2}$", r"\pm 2", 1),
+        (r"\boxed{1} and \boxed{-2}", "1,-2", 1),
+        (r"\boxed{3}, \boxed{5}, \boxed{7}", "7", 0),
+        (r"\boxed{12 500}", "12500", 1),
+        (r"\boxed{1\ 000}", "1000", 1),
+        (r"\boxed{1,00,000}", "100000", 1),
+        (r"\boxed{12500x}", "12\\ 500x", 1),
+        (r"\boxed{\frac12}", "0.5", 1),
+        (r"\fbox{8}", "8", 1),
+        (r"\boxed 8", "8", 1),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}.", 1),
         (r"\boxed{42} \boxed{41}", "42", 0),
         (r"\boxed{\left(3, \frac{\pi}{2}\right)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
         (r"\boxed{(3,\pi/2)}", r"\left( 3, \frac{\pi}{2} \right)", 1),
@@ -178,6 +282,16 @@ def test_exact_answer(completion, value):
 )
 def test_math_answer(completion, answer, value):
     assert call(rewards.math_answer, completion, answer) == value
+
+
+@pytest.mark.parametrize("answer", ["", "???", "x^2+"])
+@pytest.mark.parametrize("completion", [r"\boxed{7}", "7", r"\boxed{???}"])
+def test_math_answer_is_missing_where_the_reference_cannot_be_read(completion, answer):
+    named = {"correctness": (rewards.math_answer, 1.0)}
+    scores = rewards.score(named, [""], [completion], [answer], [3], [True], time_limit=0)
+    assert np.isnan(scores.total).all()
+    (line,) = scores.errors
+    assert f"math-verify cannot read the answer {answer!r}: use exact_answer" in line
 
 
 @pytest.mark.parametrize(
@@ -236,8 +350,18 @@ def test_overlong_penalty_without_buffer():
         "1 / " * 10_000,
         "9" * 40_000,
         "." * 40_000,
+        "11," * 13_000,
+        "a1" * 20_000,
+        "a" * 40_000,
+        "$\\boxed 1" * 5_000,
+        "\\boxed{1} " * 4_000,
+        "\\boxed{" + "\\frac{{}" * 5_000 + "}" * 5_001,
+        "\\boxed{" + "\\frac{1}{" * 4_000 + "}" * 4_001,
+        "\\boxed{1" + " " * 40_000 + "2}",
+        "<answer>" + "1 000" * 8_000 + "</answer>",
+        "<answer>" + "x =" * 10_000 + "</answer>",
     ],
-    ids=range(13),
+    ids=range(23),
 )
 @pytest.mark.parametrize(
     "reward",

@@ -3,6 +3,7 @@
 import math
 import shutil
 import time
+import types
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -18,9 +19,11 @@ import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
+from qerl_jax.rl.rewards import Scores
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.training import collect
 from qerl_jax.training.loop import train
 from qerl_jax.training.validate import check_extension, how_to_train_on
 
@@ -371,6 +374,47 @@ def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
         informative = round(row["sampled_groups"] * (1 - row["advantage_zero_groups"]))
         assert (informative >= 2) == (row["sampled_groups"] < 8) or row["sampled_groups"] == 8
         assert (row["grad_norm"] > 0) == (informative > 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "penalty", "metric"),
+    [
+        ("", {"correctness": 1.0, "format": 0.2}, True, "correctness"),
+        ("", {"correctness": 0.0, "format": 0.2}, False, "total"),  # It is only logged.
+        ("", {"style": 1.0}, False, "total"),
+        ("total", {"correctness": 1.0}, False, "total"),
+        ("format", {"correctness": 1.0, "format": 0.0}, False, "format"),
+        ("overlong", {"correctness": 1.0}, True, "overlong"),
+    ],
+)
+def test_the_metric_of_dynamic_sampling(name, weights, penalty, metric):
+    found = collect.dynamic_sampling_metric(name, weights, has_length_penalty=penalty)
+    assert found == metric
+
+
+def test_the_metric_of_dynamic_sampling_must_exist(tiny, tmp_path):
+    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_metric": "acuracy"}
+    with pytest.raises(UserError, match=r"'acuracy': choose from correctness, format, total, or"):
+        train(tiny.config(changes), workdir=tmp_path / "run")
+
+
+# DAPO, Eq. 11: a group stays if 0 < correct < G. Four groups of two completions: all correct with
+# one bad format, one correct, none correct with a length penalty, one reward missing.
+CORRECT = np.array([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, np.nan, 1.0])
+REWARD = np.array([1.0, 0.5, 0.5, 1.0, 0.0, -1.0, 0.5, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("metric", "informative"), [("correctness", [False, True, False, False]), ("total", [True] * 4)]
+)
+def test_groups_are_informative_by_the_metric(metric, informative):
+    scores = Scores(total=REWARD, parts={"correctness": CORRECT}, errors=[])
+    done = types.SimpleNamespace(
+        scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int))
+    )
+    options = types.SimpleNamespace(prompts_per_step=2, group_size=2, rounds=1, metric=metric)
+    rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, options)
+    assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 
 
 def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeypatch, capsys):

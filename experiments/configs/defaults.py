@@ -354,7 +354,10 @@ def _fields(model: str) -> ConfigDict:
     c.rl.advantage_scale = "group"  # divide by the deviation within the 'group', 'batch', or 'none'
     c.rl.advantage_eps = 1e-4  # added to the standard deviation
     c.rl.updates_per_rollout = 4  # optimizer updates on each rollout, each on all of its rows
-    c.rl.dynamic_sampling = False  # replace groups whose rewards are all equal
+    c.rl.dynamic_sampling = False  # replace groups in which the metric is the same everywhere
+    # The metric: the name of a reward, 'overlong' (the length penalty) or 'total'. '': the reward
+    # 'correctness', as in DAPO (0 < correct < G), or 'total' where no such reward has a weight.
+    c.rl.dynamic_sampling_metric = ""
     c.rl.dynamic_sampling_rounds = 3  # most rollouts per step
     c.rl.mask_truncated = False  # leave unfinished completions out of the loss
     c.rl.overlong_buffer = 0  # tokens before the limit where the length penalty begins; 0: off

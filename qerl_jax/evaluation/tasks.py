@@ -7,6 +7,7 @@ run held out. A benchmark comes from the Hugging Face hub, or from a local copy 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,14 @@ from qerl_jax.data import HELD_OUT, Problem, fingerprint, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.import_path import import_function
 from qerl_jax.rl import rewards
-from qerl_jax.rl.rewards import Reward, last_boxed, last_marked, last_number, last_tagged
+from qerl_jax.rl.answers import (
+    completion_number,
+    last_boxed,
+    last_marked,
+    last_tagged,
+    marked_number,
+)
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
 
@@ -345,13 +353,11 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
     marked = last_marked(completion)
     match scorer.removeprefix("qerl_jax.rl.rewards:"):
         case "numeric_answer":
-            if marked is None and "####" in completion:
-                marked = completion.rpartition("####")[2].strip().partition("\n")[0]
-            return _number(completion if marked is None else marked)
+            return _digits(completion_number(completion))
         case "boxed_answer":
-            return _number(last_boxed(completion) or "")
+            return _digits(marked_number(last_boxed(completion) or ""))
         case "tagged_answer":
-            return _number(last_tagged(completion) or "")
+            return _digits(marked_number(last_tagged(completion) or ""))
         case "exact_answer":
             return (completion if marked is None else marked).strip()
         case "math_answer":
@@ -359,10 +365,9 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
         case _:
             found = completion.strip().rpartition("\n")[2] if marked is None else marked
     if rewards.number_only_format("", found, "", 0, True):
-        return _number(found)
+        return _digits(marked_number(found))
     return "".join(found.replace("$", "").split()).removesuffix(".") or None
 
 
-def _number(text: str) -> str | None:
-    number = last_number(text)
+def _digits(number: Decimal | None) -> str | None:
     return None if number is None else f"{number.normalize():f}"

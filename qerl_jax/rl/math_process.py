@@ -37,7 +37,7 @@ def verify(answer: str, text: str) -> bool:
 
     Raises:
         TimeoutError: the comparison took more than `SECONDS`, or more memory than 4 GiB.
-        ValueError: math-verify failed on this pair.
+        ValueError: math-verify cannot read the reference, or failed on this pair.
     """
     with _lock:
         worker = start()
@@ -102,14 +102,19 @@ def _serve() -> None:
 
     @functools.lru_cache(maxsize=1024)
     def parse_reference(answer: str) -> list:
-        return math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
+        found = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
+        # Where math-verify reads no expression, it returns nothing or only the text.
+        return [] if all(isinstance(value, str) for value in found) else found
 
     for line in sys.stdin:
         answer, text = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
         try:
+            reference = parse_reference(answer)
             prediction = math_verify.parse(text, parsing_timeout=0)
-            reply = bool(math_verify.verify(parse_reference(answer), prediction, timeout_seconds=0))
+            reply = bool(math_verify.verify(reference, prediction, timeout_seconds=0))
+            if not reference:
+                reply = f"math-verify cannot read the answer {answer[:50]!r}: use exact_answer"
         except MemoryError:
             return
         except Exception as error:

@@ -8,7 +8,8 @@ import inspect
 import re
 
 from qerl_jax.rl import rewards
-from qerl_jax.rl.rewards import Reward, last_boxed, last_number
+from qerl_jax.rl.answers import last_boxed, marked_number
+from qerl_jax.rl.rewards import Reward
 
 _NUMBERS = (rewards.numeric_answer, rewards.boxed_answer, rewards.tagged_answer)
 _ANSWER_POSITION = 2  # of the arguments (prompt, completion, answer, num_tokens, finished)
@@ -48,7 +49,7 @@ def can_read(reward: Reward, answer: str) -> bool:
     if answer.endswith("####"):
         return False
     if reward in _NUMBERS:
-        return last_number(answer) is not None
+        return marked_number(answer) is not None
     boxed = last_boxed(answer)
     if boxed is None and is_prose(answer):
         return False

@@ -6,8 +6,8 @@ completion in tokens, and whether the completion ended with an end-of-sequence t
 None if it does not apply to this completion. A config names a reward by its import path,
 `package.module:function`.
 
-The built-in rewards search for a *marked* answer: the last balanced `\boxed{...}` or the last
-`<answer>...</answer>`, whichever ends later.
+The built-in rewards search for a *marked* answer, as `answers.last_marked` does: the last boxes,
+`\boxed{...}`, or the last `<answer>...</answer>`, whichever ends later.
 """
 
 import collections
@@ -28,20 +28,21 @@ import numpy as np
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.import_path import import_function
 from qerl_jax.rl import math_process
+from qerl_jax.rl.answers import (
+    completion_number,
+    join_digits,
+    last_boxed,
+    last_marked,
+    last_tagged,
+    marked_number,
+    whole_number,
+)
 
 Reward = Callable[[str, str, str, int, bool], float | None]
 
 _ARGUMENTS = "(prompt, completion, answer, num_tokens, finished)"
 _TOLERANCE = Decimal("1e-6")
 _LARGEST = 3e38  # largest absolute value of a reward, because training computes in float32
-_NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)}])[-+])?\\?\$?"  # `5-3` holds an operator, not a sign
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3}(?![0-9]))+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
-    r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?"
-    r"(?P<fraction> ?/ ?[0-9]+)?"
-)
-_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
-_BOX_TOKEN = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 _THINK = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
 
 
@@ -189,100 +190,16 @@ def _place(error: BaseException) -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
 
 
-# --- Finding the answer ---------------------------------------------------------------------------
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last balanced `\boxed{...}`, or None if there is no box.
-
-    Example: `\boxed{2} or \boxed{\frac{1}{2}}` gives `\frac{1}{2}`.
-    """
-    span = _last_boxed_span(text)
-    return None if span is None else text[span[0] : span[1]]
-
-
-def last_tagged(text: str) -> str | None:
-    """Returns the content of the last closed `<answer>...</answer>`, or None without such a tag."""
-    span = _last_tagged_span(text)
-    return None if span is None else text[span[0] : span[1]]
-
-
-def last_marked(text: str) -> str | None:
-    r"""Returns the marked answer, or None if the text has no mark.
-
-    The marked answer is the content of the last `\boxed{...}` or the last `<answer>...</answer>`,
-    whichever ends later. A box inside the tags is opened: `<answer>\boxed{18}</answer>` gives `18`.
-    """
-    spans = [span for span in (_last_boxed_span(text), _last_tagged_span(text)) if span]
-    if not spans:
-        return None
-    start, end = max(spans, key=lambda span: span[1])
-    inner = last_boxed(text[start:end])
-    return text[start:end] if inner is None else inner
-
-
-def _last_boxed_span(text: str) -> tuple[int, int] | None:
-    if "\\boxed" not in text:
-        return None
-    span = None
-    opened: list[int | None] = []  # per open brace: start of its box, None without a box
-    for token in _BOX_TOKEN.finditer(text):
-        if token[0].startswith("\\boxed"):
-            opened.append(token.end())
-        elif token[0] == "{":
-            opened.append(None)
-        elif token[0] == "}" and opened:
-            start = opened.pop()
-            if start is not None:
-                span = (start, token.start())
-    return span
-
-
-def _last_tagged_span(text: str) -> tuple[int, int] | None:
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return None if start < 0 else (start + len("<answer>"), end)
-
-
-def last_number(text: str) -> Decimal | None:
-    r"""Returns the exact value of the last number in a text, or None if there is no number.
-
-    Reads `-3`, `3.50`, `1,000`, `1{,}000`, `$18`, `18 dollars`, `5%`, `1.5e3` and Unicode's minus.
-    Also returns None if the last number is a fraction (`1/2`, `\frac{1}{2}`), whose value is not 2.
-    """
-    last = None
-    for last in _NUMBER.finditer(_plain(text)):  # noqa: B007
-        pass
-    return None if last is None else _value(last)
-
-
-def _plain(text: str) -> str:
-    text = text.replace("\u2212", "-").replace("{,}", ",").replace("\\!", "").replace("\\,", "")
-    return _FRACTION.sub(r"\1/\2", text)
-
-
-def _value(match: re.Match[str]) -> Decimal | None:
-    if match["fraction"]:
-        return None
-    digits = match["digits"].replace(",", "")
-    return Decimal(f"{match['sign'] or ''}{digits}{match['exponent'] or ''}")
-
-
-def _whole_number(text: str) -> Decimal | None:
-    match = _NUMBER.fullmatch(_plain(text).strip())
-    return None if match is None else _value(match)
+# --- Correctness ----------------------------------------------------------------------------------
 
 
 def _same_number(number: Decimal | None, answer: str) -> float:
-    expected = last_number(answer)
+    expected = marked_number(answer)
     if expected is None:
         raise ValueError(
             f"the answer {answer[:50]!r} is not a number: use exact_answer or math_answer"
         )
     return float(number is not None and abs(number - expected) <= _TOLERANCE)
-
-
-# --- Correctness ----------------------------------------------------------------------------------
 
 
 def numeric_answer(
@@ -295,10 +212,7 @@ def numeric_answer(
     a number is wrong.
     Example: `3 * 6 = 18 dollars.` is right for `18`; `I count 18. \boxed{1999}` is wrong.
     """
-    found = last_marked(completion)
-    if found is None and "####" in completion:
-        found = completion.rpartition("####")[2].strip().partition("\n")[0]
-    return _same_number(last_number(completion if found is None else found), answer)
+    return _same_number(completion_number(completion), answer)
 
 
 def tagged_answer(
@@ -309,7 +223,7 @@ def tagged_answer(
     The numbers are equal if they differ by at most 1e-6.
     Example: `<think>9 + 9</think> <answer>18</answer>` is right for `18`; a bare `18` is wrong.
     """
-    return _same_number(last_number(last_tagged(completion) or ""), answer)
+    return _same_number(marked_number(last_tagged(completion) or ""), answer)
 
 
 def boxed_answer(
@@ -320,7 +234,7 @@ def boxed_answer(
     The numbers are equal if they differ by at most 1e-6.
     Example: `so \boxed{1{,}000}` is right for `1000`; `so 1000` is wrong.
     """
-    return _same_number(last_number(last_boxed(completion) or ""), answer)
+    return _same_number(marked_number(last_boxed(completion) or ""), answer)
 
 
 def exact_answer(
@@ -341,19 +255,25 @@ def math_answer(
     r"""Returns 1.0 if math-verify finds the completion's answer equal to the reference, else 0.0.
 
     Reads the marked answer: `<answer>42</answer>` counts like `\boxed{42}`. Without a mark,
-    math-verify searches the last 500 characters.
+    math-verify searches the last 500 characters. A reference that math-verify cannot read is an
+    error, and the reward is missing.
     Example: `\boxed{\frac{1}{2}}`, `<answer>1/2</answer>` and `It is $0.5$.` are right for `0.5`.
     """
-    found = last_marked(completion)
+    found, expected = last_marked(completion), _formula(answer)
     if found is None:
-        return float(math_process.verify(answer, completion[-500:]))
-    found = found.strip().removesuffix(".").strip("*$ ")
-    if found == answer.strip():
-        return 1.0
-    number, expected = _whole_number(found), _whole_number(answer)
-    if number is not None and expected is not None:
-        return float(abs(number - expected) <= _TOLERANCE)
-    return float(bool(found) and math_process.verify(answer, f"\\boxed{{{found}}}"))
+        return float(math_process.verify(expected, completion[-500:]))
+    found = _formula(found)
+    number, value = whole_number(found), whole_number(expected)
+    if number is not None and value is not None:
+        return float(abs(number - value) <= _TOLERANCE)
+    # An empty text only makes math-verify refuse a reference that it cannot read.
+    equal = found == expected
+    text = f"\\boxed{{{found}}}" if found and not equal else ""
+    return float(math_process.verify(expected, text) or equal)
+
+
+def _formula(text: str) -> str:
+    return join_digits(text.strip().removesuffix(".").strip("*$ "))
 
 
 # --- Format and length ----------------------------------------------------------------------------
@@ -389,7 +309,7 @@ def number_only_format(
 
     Example: `-1,000.5` is right; `It is 18.` is wrong.
     """
-    return float(_whole_number(completion) is not None)
+    return float(whole_number(completion) is not None)
 
 
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:

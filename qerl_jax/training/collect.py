@@ -19,6 +19,8 @@ from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.weights.load import LoadedModel
 
+TOTAL = "total"  # the metric of dynamic sampling that is the weighted sum of all rewards
+
 
 @dataclasses.dataclass(frozen=True)
 class CollectConfig:
@@ -34,8 +36,10 @@ class CollectConfig:
         overlong_buffer: number of tokens before the limit where the length penalty begins; 0
             turns it off.
         overlong_weight: factor of the length penalty, which is -1 at the limit.
-        rounds: number of rollouts that a step may make to replace groups whose rewards are all
-            equal (DAPO's dynamic sampling); 1 replaces none.
+        rounds: number of rollouts that a step may make to replace uninformative groups (DAPO's
+            dynamic sampling); 1 replaces none.
+        metric: name of the reward that must differ within an informative group, as in
+            `dynamic_sampling_metric`.
         data_seed: seed of the order of the prompts.
     """
 
@@ -48,6 +52,7 @@ class CollectConfig:
     overlong_buffer: int
     overlong_weight: float
     rounds: int
+    metric: str
     data_seed: int
 
 
@@ -91,6 +96,39 @@ class _Round:
     seconds: float
 
 
+def dynamic_sampling_metric(
+    name: str, weights: Mapping[str, float], *, has_length_penalty: bool
+) -> str:
+    """Returns the metric by which dynamic sampling tells informative groups from other groups.
+
+    DAPO keeps the groups in which some completions are correct and some are not, 0 < correct < G
+    (arXiv 2503.14476, Eq. 11). For a metric with more values than two, a group is kept if the
+    values differ, as in verl's `filter_groups.metric`.
+
+    Args:
+        name: name of a reward, 'overlong' for the length penalty, 'total' for the weighted sum, or
+            '' for the reward 'correctness'. If no reward of this name has a weight, '' stands for
+            'total'.
+        weights: weights of the rewards, by name.
+        has_length_penalty: whether the length penalty is on.
+
+    Returns:
+        The name of a reward, 'overlong' or 'total'.
+
+    Raises:
+        UserError: there is no such metric.
+    """
+    if not name:
+        return "correctness" if weights.get("correctness") else TOTAL
+    names = (*weights, *(["overlong"] if has_length_penalty else []), TOTAL)
+    if name not in names:
+        raise UserError(
+            f"unknown rl.dynamic_sampling_metric {name!r}: choose from {', '.join(names)}, or '' "
+            "for correctness"
+        )
+    return name
+
+
 def collect(
     key: jax.Array,
     model: LoadedModel,
@@ -105,9 +143,9 @@ def collect(
 ) -> tuple[Experience, Cursor]:
     """Samples and scores the completions of a step.
 
-    With several rounds, groups without any difference in reward are replaced by groups of further
-    prompts, until there are P informative groups or the rounds are used up. Missing groups are
-    then filled with uninformative ones, so that all steps have the same shapes.
+    With several rounds, groups without any difference in the metric are replaced by groups of
+    further prompts, until there are P informative groups or the rounds are used up. Missing groups
+    are then filled with uninformative ones, so that all steps have the same shapes.
 
     Args:
         key: key of all draws of this step.
@@ -165,7 +203,7 @@ def _sample_rounds(
 ) -> tuple[list[_Round], np.ndarray, Cursor]:
     """DAPO's dynamic sampling: samples until P groups are informative or the rounds are used up.
 
-    A group is informative when its rewards differ: otherwise its advantages are all zero.
+    A group is informative when the metric of its completions differs.
 
     Args:
         sample: makes a round from its index, the cursor and the number of tokens sampled so far.
@@ -181,15 +219,19 @@ def _sample_rounds(
         tokens = sum(int(done.rollout.lengths.sum()) for done in rounds)
         done, cursor = sample(len(rounds), cursor, tokens)
         rounds.append(done)
-        total = np.concatenate([done.scores.total for done in rounds])
-        groups = total.reshape(-1, config.group_size)
-        informative = group_advantages(groups, scale="none").any(axis=1)
+        values = [done.scores.parts.get(config.metric, done.scores.total) for done in rounds]
+        informative = _differ(np.concatenate(values), config.group_size)
     return rounds, informative, cursor
+
+
+def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
+    """Returns bool [groups]: whether the values that are present differ within a group."""
+    return group_advantages(values.reshape(-1, group_size), scale="none").any(axis=1)
 
 
 def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> Experience:
     """P of the sampled groups: informative ones first, each kind in the order of sampling."""
-    metrics = _metrics(sampled.rollout, sampled.scores, informative) | {
+    metrics = _metrics(sampled.rollout, sampled.scores, config.group_size) | {
         "rollout_tokens": int(sampled.rollout.lengths.sum()),
         "rollout_live_share": live_fraction(sampled.costs),
         "rollout_seconds": sampled.seconds,
@@ -264,9 +306,9 @@ def _concatenate(rounds: list[_Round]) -> _Round:
     )
 
 
-def _metrics(rollout: Rollout, scores: Scores, informative: np.ndarray) -> dict[str, float]:
+def _metrics(rollout: Rollout, scores: Scores, group_size: int) -> dict[str, float]:
     tokens = max(1, int(rollout.lengths.sum()))
-    groups = scores.total.reshape(len(informative), -1)
+    groups = scores.total.reshape(-1, group_size)
     metrics = {
         "reward": _mean(scores.total),
         "reward_std": float(np.mean([_std(group) for group in groups])),
@@ -275,8 +317,8 @@ def _metrics(rollout: Rollout, scores: Scores, informative: np.ndarray) -> dict[
         "length": float(rollout.lengths.mean()),
         "finished": float(rollout.finished.mean()),
         "entropy": float(rollout.entropies.sum() / tokens),
-        "advantage_zero_groups": float(np.mean(~informative)),
-        "sampled_groups": len(informative),
+        "advantage_zero_groups": float(np.mean(~_differ(scores.total, group_size))),
+        "sampled_groups": len(groups),
         "rewards_missing": int(sum(np.isnan(values).sum() for values in scores.parts.values())),
     }
     return metrics | {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}

@@ -78,6 +78,7 @@ NEEDS: dict[str, _Need] = {
         lambda c: c.rl.advantage_scale != "none",
     ),
     "rl.dynamic_sampling_rounds": ("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling),
+    "rl.dynamic_sampling_metric": ("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling),
     "rl.overlong_penalty": ("rl.overlong_buffer above 0", lambda c: c.rl.overlong_buffer > 0),
     "train.micro_batch_rows": (
         "rl.loss='bnpo' or rl.aggregation='micro_batch', whose denominators it sets; the memory of "

@@ -20,7 +20,7 @@ from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_op
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.shapes import plan_shapes
-from qerl_jax.training.collect import CollectConfig
+from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.memory_plan import (
     LongestRows,
     MemoryPlan,
@@ -110,6 +110,7 @@ def prepare(
     """
     # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
     # step hours away, such as one after the end of the first schedule.
+    _metric(config, rewards)
     _, sigma, _, _ = _schedules(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
@@ -120,6 +121,14 @@ def prepare(
     model = _load_model(config)
     prompts = _encode_prompts(config, model, problems)
     return assemble(config, rewards, model, prompts, schedule_steps=schedule_steps)
+
+
+def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
+    return dynamic_sampling_metric(
+        config.rl.dynamic_sampling_metric,
+        {name: weight for name, (_, weight) in rewards.items()},
+        has_length_penalty=config.rl.overlong_buffer > 0,
+    )
 
 
 def assemble(
@@ -181,6 +190,7 @@ def assemble(
             overlong_buffer=config.rl.overlong_buffer,
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
+            metric=_metric(config, rewards),
             data_seed=config.seed,
         ),
         eval_sampling=eval_sampling,

