@@ -104,7 +104,7 @@ def nothing_is_compiled_after_the_first_step(monkeypatch):
         def write(self, row):
             if self in began and row.get("compiled_programs"):
                 late.append(row)
-            if "train_seconds" in row:
+            if "remaining_seconds" in row:  # The row of a step that this process took.
                 began.add(self)
             super().write(row)
 
