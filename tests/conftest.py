@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import sys
 
 import jax
 import pytest
@@ -92,3 +93,24 @@ def programs(request, compile_cache):
 def tiny(tmp_path_factory, compile_cache):
     """A tiny model and problems; the processes of runs share the cache of compiled programs."""
     return tiny_run.write_tiny(tmp_path_factory.mktemp("tiny"), compile_cache)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_after_the_first_step(monkeypatch):
+    """Fails a test in which a run of this process compiles anything after its first step."""
+    if (loop := sys.modules.get("qerl_jax.training.loop")) is None:
+        yield
+        return
+    late, began = [], set()
+
+    class Watched(loop.MetricsLog):
+        def write(self, row):
+            if self in began and row.get("compiled_programs"):
+                late.append(row)
+            if "remaining_seconds" in row:  # The row of a step that this process took.
+                began.add(self)
+            super().write(row)
+
+    monkeypatch.setattr(loop, "MetricsLog", Watched)
+    yield
+    assert not late

@@ -17,7 +17,6 @@ import tiny_run
 from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
-import qerl_jax.evaluation.greedy
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
@@ -48,7 +47,7 @@ ROW = {
 
 @pytest.fixture
 def settings(tiny, tmp_path):
-    """Makes configs of 8 problems with 3 samples each, in batches of 3 problems, with changes."""
+    """Makes configs of 8 problems with 3 samples each, 9 rows of which decode together."""
 
     def make(**changes):
         overrides = {"system_prompt": ("",), "max_new_tokens": ("6",)} | SCORERS
@@ -69,15 +68,15 @@ def settings(tiny, tmp_path):
 
 
 @pytest.fixture
-def batches(monkeypatch):
-    """Records the number of prompts and the longest prompt of each batch that is generated."""
+def rollouts(monkeypatch):
+    """Records the number of prompts and of rows that decode together in each rollout."""
     seen = []
 
-    def recording(key, params, lora, prompts, **options):
-        seen.append((len(prompts), max(map(len, prompts))))
-        return generate_steps(key, params, lora, prompts, **options)
+    def recording(key, params, lora, prompts, *, engine, **options):
+        seen.append((len(prompts), engine.max_rows))
+        return generate_steps(key, params, lora, prompts, engine=engine, **options)
 
-    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate_steps", recording)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate_steps", recording)
     return seen
 
 
@@ -136,7 +135,7 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     assert found.truncated > 0
 
 
-def test_what_is_saved_is_what_is_counted(settings, tiny, batches, capsys):
+def test_what_is_saved_is_what_is_counted(settings, tiny, rollouts, capsys):
     (folder,) = evaluate(settings())
     rows = read_jsonl(folder / "problems.jsonl")
     places = [(row["problem"], row["sample"]) for row in rows]
@@ -177,8 +176,7 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, batches, capsys):
     assert results["settings"]["fingerprint"] == load(str(tiny.model)).fingerprint
     assert figures["judge"] == "tiny_run:even_end"
     assert {"command", "git", "versions", "device", "created"} <= results.keys()
-    # Three problems per batch, the longest first, the last batch filled up.
-    assert batches == [(3, 6), (3, 5), (3, 4)]
+    assert rollouts == [(8, 9)]
     out = capsys.readouterr().out
     assert str(folder) in out
     percent = f"{100 * means.mean():.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
@@ -187,11 +185,11 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, batches, capsys):
     assert "avg@3" in out
 
 
-def test_one_sample_is_greedy(settings, tiny, batches):
+def test_one_sample_is_greedy(settings, tiny, rollouts):
     (folder,) = evaluate(settings(samples=1, max_rows=0))
     figures = results_of(folder)["tasks"]["problems"]
     assert not [name for name in figures if name.startswith(("pass@", "maj@"))]
-    assert len(batches) == 1
+    assert rollouts == [(8, 8)]
     model = load(str(tiny.model), format="bf16", dtype="float32")
     problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
     found = greedy_accuracy(
@@ -209,47 +207,65 @@ def test_one_sample_is_greedy(settings, tiny, batches):
 
 
 def test_a_continued_evaluation_is_one_that_was_not_interrupted(
-    settings, batches, tmp_path, monkeypatch, capsys
+    settings, rollouts, tmp_path, monkeypatch, capsys
 ):
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "EngineConfig", small_chunks)
     (whole,) = evaluate(settings(out=str(tmp_path / "whole")))
     expected = (whole / "problems.jsonl").read_bytes()
-    all_batches = list(batches)
     file = tmp_path / "out" / "problems.jsonl"
-    for done in (9, 18):
+    done, lefts = 0, []
+    for _ in range(2):
         with monkeypatch.context() as patch:
-            stop_at_chunk(2, patch)
+            stop_at_chunk(5, patch)
             with pytest.raises(StoppedError):
                 evaluate(settings())
-        assert len(read_jsonl(file)) == done
+        rows = read_jsonl(file)
+        assert done < len(rows) < 24
+        done = len(rows)
         assert "accuracy" not in results_of(tmp_path / "out")["tasks"]["problems"]
         assert "the same command continues" in capsys.readouterr().out
-        # A kill can leave a part of the next batch and half a line.
-        there = file.read_bytes()
-        rest = [line for line in expected.splitlines(keepends=True) if line not in there]
-        file.write_bytes(there + rest[-1] + rest[0][:20])
+        complete = [p for p in range(8) if sum(row["problem"] == p for row in rows) == 3]
+        lefts.append((8 - len(complete), 9))
+        file.write_bytes(file.read_bytes() + expected[:20])  # A kill can leave half a line.
 
-    batches.clear()
+    # What is left decodes in the programs that were compiled for all problems.
     (folder,) = evaluate(settings())
     assert file.read_bytes() == expected
-    assert batches == all_batches[2:]
+    assert rollouts == [(8, 9), (8, 9), *lefts]
     figures = [results_of(path)["tasks"] for path in (whole, folder)]
     assert figures[0] == figures[1]
-    batches.clear()
+    rollouts.clear()
     evaluate(settings())
-    assert batches == []
+    assert rollouts == []
     assert file.read_bytes() == expected
 
 
-def test_a_continued_evaluation_keeps_its_batches(settings, batches, monkeypatch):
+def small_chunks(**options):
+    return EngineConfig(chunk_steps=2, **options)
+
+
+def test_two_rollouts_have_the_same_programs_and_the_same_completions(
+    settings, rollouts, tmp_path, monkeypatch, capsys
+):
+    (whole,) = evaluate(settings())
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_ROLLOUT_TOKENS", 5 * 3 * 6)
+    capsys.readouterr()
+    (divided,) = evaluate(settings(out=str(tmp_path / "divided")))
+    assert rollouts == [(8, 9), (5, 9), (3, 9)]
+    assert capsys.readouterr().out.count("programs in") == 1
+    assert read_jsonl(divided / "problems.jsonl") == read_jsonl(whole / "problems.jsonl")
+
+
+def test_a_continued_evaluation_keeps_its_rows(settings, rollouts, monkeypatch):
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 6)
     (folder,) = evaluate(settings(max_rows=0, limit=3))
     assert results_of(folder)["tasks"]["problems"]["max_rows"] == 6
     monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 99)
     evaluate(settings(max_rows=0, limit=5))
-    assert [size for size, _ in batches] == [2, 2, 2, 2]
-    batches.clear()
+    assert rollouts == [(3, 6), (2, 6)]
+    rollouts.clear()
     evaluate(settings(max_rows=3, limit=8))  # a value that is passed takes precedence
-    assert [size for size, _ in batches] == [1, 1, 1]
+    assert rollouts == [(3, 3)]
 
 
 @pytest.mark.parametrize(
@@ -287,7 +303,7 @@ def test_too_many_rows_is_one_line(settings, monkeypatch):
     def full(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
 
-    monkeypatch.setattr(qerl_jax.evaluation.greedy, "generate_steps", full)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate_steps", full)
     with pytest.raises(UserError, match=r"9 rows do not fit.*--max-rows=9, --samples=3"):
         evaluate(settings())
 
@@ -323,29 +339,29 @@ def test_sampling_among_the_most_likely_token_is_greedy(settings, tmp_path):
     assert [row["completion"] for row in rows] == texts
 
 
-def test_more_problems_are_added(settings, batches):
+def test_more_problems_are_added(settings, rollouts):
     (folder,) = evaluate(settings(limit=4))
     before = read_jsonl(folder / "problems.jsonl")
     evaluate(settings(limit=8))
     rows = read_jsonl(folder / "problems.jsonl")
     assert rows[:12] == before
     assert len(rows) == 24
-    batches.clear()
+    rollouts.clear()
     evaluate(settings(limit=4))  # What is there is not lost.
-    assert batches == []
+    assert rollouts == []
     assert read_jsonl(folder / "problems.jsonl") == rows
     figures = results_of(folder)["tasks"]["problems"]
     assert figures["problems"] == 4
     assert figures["accuracy"]["value"] == np.mean([row["correct"] for row in before])
 
 
-def test_another_scorer_needs_no_completions(settings, batches):
+def test_another_scorer_needs_no_completions(settings, rollouts):
     (folder,) = evaluate(settings())
     first = read_jsonl(folder / "problems.jsonl")
-    batches.clear()
+    rollouts.clear()
     changes = {"scorer": ("test_evaluate:odd_problem",), "format_scorer": ("",)}
     evaluate(settings(overrides=changes))
-    assert batches == []
+    assert rollouts == []
     rows = read_jsonl(folder / "problems.jsonl")
     assert [row["completion"] for row in rows] == [row["completion"] for row in first]
     assert [row["correct"] for row in rows] == [row["problem"] % 2 == 1 for row in rows]

@@ -16,6 +16,7 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.rollout import decode, programs, shapes
 from qerl_jax.rollout.aot import compile_rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.engine import generate_steps
 
 policy = functools.partial(tiny_rollout.policy, layers=1)
 rollout = functools.partial(tiny_rollout.rollout, layers=1)
@@ -49,6 +50,44 @@ def test_all_programs_are_compiled_ahead():
     jax.tree.map(np.testing.assert_array_equal, ahead, rollout(**options))
 
 
+def test_rollouts_of_fewer_prompts_have_the_same_programs():
+    """One prompt of two completions in a batch of six rows, which is compacted once."""
+    config, params, lora = policy()
+    options = {"max_new_tokens": 22, "chunk_steps": 4, "max_rows": 6, "prompt_width": 9}
+    options |= {"prompts": 3, "compact": "once"}
+    sampling, engine, _ = configs(options)
+    executables = compile_rollout(
+        KEY,
+        params,
+        lora,
+        prompts=3,
+        config=config,
+        sampling=sampling,
+        tokenizer=TinyTokenizer(EOS),
+        engine=engine,
+        group_size=2,
+    )
+    decodes = [key for key in executables if key[0] == "decode"]
+    assert sorted(key[1] for key in decodes) == [4, 6]
+    found = list(
+        generate_steps(
+            KEY,
+            params,
+            lora,
+            tiny_rollout.PROMPTS[1:2],
+            config=config,
+            sampling=sampling,
+            tokenizer=TinyTokenizer(EOS),
+            engine=engine,
+            group_size=2,
+            prompt_ids=[1],
+            executables=executables,
+        )
+    )[-1].rollout
+    whole = rollout(max_new_tokens=22, group_size=2, key=KEY, eos_ids=EOS)
+    np.testing.assert_array_equal(found.tokens, whole.tokens[2:4])
+
+
 def test_committed_and_uncommitted_arrays_have_the_same_programs():
     _, params, _ = policy()
     rollout(max_new_tokens=5)
@@ -60,13 +99,15 @@ def test_committed_and_uncommitted_arrays_have_the_same_programs():
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "counts"),
+    ("max_rows", "compact", "counts"),
     [
-        (0, {"decode": 19, "compact": 18, "prefill": 3, "insert": 1, "fuse_adapter": 1}),
-        (256, {"decode": 11, "compact": 10, "prefill": 3, "insert": 3, "fuse_adapter": 1}),
+        (0, "often", {"decode": 19, "compact": 18, "prefill": 3, "insert": 1, "fuse_adapter": 1}),
+        (256, "often", {"decode": 11, "compact": 10, "prefill": 3, "insert": 3, "fuse_adapter": 1}),
+        (256, "once", {"decode": 2, "compact": 1, "prefill": 3, "insert": 3, "fuse_adapter": 1}),
+        (32, "once", {"decode": 1, "prefill": 3, "insert": 2, "fuse_adapter": 1}),
     ],
 )
-def test_a_7b_policy_has_few_programs(max_rows, counts, monkeypatch):
+def test_a_7b_policy_has_few_programs(max_rows, compact, counts, monkeypatch):
     """64 prompts of 256 tokens with 16 completions each, as in the benchmark of rollouts."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = ARCHITECTURES["qwen2.5-7b"]
@@ -75,7 +116,7 @@ def test_a_7b_policy_has_few_programs(max_rows, counts, monkeypatch):
     )
     params = {"embed_tokens": table, "layers": []}
     sampling = SamplingConfig(max_new_tokens=1024)
-    engine = EngineConfig(max_rows=max_rows, prompt_width=256)
+    engine = EngineConfig(max_rows=max_rows, prompt_width=256, compact=compact)
     planned = shapes.plan_shapes(
         params,
         prompts=64,

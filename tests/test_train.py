@@ -19,7 +19,9 @@ import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
+from qerl_jax.rl.programs import compiled
 from qerl_jax.rl.rewards import Scores
+from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
@@ -63,9 +65,10 @@ def test_rows(finished):
     written = read_jsonl(finished / "metrics.jsonl")
     assert [row["step"] for row in written] == [0, 1, 2, 2, 3, 4, 4]
     assert_finite(written)
-    assert written[0].keys() == {"step", "eval_accuracy_before", "eval_truncated", "eval_seconds"}
+    evaluation = {"step", "eval_seconds", "eval_truncated", "compiled_programs", "compile_seconds"}
+    assert written[0].keys() == evaluation | {"eval_accuracy_before"}
     for row in (written[3], written[6]):
-        assert row.keys() == {"step", "eval_accuracy", "eval_truncated", "eval_seconds"}
+        assert row.keys() == evaluation | {"eval_accuracy"}
     rows = read_steps(finished / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     for row in rows:
@@ -78,7 +81,9 @@ def test_rows(finished):
     assert [row["sigma"] for row in rows] == pytest.approx(
         [0, 1e-2, 1e-2 * 0.05 ** (1 / 3), 1e-2 * 0.05 ** (2 / 3)]
     )
-    assert [row["compiled_programs"] for row in rows[1:]] == [0, 0, 0]
+    assert written[0]["compiled_programs"] > 0 < written[0]["compile_seconds"]
+    for row in written[2:]:
+        assert row["compiled_programs"] == row["compile_seconds"] == 0
     assert rows[0]["noise_kl"] == 0 < rows[2]["noise_kl"]
     assert rows[0]["logprob_diff_max"] < 1e-4 < rows[1]["logprob_diff_max"]
 
@@ -444,6 +449,27 @@ def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeyp
     assert len(stopped) > 10
     for words in stopped:
         assert not any(word.startswith("t1") for word in words[:-1])
+
+
+@pytest.mark.parametrize("kind", ["rollout", "update"])
+def test_a_missing_program_ends_the_run_after_a_checkpoint(kind, tiny, tmp_path, monkeypatch):
+    take_step = qerl_jax.training.step.take_step
+
+    def losing(setup, progress, *, executables, programs, **options):
+        if progress.step == 1 and kind == "rollout":
+            executables = Executables()
+        if progress.step == 1 and kind == "update":
+            programs = compiled({}, executables)
+        return take_step(setup, progress, executables=executables, programs=programs, **options)
+
+    config = tiny.config({"steps": 2, "eval.every": 0, "checkpoint.every": 9})
+    with monkeypatch.context() as patch:
+        patch.setattr(qerl_jax.training.loop, "take_step", losing)
+        with pytest.raises(UserError, match=f"no program is compiled for the {kind} operation"):
+            train(config, workdir=tmp_path / "run")
+    assert [row["step"] for row in read_steps(tmp_path / "run" / "metrics.jsonl")] == [1]
+    run = train(config, workdir=tmp_path / "run")
+    assert [row["step"] for row in read_steps(run / "metrics.jsonl")] == [1, 2]
 
 
 def test_failing_rewards_are_missing_and_reported(tiny, tmp_path, capsys):

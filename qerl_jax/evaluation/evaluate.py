@@ -12,9 +12,10 @@ again but not generated again.
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +26,22 @@ from qerl_jax.buckets import bucket
 from qerl_jax.data import Prompt, encode_prompts
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation import results_folder
-from qerl_jax.evaluation.greedy import generate_completions, passed, score_completions
+from qerl_jax.evaluation.greedy import passed, score_completions
 from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
 from qerl_jax.paths import user_path
 from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize
+from qerl_jax.rollout.engine import generate_steps
+from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.shapes import dense_bytes, rows_left
 from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.compilation_cache import programs_in
+from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import LiveLine
@@ -43,6 +49,7 @@ from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.load import LoadedModel
 
 _CPU_ROWS = 32
+_ROLLOUT_TOKENS = 2**26  # tokens of all completions of a rollout, each 12 bytes on the host
 _MOST_ROWS = 256  # with more, waiting for the longest row costs more than the larger batch gains
 
 
@@ -61,19 +68,22 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
 
     Raises:
         UserError: a setting is invalid, or a policy or a task cannot be loaded.
-        StoppedError: SIGTERM or SIGINT arrived; the completions of all finished batches are saved.
+        StoppedError: SIGTERM or SIGINT arrived; the completions that have ended are saved.
     """
     results_folder.validate(config)
-    folder = user_path(config.source)
-    run = read_run(folder)
+    source = user_path(config.source)
+    run = read_run(source)
     tasks = make_tasks(
-        config.tasks, run=run and run["config"], overrides=config.overrides, folder=folder
+        config.tasks, run=run and run["config"], overrides=config.overrides, folder=source
     )
     scorers = {task.name: _resolve(task) for task in tasks}
     folders: list[Path] = []
     first: dict[str, np.ndarray] = {}
     table = []
-    with stop_signals() as received:
+    with (
+        stop_signals() as received,
+        programs_in(RunFolder(source).programs if run else _user_cache()),
+    ):
         for adapter in config.adapters:
             policy = open_policy(
                 config.source,
@@ -104,6 +114,11 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
             del policy, job  # The next policy needs the memory.
     print("\n" + format_table(table), flush=True)
     return folders
+
+
+def _user_cache() -> Path:
+    """Returns the folder of the compiled programs of policies that do not belong to a run."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qerl_jax", "programs")
 
 
 def _resolve(task: Task) -> dict[str, Reward]:
@@ -160,8 +175,9 @@ def _complete(
 ) -> list[list[dict[str, Any]]]:
     """Completes what is not in the file yet, and scores all completions.
 
-    Problems with prompts of similar length decode together, the longest first. A batch that lacks
-    any completion is generated as a whole, so that it has the same shapes as without interruption.
+    The problems decode in one rollout, the longest prompts first: a problem takes the slot of one
+    that has ended. An evaluation of very many tokens is divided into several rollouts. All of them
+    use the same programs, which are compiled before, and so does an evaluation that is continued.
 
     Args:
         job: policy and task.
@@ -173,41 +189,58 @@ def _complete(
         The lines of the file for P prompts, with S samples each.
     """
     samples, longest_first = job.config.samples, _longest_first(job.prompts)
-    size = min(max(1, max_rows // samples), len(longest_first))
-    max_rows = min(max_rows, size * samples)  # If S is larger, samples wait for free slots.
+    size = min(_most_problems(job), len(longest_first))
+    engine = dataclasses.replace(
+        _engine(job),
+        max_rows=min(max_rows, size * samples),
+        prompt_width=len(job.prompts[longest_first[0]].ids),
+        prompts=size,
+        compact="once",
+    )
     wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
     found = read_jsonl(path) if path.exists() else []
     rows: _Rows = {(row["problem"], row["sample"]): row for row in found}
     rows |= _scored(job, [row for place, row in rows.items() if place in wanted])
     _write_rows(path, rows)  # This drops an incomplete last line.
+    incomplete = {problem for problem, _ in wanted - rows.keys()}
+    problems = [problem for problem in longest_first if problem in incomplete]
     live = LiveLine()
-    for first in range(0, len(longest_first), size):
-        batch = longest_first[first : first + size]
-        places = {(problem, sample) for problem in batch for sample in range(samples)}
-        missing = places - rows.keys()
-        if not missing:
-            continue
-        began, before = time.perf_counter(), len(wanted & rows.keys())
-        watch = _watch(live, job.task.name, before, len(wanted), received)
-        with memory_errors(
-            f"{max_rows} rows do not fit; lower --max-rows={max_rows}, --samples={samples} or "
-            "--max-new-tokens"
-        ):
-            drafts = _complete_batch(job, batch, size, max_rows, watch)
-        rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
-        new = _scored(job, [d for d in drafts if (d["problem"], d["sample"]) in missing])
-        with path.open("a", encoding="utf-8") as file:
-            file.write(_lines(new))
-        rows |= new
-        correct = [rows[place]["correct"] is True for place in wanted & rows.keys()]
-        live.clear()
-        print(
-            f"{job.task.name} {len(correct)}/{len(wanted)} completions, "
-            f"{100 * np.mean(correct):.1f} % correct so far, {rate:.0f} tok/s",
-            flush=True,
-        )
+    with memory_errors(
+        f"{engine.max_rows} rows do not fit; lower --max-rows={engine.max_rows}, "
+        f"--samples={samples} or --max-new-tokens"
+    ):
+        executables = _compile(job, engine, live, received) if problems else Executables()
+        for first in range(0, len(problems), size):
+            began, before = time.perf_counter(), len(wanted & rows.keys())
+            watch = _watch(live, job.task.name, before, len(wanted), received)
+            together = problems[first : first + size]
+            for drafts in _completions(job, together, engine, executables, watch):
+                new = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
+                rows |= _append(job, path, new)
+                correct = [rows[place]["correct"] is True for place in wanted & rows.keys()]
+                rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
+                began = time.perf_counter()
+                live.clear()
+                print(
+                    f"{job.task.name} {len(correct)}/{len(wanted)} completions, "
+                    f"{100 * np.mean(correct):.1f} % correct so far, {rate:.0f} tok/s",
+                    flush=True,
+                )
     _write_rows(path, dict(sorted(rows.items())))
     return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
+
+
+def _append(job: _Job, path: Path, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
+    """Scores completions and appends them to the file."""
+    new = _scored(job, drafts)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(_lines(new))
+    return new
+
+
+def _most_problems(job: _Job) -> int:
+    """Returns the number of problems whose completions the host holds in one rollout."""
+    return max(1, _ROLLOUT_TOKENS // (job.config.samples * job.task.max_new_tokens))
 
 
 def _longest_first(prompts: Sequence[Prompt]) -> list[int]:
@@ -231,47 +264,106 @@ def _watch(
     return on_progress
 
 
-def _complete_batch(
-    job: _Job,
-    batch: list[int],
-    size: int,
-    max_rows: int,
-    on_progress: Callable[[int, int], None],
-) -> list[dict[str, Any]]:
-    """Returns the completions of problems that are generated together."""
-    config, samples, prompts = job.config, job.config.samples, job.prompts
-    filled = batch + batch[:1] * (size - len(batch))  # so that all batches have the same shape
-    rollout = generate_completions(
-        jax.random.key(config.seed, impl="threefry2x32"),
-        job.policy.model,
+def _compile(job: _Job, engine: EngineConfig, live: LiveLine, received: list[int]) -> Executables:
+    """Compiles the programs of a task, or loads them from the cache."""
+    began = time.perf_counter()
+
+    def on_progress(done: int, total: int) -> None:
+        if received:
+            raise StoppedError(received[0])
+        live.update(f"{job.task.name} programs {done}/{total}")
+
+    executables = compile_rollout(
+        _key(job),
+        job.policy.model.params,
         job.policy.lora,
-        [prompts[problem] for problem in filled],
-        sampling=SamplingConfig(
-            max_new_tokens=job.task.max_new_tokens,
-            temperature=results_folder.temperature_of(config),
-            top_p=config.top_p,
-            stop=job.task.stop,
-        ),
-        engine=dataclasses.replace(_engine(job), max_rows=max_rows),
-        samples=samples,
-        prompt_ids=filled,
+        prompts=engine.prompts,
+        config=job.policy.model.config,
+        sampling=_sampling(job),
+        tokenizer=job.policy.model.tokenizer,
+        engine=engine,
+        group_size=job.config.samples,
         on_progress=on_progress,
     )
-    texts = detokenize(rollout, job.policy.model.tokenizer.decode)
-    return [
-        {
-            "task": job.task.name,
-            "problem": problem,
-            "sample": sample,
-            "question": prompts[problem].problem.question,
-            "gold": prompts[problem].problem.answer,
-            "completion": texts[i * samples + sample],
-            "tokens": int(rollout.lengths[i * samples + sample]),
-            "finished": bool(rollout.finished[i * samples + sample]),
-        }
-        for i, problem in enumerate(batch)
-        for sample in range(samples)
-    ]
+    live.clear()
+    print(
+        f"{job.task.name} compiled {len(executables.compiled)} of {len(executables)} programs in "
+        f"{time.perf_counter() - began:.0f} s",
+        flush=True,
+    )
+    return executables
+
+
+def _completions(
+    job: _Job,
+    problems: list[int],
+    engine: EngineConfig,
+    executables: Executables,
+    on_progress: Callable[[int, int], None],
+) -> Generator[list[dict[str, Any]]]:
+    """Yields the completions of problems that are generated together, in parts as they end.
+
+    Before a StoppedError of `on_progress` leaves the generator, it yields all that have ended.
+    """
+    model, samples, limit = job.policy.model, job.config.samples, job.task.max_new_tokens
+    yielded = np.zeros(len(problems) * samples, bool)
+
+    def take(rollout: Rollout) -> list[dict[str, Any]]:
+        new = np.flatnonzero((rollout.finished | (rollout.lengths == limit)) & ~yielded)
+        yielded[new] = True
+        return [_draft(job, problems, rollout, row) for row in new.tolist()]
+
+    for step in generate_steps(
+        _key(job),
+        model.params,
+        job.policy.lora,
+        [job.prompts[problem].ids for problem in problems],
+        config=model.config,
+        sampling=_sampling(job),
+        tokenizer=model.tokenizer,
+        engine=engine,
+        group_size=samples,
+        prompt_ids=problems,
+        executables=executables,
+    ):
+        if step.ended_rows - yielded.sum() >= engine.max_rows or step.ended_rows == step.rows:
+            yield take(step.rollout)
+        if step.ended_rows == step.rows:
+            return
+        try:
+            on_progress(step.ended_rows, step.tokens)
+        except StoppedError:
+            yield take(step.rollout)
+            raise
+
+
+def _draft(job: _Job, problems: list[int], rollout: Rollout, row: int) -> dict[str, Any]:
+    """Returns a completion of a rollout of these problems, without its scores."""
+    place, sample = divmod(row, job.config.samples)
+    prompt, length = job.prompts[problems[place]], int(rollout.lengths[row])
+    return {
+        "task": job.task.name,
+        "problem": problems[place],
+        "sample": sample,
+        "question": prompt.problem.question,
+        "gold": prompt.problem.answer,
+        "completion": job.policy.model.tokenizer.decode(rollout.tokens[row, :length].tolist()),
+        "tokens": length,
+        "finished": bool(rollout.finished[row]),
+    }
+
+
+def _key(job: _Job) -> jax.Array:
+    return jax.random.key(job.config.seed, impl="threefry2x32")
+
+
+def _sampling(job: _Job) -> SamplingConfig:
+    return SamplingConfig(
+        max_new_tokens=job.task.max_new_tokens,
+        temperature=results_folder.temperature_of(job.config),
+        top_p=job.config.top_p,
+        stop=job.task.stop,
+    )
 
 
 def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:

@@ -13,7 +13,6 @@ import numpy as np
 from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward, Scores, score
-from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize, generate_steps
 from qerl_jax.rollout.programs import Executables
@@ -65,16 +64,20 @@ def greedy_accuracy(
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
     """
-    rollout = generate_completions(
+    for step in generate_steps(
         jax.random.key(0),
-        model,
+        model.params,
         lora,
-        prompts,
+        [prompt.ids for prompt in prompts],
+        config=model.config,
         sampling=greedy(sampling),
+        tokenizer=model.tokenizer,
         engine=engine,
         executables=executables,
-        on_progress=on_progress,
-    )
+    ):
+        if on_progress is not None and step.ended_rows < step.rows:
+            on_progress(step.ended_rows, step.tokens)
+    rollout = step.rollout
     scores = score_completions(
         {"correct": correctness},
         prompts,
@@ -87,38 +90,6 @@ def greedy_accuracy(
         accuracy=float(passed(scores.parts["correct"]).mean()),
         truncated=float(1 - np.mean(rollout.finished)),
     )
-
-
-def generate_completions(
-    key: jax.Array,
-    model: LoadedModel,
-    lora: Lora | None,
-    prompts: Sequence[Prompt],
-    *,
-    sampling: SamplingConfig,
-    engine: EngineConfig,
-    samples: int = 1,
-    prompt_ids: Sequence[int] | None = None,
-    executables: Executables | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Rollout:
-    """Samples with `engine.generate_steps`, and calls back after every chunk but the last."""
-    for step in generate_steps(
-        key,
-        model.params,
-        lora,
-        [prompt.ids for prompt in prompts],
-        config=model.config,
-        sampling=sampling,
-        tokenizer=model.tokenizer,
-        engine=engine,
-        group_size=samples,
-        prompt_ids=prompt_ids,
-        executables=executables,
-    ):
-        if on_progress is not None and step.ended_rows < step.rows:
-            on_progress(step.ended_rows, step.tokens)
-    return step.rollout
 
 
 def score_completions(

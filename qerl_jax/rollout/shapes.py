@@ -20,6 +20,8 @@ _PREFILL_DIVISOR = 8  # prefilled prompts take at most this part of kv_cache_byt
 # Below these rows a smaller batch saves nothing, as reading the weights takes the time. On a GPU
 # kernel launches add to that, and each batch size is one more program to compile.
 _FEWEST_ROWS, _FEWEST_ROWS_ON_GPU = 4, 32
+# Rows of the smaller batch, where there is only one: long completions are few and end late.
+_ONCE_DIVISOR = 4
 _FINE_FROM = 64  # rows; from here on an inactive slot costs as much time as an active one
 _FREE_FRACTION = 0.9  # part of a device's memory; the rest is for temporaries of the programs
 _LOGITS = 4  # copies of the logits that sampling with top-k and top-p holds
@@ -34,6 +36,7 @@ class RolloutShapes:
         cache_positions: S, tokens of the widest prompt and the longest completion, rounded up.
         batch_sizes: R, numbers of rows that decode together. The first is the full batch, each is
             at most 1.5 times the next one, and 1.25 times where the next one has 64 rows or more.
+            With `compact='once'` there are two at most: the second is a quarter of the first.
             There is only one where rows end too late for a smaller batch to be of use.
         chunk_steps: decode steps of a chunk.
         prefill_batch: P, number of prompts in one prefill.
@@ -83,7 +86,7 @@ def plan_shapes(
             f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones are over the "
             f"model's {config.max_position} positions: shorten the prompt or lower max_new_tokens"
         )
-    width = bucket(longest)
+    prompts, width = max(prompts, engine.prompts), bucket(longest)
     multiple = _POSITIONS_MULTIPLE
     positions = -(-(width + sampling.max_new_tokens) // multiple) * multiple
     dtype = cache_dtype(engine.kv_cache_dtype, params["embed_tokens"].dtype)
@@ -123,10 +126,10 @@ def plan_shapes(
     # Each prefill has the same number of prompts.
     prefill = -(-prompts // -(-prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.
-    batch_sizes = (most, *_smaller_batches(most)) if chunks > 2 else (most,)
+    smaller = _smaller_batches(most, engine.compact) if chunks > 2 else ()
     return RolloutShapes(
         cache_positions=positions,
-        batch_sizes=batch_sizes,
+        batch_sizes=(most, *smaller),
         chunk_steps=steps,
         prefill_batch=prefill,
         prompt_widths=narrower(width),
@@ -189,10 +192,12 @@ def _rounded_down(rows: int) -> int:
     return rows // step * step
 
 
-def _smaller_batches(rows: int) -> list[int]:
+def _smaller_batches(rows: int, compact: str) -> list[int]:
     """Returns the sizes that a batch of this many rows is compacted to, one after the other."""
-    sizes = []
     fewest = _FEWEST_ROWS_ON_GPU if jax.default_backend() == "gpu" else _FEWEST_ROWS
+    if compact == "once":
+        return [_rounded_down(max(fewest, rows // _ONCE_DIVISOR))] if rows > fewest else []
+    sizes = []
     while rows > fewest:
         rows = _rounded_down(rows - 1)
         sizes.append(rows)

@@ -70,7 +70,7 @@ class _Run:
         progress: the part that the steps change.
         evaluations: greedy accuracy by step, as logged; step 0 is before training.
         fingerprints: digests of the training and the held-out problems.
-        compilations: what was compiled since the row of the step before.
+        compilations: what was compiled since the last row of metrics.
         live: the line of progress on the terminal.
     """
 
@@ -112,6 +112,7 @@ def train(
 
     Raises:
         UserError: the config asks for something that cannot be done.
+            A program that is missing after the first step is one too; the last whole step is saved.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
@@ -148,12 +149,17 @@ def train(
             run = _begin(setup, folder, checkpoints, log, received, compilations)
             try:
                 _train_steps(run)
-            except (StoppedError, MissingProgramError):
+            except (StoppedError, MissingProgramError) as error:
                 _save(run)
                 checkpoints.wait()
                 step = run.progress.step
                 print(f"saved after step {step}; the same command continues", flush=True)
-                raise
+                if isinstance(error, StoppedError):
+                    raise
+                raise UserError(
+                    f"{error}; after the first step a run compiles nothing: please report this "
+                    f"with {folder.path}/config.json"
+                ) from error
         checkpoints.wait()  # The adapter of a finished run never lies there without its checkpoint.
         _finish(run)
     return folder.path
@@ -242,7 +248,7 @@ def _evaluate(run: _Run, executables: Executables) -> None:
     run.evaluations[step] = score.accuracy
     key = "eval_accuracy" if step else "eval_accuracy_before"
     row = {"step": step, key: score.accuracy, "eval_truncated": score.truncated}
-    row["eval_seconds"] = seconds
+    row |= {"eval_seconds": seconds} | run.compilations.take()
     run.live.clear()
     print(format_row(row, config.steps), flush=True)
     run.log.write(row)

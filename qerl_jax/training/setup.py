@@ -373,7 +373,7 @@ def _fit_engines(
         eval_rows = min(rows, fitting_rows(eval_sampling))
     return (
         dataclasses.replace(engine, max_rows=rows),
-        dataclasses.replace(engine, max_rows=eval_rows),
+        dataclasses.replace(engine, max_rows=eval_rows, compact="once"),
     )
 
 
