@@ -239,3 +239,47 @@ def test_weights_must_be_finite(format, member, value):
 def test_an_unknown_format_is_named():
     with pytest.raises(UserError, match="format='fp8': must be one of nvfp4, mxfp4, nf4"):
         quantize([random_weight()], format="fp8")
+
+
+# Bits of bfloat16 magnitudes: all finite ones, subnormal and small ones, and the largest.
+BITS = ((0, 0x7F80), (0, 0x1000), (0x0400, 0x0600), (0x3F00, 0x4100), (0x7000, 0x7F80))
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_codes_and_scales_equal_float_arithmetic_by_numpy(format, bits):
+    generator = np.random.default_rng(0)
+    signs = generator.integers(0, 2, (64, 256)) << 15
+    stored = (generator.integers(*bits, (64, 256)) | signs).astype(np.uint16)
+    weight = stored.view(ml_dtypes.bfloat16)
+    quantized = quantize([weight], format=format)
+    blocks = weight.astype(np.float32).reshape(64, -1, FORMATS[format].block)
+    amax = np.abs(blocks).max(axis=-1)
+    if format == "nvfp4":
+        divisor = quantized.global_scale[0]
+        ideal = (amax / np.float32(6)).astype(ml_dtypes.bfloat16).astype(np.float32) * divisor
+        scales = np.clip(ideal, 0, 448).astype(ml_dtypes.float8_e4m3fn)
+        scales = np.where(scales == 0, ml_dtypes.float8_e4m3fn(0.125), scales)
+        ratios = blocks / (scales.astype(np.float32) / divisor)[..., None]
+    elif format == "mxfp4":
+        exponents = np.maximum(np.where(amax > 0, np.frexp(amax)[1] - 3, -127), -127)
+        scales = (exponents + 127).astype(np.uint8)
+        ratios = blocks * np.ldexp(np.float32(1), -exponents)[..., None]
+    else:
+        scales = amax
+        ratios = blocks * (np.float32(1) / np.maximum(amax, np.float32(1e-38)))[..., None]
+    np.testing.assert_array_equal(quantized.scales.view(np.uint8), scales.view(np.uint8))
+    if format == "nf4":
+        codebook = np.array(FORMATS["nf4"].codebook, np.float32)
+        codes = np.searchsorted((codebook[:-1] + codebook[1:]) / 2, ratios.reshape(64, -1))
+    else:
+        size = np.abs(ratios.reshape(64, -1))
+        codes = 8 * (ratios.reshape(64, -1) < 0)
+        codes += sum(size > midpoint for midpoint in (0.25, 1.25, 2.5, 5.0))
+        codes += sum(size >= midpoint for midpoint in (0.75, 1.75, 3.5))
+    np.testing.assert_array_equal(codes_of(quantized), codes)
+
+
+def test_a_weight_too_small_for_a_finite_global_scale_has_the_scale_1():
+    assert quantize([np.full((4, 16), 7e-36, np.float32)], format="nvfp4").global_scale[0] == 1.0
+    assert quantize([np.full((4, 16), 9e-36, np.float32)], format="nvfp4").global_scale[0] > 1e38

@@ -15,7 +15,8 @@ consecutive inputs of a row:
 data.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -35,8 +36,9 @@ _E2M1_MAX = 6.0
 _E4M3_MAX = 448.0
 _BFLOAT16 = ml_dtypes.bfloat16
 _E4M3 = ml_dtypes.float8_e4m3fn
-_E8M0 = ml_dtypes.float8_e8m0fnu
 _E8M0_BIAS = 127
+_MAGNITUDE = 0x7FFF  # bits of a bfloat16 without its sign
+_INFINITE_BITS = 0x7F80
 
 
 @struct.dataclass
@@ -90,52 +92,76 @@ def quantize(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
         UserError: the format is unknown, K is not a multiple of its block, or a weight is not
             finite.
     """
-    if format not in _QUANTIZERS:
-        raise UserError(f"format={format!r}: must be one of {', '.join(_QUANTIZERS)}")
-    return _QUANTIZERS[format](weights)
+    return jax.tree.map(np.array, quantize_on_device(weights, format=format))
 
 
-def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group, as in `quantize`, to NVFP4 as llm-compressor's NVFP4A16 does.
+def quantize_on_device(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
+    """Rounds a fused group, as in `quantize`, and leaves the result on the default device.
 
-    The scales are computed in bfloat16 where llm-compressor does so, which makes the bytes equal.
-    All members get the same global scale, the smallest one that any member would have alone.
+    NVFP4 rounds as llm-compressor's NVFP4A16 does. The scales are computed in bfloat16 where
+    llm-compressor does so, which makes the bytes equal. All members get the same global scale, the
+    smallest one that any member would have alone.
+
+    MXFP4 rounds as OCP Microscaling v1.0, section 6.3, does. The scale of a block is
+    2^(floor(log2(amax)) - 2), so that the largest weight is 4 to 8 times the scale; a weight of
+    more than 6 times the scale becomes 6 times the scale. compressed-tensors takes the next power
+    of two where amax is at least 1.75 times a power of two.
+
+    NF4 rounds as bitsandbytes' `quantize_4bit` does. The scale of a block is its largest magnitude.
+    The scales themselves are not quantized (bitsandbytes calls that `compress_statistics`; it gives
+    4.127 bits a weight). Where a whole block is zero, the bytes are those of bitsandbytes' CPU
+    code; its CUDA kernels write another code, which also means zero.
+
+    The device only compares integers. A weight is one of 2^16 bfloat16 numbers, so NumPy computes
+    in small tables which scale follows from a block's largest magnitude, and at which weight the
+    next code begins. Float arithmetic on the device would change bytes: XLA flushes subnormal
+    numbers on a CPU, and its division on a GPU is not rounded to nearest.
+
+    Args:
+        weights: members of shape [N_i, K], as in `quantize`.
+        format: 'nvfp4', 'mxfp4' or 'nf4'.
+
+    Returns:
+        A QuantTensor of arrays on the device, [sum N_i, K].
+
+    Raises:
+        UserError: as in `quantize`.
     """
-    weights = _rounded(weights, "nvfp4")
-    global_scale = min(_global_scale(w) for w in weights)
-    packed, scales = zip(*(_pack_nvfp4(w, global_scale) for w in weights), strict=True)
-    rows = sum(w.shape[0] for w in weights)
+    if format not in FORMATS:
+        raise UserError(f"format={format!r}: must be one of {', '.join(FORMATS)}")
+    weights = _rounded(weights, format)
+    bits = [jax.device_put(weight.view(np.uint16)) for weight in weights]
+    largest = np.asarray(_largest_bits(bits))
+    for weight, amax in zip(weights, largest, strict=True):
+        if amax >= _INFINITE_BITS:
+            raise UserError(f"a weight of shape {weight.shape} holds values that are not finite")
+    if format == "nf4":
+        packed, scales = _encode(bits, None, _nf4_thresholds(), format=format)
+        return QuantTensor(packed=packed, scales=scales)
+    if format == "mxfp4":
+        packed, scales = _encode(bits, *_mxfp4_tables(), format=format)
+        return QuantTensor(packed=packed, scales=scales)
+    global_scale = min(_global_scale(amax) for amax in _values(largest))
+    packed, scales = _encode(bits, *_nvfp4_tables(global_scale), format=format)
+    rows = sum(weight.shape[0] for weight in weights)
     return QuantTensor(
-        packed=np.concatenate(packed),
-        scales=np.concatenate(scales),
-        global_scale=np.full(rows, global_scale, np.float32),
+        packed=packed, scales=scales, global_scale=jnp.full(rows, global_scale, jnp.float32)
     )
 
 
-def quantize_mxfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group, as in `quantize`, to MXFP4 as OCP Microscaling v1.0, section 6.3, does.
+def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
+    """Rounds a fused group to NVFP4, as in `quantize`."""
+    return quantize(weights, format="nvfp4")
 
-    The scale of a block is 2^(floor(log2(amax)) - 2), so that the largest weight is 4 to 8 times
-    the scale; a weight of more than 6 times the scale becomes 6 times the scale. compressed-tensors
-    takes the next power of two where amax is at least 1.75 times a power of two.
-    """
-    packed, scales = zip(*(_pack_mxfp4(w) for w in _rounded(weights, "mxfp4")), strict=True)
-    return QuantTensor(packed=np.concatenate(packed), scales=np.concatenate(scales))
+
+def quantize_mxfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
+    """Rounds a fused group to MXFP4, as in `quantize`."""
+    return quantize(weights, format="mxfp4")
 
 
 def quantize_nf4(weights: Sequence[np.ndarray]) -> QuantTensor:
-    """Rounds a fused group, as in `quantize`, to NF4 as bitsandbytes' `quantize_4bit` does.
-
-    The scale of a block is its largest magnitude. The scales themselves are not quantized
-    (bitsandbytes calls that `compress_statistics`; it gives 4.127 bits a weight). Where a whole
-    block is zero, the bytes are those of bitsandbytes' CPU code; its CUDA kernels write another
-    code, which also means zero.
-    """
-    packed, scales = zip(*(_pack_nf4(w) for w in _rounded(weights, "nf4")), strict=True)
-    return QuantTensor(packed=np.concatenate(packed), scales=np.concatenate(scales))
-
-
-_QUANTIZERS = {"nvfp4": quantize_nvfp4, "mxfp4": quantize_mxfp4, "nf4": quantize_nf4}
+    """Rounds a fused group to NF4, as in `quantize`."""
+    return quantize(weights, format="nf4")
 
 
 def dequantize(weight: QuantTensor, dtype: jnp.dtype) -> jax.Array:
@@ -193,81 +219,156 @@ def _rounded(weights: Sequence[np.ndarray], format: str) -> list[np.ndarray]:
             f"{weights[0].shape}; load the model in bf16 (in a run: "
             "--config.model.format=bf16)"
         )
-    return [np.asarray(w, _BFLOAT16) for w in weights]
+    return [np.ascontiguousarray(np.asarray(w, _BFLOAT16)) for w in weights]
 
 
-def _global_scale(weight: np.ndarray) -> np.float32:
+def _global_scale(amax: np.float32) -> np.float32:
     """Returns bfloat16(bfloat16(1 / amax) * 2688), where 2688 = 448 * 6."""
-    amax = np.float32(np.max(np.abs(weight)))
-    _check_finite(amax, weight)
     if amax == 0:
         return np.float32(1.0)
-    reciprocal = np.float32(_BFLOAT16(np.float32(1.0) / amax))
-    return np.float32(_BFLOAT16(reciprocal * np.float32(_E4M3_MAX * _E2M1_MAX)))
+    with np.errstate(over="ignore"):
+        reciprocal = np.float32(_BFLOAT16(np.float32(1.0) / amax))
+        scale = np.float32(_BFLOAT16(reciprocal * np.float32(_E4M3_MAX * _E2M1_MAX)))
+    # compressed-tensors replaces an infinite scale, of a largest weight below 8e-36, by 1.
+    return scale if np.isfinite(scale) else np.float32(1.0)
 
 
-def _pack_nvfp4(weight: np.ndarray, global_scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the packed codes uint8 [N, K/2] and scales float8_e4m3fn [N, K/16]."""
-    blocks, amax = _blocks(weight, "nvfp4")
-    ideal = (amax / np.float32(_E2M1_MAX)).astype(_BFLOAT16).astype(np.float32) * global_scale
+def _values(bits: np.ndarray) -> np.ndarray:
+    """Returns the float32 values of bfloat16 magnitudes, which are given as integers."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def _nvfp4_tables(global_scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the scale byte [2^15] of each largest magnitude, and thresholds [256, 8] by byte."""
+    amax = _values(np.arange(_INFINITE_BITS))
+    with np.errstate(over="ignore"):
+        ideal = (amax / np.float32(_E2M1_MAX)).astype(_BFLOAT16).astype(np.float32) * global_scale
     scales = np.clip(ideal, 0.0, _E4M3_MAX).astype(_E4M3)
     scales = np.where(scales == 0, _E4M3(0.125), scales)
-    blocks /= (scales.astype(np.float32) / global_scale)[..., None]
-    return _pack(_e2m1_codes(blocks), "nvfp4"), scales
+    divisors = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32) / global_scale
+    divisors[~(divisors > 0)] = 1.0  # bytes that no block has
+    return _padded(scales.view(np.uint8)), _e2m1_thresholds(
+        lambda values: values / divisors[:, None]
+    )
 
 
-def _pack_mxfp4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the packed codes uint8 [N, K/2] and scales float8_e8m0fnu [N, K/32]."""
-    blocks, amax = _blocks(weight, "mxfp4")
+@functools.lru_cache(maxsize=1)
+def _mxfp4_tables() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the scale byte [2^15] of each largest magnitude, and thresholds [256, 8] by byte."""
+    amax = _values(np.arange(_INFINITE_BITS))
     # The mantissa of frexp lies in [0.5, 1), and the largest power of two in E2M1 is 4.
     exponents = np.where(amax > 0, np.frexp(amax)[1] - 3, -_E8M0_BIAS)
     exponents = np.maximum(exponents, -_E8M0_BIAS)
-    blocks *= np.ldexp(np.float32(1.0), -exponents)[..., None]
-    scales = (exponents + _E8M0_BIAS).astype(np.uint8).view(_E8M0)
-    return _pack(_e2m1_codes(blocks), "mxfp4"), scales
+    factors = np.ldexp(np.float32(1.0), _E8M0_BIAS - np.arange(256))
+    return (
+        _padded((exponents + _E8M0_BIAS).astype(np.uint8)),
+        _e2m1_thresholds(lambda values: values * factors[:, None]),
+    )
 
 
-def _pack_nf4(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the packed codes uint8 [N, K/2] and scales float32 [N, K/64]."""
-    blocks, amax = _blocks(weight, "nf4")
+@functools.lru_cache(maxsize=1)
+def _nf4_thresholds() -> np.ndarray:
+    """Returns int16 [2^15, 15]: by largest magnitude, the first weight of each code above 0.
+
+    A weight is the integer of its magnitude's bits, with the weight's sign.
+    """
+    codebook = np.array(FORMATS["nf4"].codebook, np.float32)
+    midpoints = (codebook[:-1] + codebook[1:]) / 2
+    amax = _values(np.arange(_INFINITE_BITS))
     # bitsandbytes multiplies by the reciprocal, which it bounds. A division would give the same
     # codes: no ratio of two bfloat16 numbers is within 1e-6 of a midpoint.
-    blocks *= (np.float32(1.0) / np.maximum(amax, np.float32(1e-38)))[..., None]
-    codebook = np.array(FORMATS["nf4"].codebook, np.float32)
-    codes = np.zeros(blocks.shape, np.uint8)
-    for midpoint in (codebook[:-1] + codebook[1:]) / 2:
-        codes += blocks > midpoint
-    return _pack(codes, "nf4"), amax
+    factors = (np.float32(1.0) / np.maximum(amax, np.float32(1e-38)))[:, None]
+
+    def above(keys: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return np.copysign(_values(np.abs(keys)), keys) * factors > midpoints
+
+    first = _first(above, (len(amax), len(midpoints)), low=1 - _INFINITE_BITS)
+    return np.pad(first, ((0, (1 << 15) - len(first)), (0, 0)))
 
 
-def _blocks(weight: np.ndarray, format: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns float32 weights [N, K/block, block] and the largest magnitudes [N, K/block]."""
-    blocks = weight.astype(np.float32).reshape(len(weight), -1, FORMATS[format].block)
-    amax = np.abs(blocks).max(axis=-1)
-    _check_finite(amax, weight)
-    return blocks, amax
+def _padded(table: np.ndarray) -> np.ndarray:
+    return np.pad(table, (0, (1 << 15) - len(table)))
 
 
-def _check_finite(amax: np.ndarray | np.float32, weight: np.ndarray) -> None:
-    if not np.isfinite(amax).all():
-        raise UserError(f"a weight of shape {weight.shape} holds values that are not finite")
+def _e2m1_thresholds(scaled: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Returns int16 [256, 8]: the bits of the first magnitude above 0, and of codes 1 to 7.
 
-
-def _pack(codes: np.ndarray, format: str) -> np.ndarray:
-    """Packs codes [N, K/block, block] into bytes [N, K/2], two codes in each."""
-    codes = codes.reshape(len(codes), -1)
-    even, odd = codes[:, 0::2], codes[:, 1::2]
-    return even << 4 | odd if FORMATS[format].high_first else even | odd << 4
-
-
-def _e2m1_codes(values: np.ndarray) -> np.ndarray:
-    """Returns the 4-bit codes (sign, 3-bit magnitude index) nearest to float32 values.
-
-    Ties go to the even code.
+    Args:
+        scaled: function from float32 magnitudes [256, 8] to their ratios to the scale of each row.
     """
-    magnitude = np.abs(values)
-    codes = (values < 0).astype(np.uint8) << 3
-    for index, midpoint in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        # A tie goes to the even one of the two neighboring codes.
-        codes += magnitude > midpoint if index % 2 == 0 else magnitude >= midpoint
-    return codes
+    midpoints = np.array((0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0), np.float32)
+    # A tie goes to the even one of the two neighboring codes.
+    tie_goes_up = np.array((0, 0, 1, 0, 1, 0, 1, 0), bool)
+
+    def above(bits: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            ratios = scaled(_values(bits))
+        return (ratios > midpoints) | tie_goes_up & (ratios == midpoints)
+
+    return _first(above, (256, len(midpoints)), low=0)
+
+
+def _first(
+    above: Callable[[np.ndarray], np.ndarray], shape: tuple[int, ...], *, low: int
+) -> np.ndarray:
+    """Returns by bisection the least integers [shape] from `low` on for which `above` is true.
+
+    Where `above` is true for no finite weight, the integer is that of infinity.
+    """
+    least = np.full(shape, low, np.int32)
+    most = np.full(shape, _INFINITE_BITS, np.int32)
+    while (least < most).any():
+        middle = (least + most) // 2
+        found = above(middle) | (middle == _INFINITE_BITS)
+        most = np.where(found, middle, most)
+        least = np.where(found, least, middle + 1)
+    return most.astype(np.int16)
+
+
+@jax.jit
+def _largest_bits(weights: Sequence[jax.Array]) -> jax.Array:
+    """Returns the bits of the largest magnitude of each weight; those of NaN are the largest."""
+    return jnp.stack([jnp.max(bits & _MAGNITUDE, initial=0) for bits in weights])
+
+
+@functools.partial(jax.jit, static_argnames="format")
+def _encode(
+    weights: Sequence[jax.Array],
+    scale_of: jax.Array | None,
+    thresholds: jax.Array,
+    *,
+    format: str,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the packed codes uint8 [N, K/2] and the scales [N, K/block] of stacked weights.
+
+    Args:
+        weights: bits of bfloat16 weights, uint16 [N_i, K].
+        scale_of: scale byte of each largest magnitude, uint8 [2^15], or None in NF4.
+        thresholds: int16 [2^15, 15] by largest magnitude in NF4, otherwise [256, 8] by scale byte.
+        format: name of the format.
+    """
+    form = FORMATS[format]
+    bits = jnp.concatenate(weights)
+    blocks = bits.reshape(len(bits), -1, form.block)
+    magnitude = (blocks & _MAGNITUDE).astype(jnp.int16)
+    negative = blocks > _MAGNITUDE
+    amax = jnp.max(magnitude, axis=-1).astype(jnp.int32)
+    if scale_of is None:
+        scales = jax.lax.bitcast_convert_type(amax.astype(jnp.uint32) << 16, jnp.float32)
+        limits = thresholds[amax]
+        keys = jnp.where(negative, -magnitude, magnitude)
+        codes = jnp.zeros(blocks.shape, jnp.uint8)
+    else:
+        scale_bytes = scale_of[amax]
+        scales = jax.lax.bitcast_convert_type(scale_bytes, form.scale_dtype)
+        limits = thresholds[scale_bytes]
+        keys = magnitude
+        codes = (negative & (keys >= limits[..., :1])).astype(jnp.uint8) << 3
+        limits = limits[..., 1:]
+    for index in range(limits.shape[-1]):
+        codes += (keys >= limits[..., index, None]).astype(jnp.uint8)
+    pairs = codes.reshape(len(bits), -1, 2)
+    even, odd = pairs[..., 0], pairs[..., 1]
+    return even << 4 | odd if form.high_first else even | odd << 4, scales

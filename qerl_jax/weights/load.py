@@ -23,7 +23,7 @@ from qerl_jax.errors import UserError, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig, from_hf_config
 from qerl_jax.policy.lora import FUSED
-from qerl_jax.policy.quant import in_machine_order, quantize
+from qerl_jax.policy.quant import in_machine_order, quantize_on_device
 from qerl_jax.weights import gguf, json_file, names, packed, safetensors, tokenizer
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -343,21 +343,33 @@ def _read_params(checkpoint: Checkpoint, *, format: str, dtype: np.dtype) -> dic
     }
     if not config.tie_embeddings:
         params["lm_head"] = jnp.asarray(checkpoint.read(names.HEAD, dtype))
-    read = functools.partial(read_layer, checkpoint, format=format, dtype=dtype)
+    read = functools.partial(_layer_on_device, checkpoint, format=format, dtype=dtype)
     finite: list[dict] = [_finite({name: params[name] for name in params if name != "layers"})]
-    for arrays in each_layer(read, config.num_layers, label="loading"):
-        layer = jax.tree.map(jnp.asarray, arrays)
-        finite.append(_finite(layer))
-        params["layers"].append(in_machine_order(layer))
+    for layer, found in each_layer(read, config.num_layers, label="loading"):
+        finite.append(found)
+        params["layers"].append(layer)
     _check_finite(checkpoint, finite)
     return params
+
+
+def _layer_on_device(
+    checkpoint: Checkpoint, layer: int, *, format: str, dtype: np.dtype
+) -> tuple[dict, dict[str, jax.Array]]:
+    """Returns a layer in the order of this machine, and which of its arrays are finite.
+
+    It runs in the threads of `each_layer`: transfers and waits for the device overlap the reading
+    of other layers.
+    """
+    arrays = read_layer(checkpoint, layer, format=format, dtype=dtype)
+    on_device = jax.tree.map(jnp.asarray, arrays)
+    return in_machine_order(on_device), _finite(on_device)
 
 
 def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -> Iterator[Any]:
     """Yields function(layer) for every layer in order, with a progress bar.
 
-    A few threads work on different layers, because NumPy uses one core. They stay at most a few
-    layers ahead of the caller, which bounds how many layers are in memory.
+    A few threads work on different layers, because a copy by NumPy uses one core. They stay at
+    most a few layers ahead of the caller, which bounds how many layers are in memory.
 
     Args:
         function: function from the number of a layer to its result.
@@ -378,7 +390,10 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
 
 
 def read_layer(checkpoint: Checkpoint, layer: int, *, format: str, dtype: np.dtype) -> dict:
-    """Reads one layer of the parameter tree into NumPy arrays.
+    """Reads one layer of the parameter tree.
+
+    Arrays are NumPy arrays, except those of a projection that is quantized here: the device
+    quantizes it, and its arrays stay there.
 
     Args:
         checkpoint: the opened source.
@@ -407,7 +422,7 @@ def read_layer(checkpoint: Checkpoint, layer: int, *, format: str, dtype: np.dty
         else:
             weights = [read(member, "weight", DTYPES["bfloat16"]) for member in members]
             try:
-                arrays[fused] = quantize(weights, format=format)
+                arrays[fused] = quantize_on_device(weights, format=format)
             except UserError as error:
                 where = f"layer {layer}, {'/'.join(members)}"
                 raise UserError(f"{checkpoint.path}: {where}: {error}") from error
