@@ -144,6 +144,10 @@ def open_folder(
     done: dict[str, Any] = {}
     if (folder / _RESULTS).exists():
         found = json_file.read_object(folder / _RESULTS)
+        if not all(isinstance(found.get(key), dict) for key in ("tasks", "settings")):
+            raise UserError(
+                f"{folder / _RESULTS}: these are not the results of an evaluation; pass another --out"
+            )
         done = found["tasks"]
         _check_same(folder, "", found["settings"], settings, _SAME_SETTINGS)
         for task in asked.keys() & done.keys():
@@ -191,9 +195,9 @@ def _check_same(
     folder: Path, what: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]
 ) -> None:
     changes = [
-        f"{what}{key}: {json.dumps(old[key])} -> {json.dumps(new[key])}"
+        f"{what}{key}: {json.dumps(old.get(key))} -> {json.dumps(new[key])}"
         for key in keys
-        if old[key] != new[key]
+        if old.get(key) != new[key]
     ]
     if changes:
         raise UserError(

@@ -202,8 +202,11 @@ def _global_scale(weight: np.ndarray) -> np.float32:
     _check_finite(amax, weight)
     if amax == 0:
         return np.float32(1.0)
-    reciprocal = np.float32(_BFLOAT16(np.float32(1.0) / amax))
-    return np.float32(_BFLOAT16(reciprocal * np.float32(_E4M3_MAX * _E2M1_MAX)))
+    with np.errstate(over="ignore"):
+        reciprocal = np.float32(_BFLOAT16(np.float32(1.0) / amax))
+        scale = np.float32(_BFLOAT16(reciprocal * np.float32(_E4M3_MAX * _E2M1_MAX)))
+    # Below an amax of 8e-36 the product overflows; compressed-tensors then writes 1.0 as well.
+    return scale if np.isfinite(scale) else np.float32(1.0)
 
 
 def _pack_nvfp4(weight: np.ndarray, global_scale: np.float32) -> tuple[np.ndarray, np.ndarray]:

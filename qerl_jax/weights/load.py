@@ -36,6 +36,8 @@ _HUB_FILES = (
     "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "chat_template.*",
     "vocab.json",
     "merges.txt",
@@ -47,6 +49,7 @@ _HUB_FILES = (
 _IGNORED = (".rotary_emb.inv_freq", *packed.UNUSED)
 _REMEDY = "(in a run: --config.model.source=/path/to/model)"
 _SAMPLE_BYTES = 4096
+_CHUNK_ROWS = 4096  # rows compared at once: bounds the float32 copies of a large embedding
 
 
 @dataclasses.dataclass
@@ -172,6 +175,10 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
     """Returns the path of the weights and the name of the base model that exports write."""
     if source.startswith("package:"):
         return _package_file(source.removeprefix("package:"))
+    if not source.strip():
+        raise UserError(
+            f"the source of the model is empty; pass a folder, file or hub id {_REMEDY}"
+        )
     path = pathlib.Path(source).expanduser()
     if path.is_dir() or path.suffix == ".gguf":
         return path, str(path.resolve())
@@ -285,7 +292,8 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             raise UserError(
                 f"{path}: '{name}' has the shape {shapes[name]}, the config asks for {shape}"
             )
-    # A model with a tied head may store the head all the same: it equals the embedding.
+    if config.tie_embeddings and names.HEAD in shapes:
+        _check_tied_head(checkpoint)
     surplus = shapes.keys() - expected.keys() - {names.HEAD}
     surplus = {name for name in surplus if not name.endswith(_IGNORED)}
     if surplus:
@@ -297,6 +305,23 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
         raise UserError(
             f"{path}: the tokenizer has {checkpoint.tokenizer.vocab_size} ids, the "
             f"embedding only {config.vocab_size} rows"
+        )
+
+
+def _check_tied_head(checkpoint: Checkpoint) -> None:
+    """Checks that a head that is stored beside a tied embedding equals the embedding."""
+    head, embedding = checkpoint.stored[names.HEAD], checkpoint.stored[names.EMBED]
+    same = head.shape == embedding.shape and all(
+        np.array_equal(
+            head[row : row + _CHUNK_ROWS].astype(np.float32),
+            embedding[row : row + _CHUNK_ROWS].astype(np.float32),
+        )
+        for row in range(0, len(head), _CHUNK_ROWS)
+    )
+    if not same:
+        raise UserError(
+            f"{checkpoint.path}: '{names.HEAD}' differs from '{names.EMBED}', but config.json says "
+            "tie_word_embeddings=true: set it to false, or remove the tensor"
         )
 
 
