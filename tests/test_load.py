@@ -260,7 +260,8 @@ def test_partly_packed_groups_are_refused_by_name(tmp_path, options, named):
     [
         ({"quant_method": "gptq"}, "gptq"),
         ({"format": "float-quantized"}, "float-quantized"),
-        ({"format": None}, "None"),
+        ({"format": None}, "by 'compressed-tensors' are not supported"),
+        ({"quant_method": "bitsandbytes", "format": None}, "by 'bitsandbytes' are not supported"),
         ({"transform_config": {"config_groups": {}}}, "transform_config"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "'num_bits': 8"),

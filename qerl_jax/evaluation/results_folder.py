@@ -146,7 +146,7 @@ def open_folder(
         found = json_file.read_object(folder / _RESULTS)
         if not all(isinstance(found.get(key), dict) for key in ("tasks", "settings")):
             raise UserError(
-                f"{folder / _RESULTS}: these are not the results of an evaluation; pass another --out"
+                f"{folder / _RESULTS}: these are no results of an evaluation; pass another --out"
             )
         done = found["tasks"]
         _check_same(folder, "", found["settings"], settings, _SAME_SETTINGS)

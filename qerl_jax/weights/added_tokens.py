@@ -39,8 +39,7 @@ def read_added_tokens(
     roles, listed = _roles(settings), _listed(settings)
     if settings.get(_DECODER) is not None:
         where, added = f"{folder / 'tokenizer_config.json'}: {_DECODER}", {}
-        stored = _object(where, settings[_DECODER])
-        for i, token in stored.items():
+        for i, token in _object(where, settings[_DECODER]).items():
             added[_id(where, i)] = _token(where, token)
     else:
         where = folder / "special_tokens_map.json"
@@ -49,11 +48,12 @@ def read_added_tokens(
         listed = listed or _listed(named)
         where = folder / "added_tokens.json"
         stored = json_file.read_object(where) if where.exists() else {}
-        ids = {_id(where, i): text for text, i in stored.items()}
         special = {*listed, *(text for text in roles.values() if isinstance(text, str))}
         added = {
-            i: tokenizers.AddedToken(text, special=text in special, normalized=text not in special)
-            for i, text in ids.items()
+            _id(where, i): tokenizers.AddedToken(
+                text, special=text in special, normalized=text not in special
+            )
+            for text, i in stored.items()
             if i not in backend.get_added_tokens_decoder()
         }
     for i, token in sorted(added.items()):
@@ -82,16 +82,12 @@ def mark_special(backend: tokenizers.Tokenizer, texts: Collection[str]) -> None:
         old = known.get(text)
         if backend.token_to_id(text) is None or (old is not None and old.special):
             continue
-        if old is None:
-            new = tokenizers.AddedToken(text, special=True, normalized=False)
-        else:
-            kept = {name: getattr(old, name) for name in _ATTRIBUTES}
-            new = tokenizers.AddedToken(text, **(kept | {"special": True}))
-        backend.add_tokens([new])
+        kept = {name: old is not None and getattr(old, name) for name in _ATTRIBUTES}
+        backend.add_tokens([tokenizers.AddedToken(text, **(kept | {"special": True}))])
 
 
 def _roles(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the tokens with a name, among them those that only this model has."""
+    """Returns the tokens with a name."""
     named = settings.get("extra_special_tokens")
     found = {k: v for k, v in settings.items() if k.endswith("_token") and not isinstance(v, bool)}
     found |= named if isinstance(named, dict) else {}

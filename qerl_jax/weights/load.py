@@ -49,7 +49,7 @@ _HUB_FILES = (
 _IGNORED = (".rotary_emb.inv_freq", *packed.UNUSED)
 _REMEDY = "(in a run: --config.model.source=/path/to/model)"
 _SAMPLE_BYTES = 4096
-_CHUNK_ROWS = 4096  # rows compared at once: bounds the float32 copies of a large embedding
+_CHUNK_ROWS = 4096  # rows of the head that are compared at once
 
 
 @dataclasses.dataclass
@@ -175,12 +175,8 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
     """Returns the path of the weights and the name of the base model that exports write."""
     if source.startswith("package:"):
         return _package_file(source.removeprefix("package:"))
-    if not source.strip():
-        raise UserError(
-            f"the source of the model is empty; pass a folder, file or hub id {_REMEDY}"
-        )
     path = pathlib.Path(source).expanduser()
-    if path.is_dir() or path.suffix == ".gguf":
+    if source.strip() and (path.is_dir() or path.suffix == ".gguf"):
         return path, str(path.resolve())
     if path.is_file() or not _HUB_ID.fullmatch(source):
         raise UserError(
@@ -310,19 +306,14 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 def _check_tied_head(checkpoint: Checkpoint) -> None:
     """Checks that a head that is stored beside a tied embedding equals the embedding."""
-    head, embedding = checkpoint.stored[names.HEAD], checkpoint.stored[names.EMBED]
-    same = head.shape == embedding.shape and all(
-        np.array_equal(
-            head[row : row + _CHUNK_ROWS].astype(np.float32),
-            embedding[row : row + _CHUNK_ROWS].astype(np.float32),
-        )
-        for row in range(0, len(head), _CHUNK_ROWS)
-    )
-    if not same:
-        raise UserError(
-            f"{checkpoint.path}: '{names.HEAD}' differs from '{names.EMBED}', but config.json says "
-            "tie_word_embeddings=true: set it to false, or remove the tensor"
-        )
+    pair = [checkpoint.stored[name] for name in (names.HEAD, names.EMBED)]
+    for row in range(0, max(map(len, pair)), _CHUNK_ROWS):
+        head, embed = (t[row : row + _CHUNK_ROWS].astype(np.float32) for t in pair)
+        if not np.array_equal(head, embed):
+            raise UserError(
+                f"{checkpoint.path}: '{names.HEAD}' differs from '{names.EMBED}' under "
+                "tie_word_embeddings=true; set it to false in config.json, or remove the tensor"
+            )
 
 
 def _check_packed(checkpoint: Checkpoint) -> None:

@@ -12,14 +12,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import (
-    LARGEST_ALPHA,
-    PROJECTIONS,
-    Lora,
-    LoraConfig,
-    projection_shapes,
-)
+from qerl_jax.policy.lora import PROJECTIONS, Lora, LoraConfig, projection_shapes
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.weights import json_file, names, safetensors
 from qerl_jax.weights.staging import make_readable, staged_folder
@@ -39,24 +34,12 @@ _PLAIN = {
 # Options of PEFT 0.21's LoraConfig with no effect on a trained plain LoRA at any value. The stored
 # tensors decide which modules an adapter holds. `layers_pattern`, `qalora_group_size` and
 # `ensure_weight_tying` act only with options that are refused.
-_WITHOUT_EFFECT = frozenset(
-    (
-        "auto_mapping",
-        "base_model_name_or_path",
-        "ensure_weight_tying",
-        "exclude_modules",
-        "inference_mode",
-        "layers_pattern",
-        "lora_dropout",
-        "megatron_core",
-        "modules_to_save",  # checked on its own
-        "peft_version",
-        "qalora_group_size",
-        "revision",  # of the base: see `read_peft_base`
-        "runtime_config",
-        "task_type",
-    )
-)
+_WITHOUT_EFFECT = {  # fmt: skip
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
+    "inference_mode", "layers_pattern", "lora_dropout", "megatron_core", "peft_version",
+    "qalora_group_size", "runtime_config", "task_type",
+    "modules_to_save", "revision",  # checked by `_check_config` and `read_peft_base`
+}  # fmt: skip
 # Initializations that leave the base as it is. Each other one changes the base (PiSSA, OLoRA,
 # CorDA, LoftQ) or is refused because its options are (EVA, MiCA).
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")
@@ -131,7 +114,7 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
     if (
         type(rank) is not int
         or not isinstance(alpha, int | float)
-        or not abs(alpha) <= LARGEST_ALPHA
+        or not abs(alpha) <= lora_lib.LARGEST_ALPHA
         or not isinstance(targets, list)
         or not all(_projection(target) for target in targets)
         or not isinstance(rslora, bool)
