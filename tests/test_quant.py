@@ -239,3 +239,14 @@ def test_weights_must_be_finite(format, member, value):
 def test_an_unknown_format_is_named():
     with pytest.raises(UserError, match="format='fp8': must be one of nvfp4, mxfp4, nf4"):
         quantize([random_weight()], format="fp8")
+
+
+@pytest.mark.parametrize("amax", [7.8e-36, 1e-38, 1e-40])
+def test_a_global_scale_that_would_overflow_is_1(amax):
+    """compressed-tensors writes 1.0; the smallest weight with a finite scale is 8e-36."""
+    quantized = quantize_nvfp4([np.full((4, 32), amax, np.float32)])
+    np.testing.assert_array_equal(quantized.global_scale, np.ones(4))
+    assert not np.asarray(dequantize(quantized, jnp.float32)).any()
+    finite = quantize_nvfp4([np.full((4, 32), 9e-36, np.float32)]).global_scale
+    assert (finite > 1e38).all()
+    assert np.isfinite(finite).all()

@@ -74,8 +74,7 @@ def mark_special(backend: tokenizers.Tokenizer, texts: Collection[str]) -> None:
 
     Args:
         backend: tokenizer to change.
-        texts: texts of the tokens. A text without an id is left out: the embedding has no row for
-            it, whereas transformers would append an id.
+        texts: texts of the tokens; a text without an id is left out, as no embedding has its row.
     """
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for text in dict.fromkeys(texts):
@@ -96,10 +95,8 @@ def _roles(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _listed(settings: Mapping[str, Any]) -> list[str]:
     """Returns the special tokens without a name."""
-    for key in _LISTS:
-        if isinstance(found := settings.get(key), list) and found:
-            return [text for text in map(_text, found) if isinstance(text, str)]
-    return []
+    lists = [found for key in _LISTS if isinstance(found := settings.get(key), list)]
+    return [text for text in map(_text, next(filter(None, lists), [])) if isinstance(text, str)]
 
 
 def _text(value: Any) -> Any:
@@ -122,8 +119,7 @@ def _object(where: str, value: Any) -> dict[str, Any]:
 
 
 def _id(where: str | pathlib.Path, value: Any) -> int:
-    # A key of added_tokens_decoder is an id in decimal digits.
-    text = str(value)
+    text = str(value)  # a key of added_tokens_decoder is an id in decimal digits
     if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or int(text) >= 2**31:
         raise UserError(f"{where}: {value!r:.50} is not a token id")
     return int(text)

@@ -34,12 +34,14 @@ _PLAIN = {
 # Options of PEFT 0.21's LoraConfig with no effect on a trained plain LoRA at any value. The stored
 # tensors decide which modules an adapter holds. `layers_pattern`, `qalora_group_size` and
 # `ensure_weight_tying` act only with options that are refused.
-_WITHOUT_EFFECT = {  # fmt: skip
+# fmt: off
+_WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
     "inference_mode", "layers_pattern", "lora_dropout", "megatron_core", "peft_version",
     "qalora_group_size", "runtime_config", "task_type",
     "modules_to_save", "revision",  # checked by `_check_config` and `read_peft_base`
-}  # fmt: skip
+}
+# fmt: on
 # Initializations that leave the base as it is. Each other one changes the base (PiSSA, OLoRA,
 # CorDA, LoftQ) or is refused because its options are (EVA, MiCA).
 _PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")
@@ -120,6 +122,8 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
         or not isinstance(rslora, bool)
         or not isinstance(base, str)
     ):
+        if isinstance(targets, list):
+            targets = [target for target in targets if not _projection(target)] or targets
         raise UserError(
             f"{folder / CONFIG_FILE}: malformed or not supported: r is {rank!r:.50}, lora_alpha "
             f"{alpha!r:.50}, target_modules {targets!r:.200}, use_rslora {rslora!r:.50}, "

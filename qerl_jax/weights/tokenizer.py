@@ -250,10 +250,7 @@ def _finish(
     eos_ids: Sequence[int | None],
     pad_id: int | None,
 ) -> Tokenizer:
-    """Builds a Tokenizer; its `eos_ids` are those given, its own and the well-known end tokens.
-
-    Every token that has a role or ends a reply becomes special, whatever the files say of its type.
-    """
+    """Builds a Tokenizer; its `eos_ids` are those given, its own and the well-known end tokens."""
     for name, text in {"chat_template": chat_template or "", **special_tokens}.items():
         if not isinstance(text, str):
             raise UserError(f"the tokenizer's {name} is {text!r:.50}, must be a string")
@@ -265,6 +262,7 @@ def _finish(
         raise UserError("the tokenizer names no end-of-sequence token")
     if pad_id is None and "pad_token" in special_tokens:
         pad_id = backend.token_to_id(special_tokens["pad_token"])
+    # Tokens with a role and ends are special, whatever their type in the files.
     ends = [backend.id_to_token(i) for i in sorted(found)]
     mark_special(backend, [*special_tokens.values(), *(text for text in ends if text is not None)])
     return Tokenizer(
