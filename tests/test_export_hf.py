@@ -265,7 +265,7 @@ def test_an_adapter_that_was_trained_elsewhere(tiny, tmp_path):
     found = [(path / "model.safetensors").read_bytes() for path in weights]
     assert found[0] == found[2] == found[3] != found[1]
     for form, said in (
-        ("peft", "rank 8 for "),
+        ("peft", "rank 4 for "),
         ("merged", "into its weights in bf16; the sum is rounded to bfloat16."),
         ("nvfp4", "into its weights in bf16; the sum is rounded to NVFP4."),
     ):
