@@ -132,7 +132,32 @@ def logits(params: dict, hidden: jax.Array) -> jax.Array:
     head = params.get("lm_head", params["embed_tokens"])
     if isinstance(head, QuantTensor):
         return fp4_matmul.fp4_matmul_float32(hidden, kernel_weight(head))
-    return fp4_matmul.dot(hidden, head, jnp.float32)
+    return _float32_product(hidden, head)
+
+
+@jax.custom_vjp
+def _float32_product(x, weight):
+    """X [..., K] times a dense weight [N, K] in float32, whose gradient is rounded to x's dtype.
+
+    Left to JAX, the products of the backward pass are in float32, with a float32 copy of the head:
+    twice the time of a 1.5B model's head, and 10 % of its update.
+    """
+    return fp4_matmul.dot(x, weight, jnp.float32)
+
+
+def _float32_product_fwd(x, weight):
+    return _float32_product(x, weight), (x, weight)
+
+
+def _float32_product_bwd(saved, gradient):
+    x, weight = saved
+    gradient = gradient.astype(x.dtype)
+    rows = gradient.reshape(-1, gradient.shape[-1])
+    dweight = fp4_matmul.dot(rows.T, x.reshape(-1, x.shape[-1]).T, jnp.float32)
+    return fp4_matmul.dot(gradient, weight.T), dweight.astype(weight.dtype)
+
+
+_float32_product.defvjp(_float32_product_fwd, _float32_product_bwd)
 
 
 def prefill(

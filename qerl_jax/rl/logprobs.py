@@ -1,15 +1,18 @@
 """Log-probabilities of completions under a policy, without holding all logits at once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.packing import PackedBuffer
-from qerl_jax.rollout.sampling import entropy
 
 _CHUNK_BYTES = 256 << 20  # size of the float32 logits that are held at a time
+_NORMALIZER = "normalizer"  # name of the logarithms of the softmax's sums
 
 
 def packed_logprobs(
@@ -142,9 +145,44 @@ def _predicting_states(params, lora, buffer, *, config, recompute=()):
 
 
 def _chosen_and_entropy(params, hidden, ids, temperature):
-    logprobs = _log_softmax(params, hidden, temperature)
-    chosen = jnp.take_along_axis(logprobs, ids[:, None], axis=-1)[:, 0]
-    return chosen, jax.lax.stop_gradient(entropy(logprobs))
+    return _choose(transformer.logits(params, hidden) / (temperature or 1.0), ids)
+
+
+@jax.custom_vjp
+def _choose(logits, ids):
+    """Log-probabilities [M] of ids under logits [M, V], and entropies [M] without a gradient.
+
+    Few passes over the logits: one for the maxima, one for both sums, and one backward.
+    """
+    chosen, entropies, _ = _statistics(logits, ids)
+    return chosen, entropies
+
+
+def _statistics(logits, ids):
+    highest = logits.max(axis=-1)
+    weights = jnp.exp(logits - highest[:, None])
+    total = weights.sum(axis=-1)
+    normalizer = highest + jnp.log(total)
+    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0] - normalizer
+    # A token of probability 0 adds nothing: its logit may be -inf.
+    mean = jnp.where(weights > 0, weights * logits, 0.0).sum(axis=-1) / total
+    return chosen, normalizer - mean, normalizer
+
+
+def _choose_fwd(logits, ids):
+    chosen, entropies, normalizer = _statistics(logits, ids)
+    return (chosen, entropies), (logits, ids, checkpoint_name(normalizer, _NORMALIZER))
+
+
+def _choose_bwd(saved, gradients):
+    logits, ids, normalizer = saved
+    gradient, _ = gradients
+    probabilities = jnp.exp(logits - normalizer[:, None])
+    is_chosen = jnp.arange(logits.shape[-1]) == ids[:, None]
+    return gradient[:, None] * (is_chosen - probabilities), None
+
+
+_choose.defvjp(_choose_fwd, _choose_bwd)
 
 
 def _log_softmax(params, hidden, temperature):
@@ -171,7 +209,9 @@ def _map_chunks(function, args, *, count, vocab_size):
         shapes = jax.eval_shape(function, *args)
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    @jax.checkpoint
+    keep = jax.checkpoint_policies.save_only_these_names(_NORMALIZER)
+
+    @functools.partial(jax.checkpoint, policy=keep)
     def chunk(first, *args):
         return jax.lax.cond(first < count, function, zeros, *args)
 

@@ -8,10 +8,13 @@ same choice.
 import dataclasses
 
 import jax
+import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.transformer import PRODUCTS
+from qerl_jax.rl.packing import layout
 
 # What 'auto' computes again, from the least to the most memory saved. The results of the MLP's
 # first product are by far the largest.
@@ -22,12 +25,29 @@ RECOMPUTATIONS: tuple[tuple[str, ...], ...] = (
     PRODUCTS,
 )
 
-_LARGEST_BUFFER = 16384  # tokens; a larger buffer is no faster
-_SMALLEST_BUFFER = 4096  # tokens; 'auto' computes more again before it takes a smaller buffer
+_LARGEST_BUFFER = 12288  # tokens; a larger buffer is no faster
+_TOKENS_OF_A_CALL = 400  # what a call costs besides its tokens: dequantized weights, the launch
 _MULTIPLE = 128  # tokens of a tile of the attention kernel
 _CPU_BUFFER = 512  # tokens; on a CPU the mask of the attention is dense
 _CPU_MULTIPLE = 8
 _USABLE = 0.92  # fraction of the device that a plan fills
+
+
+@dataclasses.dataclass(frozen=True)
+class LongestRows:
+    """The longest rows that a step may sample.
+
+    Attributes:
+        prompt: tokens of the longest prompt.
+        new_tokens: largest number of tokens of a completion.
+        group_size: completions of a prompt.
+        prompts: prompts of a step.
+    """
+
+    prompt: int
+    new_tokens: int
+    group_size: int
+    prompts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +76,11 @@ class MemoryPlan:
 
 def plan_update(
     config: ModelConfig,
+    rows: LongestRows,
     *,
     weights: int,
     training: int,
     itemsize: int,
-    longest: int,
-    group: int,
-    batch: int,
     buffer_tokens: int,
     recompute: tuple[str, ...] | None,
     device_bytes: int | None,
@@ -71,12 +89,10 @@ def plan_update(
 
     Args:
         config: architecture of the policy.
+        rows: the longest rows that a step may sample.
         weights: bytes of the weights on the device.
         training: bytes of trained parameters, optimizer state and gradients.
         itemsize: bytes of an activation.
-        longest: positions of the longest row that a run may sample.
-        group: positions of the longest group.
-        batch: positions of the longest batch, without repeated prompts.
         buffer_tokens: wanted size of a buffer; 0 chooses it.
         recompute: wanted recomputation; None chooses it.
         device_bytes: memory of the device; None where it is unknown, as on a CPU.
@@ -87,10 +103,11 @@ def plan_update(
     Raises:
         UserError: a row does not fit into the wanted size, or nothing fits into the device.
     """
+    longest = rows.prompt - 1 + rows.new_tokens
     if buffer_tokens and buffer_tokens < longest:
         raise UserError(
             f"train.buffer_tokens={buffer_tokens} is less than the {longest} tokens of the longest "
-            "row (data.max_prompt_tokens + rollout.max_new_tokens): raise it, or 0 to choose it"
+            "row (prompt and rollout.max_new_tokens): raise it, or pass 0 to choose it"
         )
 
     def plan(tokens: int, again: tuple[str, ...]) -> MemoryPlan:
@@ -98,24 +115,54 @@ def plan_update(
         return MemoryPlan(weights, training, update, tokens, again)
 
     if device_bytes is None:
+        group = rows.prompt - 1 + rows.group_size * rows.new_tokens
         size = _rounded_up(max(longest, min(group, _CPU_BUFFER)), _CPU_MULTIPLE)
         return plan(buffer_tokens or size, recompute or ())
-    choices = RECOMPUTATIONS if recompute is None else (recompute,)
     usable = int(_USABLE * device_bytes)
-    sizes = [buffer_tokens] if buffer_tokens else _sizes(longest, batch)
-    # First buffers that are not small, with as little recomputation as possible.
-    for smallest in (_SMALLEST_BUFFER, 0):
+    least = _rounded_up(buffer_tokens or longest, _MULTIPLE)
+    largest = least if buffer_tokens else max(least, _LARGEST_BUFFER)
+    choices = RECOMPUTATIONS if recompute is None else (recompute,)
+    costs: dict[MemoryPlan, float] = {}
+    for size in range(least, largest + 1, _MULTIPLE):
+        positions = _computed_positions(rows, size)
         for again in choices:
-            for size in sizes:
-                found = plan(size, again)
-                if found.peak <= usable and size >= min(smallest, sizes[0]):
-                    return found
-    least = plan(sizes[-1], choices[-1])
+            found = plan(size, again)
+            if found.peak <= usable:
+                costs[found] = positions * _relative_time(config, again)
+    if costs:
+        return min(costs, key=lambda found: costs[found])
+    found = plan(least, choices[-1])
     raise UserError(
-        f"an update with a buffer of {least.buffer_tokens} tokens takes {least.peak / 1e9:.1f} GB "
+        f"an update with a buffer of {least} tokens takes {found.peak / 1e9:.1f} GB "
         f"({weights / 1e9:.1f} GB of it weights), the device has {device_bytes / 1e9:.1f} GB: "
         "lower rollout.max_new_tokens or train.buffer_tokens, or take a smaller model"
     )
+
+
+def _computed_positions(rows: LongestRows, size: int) -> float:
+    """Positions that an update computes with buffers of a size.
+
+    They are those of the longest batch, what each call costs besides, and half a buffer of padding,
+    because a batch of shorter rows ends anywhere in its last buffer.
+    """
+    groups = np.repeat(np.arange(rows.prompts), rows.group_size)
+    ones = np.ones_like(groups)
+    parts = layout((rows.prompt - 1) * ones, rows.new_tokens * ones, groups, buffer_tokens=size)
+    return len(parts) * (size + _TOKENS_OF_A_CALL) + size / 2
+
+
+def _relative_time(config: ModelConfig, again: tuple[str, ...]) -> float:
+    """Time of an update that computes some products again, relative to one that computes none.
+
+    A frozen weight has one product in the forward pass and one in the backward pass. Computing the
+    first one again makes three of two.
+    """
+    shapes = projection_shapes(config)
+    sizes = {
+        fused: sum(shapes[name][0] * shapes[name][1] for name in members)
+        for fused, members in FUSED.items()
+    }
+    return 1 + sum(sizes.get(name, 0) for name in again) / (2 * sum(sizes.values()))
 
 
 def recomputation(value: str) -> tuple[str, ...] | None:
@@ -171,18 +218,6 @@ def device_bytes() -> int | None:
     """Returns the bytes that this process may use on its device; None where it is unknown."""
     memory = jax.local_devices()[0].memory_stats() or {}
     return memory.get("bytes_limit")
-
-
-def _sizes(longest: int, batch: int) -> list[int]:
-    """Sizes to choose from, from the largest to the smallest."""
-    least = _rounded_up(longest, _MULTIPLE)
-    most = max(least, min(_LARGEST_BUFFER, _rounded_up(batch, _MULTIPLE)))
-    sizes = {most, least}
-    size = _LARGEST_BUFFER
-    while size > least:
-        sizes.add(min(size, most))
-        size = _rounded_up(size * 3 // 4, _MULTIPLE)
-    return sorted(sizes, reverse=True)
 
 
 def _rounded_up(number: int, multiple: int) -> int:

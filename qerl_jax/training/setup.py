@@ -21,7 +21,13 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.shapes import plan_shapes
 from qerl_jax.training.collect import CollectConfig
-from qerl_jax.training.memory_plan import MemoryPlan, device_bytes, plan_update, recomputation
+from qerl_jax.training.memory_plan import (
+    LongestRows,
+    MemoryPlan,
+    device_bytes,
+    plan_update,
+    recomputation,
+)
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -382,16 +388,18 @@ def _plan_update(
     def size(tree: Any) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
-    new_tokens = config.rollout.max_new_tokens
-    group = prompt_width - 1 + config.rollout.group_size * new_tokens
+    rows = LongestRows(
+        prompt=prompt_width,
+        new_tokens=config.rollout.max_new_tokens,
+        group_size=config.rollout.group_size,
+        prompts=config.rollout.prompts_per_step,
+    )
     return plan_update(
         model.config,
+        rows,
         weights=size(model.params | head),
         training=size(state) + 2 * size(state.trainable),
         itemsize=model.params["embed_tokens"].dtype.itemsize,
-        longest=prompt_width - 1 + new_tokens,
-        group=group,
-        batch=config.rollout.prompts_per_step * group,
         buffer_tokens=config.train.buffer_tokens,
         recompute=recomputation(config.train.recompute),
         device_bytes=device_bytes(),
