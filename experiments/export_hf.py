@@ -43,7 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--base", default="", help="base model of the adapter (default: the one it names)")
     add(
-        "--base-format", default="", help="weight format in training (default: the run's, or nvfp4)"
+        "--base-format",
+        default="",
+        help="weight format of the base (default: the run's, or as stored)",
     )
     add(
         "--onto",

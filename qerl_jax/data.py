@@ -324,7 +324,9 @@ def render_prompt(
         check_unicode(text, name)
     messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
     messages.append({"role": "user", "content": problem.question + question_suffix})
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    tokenizer.check_kept(messages, text)
+    return text
 
 
 def encode_prompts(

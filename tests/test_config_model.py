@@ -134,3 +134,18 @@ def test_transformers_reads_the_written_config():
     assert read.head_dim == 8
     assert read.rope_parameters["rope_type"] == "llama3"
     assert read.rope_parameters["rope_theta"] == 10000.0
+
+
+@pytest.mark.parametrize("theta", [None, 3e5])
+@pytest.mark.parametrize("scaling", [None, {}, LLAMA3_ROPE, LLAMA3_ROPE | {"rope_theta": 2e5}])
+def test_rope_scaling_beside_rope_parameters_is_read_as_in_transformers(scaling, theta):
+    hf = hf_config(
+        "llama", rope_scaling=scaling, rope_parameters={"rope_type": "default", "rope_theta": 5e5}
+    )
+    hf = {k: v for k, v in hf.items() if k != "rope_theta"} | (
+        {"rope_theta": theta} if theta else {}
+    )
+    config = from_hf_config(hf)
+    theirs = transformers.LlamaConfig(**hf).rope_parameters
+    assert config.rope_theta == theirs["rope_theta"]
+    assert (config.rope_scaling is not None) == (theirs["rope_type"] == "llama3")

@@ -25,6 +25,9 @@ class WordTokenizer:
         text = " ".join(f"<{message['role']}> {message['content']}" for message in messages)
         return text + " <assistant>" * add_generation_prompt
 
+    def check_kept(self, messages, text):
+        assert all(message["content"] in text for message in messages)
+
     def encode(self, text):
         return [len(word) for word in text.split()]
 

@@ -442,6 +442,16 @@ def test_what_cannot_be_done(settings, tmp_path, changes, words):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("content", ["{}", '{"tasks": {}}', '{"tasks": [], "settings": {}}'])
+def test_results_without_their_fields_are_left_alone(settings, tmp_path, content):
+    (tmp_path / "out").mkdir()
+    results = tmp_path / "out" / "results.json"
+    results.write_text(content)
+    with pytest.raises(UserError, match=r"results\.json: these are no results"):
+        evaluate(settings())
+    assert results.read_text() == content
+
+
 def test_other_files_are_left_alone(settings, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()

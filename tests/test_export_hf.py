@@ -84,8 +84,10 @@ def test_peft(run, tiny, tmp_path, capsys):
     assert (out / "adapter_model.safetensors").read_bytes() == stored
     written = json.loads((out / "adapter_config.json").read_text())
     assert written["base_model_name_or_path"] == str(tiny.model)
-    again = open_policy(str(out), dtype="float32")
+    again = open_policy(str(out), format="nvfp4", dtype="float32")
     np.testing.assert_array_equal(logits(again), logits(open_policy(str(run))))
+    assert open_policy(str(out)).base.format == "bf16"  # outside of a run: as stored
+    assert open_policy(str(run / "adapter")).base.format == "nvfp4"
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
         f"python -m experiments.quantize {tiny.model} {out}-base",
@@ -254,15 +256,38 @@ def test_other_number_formats(number_format, wide, tiny, tmp_path, capsys):
 
 
 def test_an_adapter_that_was_trained_elsewhere(tiny, tmp_path):
-    """The folder of such an adapter does not state the format of its base."""
+    """The folder of such an adapter does not state the format of its base: it is as stored."""
     run = finished_run.write_run(tmp_path / "run", tiny, **{"model.format": "bf16"})
-    source = run / "adapter"
+    source = shutil.copytree(run / "adapter", tmp_path / "adapter")
     weights = [
         (run_export(source, "merged", out=str(tmp_path / f"of_{form}"), base_format=form))
         for form in ("", "nvfp4", "bf16")
     ] + [run_export(run, "merged")]
     found = [(path / "model.safetensors").read_bytes() for path in weights]
-    assert found[0] == found[1] != found[2] == found[3]
+    assert found[0] == found[2] == found[3] != found[1]
+    for form, said in (
+        ("peft", "rank 4 for "),
+        ("merged", "into its weights in bf16; the sum is rounded to bfloat16."),
+        ("nvfp4", "into its weights in bf16; the sum is rounded to NVFP4."),
+    ):
+        out = run_export(source, form, out=str(tmp_path / form))
+        card = (out / "README.md").read_text()
+        assert said in card
+        assert "trained with" not in card
+        assert "qerl" not in card
+
+
+def test_an_adapter_without_a_base(tiny, tmp_path):
+    run = finished_run.write_run(tmp_path / "run", tiny)
+    source = shutil.copytree(run / "adapter", tmp_path / "adapter")
+    path = source / "adapter_config.json"
+    text = json.dumps(json.loads(path.read_text()) | {"base_model_name_or_path": None})
+    path.write_text(text)
+    with pytest.raises(UserError, match=f"{source}: .*--base=MODEL"):
+        open_policy(str(source))
+    assert open_policy(str(source), base=str(tiny.model)).lora is not None
+    with pytest.raises(UserError, match="the source is empty"):
+        open_policy("")
 
 
 def test_a_base_that_is_in_nvfp4_already(tiny, tmp_path, capsys):

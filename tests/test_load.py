@@ -158,6 +158,24 @@ def test_a_tied_model_may_store_its_head_and_rotary_frequencies(tmp_path):
     assert "lm_head" not in loaded.params
 
 
+def test_a_stored_head_that_differs_from_a_tied_embedding_is_refused(tmp_path):
+    config = model_config(tie_embeddings=True)
+    tensors = random_tensors(config)
+    for head in (tensors[names.EMBED] * 0, tensors[names.EMBED][:-1].copy()):
+        write_folder(tmp_path, config, tensors | {names.HEAD: head})
+        with pytest.raises(UserError, match=r"'lm_head\.weight' differs from .*embed_tokens"):
+            load.load(str(tmp_path))
+
+
+def test_an_empty_source_is_not_the_current_folder(tmp_path, monkeypatch):
+    config = model_config()
+    monkeypatch.chdir(write_folder(tmp_path, config, random_tensors(config)))
+    for source in ("", "  "):
+        with pytest.raises(UserError, match="neither a folder"):
+            load.load(source)
+    assert load.load(".").config == config
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
 def test_a_compressed_tensors_checkpoint_keeps_its_bytes(tmp_path, name):
     stored = safetensors.read_file(GOLDEN / f"nvfp4_{name}" / "model.safetensors")
@@ -260,7 +278,8 @@ def test_partly_packed_groups_are_refused_by_name(tmp_path, options, named):
     [
         ({"quant_method": "gptq"}, "gptq"),
         ({"format": "float-quantized"}, "float-quantized"),
-        ({"format": None}, "None"),
+        ({"format": None}, "by 'compressed-tensors' are not supported"),
+        ({"quant_method": "bitsandbytes", "format": None}, "by 'bitsandbytes' are not supported"),
         ({"transform_config": {"config_groups": {}}}, "transform_config"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"config_groups": {"a": {"weights": {"num_bits": 8}}}}, "'num_bits': 8"),
@@ -461,6 +480,7 @@ def test_a_hub_id_is_downloaded_and_named(tmp_path, monkeypatch):
     def snapshot_download(hub_id, *, allow_patterns):
         asked.append(hub_id)
         assert "model-*.safetensors" in allow_patterns
+        assert {"added_tokens.json", "special_tokens_map.json"} <= set(allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)

@@ -144,3 +144,17 @@ def test_the_adapted_policy_equals_that_of_merged_weights(model_type):
 def test_bad_configs(options, message):
     with pytest.raises(UserError, match=message):
         LoraConfig(**{"rank": 8, "alpha": 16.0} | options)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"targets": ("q_proj", "q_proj")},
+        {"targets": ("o_proj", "k_proj", "o_proj")},
+        {"alpha": float("nan")},
+        {"alpha": 1e7},
+    ],
+)
+def test_options_that_no_adapter_folder_could_hold(changes):
+    with pytest.raises(UserError, match=f"lora.{next(iter(changes))}="):
+        LoraConfig(**({"rank": 4, "alpha": 8.0} | changes))

@@ -14,7 +14,7 @@ from qerl_jax.policy import config as config_lib
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.weights import peft
+from qerl_jax.weights import names, peft
 from qerl_jax.weights.names import LAYER_NORMS
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -186,6 +186,102 @@ def test_other_kinds_of_adapters_are_refused(tmp_path, changes):
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(UserError, match=next(iter(changes))):
         peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"init_lora_weights": "pissa_niter_16"},
+        {"init_lora_weights": "corda"},
+        {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}},
+        {"eva_config": {"rho": 2.0}},
+        {"alora_invocation_tokens": [5]},
+        {"use_qalora": True},
+        {"target_parameters": ["mlp.experts"]},
+        {"an_option_of_the_future": 1},
+    ],
+)
+def test_options_beyond_plain_lora_are_refused_by_name(tmp_path, changes):
+    folder, _ = saved(tmp_path)
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    for read in (
+        lambda: peft.read_peft_config(folder),
+        lambda: peft.load_peft_adapter(folder, CONFIG, LORA_CONFIG),
+    ):
+        with pytest.raises(UserError, match=f"{next(iter(changes))} is .* no plain LoRA"):
+            read()
+
+
+# What PEFT 0.21.2 writes beside the fields of `fill_peft_adapter`, and harmless other values.
+PEFT_DEFAULTS = {
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "auto_mapping": {"unsloth_fixed": True},
+    "corda_config": None,
+    "ensure_weight_tying": False,
+    "eva_config": None,
+    "exclude_modules": ["lm_head"],
+    "init_lora_weights": "gaussian",
+    "kasa_config": None,
+    "layer_replication": None,
+    "layers_pattern": None,
+    "loftq_config": {},
+    "lora_bias": False,
+    "lora_dropout": 0.1,
+    "megatron_config": None,
+    "megatron_core": "megatron.core",
+    "peft_version": "0.21.2",
+    "qalora_group_size": 16,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "use_bdlora": None,
+    "use_qalora": False,
+}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_harmless_options_and_the_targets_of_all_linear(tmp_path, whole):
+    """PEFT writes whole paths for 'all-linear' below 20 targets, and ends of paths beyond."""
+    folder, adapter = saved(tmp_path)
+    paths = [names.layer_module(i, p) for i in range(2) for p in lora_lib.PROJECTIONS]
+    targets = paths if whole else [path.split(".", 3)[-1] for path in paths]
+    path = folder / "adapter_config.json"
+    changes = PEFT_DEFAULTS | {"target_modules": targets}
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    read_config, _ = peft.read_peft_config(folder)
+    assert read_config == LORA_CONFIG
+    read = peft.load_peft_adapter(folder, CONFIG, read_config)
+    jax.tree.map(np.testing.assert_array_equal, read, adapter)
+    changes["target_modules"] = [*targets, "lm_head"]
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError, match="lm_head"):
+        peft.read_peft_config(folder)
+
+
+def test_every_setting_of_targets_is_read_back(tmp_path):
+    for mask in range(1, 1 << len(lora_lib.PROJECTIONS)):
+        targets = tuple(p for i, p in enumerate(lora_lib.PROJECTIONS) if mask >> i & 1)
+        (tmp_path / "adapter_config.json").write_text(
+            json.dumps(
+                peft._peft_config(LoraConfig(rank=4, alpha=-1e6, targets=targets), "x", norms=False)
+            )
+        )
+        assert peft.read_peft_config(tmp_path)[0].targets == targets
+
+
+def test_the_base_of_an_adapter(tmp_path):
+    folder, _ = saved(tmp_path)
+    path = folder / "adapter_config.json"
+    config = json.loads(path.read_text())
+    assert peft.read_peft_base(folder) == "someone/base"
+    for base in (None, "", "  "):
+        path.write_text(json.dumps(config | {"base_model_name_or_path": base}))
+        with pytest.raises(UserError, match=rf"{folder}: .* pass it as --base=MODEL"):
+            peft.read_peft_base(folder)
+    path.write_text(json.dumps(config | {"revision": "v2"}))
+    with pytest.raises(UserError, match="revision 'v2' of someone/base"):
+        peft.read_peft_base(folder)
 
 
 def rename(tensors):

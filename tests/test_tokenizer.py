@@ -11,6 +11,7 @@ import tokenizers
 import transformers
 from tiny_checkpoints import VOCAB, write_tokenizer
 
+from qerl_jax.data import Problem, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.weights import tokenizer
 
@@ -251,6 +252,107 @@ def test_templates_that_fail(tmp_path, template, named):
     with pytest.raises(UserError, match=named) as caught:
         tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)
     assert "\n" not in str(caught.value)
+
+
+def test_the_error_of_a_template_names_its_file(tmp_path):
+    write_tokenizer(tmp_path, chat_template="{{ messages[0].content + 5 }}")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: .* failed: TypeError: can only"):
+        tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)
+    (tmp_path / "chat_template.jinja").write_text("{{ 1 // 0 }}")
+    with pytest.raises(UserError, match=r"template\.jinja: .* failed: ZeroDivisionError: "):
+        tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES)
+
+
+def test_a_template_that_drops_a_message_is_refused(tmp_path):
+    options = {"question_suffix": "\nThink.", "system_prompt": "Be\nshort."}
+    for template, named in (
+        ("{{ messages[-1].content }}", "the system message 'Be"),
+        ("{{ messages[0].content }}", "the user message 't3"),
+    ):
+        write_tokenizer(tmp_path, chat_template=template)
+        with pytest.raises(UserError, match=f"tokenizer_config.json: .* leaves out {named}"):
+            render_prompt(Problem("t3", "1"), tokenizer.from_folder(tmp_path), **options)
+    write_tokenizer(
+        tmp_path, chat_template="{{ messages | map(attribute='content') | join | trim }}"
+    )
+    text = render_prompt(Problem("t3 ", "1"), tokenizer.from_folder(tmp_path), **options)
+    assert text == "Be\nshort.t3 \nThink."
+
+
+# --- Tokens that other files than tokenizer.json name, compared with transformers ----------------
+
+END = {"content": "<|end|>", "special": True, "normalized": False}
+NEW = {str(VOCAB): END}
+FILES = {
+    "decoder": ({"eos_token": "<|end|>", "added_tokens_decoder": NEW}, {}),
+    "decoder_not_special": (
+        {"eos_token": "<|end|>", "added_tokens_decoder": {str(VOCAB): END | {"special": False}}},
+        {},
+    ),
+    "decoder_hides_the_other_files": (
+        {"added_tokens_decoder": {str(VOCAB - 1): END | {"content": "<|im_end|>"}}},
+        {"special_tokens_map.json": {"bos_token": "t1"}, "added_tokens.json": {"<|end|>": VOCAB}},
+    ),
+    "added": ({}, {"added_tokens.json": {"<|end|>": VOCAB, "<|more|>": VOCAB + 1}}),
+    "added_and_special": (
+        {"additional_special_tokens": ["<|more|>"]},
+        {
+            "added_tokens.json": {"<|end|>": VOCAB, "<|more|>": VOCAB + 1},
+            "special_tokens_map.json": {"eos_token": {"content": "<|end|>", "lstrip": False}},
+        },
+    ),
+    "map_replaces_roles": (
+        {"bos_token": "t1", "cls_token": "t2"},
+        {"special_tokens_map.json": {"bos_token": "t5", "sep_token": "t6", "cls_token": None}},
+    ),
+    "own_roles": ({"image_token": "t7", "extra_special_tokens": {"audio_token": "t8"}}, {}),
+    "listed": ({}, {"special_tokens_map.json": {"additional_special_tokens": ["t9"]}}),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tokens_and_roles_equal_those_of_transformers(name, tmp_path):
+    settings, files = FILES[name]
+    names = ["bos", "eos", "unk", "sep", "pad", "cls", "mask", "image", "audio"]
+    template = "".join(f"{{{{ {role}_token }}}}|" for role in names) + "{{ messages[0].content }}"
+    write_tokenizer(tmp_path, chat_template=template, **settings)
+    for file, content in files.items():
+        (tmp_path / file).write_text(json.dumps(content))
+    ours = tokenizer.from_folder(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert dict(ours.special_tokens) == theirs.special_tokens_map
+    rendered = theirs.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
+    assert ours.apply_chat_template(MESSAGES) == rendered
+    text = "t1 t2 t5 <|end|> t6 <|more|>t7 t8 t9 <|im_end|>t3"
+    ids = ours.encode(text)
+    assert ids == theirs(text, add_special_tokens=False).input_ids
+    for skip in (True, False):
+        assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    assert theirs.eos_token_id in ours.eos_ids
+
+
+def test_an_added_token_without_its_id_is_refused(tmp_path):
+    write_tokenizer(tmp_path, added_tokens_decoder={str(VOCAB + 3): END})
+    with pytest.raises(UserError, match=rf"'<\|end\|>' has the id {VOCAB + 3}, .* is {VOCAB};"):
+        tokenizer.from_folder(tmp_path)
+    write_tokenizer(tmp_path, added_tokens_decoder={"a": END})
+    with pytest.raises(UserError, match="'a' is not a token id"):
+        tokenizer.from_folder(tmp_path)
+
+
+def test_end_tokens_of_any_type_are_special(tmp_path):
+    tokens = byte_tokens("<end>", "</s>", "<pad>", "<|im_end|>")
+    metadata = gguf_metadata("qwen2", tokens) | {
+        "tokenizer.ggml.eos_token_id": 256,
+        "tokenizer.ggml.eot_token_id": 257,
+        "tokenizer.ggml.padding_token_id": 258,
+    }
+    metadata["tokenizer.ggml.token_type"][257] = 4
+    built = tokenizer.from_gguf(metadata)
+    assert built.decode([tokens.index("a"), 256, 257, 258, 259]) == "a"
+    write_tokenizer(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7]}')
+    assert tokenizer.from_folder(tmp_path).decode([3, 7]) == "t3"
 
 
 # --- Exported tokenizers --------------------------------------------------------------------------

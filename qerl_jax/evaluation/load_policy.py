@@ -48,7 +48,7 @@ def open_policy(
             the base alone, and any other text is the path of an adapter folder.
         base: model to load instead of the one that the run or the adapter names; '' keeps it.
         format: format of the weights, as in `load`. '' is the format of the run; without a run it
-            is 'nvfp4' under an adapter, and the stored format for a model.
+            is the format of the run in whose folder the adapter lies, or the stored format.
         dtype: dtype of the activations, as in `load`; '' is the dtype of the run, or bfloat16.
 
     Returns:
@@ -58,6 +58,8 @@ def open_policy(
         UserError: the run, the adapter or the model is missing, cannot be read, or does not fit the
             others.
     """
+    if not source.strip():
+        raise UserError("the source is empty; pass a run, an adapter folder or a model")
     path = user_path(source)
     run = read_run(path)
     folder, named_base, settings = None, source, {}
@@ -70,11 +72,12 @@ def open_policy(
         folder = user_path(adapter)
     elif (path / peft.CONFIG_FILE).exists():
         folder = None if adapter == "none" else path
-        named_base = peft.read_peft_config(path)[1]
-    default_format = "stored" if folder is None else "nvfp4"
+        named_base = base or peft.read_peft_base(path)
+    if run is None and folder is not None:
+        settings = {"format": _format_of_run(folder)}
     model = load(
         base or named_base,
-        format=format or settings.get("format", default_format),
+        format=format or settings.get("format", "stored"),
         dtype=dtype or settings.get("dtype", "bfloat16"),
     )
     if folder is None:
@@ -114,6 +117,20 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
             "model.dtype is missing"
         )
     return found
+
+
+def _format_of_run(adapter: pathlib.Path) -> str:
+    """Returns the format of the base that an adapter in a run folder was trained on.
+
+    Returns:
+        The format of the run; 'stored' for an adapter outside of a run folder, whose config says
+        nothing about the format.
+    """
+    # An adapter lies in the run folder itself or, if it was exported, in the folder of exports.
+    for folder in adapter.resolve().parents[:2]:
+        if (run := read_run(folder)) is not None:
+            return run["config"]["model"]["format"]
+    return "stored"
 
 
 def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:

@@ -56,7 +56,8 @@ class Card:
         format: format of the export: 'peft', 'merged' or 'nvfp4'.
         folder: folder of the export.
         base: hub id or path of the base.
-        base_format: format of the base's weights during the training.
+        base_format: format of the base's weights under the adapter; in a run also the format during
+            the training.
         source: source from which `load` reads the base.
         served_base: model with exactly these weights that vLLM can read; '' without such a model.
         onto: weights that the update was merged into: 'trained' or 'bf16'.
@@ -170,9 +171,10 @@ def _score_table(card: Card) -> str:
 
 
 def _front_matter(card: Card) -> str:
-    tags = ["qerl", "grpo", "reinforcement-learning"]
+    tags = [] if card.run is None else ["qerl", "grpo", "reinforcement-learning"]
     tags += ["lora"] if card.format == "peft" else []
-    tags += ["nvfp4"] if "nvfp4" in (card.format, card.base_format) else []
+    trained_on = "" if card.run is None else card.base_format
+    tags += ["nvfp4"] if "nvfp4" in (card.format, trained_on) else []
     matter: dict[str, Any] = {
         "library_name": "peft" if card.format == "peft" else "transformers",
         "pipeline_tag": "text-generation",
@@ -190,6 +192,8 @@ def _front_matter(card: Card) -> str:
 def _about(card: Card) -> list[str]:
     form = FORMAT_NAMES[card.base_format]
     what = f"LoRA of rank {card.rank}" if card.rank else "all parameters"
+    if card.run is None:
+        return _about_foreign(card)
     lines = [f"{card.base}, trained with reinforcement learning on its weights in {form}: {what}."]
     match card.format, card.onto:
         case "peft", _ if card.base_format != "bf16":
@@ -213,7 +217,7 @@ def _about(card: Card) -> list[str]:
                 "sum is rounded to NVFP4 in the same way as by llm-compressor. Four bits keep only "
                 "part of the update, as shown below."
             )
-    data = {} if card.run is None else card.run["config"]["data"]
+    data = card.run["config"]["data"]
     if data.get("system_prompt"):
         lines.append(f"The system message was {json.dumps(data['system_prompt'])}.")
     if data.get("question_suffix"):
@@ -221,6 +225,18 @@ def _about(card: Card) -> list[str]:
     if stop := ({} if card.run is None else card.run["config"]["rollout"]).get("stop"):
         lines.append(f"Completions ended at the stop strings {json.dumps(stop)}.")
     return lines
+
+
+def _about_foreign(card: Card) -> list[str]:
+    """Describes the export of an adapter without a run, whose training is not known."""
+    adapter = f"A LoRA adapter of rank {card.rank} for {card.base}"
+    if card.format == "peft":
+        return [f"{adapter}."]
+    form = "bf16" if card.onto == "bf16" else FORMAT_NAMES[card.base_format]
+    written = {"merged": "bfloat16", "nvfp4": "NVFP4"}[card.format]
+    return [
+        f"{adapter}, merged in float32 into its weights in {form}; the sum is rounded to {written}."
+    ]
 
 
 def _python(card: Card) -> str:

@@ -56,7 +56,7 @@ class ExportConfig:
         out: folder to write; '' is RUN/exports/FORMAT.
         adapter: adapter to export, as in `open_policy`.
         base: model to load instead of the one that the source names, as in `open_policy`.
-        base_format: format of the base during the training, as `format` of `open_policy`.
+        base_format: format of the base under the adapter, as `format` of `open_policy`.
         onto: weights that the update is merged into. 'trained' are the weights that the adapter was
             trained on; 'bf16' are the weights of the same model before quantization. '' is
             'trained' for the format 'merged'; for 'nvfp4' it is 'bf16' if such weights exist.
@@ -146,7 +146,7 @@ def _check_policy(config: ExportConfig, policy: Policy) -> None:
     base = policy.base
     if config.with_base and base.format != "nvfp4":
         raise UserError(
-            f"--with-base: the policy was trained on {base.source} in {FORMAT_NAMES[base.format]}; "
+            f"--with-base: the base is {base.source} in {FORMAT_NAMES[base.format]}; "
             "there is no NVFP4 base to write; leave it out"
         )
     if config.onto == "bf16" and base.packed:
@@ -246,7 +246,7 @@ def _new_card(
 ) -> Card:
     source, base, steps = user_path(config.source), policy.base, None
     if (summary := RunFolder(source).summary).exists():
-        steps = json_file.read_object(summary)["steps"]
+        steps = json_file.read_object(summary).get("steps")
     elif policy.run is not None:
         print(f"{config.source}: the run is not finished; this is its best adapter so far")
     served = base.source if base.format == "bf16" or base.packed else ""

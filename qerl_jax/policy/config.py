@@ -214,7 +214,8 @@ def _uses_sliding_window(hf: dict[str, Any], model_type: str) -> bool:
 
 
 def _rope(hf: dict[str, Any]) -> tuple[float, RopeScaling | None]:
-    rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    # transformers prefers rope_scaling where a file has both.
+    rope = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UserError(f"config.json: the rope parameters are {rope!r:.50}, must be an object")
     theta = rope["rope_theta"] if "rope_theta" in rope else hf.get("rope_theta", 10000.0)

@@ -20,6 +20,7 @@ FUSED = {
     "down_proj": ("down_proj",),
 }
 PROJECTIONS = tuple(name for members in FUSED.values() for name in members)
+LARGEST_ALPHA = 1e6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,16 @@ class LoraConfig:
 
     def __post_init__(self):
         unknown = set(self.targets) - set(PROJECTIONS)
-        if self.rank < 1 or unknown or not self.targets:
+        repeated = len(set(self.targets)) < len(self.targets)
+        if self.rank < 1 or unknown or repeated or not self.targets:
             raise UserError(
                 f"lora.rank={self.rank}, lora.targets={self.targets}: the rank must be at least 1, "
-                f"the targets some of {PROJECTIONS}"
+                f"the targets some of {PROJECTIONS}, each at most once"
+            )
+        if not abs(self.alpha) <= LARGEST_ALPHA:
+            raise UserError(
+                f"lora.alpha={self.alpha}: must be a finite number between "
+                f"-{LARGEST_ALPHA:.0f} and {LARGEST_ALPHA:.0f}"
             )
 
     @property

@@ -229,7 +229,7 @@ def _global_scale(amax: np.float32) -> np.float32:
     with np.errstate(over="ignore"):
         reciprocal = np.float32(_BFLOAT16(np.float32(1.0) / amax))
         scale = np.float32(_BFLOAT16(reciprocal * np.float32(_E4M3_MAX * _E2M1_MAX)))
-    # compressed-tensors replaces an infinite scale, of a largest weight below 8e-36, by 1.
+    # Below an amax of 8e-36 the product overflows; compressed-tensors then writes 1.0 as well.
     return scale if np.isfinite(scale) else np.float32(1.0)
 
 

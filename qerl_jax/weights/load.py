@@ -38,6 +38,8 @@ _HUB_FILES = (
     "hf_quant_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
     "chat_template.*",
     "vocab.json",
     "merges.txt",
@@ -49,6 +51,7 @@ _HUB_FILES = (
 _IGNORED = (".rotary_emb.inv_freq", *packed.UNUSED)
 _REMEDY = "(in a run: --config.model.source=/path/to/model)"
 _SAMPLE_BYTES = 4096
+_CHUNK_ROWS = 4096  # rows of the head that are compared at once
 
 
 @dataclasses.dataclass
@@ -175,7 +178,7 @@ def _locate(source: str) -> tuple[pathlib.Path, str]:
     if source.startswith("package:"):
         return _package_file(source.removeprefix("package:"))
     path = user_path(source)
-    if path.is_dir() or path.suffix == ".gguf":
+    if source.strip() and (path.is_dir() or path.suffix == ".gguf"):
         return path, str(path.resolve())
     if not path.exists() and (mistake := hub.local_mistake(source)):
         first = f"; to use a hub id of this name: hf download {source}"
@@ -294,7 +297,8 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             raise UserError(
                 f"{path}: '{name}' has the shape {shapes[name]}, the config asks for {shape}"
             )
-    # A model with a tied head may store the head all the same: it equals the embedding.
+    if config.tie_embeddings and names.HEAD in shapes:
+        _check_tied_head(checkpoint)
     surplus = shapes.keys() - expected.keys() - {names.HEAD}
     surplus = {name for name in surplus if not name.endswith(_IGNORED)}
     if surplus:
@@ -307,6 +311,18 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
             f"{path}: the tokenizer has {checkpoint.tokenizer.vocab_size} ids, the "
             f"embedding only {config.vocab_size} rows"
         )
+
+
+def _check_tied_head(checkpoint: Checkpoint) -> None:
+    """Checks that a head that is stored beside a tied embedding equals the embedding."""
+    pair = [checkpoint.stored[name] for name in (names.HEAD, names.EMBED)]
+    for row in range(0, max(map(len, pair)), _CHUNK_ROWS):
+        head, embed = (t[row : row + _CHUNK_ROWS].astype(np.float32) for t in pair)
+        if not np.array_equal(head, embed):
+            raise UserError(
+                f"{checkpoint.path}: '{names.HEAD}' differs from '{names.EMBED}' under "
+                "tie_word_embeddings=true; set it to false in config.json, or remove the tensor"
+            )
 
 
 def _check_packed(checkpoint: Checkpoint) -> None:

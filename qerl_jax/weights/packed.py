@@ -70,8 +70,9 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
         supported = (method, scheme) == (COMPRESSED_TENSORS, "nvfp4-pack-quantized")
         unusual = [key for key in ("sparsity_config", "transform_config") if _is_set(found, key)]
     if not supported:
+        form = "" if scheme is None else f" as {scheme!r:.50}"
         raise UserError(
-            f"{folder}: weights quantized by {method!r:.50} as {scheme!r:.50} are not supported; "
+            f"{folder}: weights quantized by {method!r:.50}{form} are not supported; "
             "supported: 'compressed-tensors' as 'nvfp4-pack-quantized', 'modelopt' as "
             f"{' or '.join(map(repr, _MODELOPT_ALGORITHMS))}, or unquantized weights"
         )

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
+from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import PROJECTIONS, Lora, LoraConfig, projection_shapes
 from qerl_jax.policy.trainable import Trainable
@@ -20,7 +22,6 @@ from qerl_jax.weights.staging import make_readable, staged_folder
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
-_LARGEST_ALPHA = 1e6
 # Options of PEFT beyond those of `LoraConfig`, with the only value that is written and read here.
 _PLAIN = {
     "peft_type": "LORA",
@@ -31,6 +32,20 @@ _PLAIN = {
     "rank_pattern": {},
     "alpha_pattern": {},
 }
+# Options of PEFT 0.21's LoraConfig with no effect on a trained plain LoRA at any value. The stored
+# tensors decide which modules an adapter holds. `layers_pattern`, `qalora_group_size` and
+# `ensure_weight_tying` act only with options that are refused.
+# fmt: off
+_WITHOUT_EFFECT = {
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules",
+    "inference_mode", "layers_pattern", "lora_dropout", "megatron_core", "peft_version",
+    "qalora_group_size", "runtime_config", "task_type",
+    "modules_to_save", "revision",  # checked by `_check_config` and `read_peft_base`
+}
+# fmt: on
+# Initializations that leave the base as it is. Each other one changes the base (PiSSA, OLoRA,
+# CorDA, LoftQ) or is refused because its options are (EVA, MiCA).
+_PLAIN_INITS = (True, False, None, "gaussian", "orthogonal")
 
 
 def save_peft_adapter(
@@ -102,20 +117,46 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
     if (
         type(rank) is not int
         or not isinstance(alpha, int | float)
-        or not abs(alpha) <= _LARGEST_ALPHA
+        or not abs(alpha) <= lora_lib.LARGEST_ALPHA
         or not isinstance(targets, list)
-        or not all(target in PROJECTIONS for target in targets)
+        or not all(_projection(target) for target in targets)
         or not isinstance(rslora, bool)
         or not isinstance(base, str)
     ):
+        if isinstance(targets, list):
+            targets = [target for target in targets if not _projection(target)] or targets
         raise UserError(
             f"{folder / CONFIG_FILE}: malformed or not supported: r is {rank!r:.50}, lora_alpha "
             f"{alpha!r:.50}, target_modules {targets!r:.200}, use_rslora {rslora!r:.50}, "
             f"base_model_name_or_path {base!r:.50}; the targets can be {', '.join(PROJECTIONS)}"
         )
-    lora_config = LoraConfig(rank=rank, alpha=float(alpha), rslora=rslora, targets=tuple(targets))
+    named = tuple(dict.fromkeys(filter(None, map(_projection, targets))))
+    lora_config = LoraConfig(rank=rank, alpha=float(alpha), rslora=rslora, targets=named)
     _check_config(folder, stored, lora_config)
     return lora_config, base
+
+
+def read_peft_base(folder: pathlib.Path | str) -> str:
+    """Returns the hub id or path of the base model of an adapter folder.
+
+    Args:
+        folder: folder that holds adapter_config.json.
+
+    Raises:
+        UserError: adapter_config.json cannot be read, names no base model, or names a revision of
+            it, which `load` cannot choose.
+    """
+    folder = pathlib.Path(folder)
+    base = read_peft_config(folder)[1].strip()
+    revision = _read_config(folder).get("revision")
+    if not base:
+        raise UserError(f"{folder}: {CONFIG_FILE} names no base model; pass it as --base=MODEL")
+    if revision not in (None, "", "main") and not pathlib.Path(base).expanduser().exists():
+        raise UserError(
+            f"{folder}: the adapter belongs to the revision {revision!r:.50} of {base}; download "
+            "that revision and pass its folder as --base=FOLDER"
+        )
+    return base
 
 
 def load_peft_adapter(
@@ -204,7 +245,9 @@ def _check_config(folder: pathlib.Path, stored: dict[str, Any], lora_config: Lor
         "target_modules": sorted(lora_config.targets),
     }
     found = _PLAIN | {"use_rslora": False} | stored
-    found["target_modules"] = sorted(stored["target_modules"])
+    # A target without a projection keeps its name and so differs.
+    targets = {_projection(target) or target for target in stored["target_modules"]}
+    found["target_modules"] = sorted(targets)
     if sorted(saved) not in ([], sorted(names.LAYER_NORMS)):
         raise UserError(
             f"{folder}: the adapter also holds {', '.join(saved):.200} (modules_to_save); "
@@ -218,6 +261,33 @@ def _check_config(folder: pathlib.Path, stored: dict[str, Any], lora_config: Lor
     ]
     if differing:
         raise UserError(f"{folder}: the adapter does not fit: {'; '.join(differing)}")
+    # 1 and 0 equal True and False, so a number is an initialization only by mistake.
+    init = stored.get("init_lora_weights", True)
+    special = {} if init in _PLAIN_INITS else {"init_lora_weights": init}
+    special |= {
+        key: value
+        for key, value in sorted(stored.items())
+        if value and key not in expected and key not in _WITHOUT_EFFECT | {"init_lora_weights"}
+    }
+    if special:
+        options = ", ".join(f"{key} is {value!r:.100}" for key, value in special.items())
+        raise UserError(
+            f"{folder}: {CONFIG_FILE}: {options}: this is no plain LoRA; merge the adapter with "
+            "PEFT, or convert it to a plain LoRA and set these options to null"
+        )
+
+
+def _projection(target: Any) -> str | None:
+    """Returns the projection that a target of PEFT names, or None for any other target.
+
+    A target is the end of a module's path. PEFT writes the whole paths for 'all-linear' where there
+    are fewer than 20; the stored tensors then show whether every layer has an adapter.
+    """
+    path = re.sub(r"(^|\.)\d+\.", r"\g<1>0.", str(target), flags=re.ASCII)
+    for projection in PROJECTIONS:
+        if f".{names.layer_module(0, projection)}".endswith(f".{path}"):
+            return projection
+    return None
 
 
 def _take(

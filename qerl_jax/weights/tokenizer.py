@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.weights import json_file
+from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 
 # Tokens that end a turn or a document in the supported families. A checkpoint names one or two of
 # these tokens; a policy may emit any.
@@ -40,6 +41,7 @@ class Tokenizer:
         special_tokens: texts of special tokens by their name in templates, such as 'eos_token'.
         eos_ids: every id that ends a reply, ascending.
         pad_id: the id that pads rows; its positions are never read.
+        template_source: place of the chat template, for error messages; may be ''.
     """
 
     backend: tokenizers.Tokenizer
@@ -47,6 +49,7 @@ class Tokenizer:
     special_tokens: Mapping[str, str]
     eos_ids: tuple[int, ...]
     pad_id: int
+    template_source: str = ""
 
     @property
     def vocab_size(self) -> int:
@@ -83,9 +86,35 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **self.special_tokens,
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program and can raise any class
+            kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             message = " ".join(str(error).split())  # syntax errors quote their lines
-            raise UserError(f"the chat template failed: {message}") from error
+            raise UserError(
+                f"{self._template_place}the chat template failed: {kind}{message:.300}"
+            ) from error
+
+    def check_kept(self, messages: Sequence[Mapping[str, str]], text: str) -> None:
+        """Checks that a rendered conversation holds the text of its messages.
+
+        Args:
+            messages: dicts with 'role' and 'content', as in `apply_chat_template`.
+            text: the rendered conversation.
+
+        Raises:
+            UserError: the template left out a message; whitespace may differ.
+        """
+        rendered = " ".join(text.split())
+        for message in messages:
+            if " ".join(message["content"].split()) not in rendered:
+                raise UserError(
+                    f"{self._template_place}the chat template leaves out the {message['role']} "
+                    f"message {message['content']!r:.100}; correct the template, or leave out the "
+                    "message"
+                )
+
+    @property
+    def _template_place(self) -> str:
+        return f"{self.template_source}: " if self.template_source else ""
 
 
 def from_folder(folder: pathlib.Path | str) -> Tokenizer:
@@ -102,18 +131,16 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
     backend.no_padding()
     backend.no_truncation()
     settings = _read_json(folder / "tokenizer_config.json")
-    special_tokens: dict[str, Any] = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key, value in settings.items()
-        if key in ("bos_token", "eos_token", "pad_token", "unk_token") and value
-    }
+    special_tokens = read_added_tokens(folder, settings, backend)
     named = []
     for file in ("generation_config.json", "config.json"):
         ids = _read_json(folder / file).get("eos_token_id")
         named += ids if isinstance(ids, list) else [ids]
+    chat_template, template_source = _read_chat_template(folder, settings)
     return _finish(
         backend,
-        chat_template=_read_chat_template(folder, settings),
+        chat_template=chat_template,
+        template_source=template_source,
         special_tokens=special_tokens,
         eos_ids=named,
         pad_id=None,
@@ -173,6 +200,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     return _finish(
         backend,
         chat_template=metadata.get("tokenizer.chat_template"),
+        template_source="tokenizer.chat_template of the GGUF file",
         special_tokens=special_tokens,
         eos_ids=[ids["eos"], metadata.get("tokenizer.ggml.eot_token_id")],
         pad_id=ids["pad"],
@@ -217,7 +245,8 @@ def _finish(
     backend: tokenizers.Tokenizer,
     *,
     chat_template: str | None,
-    special_tokens: Mapping[str, str],
+    template_source: str,
+    special_tokens: Mapping[str, Any],
     eos_ids: Sequence[int | None],
     pad_id: int | None,
 ) -> Tokenizer:
@@ -233,12 +262,16 @@ def _finish(
         raise UserError("the tokenizer names no end-of-sequence token")
     if pad_id is None and "pad_token" in special_tokens:
         pad_id = backend.token_to_id(special_tokens["pad_token"])
+    # Tokens with a role and ends are special, whatever their type in the files.
+    ends = [backend.id_to_token(i) for i in sorted(found)]
+    mark_special(backend, [*special_tokens.values(), *(text for text in ends if text is not None)])
     return Tokenizer(
         backend=backend,
         chat_template=chat_template,
         special_tokens=special_tokens,
         eos_ids=tuple(sorted(found)),
         pad_id=min(found) if pad_id is None else pad_id,
+        template_source=template_source,
     )
 
 
@@ -307,18 +340,22 @@ def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
         ) from error
 
 
-def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> str | None:
-    if (folder / "chat_template.jinja").exists():
+def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> tuple[str | None, str]:
+    """Returns the chat template of a folder, or None, and the file that holds it."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
         try:
-            return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+            return file.read_text(encoding="utf-8"), str(file)
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{folder / 'chat_template.jinja'}: cannot be read: {error}") from error
-    template = _read_json(folder / "chat_template.json").get("chat_template")
-    template = template or settings.get("chat_template")
+            raise UserError(f"{file}: cannot be read: {error}") from error
+    file = folder / "chat_template.json"
+    template = _read_json(file).get("chat_template")
+    if not template:
+        file, template = folder / "tokenizer_config.json", settings.get("chat_template")
     if isinstance(template, list):  # several templates, each with a name
         named = {i.get("name"): i.get("template") for i in template if isinstance(i, dict)}
         template = named.get("default")
-    return template
+    return template, str(file)
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

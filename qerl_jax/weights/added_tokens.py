@@ -1,0 +1,125 @@
+"""Reads the tokens that the files of a tokenizer name beside tokenizer.json.
+
+The precedence is that of transformers (`PreTrainedTokenizerBase._from_pretrained`, 5.23):
+where tokenizer_config.json has added_tokens_decoder, added_tokens.json and special_tokens_map.json
+are not read. Without it, special_tokens_map.json replaces the roles of tokenizer_config.json, and
+tokenizer.json replaces the entries of added_tokens.json that have the same id.
+"""
+
+import pathlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import tokenizers
+
+from qerl_jax.errors import UserError
+from qerl_jax.weights import json_file
+
+_DECODER = "added_tokens_decoder"
+_LISTS = ("extra_special_tokens", "additional_special_tokens")
+_ATTRIBUTES = ("lstrip", "rstrip", "single_word", "normalized", "special")
+
+
+def read_added_tokens(
+    folder: pathlib.Path, settings: Mapping[str, Any], backend: tokenizers.Tokenizer
+) -> dict[str, Any]:
+    """Adds the tokens that a folder names to the tokenizer of its tokenizer.json.
+
+    Args:
+        folder: folder with the tokenizer files.
+        settings: content of tokenizer_config.json.
+        backend: tokenizer of tokenizer.json; tokens are added to it.
+
+    Returns:
+        Texts of special tokens by their name in templates, such as 'eos_token'.
+
+    Raises:
+        UserError: a file is malformed, or a token cannot have the id that its file states.
+    """
+    roles, listed = _roles(settings), _listed(settings)
+    if settings.get(_DECODER) is not None:
+        where, added = f"{folder / 'tokenizer_config.json'}: {_DECODER}", {}
+        for i, token in _object(where, settings[_DECODER]).items():
+            added[_id(where, i)] = _token(where, token)
+    else:
+        where = folder / "special_tokens_map.json"
+        named = json_file.read_object(where) if where.exists() else {}
+        roles = {k: v for k, v in roles.items() if k not in named} | _roles(named)
+        listed = listed or _listed(named)
+        where = folder / "added_tokens.json"
+        stored = json_file.read_object(where) if where.exists() else {}
+        special = {*listed, *(text for text in roles.values() if isinstance(text, str))}
+        added = {
+            _id(where, i): tokenizers.AddedToken(
+                text, special=text in special, normalized=text not in special
+            )
+            for text, i in stored.items()
+            if i not in backend.get_added_tokens_decoder()
+        }
+    for i, token in sorted(added.items()):
+        new = backend.token_to_id(token.content) is None
+        backend.add_tokens([token])
+        found = backend.token_to_id(token.content)
+        if new and found != i:
+            raise UserError(
+                f"{where}: {token.content!r:.50} has the id {i}, but the next free id of the "
+                f"vocabulary is {found}; use the tokenizer files that belong together"
+            )
+    mark_special(backend, listed)
+    return roles
+
+
+def mark_special(backend: tokenizers.Tokenizer, texts: Collection[str]) -> None:
+    """Makes tokens special, so that `decode` leaves them out.
+
+    Args:
+        backend: tokenizer to change.
+        texts: texts of the tokens; a text without an id is left out, as no embedding has its row.
+    """
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    for text in dict.fromkeys(texts):
+        old = known.get(text)
+        if backend.token_to_id(text) is None or (old is not None and old.special):
+            continue
+        kept = {name: old is not None and getattr(old, name) for name in _ATTRIBUTES}
+        backend.add_tokens([tokenizers.AddedToken(text, **(kept | {"special": True}))])
+
+
+def _roles(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tokens with a name."""
+    named = settings.get("extra_special_tokens")
+    found = {k: v for k, v in settings.items() if k.endswith("_token") and not isinstance(v, bool)}
+    found |= named if isinstance(named, dict) else {}
+    return {key: _text(value) for key, value in found.items() if value}
+
+
+def _listed(settings: Mapping[str, Any]) -> list[str]:
+    """Returns the special tokens without a name."""
+    lists = [found for key in _LISTS if isinstance(found := settings.get(key), list)]
+    return [text for text in map(_text, next(filter(None, lists), [])) if isinstance(text, str)]
+
+
+def _text(value: Any) -> Any:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _token(where: str, value: Any) -> tokenizers.AddedToken:
+    fields = _object(where, value)
+    content = fields.get("content")
+    attributes = {name: fields[name] for name in _ATTRIBUTES if name in fields}
+    if not isinstance(content, str) or not all(isinstance(v, bool) for v in attributes.values()):
+        raise UserError(f"{where}: {value!r:.100} is not a token")
+    return tokenizers.AddedToken(content, **attributes)
+
+
+def _object(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UserError(f"{where}: {value!r:.100}, must be an object")
+    return value
+
+
+def _id(where: str | pathlib.Path, value: Any) -> int:
+    text = str(value)  # a key of added_tokens_decoder is an id in decimal digits
+    if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or int(text) >= 2**31:
+        raise UserError(f"{where}: {value!r:.50} is not a token id")
+    return int(text)
