@@ -14,6 +14,7 @@ from qerl_jax.policy.quant import (
     quantize,
     quantize_mxfp4,
     quantize_nf4,
+    quantize_nvfp4,
 )
 
 
@@ -52,7 +53,7 @@ def unit_block(values):
     ],
 )  # fmt: skip
 def test_codes_are_the_nearest_and_ties_are_even(value, code):
-    quantized = quantize([unit_block([value, -value])])
+    quantized = quantize_nvfp4([unit_block([value, -value])])
     assert quantized.global_scale[0] == 448
     assert quantized.scales[0, 0] == 448
     codes = codes_of(quantized)[0]
@@ -63,7 +64,7 @@ def test_codes_are_the_nearest_and_ties_are_even(value, code):
 
 def test_signs_of_weights_that_round_to_zero():
     # A weight that rounds to zero keeps its sign; a weight of -0.0 loses it.
-    codes = codes_of(quantize([unit_block([0.0, -0.0, 0.125, -0.125])]))
+    codes = codes_of(quantize_nvfp4([unit_block([0.0, -0.0, 0.125, -0.125])]))
     np.testing.assert_array_equal(codes[0, :4], [0, 0, 0, 8])
 
 
@@ -76,7 +77,7 @@ def test_the_even_column_is_in_the_low_nibble_and_in_nf4_in_the_high_one():
 
 
 def test_all_zero_weight():
-    quantized = quantize([np.zeros((4, 32), np.float32)])
+    quantized = quantize_nvfp4([np.zeros((4, 32), np.float32)])
     assert not quantized.packed.any()
     np.testing.assert_array_equal(quantized.global_scale, np.ones(4))
     assert (quantized.scales.astype(np.float32) > 0).all()
@@ -87,7 +88,7 @@ def test_zero_and_tiny_blocks_in_a_weight():
     weight = random_weight(4, 64)
     weight[0, :16] = 0.0
     weight[1, 16:32] *= 1e-7
-    quantized = quantize([weight])
+    quantized = quantize_nvfp4([weight])
     values = np.asarray(dequantize(quantized, jnp.float32))
     assert not values[0, :16].any()
     assert np.isfinite(values).all()
@@ -184,13 +185,13 @@ def test_stored_types_and_shapes(format, scales):
 
 def test_members_share_the_smallest_global_scale():
     small, large = random_weight(8, size=0.1), random_weight(4, size=5.0, seed=1)
-    together = quantize([small, large])
-    alone = quantize([large])
-    assert quantize([small]).global_scale[0] > alone.global_scale[0]
+    together = quantize_nvfp4([small, large])
+    alone = quantize_nvfp4([large])
+    assert quantize_nvfp4([small]).global_scale[0] > alone.global_scale[0]
     np.testing.assert_array_equal(together.global_scale, np.full(12, alone.global_scale[0]))
     np.testing.assert_array_equal(together.packed[8:], alone.packed)
     np.testing.assert_array_equal(together.scales[8:].view(np.uint8), alone.scales.view(np.uint8))
-    stacked = quantize([np.concatenate([small, large])])
+    stacked = quantize_nvfp4([np.concatenate([small, large])])
     jax.tree.map(np.testing.assert_array_equal, together, stacked)
 
 
