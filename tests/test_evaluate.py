@@ -447,7 +447,7 @@ def test_results_without_their_fields_are_left_alone(settings, tmp_path, content
     (tmp_path / "out").mkdir()
     results = tmp_path / "out" / "results.json"
     results.write_text(content)
-    with pytest.raises(UserError, match=r"results\.json: these are no results"):
+    with pytest.raises(UserError, match=r"results\.json: .*not the result of an evaluation"):
         evaluate(settings())
     assert results.read_text() == content
 

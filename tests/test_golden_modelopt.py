@@ -93,7 +93,7 @@ def test_older_checkpoints_are_recognized_by_hf_quant_config(tmp_path):
         ({"quant_algo": "FP8"}, "'modelopt' as 'FP8'"),
         ({"quant_algo": "NVFP4_AWQ"}, "'NVFP4_AWQ'"),
         ({"quant_algo": ["NVFP4"]}, "'modelopt' as"),
-        ({"quantization": 3}, "'modelopt' as None"),
+        ({"quantization": 3}, "by 'modelopt' are not supported"),
         ({"quantization": {"quant_algo": "NVFP4", "group_size": 32}}, "group_size 32"),
         ({"config_groups": {"a": {"weights": {"num_bits": 8, "type": "float"}}}}, "'num_bits': 8"),
         ({"config_groups": {"a": {"weights": None}}}, "weights None"),

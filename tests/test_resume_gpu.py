@@ -22,7 +22,7 @@ CHANGES = {
     "steps": 7,
     "checkpoint.every": 3,
     "rl.updates_per_rollout": 2,
-    "train.remat": True,
+    "train.recompute": "all",
     "rollout.prompts_per_step": 8,
     "data.max_prompt_tokens": 1100,
     "rollout.max_new_tokens": 40,

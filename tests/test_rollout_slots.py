@@ -31,7 +31,7 @@ LONG = {"max_new_tokens": 24, "group_size": 4, "eos_ids": EOS, "chunk_steps": 4}
 def together():
     """All twelve rows from the start, without compaction."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "_smaller_batches", lambda rows: [])
+        patch.setattr(shapes, "_smaller_batches", lambda rows, compact: [])
         return rollout(**LONG)
 
 
@@ -145,7 +145,7 @@ def test_the_batch_is_compacted_when_no_row_waits(chunks):
     assert set(chunks) <= {8, 6, 4}
     assert 4 in chunks
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shapes, "_smaller_batches", lambda rows: [])
+        patch.setattr(shapes, "_smaller_batches", lambda rows, compact: [])
         work.append(last(**LONG, max_rows=8).statistics)
     assert work[0].live == work[1].live
     assert work[0].decoded < work[1].decoded
@@ -154,7 +154,7 @@ def test_the_batch_is_compacted_when_no_row_waits(chunks):
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 7, 12, 100, 128, 1000])
 def test_batch_sizes_are_not_far_apart(rows):
-    batches = [rows, *shapes._smaller_batches(rows)]
+    batches = [rows, *shapes._smaller_batches(rows, "often")]
     assert batches[-1] == min(rows, 4)
     for larger, smaller in itertools.pairwise(batches):
         assert smaller < larger <= (1.25 if smaller >= 64 else 1.5) * smaller
@@ -162,8 +162,8 @@ def test_batch_sizes_are_not_far_apart(rows):
 
 def test_a_gpu_stops_compacting_earlier(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert shapes._smaller_batches(128) == [112, 96, 80, 64, 48, 32]
-    assert shapes._smaller_batches(32) == []
+    assert shapes._smaller_batches(128, "often") == [112, 96, 80, 64, 48, 32]
+    assert shapes._smaller_batches(32, "often") == []
 
 
 def test_the_next_chunk_is_in_flight_before_the_last_one_is_drained(monkeypatch):

@@ -14,6 +14,7 @@ state of the slots in place.
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -108,12 +109,14 @@ def operations(
     compute, sharding = params["embed_tokens"].dtype, params["embed_tokens"].sharding
     packed = [] if config.dequantize == "step" else transformer.packed_weights(params)
     cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
+    # A run samples with a head in 4 bits and evaluates without: the same keys, other programs.
+    structure = hashlib.sha256(str(jax.tree.structure((params, lora))).encode()).hexdigest()[:8]
     table: dict[tuple[Any, ...], Operation] = {}
 
     def add(name, sizes, function, static, arguments, *others):
         """Adds an operation in all its sizes; its programs also depend on `others`."""
         for size in sizes:
-            key = (name, *size, *others, *static.values())
+            key = (name, *size, *others, *static.values(), structure)
             made = functools.partial(arguments, *size)
             table[name, *size] = Operation(function, static, made, key)
 

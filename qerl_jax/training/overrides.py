@@ -9,10 +9,17 @@ from collections.abc import Callable, Iterable
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl.losses import LOSSES
 
 # The condition under which a field is read, in words and as a test.
 _Need = tuple[str, Callable[[ConfigDict], bool]]
+
+
+def _aggregation(loss: str) -> str:
+    # A command's --help must answer without JAX, which the losses import.
+    from qerl_jax.rl.losses import LOSSES
+
+    return LOSSES[loss]["aggregation"] if loss in LOSSES else ""
+
 
 _NOISE: _Need = (
     "noise: aqn.schedule other than 'off', aqn.stages of at least 2",
@@ -83,7 +90,7 @@ NEEDS: dict[str, _Need] = {
     "train.micro_batch_rows": (
         "rl.loss='bnpo' or rl.aggregation='micro_batch', whose denominators it sets; the memory of "
         "an update follows from train.buffer_tokens",
-        lambda c: "micro_batch" in (c.rl.aggregation or LOSSES[c.rl.loss]["aggregation"]),
+        lambda c: "micro_batch" in (c.rl.aggregation or _aggregation(c.rl.loss)),
     ),
     "optimizer.final_fraction": (
         "optimizer.schedule other than 'constant'",
