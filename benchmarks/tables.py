@@ -147,6 +147,36 @@ def _training_section() -> str:
     )
 
 
+def _step_section() -> str:
+    rows = _read("step.json")["rows"]
+    header = ["model", "weights", "completions", "updates", "rollout s", "update s"]
+    header += ["step s", "update tokens/s", "buffers", "peak GB", "plan GB", "commit"]
+
+    def line(row: dict) -> list[str]:
+        length = f"mean {row['mean_length']}, at most " if row["mean_length"] else ""
+        return [
+            row["model"],
+            row["format"],
+            f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']}",
+            str(row["updates"]),
+            *(f"{row[name]:.2f}" for name in ("rollout_s", "update_s", "step_s")),
+            f"{row['update_tokens_per_s']:,.0f}",
+            f"{row['update_buffers']:.0f} x {row['buffer_tokens']}",
+            *(f"{row[name]:.1f}" for name in ("peak_gb", "plan_gb")),
+            row["commit"][:8],
+        ]
+
+    return _section(
+        "A training step by model",
+        "Random weights in the shapes of the models, LoRA of rank 32, every group with mixed "
+        f"rewards ({rows[0]['device']}, jax {rows[0]['versions']['jax']}, `benchmarks/step.py`). "
+        "The update is everything from scored completions to the new adapter; its tokens are those "
+        "of all rows, times the updates. Without a mean length every completion is of full length.",
+        markdown(header, map(line, rows)),
+        "    uv run --extra cuda python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4,bf16",
+    )
+
+
 def _accuracy_section() -> str:
     results = [_read(f"gsm8k_qwen2.5-coder-1.5b_{form}_h200.json") for form in ("bf16", "nvfp4")]
     return _section(
@@ -239,6 +269,7 @@ def benchmarks_page() -> str:
             "its figures. Not reproduced yet: the GSM8K accuracies of the QeRL paper.",
             _learning_section(),
             _training_section(),
+            _step_section(),
             _accuracy_section(),
             *_rollout_sections(),
             _kernel_section(),

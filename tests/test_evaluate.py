@@ -671,7 +671,7 @@ def test_the_command(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--tasks=gsm7k"], ["no such task", "gsm7k"]),
+        pytest.param(["--tasks=gsm7k"], ["no such task", "gsm7k"], marks=pytest.mark.slow),
         (["--tasks=absent.jsonl"], ["absent.jsonl", "cannot read"]),
     ],
 )

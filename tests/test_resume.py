@@ -116,7 +116,7 @@ def test_the_calls_are_where_the_tests_expect_them(uninterrupted):
     assert evaluations[0] < evaluations[2]  # There is a best adapter.
 
 
-@pytest.mark.parametrize("at", [STEP_1, STEP_3, STEP_6])
+@pytest.mark.parametrize("at", [pytest.param(STEP_1, marks=pytest.mark.slow), STEP_3, STEP_6])
 def test_killed(uninterrupted, interrupted, tiny, capsys, at):
     run = interrupted(kill, at=at)
     assert steps(run) == {STEP_1: [], STEP_3: [1, 2], STEP_6: [1, 2, 3, 4, 5]}[at]
@@ -144,11 +144,12 @@ def test_killed(uninterrupted, interrupted, tiny, capsys, at):
     ("at", "saved"),
     [
         (EVALUATION_0, 0),
-        (STEP_1, 1),
+        pytest.param(STEP_1, 1, marks=pytest.mark.slow),
         (STEP_2, 1),  # in its second round
-        (STEP_2_SECOND_ROUND, 2),  # in the evaluation that follows
+        # in the evaluation that follows
+        pytest.param(STEP_2_SECOND_ROUND, 2, marks=pytest.mark.slow),
         (EVALUATION_2, 2),
-        (EVALUATION_6, 6),
+        pytest.param(EVALUATION_6, 6, marks=pytest.mark.slow),
     ],
 )
 def test_terminated(uninterrupted, interrupted, tiny, capsys, at, saved):

@@ -111,6 +111,7 @@ def test_a_file_is_a_task(file, answers, scorer):
     assert task.max_new_tokens == 1024
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_what_it_held_out(run, file):
     (task,) = make(run=run)
     assert task.name == "run"

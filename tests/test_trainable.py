@@ -184,6 +184,7 @@ def test_a_run_can_start_from_an_adapter_with_norms(whole, tiny, tmp_path):
         train(tiny.config(CHANGES | start), workdir=tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_the_kl_is_measured_to_the_start(whole, tiny, tmp_path):
     """To the norms of a given adapter too, and to the model where every parameter is trained."""
     changes, run = whole
