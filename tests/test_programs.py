@@ -170,6 +170,7 @@ def test_nothing_is_cached_without_a_folder(folder, tmp_path, monkeypatch):
         assert executable_cache.paths(["name"], policy(layers=1)[1]) == {}
 
 
+@pytest.mark.slow
 def test_the_names_of_files_are_those_of_another_process():
     """Nothing in the digest depends on the process, such as an address or the order of a set."""
     code = (

@@ -66,6 +66,7 @@ def test_decoding_gives_the_logits_of_forward_at_every_position(
     assert seen == (LENGTHS - prompts + 1).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantized", [False, True])
 def test_logits_of_a_step_agree_across_buckets(quantized):
     """For any number of rows that decode together, and any number of cache positions."""
