@@ -1,15 +1,13 @@
 """Packed self-attention with a shared prompt: tiles, the dense form, and the simulated kernels."""
 
-import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
-from jax.experimental.pallas import mosaic_gpu as plgpu
 from packed_cases import draw_operands, errors, oracle, packed_ids, random_ids, visibility
+from simulated_kernel import simulation
 
 from pallas_kernels.attention import (
     attend_packed,
@@ -160,15 +158,6 @@ def test_the_dense_form_of_padding_alone_is_finite():
     ids = np.full(20, -1, np.int32)
     *operands, _ = draw_operands(20, 2, 1, 8, ids)
     assert np.isfinite(np.asarray(attend_packed(*operands, segments(ids)), np.float32)).all()
-
-
-@contextlib.contextmanager
-def simulation():
-    """Yields the parameters of a simulation; a race that it finds fails the test."""
-    yield plgpu.InterpretGPUParams(detect_races=True)
-    races = interpret_pallas_call.get_races()
-    interpret_pallas_call.reset_gpu_interpret_mode_state()
-    assert not races.races_found
 
 
 def simulate(heads, ids):

@@ -133,19 +133,7 @@ class _Cta:
 
     def produce(self) -> None:
         """Copies the blocks of keys and values."""
-        kv_head = lax.div(self.head, self.q.shape[1] // self.k.shape[1])
-
-        def copy_keys(i, stage):
-            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.k_full.at[stage]
-            plgpu.copy_gmem_to_smem(self.k.at[keys, kv_head], self.k_sm.at[stage], full)
-            plgpu.copy_gmem_to_smem(self.ends.at[keys], self.ends_sm.at[stage], full)
-
-        def copy_values(i, stage):
-            keys, full = pl.ds(self.blocks.first_key(i), BLOCK), self.v_full.at[stage]
-            plgpu.copy_gmem_to_smem(self.v.at[keys, kv_head], self.v_sm.at[stage], full)
-
-        channels = [(self.k_empty, copy_keys), (self.v_empty, copy_values)]
-        tiles.produce(channels, self.blocks.count, _STAGES)
+        tiles.produce_keys_and_values(self, _STAGES)
 
     def consume(self, warpgroup: Any) -> None:
         """Computes the attention of 64 queries."""

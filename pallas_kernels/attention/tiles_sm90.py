@@ -167,6 +167,28 @@ def run(cta: Any) -> None:
         cta.consume(warpgroup)
 
 
+def produce_keys_and_values(cta: Any, stages: int) -> None:
+    """Copies the blocks of keys and values that a tile of queries visits.
+
+    Args:
+        cta: a CTA of the forward pass or of the gradient by the queries.
+        stages: number of stages.
+    """
+    kv_head = lax.div(cta.head, cta.q.shape[1] // cta.k.shape[1])
+
+    def copy_keys(i, stage):
+        keys, full = pl.ds(cta.blocks.first_key(i), BLOCK), cta.k_full.at[stage]
+        plgpu.copy_gmem_to_smem(cta.k.at[keys, kv_head], cta.k_sm.at[stage], full)
+        plgpu.copy_gmem_to_smem(cta.ends.at[keys], cta.ends_sm.at[stage], full)
+
+    def copy_values(i, stage):
+        keys, full = pl.ds(cta.blocks.first_key(i), BLOCK), cta.v_full.at[stage]
+        plgpu.copy_gmem_to_smem(cta.v.at[keys, kv_head], cta.v_sm.at[stage], full)
+
+    channels = [(cta.k_empty, copy_keys), (cta.v_empty, copy_values)]
+    produce(channels, cta.blocks.count, stages)
+
+
 def produce(channels: list[tuple[Any, Any]], count: Any, stages: int) -> None:
     """Has the TMA fill the stages of a pipeline, and waits until all are free again.
 
