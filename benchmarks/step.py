@@ -99,7 +99,7 @@ def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
     from experiments.configs.grpo_gsm8k import get_config
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.training.setup import assemble
+    from qerl_jax.training.setup import assemble, method_of
     from qerl_jax.weights.load import LoadedModel
 
     config = get_config(model)
@@ -143,7 +143,7 @@ def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
                 Prompt(Problem(question="", answer=""), "", tuple(row.tolist())) for row in ids
             ]
         },
-        schedule_steps=arguments.steps + 1,
+        method=method_of(config, arguments.steps + 1),
     )
 
 
@@ -239,17 +239,11 @@ def merge(path: pathlib.Path, row: dict[str, Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
-    from qerl_jax.errors import UserError, check_limits
-    from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.weights.load import FORMATS
+    from benchmarks.rollout.subject import check_names
+    from qerl_jax.errors import check_limits
 
     models, formats = arguments.model.split(","), arguments.format.split(",")
-    for model in models:
-        if model not in ARCHITECTURES:
-            raise UserError(f"unknown model {model!r}: choose from {', '.join(ARCHITECTURES)}")
-    for format in formats:
-        if format not in FORMATS:
-            raise UserError(f"unknown format {format!r}: choose from {', '.join(FORMATS)}")
+    check_names(models, formats)
     check_limits(
         {
             "--prompts": (arguments.prompts, 1),

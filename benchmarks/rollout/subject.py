@@ -118,12 +118,7 @@ def check(config: BenchmarkConfig) -> None:
     Raises:
         UserError: a name that does not exist, or a number out of range.
     """
-    for model in () if config.source else config.models:
-        if model not in ARCHITECTURES:
-            raise UserError(f"unknown model {model!r}: choose from {', '.join(ARCHITECTURES)}")
-    for format in config.formats:
-        if format not in FORMATS:
-            raise UserError(f"unknown format {format!r}: choose from {', '.join(FORMATS)}")
+    check_names(() if config.source else config.models, config.formats)
     limits = {
         "--batch": (min(config.batches, default=0), 1),
         "--prompt": (config.prompt, 1),
@@ -156,6 +151,20 @@ def check(config: BenchmarkConfig) -> None:
             "--parts: CUDA graphs are slower after a profile; pass one --model, --format, "
             "--lora-rank"
         )
+
+
+def check_names(models: Sequence[str], formats: Sequence[str]) -> None:
+    """Refuses the names of models and weight formats that do not exist.
+
+    Raises:
+        UserError: a name does not exist.
+    """
+    for model in models:
+        if model not in ARCHITECTURES:
+            raise UserError(f"unknown model {model!r}: choose from {', '.join(ARCHITECTURES)}")
+    for format in formats:
+        if format not in FORMATS:
+            raise UserError(f"unknown format {format!r}: choose from {', '.join(FORMATS)}")
 
 
 def first_problems(path: str, count: int) -> list[Problem]:

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -77,6 +77,55 @@ class Setup:
     key: jax.Array
 
 
+class Method(NamedTuple):
+    """The parts of a run that need no model.
+
+    Attributes:
+        lora_config: rank, scale and targets of the adapter.
+        sigma: sigma of the noise by step.
+        loss: definition of the loss.
+        optimizer: the optimizer with its schedule.
+        optimizer_key: options of the optimizer as text, its identity across processes.
+    """
+
+    lora_config: LoraConfig
+    sigma: optax.Schedule
+    loss: LossConfig
+    optimizer: optax.GradientTransformation
+    optimizer_key: str
+
+
+def method_of(config: ConfigDict, schedule_steps: int) -> Method:
+    """Makes the parts of a run that need no model.
+
+    Args:
+        config: the resolved config.
+        schedule_steps: number of steps that the schedules of noise and learning rate span.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+    return Method(
+        lora_config=LoraConfig(
+            rank=config.lora.rank,
+            alpha=config.lora.alpha,
+            rslora=config.lora.rslora,
+            targets=tuple(config.lora.targets),
+        ),
+        sigma=aqn.sigma_schedule(
+            config.aqn.schedule,
+            sigma_start=config.aqn.sigma_start,
+            sigma_end=config.aqn.sigma_end,
+            stages=config.aqn.stages,
+            total_steps=schedule_steps,
+        ),
+        loss=loss_from(config),
+        optimizer=_optimizer(config, schedule_steps),
+        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
+        f"{schedule_steps}",
+    )
+
+
 def loss_from(config: ConfigDict) -> LossConfig:
     """The loss that a config names.
 
@@ -111,16 +160,16 @@ def prepare(
     # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
     # step hours away, such as one after the end of the first schedule.
     _metric(config, rewards)
-    _, sigma, _, _ = _schedules(config, schedule_steps)
+    method = method_of(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
-            sigma(step)
+            method.sigma(step)
     problems = _load_problems(config, rewards)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     model = _load_model(config)
     prompts = _encode_prompts(config, model, problems)
-    return assemble(config, rewards, model, prompts, schedule_steps=schedule_steps)
+    return assemble(config, rewards, model, prompts, method=method)
 
 
 def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
@@ -137,7 +186,7 @@ def assemble(
     model: LoadedModel,
     prompts: Mapping[str, list[Prompt]],
     *,
-    schedule_steps: int,
+    method: Method,
 ) -> Setup:
     """Makes the parts of a run around a loaded model and encoded prompts.
 
@@ -146,12 +195,12 @@ def assemble(
         rewards: function and weight by name.
         model: the model before training.
         prompts: prompts by split, 'train' and, with evaluations, 'eval'.
-        schedule_steps: as in `prepare`.
+        method: the parts that need no model, from `method_of`.
 
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    lora_config, sigma, loss, optimizer = _schedules(config, schedule_steps)
+    lora_config, optimizer = method.lora_config, method.optimizer
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     head = rollout_head(model.params, config.rollout.head_format)
     key = jax.random.key(config.seed, impl="threefry2x32")
@@ -197,38 +246,17 @@ def assemble(
         eval_engine=eval_engine,
         update=UpdateConfig(
             model=model.config,
-            loss=loss,
+            loss=method.loss,
             temperature=config.rollout.temperature,
             recompute=plan.recompute,
         ),
         memory=plan,
         optimizer=optimizer,
-        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
-        f"{schedule_steps}",
+        optimizer_key=method.optimizer_key,
         state_shapes=state_shapes,
-        sigma=sigma,
+        sigma=method.sigma,
         key=key,
     )
-
-
-def _schedules(
-    config: ConfigDict, schedule_steps: int
-) -> tuple[LoraConfig, optax.Schedule, LossConfig, optax.GradientTransformation]:
-    """The parts that need no model: adapter, noise, loss and optimizer."""
-    lora_config = LoraConfig(
-        rank=config.lora.rank,
-        alpha=config.lora.alpha,
-        rslora=config.lora.rslora,
-        targets=tuple(config.lora.targets),
-    )
-    sigma = aqn.sigma_schedule(
-        config.aqn.schedule,
-        sigma_start=config.aqn.sigma_start,
-        sigma_end=config.aqn.sigma_end,
-        stages=config.aqn.stages,
-        total_steps=schedule_steps,
-    )
-    return lora_config, sigma, loss_from(config), _optimizer(config, schedule_steps)
 
 
 def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
