@@ -15,6 +15,8 @@ import qerl_jax.training.loop
 from experiments.configs import grpo_gsm8k
 from qerl_jax.data import load_problems
 from qerl_jax.errors import UserError
+from qerl_jax.rl.losses import LOSSES
+from qerl_jax.run.resume import splits_the_loss
 from qerl_jax.training.loop import train
 from qerl_jax.training.overrides import NEEDS, check_overrides, need
 
@@ -296,3 +298,14 @@ def test_documented_commands_set_only_what_is_read(monkeypatch):
     for experiment, arguments in commands:
         check_overrides(*parsed(experiment, arguments))
     assert len(commands) > 5
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_split_the_losses_whose_aggregation_says_so(loss):
+    config = grpo_gsm8k.get_config()
+    config.rl.loss = loss
+    assert splits_the_loss(config) == (LOSSES[loss]["aggregation"] == "micro_batch")
+    config.rl.aggregation = "micro_batch"
+    assert splits_the_loss(config)
+    config.rl.aggregation = "token"
+    assert not splits_the_loss(config)

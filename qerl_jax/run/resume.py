@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 _FREE = ("steps", "log", "checkpoint", "profile")
 
 
-def _splits_the_loss(config: ConfigDict) -> bool:
+def splits_the_loss(config: ConfigDict) -> bool:
+    """Whether `train.micro_batch_rows` sets the denominators of the loss."""
     return (config.rl.aggregation or config.rl.loss) in ("micro_batch", "bnpo")
 
 
@@ -25,7 +26,7 @@ MEMORY_AND_TIME: dict[str, Callable[[ConfigDict], bool] | None] = {
     "rollout.dequantize": None,
     "train.buffer_tokens": None,
     "train.recompute": None,
-    "train.micro_batch_rows": _splits_the_loss,
+    "train.micro_batch_rows": splits_the_loss,
     "train.remat": None,  # of earlier versions, which saved it
 }
 

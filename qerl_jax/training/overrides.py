@@ -9,16 +9,10 @@ from collections.abc import Callable, Iterable
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
+from qerl_jax.run.resume import splits_the_loss
 
 # The condition under which a field is read, in words and as a test.
 _Need = tuple[str, Callable[[ConfigDict], bool]]
-
-
-def _aggregation(loss: str) -> str:
-    # A command's --help must answer without JAX, which the losses import.
-    from qerl_jax.rl.losses import LOSSES
-
-    return LOSSES[loss]["aggregation"] if loss in LOSSES else ""
 
 
 _NOISE: _Need = (
@@ -90,7 +84,7 @@ NEEDS: dict[str, _Need] = {
     "train.micro_batch_rows": (
         "rl.loss='bnpo' or rl.aggregation='micro_batch', whose denominators it sets; the memory of "
         "an update follows from train.buffer_tokens",
-        lambda c: "micro_batch" in (c.rl.aggregation or _aggregation(c.rl.loss)),
+        splits_the_loss,
     ),
     "optimizer.final_fraction": (
         "optimizer.schedule other than 'constant'",
