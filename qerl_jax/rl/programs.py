@@ -18,7 +18,13 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rl import train_step
 from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import TrainState, UpdateConfig
-from qerl_jax.rollout.programs import Executables, MissingProgramError, Operation
+from qerl_jax.rollout.programs import (
+    Executables,
+    MissingProgramError,
+    Operation,
+    abstract,
+    committed,
+)
 
 _Program = Callable[..., Any]
 
@@ -91,8 +97,7 @@ def operations(
         optimizer: optimizer.
         optimizer_key: identity of the optimizer across processes.
     """
-    state, params = _abstract(state), _abstract(params)
-    noise, reference = _abstract(noise), _abstract(reference)
+    state, params, noise, reference = abstract(committed((state, params, noise, reference)))
     buffer = empty_buffer(buffer_tokens)
     if reference is not None:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
@@ -102,10 +107,7 @@ def operations(
     def totals() -> Any:
         function, static = functions["zero_totals"]
         found = function.eval_shape(state.trainable, **static)
-        sharding = state.skipped_in_a_row.sharding
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), found
-        )
+        return abstract(found, state.skipped_in_a_row.sharding)
 
     arguments: dict[str, Callable[[], tuple]] = {
         "zero_totals": lambda: (state.trainable,),
@@ -138,16 +140,6 @@ def compiled(table: dict[str, Operation], executables: Executables) -> UpdatePro
     return UpdatePrograms(
         **{name: executables[table[name].key] if name in table else missing(name) for name in names}
     )
-
-
-def _abstract(tree: Any) -> Any:
-    """Returns the shapes of a tree of arrays with their shardings."""
-
-    def shape(x: Any) -> Any:
-        sharding = x.sharding if getattr(x, "committed", False) else None
-        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding)
-
-    return jax.tree.map(shape, tree)
 
 
 def _describe(tree: Any) -> str:

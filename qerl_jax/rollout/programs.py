@@ -103,7 +103,7 @@ def operations(
         config: static arguments.
     """
     # The table refers to itself, so it would hold arrays until Python collects its garbage.
-    key, params, lora = _abstract((key, params, lora))
+    key, params, lora = abstract((key, params, lora))
     model, dtype, steps = config.model, shapes.dtype, shapes.chunk_steps
     prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
     compute, sharding = params["embed_tokens"].dtype, params["embed_tokens"].sharding
@@ -124,7 +124,7 @@ def operations(
     def result(*name: Any) -> Any:
         operation = table[name]
         arguments, static = operation.arguments(), operation.static
-        return _abstract(operation.function.eval_shape(*arguments, **static), sharding)
+        return abstract(operation.function.eval_shape(*arguments, **static), sharding)
 
     def dense() -> dict:
         if not packed:
@@ -132,7 +132,7 @@ def operations(
         return transformer.dequantize_params(params, lambda _: result("dequantize"))
 
     def state(rows: int) -> decode.DecodeState:
-        return _abstract(_state_shapes(rows, shapes, model), sharding)
+        return abstract(_state_shapes(rows, shapes, model), sharding)
 
     if packed:
         add("dequantize", [()], decode.dequantize, {"dtype": compute}, lambda: (packed,))
@@ -186,7 +186,7 @@ def operations(
     return table
 
 
-def _abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
+def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     """Returns the shapes of a tree, with its own shardings or with one sharding for all arrays."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree
