@@ -146,7 +146,6 @@ def take_step(
     noise_state, metrics = _measure_noise(
         setup, progress, programs, (noisy, clean, trainable.lora), batch, divisor, sigma=sigma
     )
-    metrics |= {"perturbed_norms": perturbed, "temperature": temperature}
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
@@ -156,12 +155,11 @@ def take_step(
         ]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
-    under_noise = config.aqn.correction == "noisy_forward"
     state, updates = _update(
         progress.state,
         setup.model.params,
         buffers,
-        noise if under_noise else None,
+        noise if config.aqn.correction == "noisy_forward" else None,
         divisor,
         programs=programs,
         number=config.rl.updates_per_rollout,
@@ -169,7 +167,7 @@ def take_step(
     seconds = time.perf_counter() - began
 
     metrics |= experience.metrics | updates | packing_metrics(batch, buffers)
-    metrics["train_seconds"] = seconds
+    metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
     metrics["train_tokens_per_second"] = (
         float(batch.lengths.sum()) * config.rl.updates_per_rollout / seconds
     )
