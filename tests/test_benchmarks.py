@@ -110,8 +110,8 @@ def test_a_summary_times_the_command_that_writes_the_run(tmp_path):
     command = [sys.executable, "-c", "import time; time.sleep(0.2)"]
     run_summary.main([str(folder), f"--out={out}", "--", *command])
     assert 0.2 <= json.loads(out.read_text())["total_seconds"] < 20
+    failing = [sys.executable, "-c", "raise SystemExit(3)"]
     with pytest.raises(SystemExit, match="exit code 3"):
-        failing = [sys.executable, "-c", "raise SystemExit(3)"]
         run_summary.main([str(folder), f"--out={tmp_path / 'none.json'}", "--", *failing])
     assert not (tmp_path / "none.json").exists()
 
