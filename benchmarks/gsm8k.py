@@ -158,15 +158,20 @@ def _described(folder: pathlib.Path) -> dict[str, Any] | None:
     def percent(name: str) -> dict[str, float]:
         return {bound: 100 * value for bound, value in figures[name].items()}
 
+    rows = read_jsonl(folder / f"{_TASK}.jsonl")
+    # A digit for each problem, in their order, from which arms are compared problem by problem.
+    greedy = figures["samples"] == 1
+    correct = "".join(str(int(row["correct"] is True)) for row in rows) if greedy else None
     kept = [name for name in figures if name.startswith(("pass@", "maj@"))]
     return {
         "problems": figures["problems"],
         "samples": figures["samples"],
         "max_new_tokens": figures["max_new_tokens"],
         **{name: percent(name) for name in ("accuracy", *kept)},
-        "well_formed": well_formed(read_jsonl(folder / f"{_TASK}.jsonl")),
+        "well_formed": well_formed(rows),
         "finished": 100 * figures["finished"],
         "mean_tokens": figures["mean_tokens"],
+        **({"correct": correct} if greedy else {}),
         "command": without_folders(results["command"]),
         "git": results["git"],
         "device": results["device"],
