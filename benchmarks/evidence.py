@@ -269,7 +269,7 @@ def draw_accuracy(data: dict[str, Any]) -> "Figure":
         ks = [int(k) for k in part["pass_at"]]
         right.plot(ks, list(part["pass_at"].values()), "o-", color=color, markersize=3, label=arm)
     left.set_yticks(range(len(data)), list(data))
-    left.invert_yaxis()
+    left.set_ylim(len(data) - 0.5, -0.5)
     left.set(title="greedy accuracy, %: start (open), mean and seeds at the end")
     right.set(xscale="log", xlabel="k", title="pass@k at temperature 1, %")
     right.set_xticks(ks, [str(k) for k in ks])
