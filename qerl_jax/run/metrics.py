@@ -39,8 +39,22 @@ _SECTIONS = {
         "sampled_groups",
         "rewards_missing",
     ),
-    "rollout": ("length", "finished", "entropy", "rollout_tokens", "rollout_live_share"),
-    "noise": ("sigma", "perturbed_norms", "noise_kl"),
+    "rollout": (
+        "length",
+        "finished",
+        "entropy",
+        "temperature",
+        "rollout_tokens",
+        "rollout_live_share",
+    ),
+    "noise": (
+        "sigma",
+        "perturbed_norms",
+        "noise_kl",
+        "noise_kl_target",
+        "sigma_at_bound",
+        "noise_kl_not_finite",
+    ),
     "eval": ("eval_accuracy", "eval_accuracy_before", "eval_truncated"),
 }
 _SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
