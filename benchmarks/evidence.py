@@ -107,6 +107,22 @@ def difference_table(runs: Runs) -> str:
     return markdown(header, lines)
 
 
+def grid_table(grids: dict[str, list[dict[str, Any]]]) -> str:
+    """Held-out accuracy of each learning rate, by arm."""
+    lines = [
+        [
+            f"`{arm}`",
+            ", ".join(f"{row['learning_rate']:.0e}: {row['held_out_end']:.1f}" for row in rows),
+            f"{rows[0]['held_out_start']:.1f}",
+            f"{rows[0]['steps']}",
+            (rows[0]["git"]["commit"] or "unknown")[:8],
+        ]
+        for arm, rows in grids.items()
+    ]
+    header = ("arm", "learning rate: at the end", "at the start", "steps", "commit")
+    return markdown(header, lines)
+
+
 def sources_table(runs: Runs) -> str:
     """Commit, device and command of each run."""
     lines = [
@@ -124,12 +140,18 @@ def sources_table(runs: Runs) -> str:
 
 def results_text(content: dict[str, Any]) -> str:
     """The generated part of docs/evidence.md."""
-    runs = runs_by_arm(content)
+    runs, parts = runs_by_arm(content), []
+    if content["grids"]:
+        parts += [
+            "Greedy accuracy on the held-out training problems in percent, by learning rate:",
+            grid_table(content["grids"]),
+        ]
     if not runs:
-        return "Not run yet."
+        return "\n\n".join([*parts, "No arm has run yet."])
     problems = ", ".join(sorted({str(row["n"]) for row in content["rows"]}))
     return "\n\n".join(
         [
+            *parts,
             f"Greedy accuracy on {problems} test problems, in percent. A mean over seeds has half "
             "of its 95 % interval by Student's t; `± problems` is half of the interval of one "
             "run over the problems (Wilson). The mismatch is the mean absolute difference of the "

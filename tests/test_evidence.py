@@ -187,6 +187,26 @@ def test_rows_are_added_once_and_in_the_order_of_the_arms(tmp_path, monkeypatch)
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
 
 
+def test_a_grid_by_hand(tmp_path):
+    sweep, results = tmp_path / "sweep", tmp_path / "results"
+    with pytest.raises(UserError, match=r"finished runs of \[\]"):
+        gsm8k.add_grid(sweep, results)
+    for rate in (1e-4, 2e-5):
+        run = write_run(sweep / str(rate))
+        run = run.rename(sweep / f"run-{rate}")
+        saved = json.loads((run / "config.json").read_text())
+        saved["config"]["steps"] = 4
+        saved["config"]["optimizer"]["learning_rate"] = rate
+        (run / "config.json").write_text(json.dumps(saved))
+    assert gsm8k.add_grid(sweep, results) == ARM
+    rows = gsm8k.read_results(results)["grids"][ARM]
+    assert [row["learning_rate"] for row in rows] == [2e-5, 1e-4]
+    assert {(row["held_out_start"], row["held_out_end"]) for row in rows} == {(25.0, 50.0)}
+    table = page.results_text(gsm8k.read_results(results))
+    assert f"| `{ARM}` | 2e-05: 50.0, 1e-04: 50.0 | 25.0 | 4 | bbbbbbbb |" in table
+    assert table.endswith("No arm has run yet.")
+
+
 def arguments(tmp_path, **changes):
     given = {"workdir": tmp_path, "model": "m.gguf", "train": "a.jsonl", "test": "b.jsonl"}
     return argparse.Namespace(**given | {"rest": [], "only": list(gsm8k.PARTS)} | changes)
