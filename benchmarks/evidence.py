@@ -93,13 +93,12 @@ def difference_table(runs: Runs) -> str:
     for arm, rows in runs.items():
         if arm == _REFERENCE:
             continue
-        mean, low, high = paired_difference(_by_problem(rows), _by_problem(reference))
         gains = [row["pass1_end"] - row["pass1_start"] for row in rows]
         lines.append(
             [
                 f"`{arm}`",
                 _mean_and_interval(gains),
-                f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]",
+                _over_problems(rows, reference),
                 _over_seeds(rows, reference),
             ]
         )
@@ -183,6 +182,14 @@ def _mean_and_interval(values: list[float]) -> str:
 def _formed(evaluations: list[dict[str, Any]], name: str) -> str:
     found = [evaluation["well_formed"][name] for evaluation in evaluations]
     return _mean([value for value in found if value is not None])
+
+
+def _over_problems(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
+    """The paired difference, where the answers of all runs were recorded by problem."""
+    if any("correct" not in _evaluation(row, "end") for row in (*rows, *reference)):
+        return "not recorded"
+    mean, low, high = paired_difference(_by_problem(rows), _by_problem(reference))
+    return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
 def _by_problem(rows: list[dict[str, Any]]) -> np.ndarray:
