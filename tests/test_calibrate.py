@@ -10,7 +10,8 @@ from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import dequantize, quantize_nvfp4
 from qerl_jax.weights import calibrate
-from qerl_jax.weights.load import load, open_checkpoint
+from qerl_jax.weights.checkpoint import open_checkpoint
+from qerl_jax.weights.load import load
 from qerl_jax.weights.quantize import pack_layer, round_layers, write_packed
 
 MODELS = ("llama", "qwen2", "qwen3")

@@ -26,7 +26,9 @@ ALLOWED = {
     "rollout": {"policy", "buckets", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
     "model_source": {"hub", "paths", "errors"},
-    "weights": {"policy", "model_source", "hub", "paths", "errors"},
+    "staging": {"errors"},
+    "threads": set(),
+    "weights": {"policy", "model_source", "staging", "threads", "hub", "paths", "errors"},
     "problem_sources": {"rl", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
@@ -34,6 +36,7 @@ ALLOWED = {
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "import_path", "statistics", "hub", "paths", "errors"},
     "export": {
+        "staging",
         "policy",
         "rollout",
         "rl",
