@@ -138,8 +138,8 @@ def quantize_bits(members: Sequence[Sequence[jax.Array]], *, format: str) -> Qua
     """Rounds a fused group that is on the device, as `quantize_on_device` does.
 
     Args:
-        members: for each member the chunks of its rows, the bits of bfloat16 weights as uint16
-            [rows, K].
+        members: chunks of the rows of each member, uint16 [rows, K] with the bits of bfloat16
+            weights.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
 
     Returns:

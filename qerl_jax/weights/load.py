@@ -23,6 +23,7 @@ import numpy as np
 import tqdm
 
 from qerl_jax.errors import UserError
+from qerl_jax.live_line import progress_line
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
@@ -88,7 +89,7 @@ def load(
         dtype: 'bfloat16' or 'float32', the dtype of every array that is neither packed nor a norm
             (norms are float32).
         on_progress: called with the state of the load while weights are read, and in the end; by
-            one thread at a time, but not always by the same one.
+            one thread at a time, but not always by the same one. None shows a line on the terminal.
 
     Returns:
         The model, with its parameters on the default device.
@@ -169,7 +170,7 @@ def read_params(
     meter = Meter(
         parameters=sum(map(math.prod, names.expected_shapes(checkpoint.config).values())),
         total_bytes=sum(part.stored_bytes for part in parts),
-        on_progress=on_progress,
+        on_progress=progress_line() if on_progress is None else on_progress,
     )
     read = functools.partial(
         _read_part, checkpoint, format=format, dtype=dtype, stream=Stream(meter)

@@ -10,6 +10,8 @@ import numpy as np
 
 from qerl_jax.weights.safetensors import CHUNK_BYTES
 
+_ALIGNMENT = 64
+
 
 class Meter:
     """What a load has done so far; threads may call it at the same time.
@@ -18,14 +20,14 @@ class Meter:
         parameters: number of parameters of the model.
         total_bytes: bytes of all tensors in the files.
         on_progress: called with the meter whenever bytes were read, by one thread at a time, and
-            once in the end; None for no calls.
+            once in the end.
     """
 
     def __init__(
         self,
         parameters: int,
         total_bytes: int,
-        on_progress: Callable[["Meter"], None] | None = None,
+        on_progress: Callable[["Meter"], None],
     ):
         self.parameters = parameters
         self.total_bytes = total_bytes
@@ -63,13 +65,13 @@ class Meter:
         """Counts bytes that are on the device."""
         with self._lock:
             self.bytes += count
-            self._report()
+            self._on_progress(self)
 
     def end(self) -> None:
         """Stops the clock."""
         with self._lock:
             self._ended, self.done = time.perf_counter(), True
-            self._report()
+            self._on_progress(self)
 
     @contextlib.contextmanager
     def busy(self, stage: str) -> Iterator[None]:
@@ -85,10 +87,6 @@ class Meter:
             total += max(0.0, ended - max(began, end))
             end = max(end, ended)
         return total
-
-    def _report(self) -> None:
-        if self._on_progress is not None:
-            self._on_progress(self)
 
 
 class Stream:
@@ -109,13 +107,13 @@ class Stream:
     def memory(self, size: int) -> np.ndarray:
         """Returns memory of at least `size` bytes, which the last chunk of this thread may hold.
 
-        On a CPU the memory is new, because an array on the device may be the same memory.
+        On a CPU the memory is new, because an array on the device then is the same memory.
         """
         if not self._reuses:
-            return np.empty(size, np.uint8)
+            return _aligned(size)
         found = getattr(self._threads, "memory", None)
         if found is None or len(found) < size:
-            found = self._threads.memory = np.empty(max(size, CHUNK_BYTES), np.uint8)
+            found = self._threads.memory = _aligned(max(size, CHUNK_BYTES))
         return found
 
     def send(self, chunks: Iterable[np.ndarray], stored_bytes: int) -> list[jax.Array]:
@@ -138,3 +136,9 @@ class Stream:
             self.meter.add(share)
         self.meter.add(stored_bytes - counted)
         return sent
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Returns new memory that jax on a CPU takes over without a copy."""
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    return memory[-memory.ctypes.data % _ALIGNMENT :][:size]
