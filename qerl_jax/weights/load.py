@@ -164,7 +164,7 @@ def read_params(
             dtype or scale.
     """
     layers: list[dict] = [{} for _ in range(checkpoint.config.num_layers)]
-    if format != "bf16":
+    if format != "bf16" and not checkpoint.packed:
         _check_inputs(checkpoint, format)
     parts = [part for layer in range(-1, len(layers)) for part in _parts(checkpoint, layer, dtype)]
     meter = Meter(
@@ -275,9 +275,8 @@ def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
         for name in FUSED:
-            if arrays[name][0] in checkpoint.shapes:
-                with _named(checkpoint, layer, name):
-                    check_inputs(checkpoint.shapes[arrays[name][0]], format)
+            with _named(checkpoint, layer, name):
+                check_inputs(checkpoint.shapes[arrays[name][0]], format)
 
 
 @contextlib.contextmanager
