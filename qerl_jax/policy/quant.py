@@ -163,9 +163,8 @@ def quantize_bits(members: Sequence[Sequence[jax.Array]], *, format: str) -> Qua
         return QuantTensor(packed=packed, scales=scales)
     global_scale = min(_global_scale(amax) for amax in _values(largest))
     packed, scales = _encode(bits, *_nvfp4_tables(global_scale), format=format)
-    return QuantTensor(
-        packed=packed, scales=scales, global_scale=jnp.full(len(packed), global_scale, jnp.float32)
-    )
+    rows = np.full(len(packed), global_scale, np.float32)
+    return QuantTensor(packed=packed, scales=scales, global_scale=jax.device_put(rows))
 
 
 def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:

@@ -222,14 +222,22 @@ def _read_part(
         with stream.meter.busy("quantize"), _named(checkpoint, part.layer, name):
             weight = jax.block_until_ready(quantize_bits(bits, format=format))
     else:
-        chunks = {}
-        for name, tensors in part.arrays.items():
-            dtype_of = _dtype_of(name, dtype)
-            chunks[name] = [c for tensor in tensors for c in send(tensor, dtype_of, dtype_of)]
-        with stream.meter.busy("arrange"):
-            return jax.block_until_ready(_stack(chunks))
+        return _read_dense(part, dtype, send, stream.meter)
     with stream.meter.busy("arrange"):
         return jax.block_until_ready(in_machine_order({name: weight})), {}
+
+
+def _read_dense(
+    part: _Part, dtype: np.dtype, send: Callable[..., list[jax.Array]], meter: Meter
+) -> tuple[dict, dict[str, jax.Array]]:
+    """Returns the arrays of a part as they are stored, and which of them are finite."""
+    chunks = []
+    for name, tensors in part.arrays.items():
+        kind = _dtype_of(name, dtype)
+        chunks.append([chunk for tensor in tensors for chunk in send(tensor, kind, kind)])
+    with meter.busy("arrange"):
+        arrays, finite = jax.block_until_ready(_stack(chunks))
+    return dict(zip(part.arrays, arrays, strict=True)), dict(zip(part.arrays, finite, strict=True))
 
 
 def _read_packed(checkpoint: Checkpoint, modules: Sequence[str], stream: Stream) -> QuantTensor:
@@ -259,10 +267,10 @@ def _stack_packed(codes: list[jax.Array], scales: list[jax.Array]) -> tuple[jax.
 
 
 @jax.jit
-def _stack(chunks: dict[str, list[jax.Array]]) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns the stacked chunks, and for each array whether all its values are finite."""
-    arrays = {name: jnp.concatenate(found) for name, found in chunks.items()}
-    return arrays, {name: jnp.isfinite(array).all() for name, array in arrays.items()}
+def _stack(chunks: list[list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the stacked chunks of each array, and whether all values of the array are finite."""
+    arrays = [jnp.concatenate(found) for found in chunks]
+    return arrays, [jnp.isfinite(array).all() for array in arrays]
 
 
 def _dtype_of(array: str, dtype: np.dtype) -> np.dtype:

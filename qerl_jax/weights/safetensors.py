@@ -95,10 +95,8 @@ def read_folder(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
     return _read_shards(folder)
 
 
-def row_chunks(
-    tensor: np.ndarray, memory: Callable[[int], np.ndarray], *, chunk_bytes: int = CHUNK_BYTES
-) -> Iterator[np.ndarray]:
-    """Yields the rows of a mapped tensor in chunks, read from its file.
+def row_chunks(tensor: np.ndarray, memory: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the rows of a mapped tensor in chunks of `CHUNK_BYTES` at most, read from its file.
 
     Reading is faster than copying from the memory map where the pages are not in memory, and pages
     of a file that were mapped count as memory of the process.
@@ -107,15 +105,14 @@ def row_chunks(
         tensor: view of a memory map, as `read_file` returns it, or any other array.
         memory: function that returns memory of at least as many bytes as asked for; a chunk holds
             it until the next chunk is asked for.
-        chunk_bytes: bytes of a chunk at most, but at least one row.
 
     Yields:
-        Arrays [rows, ...] with the dtype of the tensor.
+        Arrays [rows, ...] with the dtype of the tensor, of at least one row.
 
     Raises:
         UserError: the file cannot be read, or is shorter than when it was mapped.
     """
-    rows = max(1, chunk_bytes // max(1, tensor[:1].nbytes))
+    rows = max(1, CHUNK_BYTES // max(1, tensor[:1].nbytes))
     mapped = _place(tensor)
     if mapped is None:
         yield from (tensor[row : row + rows] for row in range(0, len(tensor), rows))
