@@ -23,6 +23,7 @@ from qerl_jax.data import HELD_OUT, Cursor
 from qerl_jax.data import fingerprint as problems_fingerprint
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward, resolve
@@ -36,7 +37,7 @@ from qerl_jax.run.folder import OpenRun, fingerprint, open_run
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.run.terminal import LiveLine, format_row
+from qerl_jax.run.terminal import format_row
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.outputs import (
     best_accuracy,
