@@ -99,7 +99,8 @@ def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
     from experiments.configs.grpo_gsm8k import get_config
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.training.setup import assemble, method_of
+    from qerl_jax.training.method import method_of
+    from qerl_jax.training.setup import assemble
     from qerl_jax.weights.load import LoadedModel
 
     config = get_config(model)

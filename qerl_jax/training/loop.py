@@ -24,6 +24,7 @@ from qerl_jax.data import fingerprint as problems_fingerprint
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.live_line import LiveLine
+from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward, resolve
@@ -337,7 +338,8 @@ def _begin(
         _check_problems(setup.config, meta.get("problems", {}), fingerprints)
         _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
-        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
+        noise = SigmaState(**meta.get("noise", {}))
+        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]), noise=noise)
     evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
     return _Run(
         setup,
@@ -411,6 +413,7 @@ def _save(run: _Run) -> None:
         run.progress.state,
         {
             "cursor": dataclasses.asdict(run.progress.cursor),
+            "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
             "reference": run.setup.reference_fingerprint,
             "problems": run.fingerprints,
