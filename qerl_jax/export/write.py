@@ -169,7 +169,7 @@ def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: P
     card = _new_card(config, policy, out, base_out, trained_norms=bool(trained.params))
     if base_out is not None:
         card.kept |= norms_kept(base.params, policy.model.params)
-    held_out = open_held_out_set(policy, config.score_problems, Path(config.source).expanduser())
+    held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
         for format in ("nvfp4", "bf16"):
@@ -200,7 +200,7 @@ def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
     # Weights on the 4-bit grid would be rounded back to their old values.
     onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
     card = _new_card(config, policy, out, None, onto=onto)
-    held_out = open_held_out_set(policy, config.score_problems, Path(config.source).expanduser())
+    held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
     probe = make_probe(policy, held_out) if config.score_problems != 0 else None
