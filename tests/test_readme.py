@@ -8,6 +8,7 @@ import sys
 
 import finished_run
 import pytest
+import tiny_run
 from tiny_checkpoints import model_config
 
 import benchmarks.rollout.__main__ as benchmark
@@ -151,6 +152,8 @@ def get_sweep(*preset):
     return named.get_sweep(*preset)
 """
 
+WIDE = {"embed_dim": 64, "mlp_dim": 128, "head_dim": 16}  # whole blocks of every format
+
 
 @pytest.mark.slow  # each run is a process that traces and compiles
 @pytest.mark.parametrize(
@@ -162,7 +165,8 @@ def test_a_command_trains(line, tiny, tmp_path):
     module, arguments = split(line)
     given = next((word for word in arguments if word.startswith("--config=")), f"--config={CONFIG}")
     file, colon, preset = given.removeprefix("--config=").partition(":")
-    paths = [str(path) for path in (tiny.model, tiny.problems, tiny.compile_cache)]
+    model = tiny_run.write_model(tmp_path / "model", **WIDE) if "nf4" in line[-1] else tiny.model
+    paths = [str(path) for path in (model, tiny.problems, tiny.compile_cache)]
     text = TINY_FILE.format(name=pathlib.Path(file).stem, paths=paths)
     (tmp_path / "named.py").write_text(text)
     places = {"FOLDER_OR_GGUF": paths[0], "train.jsonl": paths[1]}
@@ -195,10 +199,10 @@ def test_a_command_trains(line, tiny, tmp_path):
     "line", [line for line in LINES if split(line)[0] == "benchmarks.rollout"], ids=" ".join
 )
 def test_a_benchmark_runs(line, tmp_path, monkeypatch, capsys):
-    shapes = model_config("qwen2", embed_dim=64, mlp_dim=128, head_dim=16)
+    shapes = model_config("qwen2", **WIDE)
     for name in ARCHITECTURES:
         monkeypatch.setitem(ARCHITECTURES, name, shapes)
-    sizes = ["--batch=2", "--prompt=5", "--new-tokens=6", "--bandwidth=1e10"]
+    sizes = ["--batch=2", "--prompt=5", "--new-tokens=18", "--bandwidth=1e10"]
     words = [*split(line)[1], *sizes, f"--out={tmp_path / 'rows.json'}"]
     benchmark.run(benchmark.make_parser().parse_args(words))
     assert capsys.readouterr().out.count("ms") >= 2

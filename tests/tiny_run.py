@@ -55,9 +55,9 @@ SETTINGS = {
 }
 
 
-def write_model(folder, *, model_type="llama"):
+def write_model(folder, *, model_type="llama", **changes):
     """A random checkpoint with a chat template; its text is made of the words t0, t1, ..."""
-    config = tiny_checkpoints.model_config(model_type)
+    config = tiny_checkpoints.model_config(model_type, **changes)
     rng = np.random.default_rng(0)
     tensors = {
         name: (

@@ -14,7 +14,7 @@ import dataclasses
 from pathlib import Path
 
 from qerl_jax.errors import UserError, check_limits
-from qerl_jax.evaluation.load_policy import Policy, open_policy
+from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
 from qerl_jax.export.merge import merged_layers, norms_kept
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
@@ -126,7 +126,7 @@ def _out_folder(config: ExportConfig) -> Path:
     if config.out:
         return user_path(config.out)
     run = RunFolder(user_path(config.source))
-    if not run.checkpoints.is_dir():
+    if read_run(run.path) is None:  # Other trainers make folders of checkpoints, too.
         raise UserError(f"{config.source} is not a run folder: say where to write, --out=FOLDER")
     return run.exports / config.format
 
