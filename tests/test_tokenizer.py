@@ -159,7 +159,11 @@ def test_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("settings", "ends"),
-    [({}, (VOCAB - 1,)), ({"eos_token": None}, (VOCAB - 2, VOCAB - 1)), ({"eos_token": "t5"}, (5,))],
+    [
+        ({}, (VOCAB - 1,)),
+        ({"eos_token": None}, (VOCAB - 2, VOCAB - 1)),
+        ({"eos_token": "t5"}, (5,)),
+    ],
 )
 def test_only_the_named_tokens_of_a_folder_end_a_reply(tmp_path, settings, ends):
     write_tokenizer(tmp_path, **settings)
