@@ -135,7 +135,6 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
         except UserError as error:
             raise UserError(f"the run with {said or 'no overrides'}: {error}") from error
         fields = config_dict(config)
-        fields = config_dict(config)
         # Fields that may change in a run count only where the sweep itself varies them.
         varied = {k: v for k, v in flatten(fields).items() if k in swept}
         settings = [fingerprint(config), varied | {"steps": config.steps}]
