@@ -15,6 +15,7 @@ import pytest
 import tiny_run
 
 import qerl_jax.training.loop
+import qerl_jax.training.saving
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.run.checkpoints import Checkpoints
@@ -342,7 +343,7 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
     def plot_run(folder):
         raise KilledError
 
-    monkeypatch.setattr(qerl_jax.training.loop, "plot_run", plot_run)
+    monkeypatch.setattr(qerl_jax.training.saving, "plot_run", plot_run)
     with pytest.raises(KilledError):
         train(tiny.config(CHANGES), workdir=tmp_path / "run")
     monkeypatch.undo()
