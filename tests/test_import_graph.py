@@ -31,6 +31,7 @@ ALLOWED = {
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
     "run": {"statistics", "hub", "paths", "errors"},
+    "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "import_path", "statistics", "hub", "paths", "errors"},
     "export": {
