@@ -22,7 +22,7 @@ from qerl_jax.show.view import Condition, View, curves, is_number, parts_of
 LIMIT_BYTES = 20_000_000
 _HERE = Path(__file__).parent
 _POINTS = 400  # of a curve; of a longer one each point is the mean of several steps
-_MARGIN_BYTES = 100_000  # for the page without curves and completions
+_MARGIN_BYTES = 10_000  # for a run's names and notes
 # A completion longer than this is shortened before whole steps are left out.
 _LONGEST_TEXT = 20_000
 _NO_STEP = "<p>no step is logged yet</p>"
@@ -50,7 +50,7 @@ def page(
     """
     style, script = (_HERE.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
     figures = "".join(_figure(key, views) for key in curves(views))
-    fixed = len((style + script + figures).encode()) + _MARGIN_BYTES
+    fixed = len((style + script + figures).encode()) + _MARGIN_BYTES * len(views)
     runs, notes = _completions(views, conditions, steps, limit, limit_bytes - fixed)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
@@ -63,7 +63,8 @@ def page(
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{style}</style></head>\n<body>"
         f"<header><h1>{title}</h1>{heads}</header>\n"
-        f"<main><h2>Curves</h2><div class=curves>{figures or _NO_STEP}</div>\n"
+        f"<main><details open><summary><h2>Curves</h2></summary>"
+        f"<div class=curves>{figures or _NO_STEP}</div></details>\n"
         f"<h2>Completions</h2>{told}<noscript><p>Completions need JavaScript.</p></noscript>"
         "<form id=controls hidden></form><div id=completions></div></main>\n"
         f'<script type="application/json" id="data">{_script_safe(runs)}</script>\n'
@@ -237,8 +238,8 @@ def _figure(key: str, views: Sequence[View]) -> str:
     labels = [
         (_LEFT - 4, _TOP + 4, "end", f"{high:.3g}"),
         (_LEFT - 4, _HEIGHT - _BOTTOM, "end", f"{low:.3g}" if high > low else ""),
-        (_LEFT, _HEIGHT - 5, "start", f"step {first}"),
-        (_WIDTH - 8, _HEIGHT - 5, "end", str(last) if last > first else ""),
+        (_LEFT, _HEIGHT - 5, "start", f"step {first:.0f}"),
+        (_WIDTH - 8, _HEIGHT - 5, "end", f"{last:.0f}" if last > first else ""),
     ]
     texts = "".join(
         f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'

@@ -199,7 +199,7 @@ def read_condition(text: str, views: Sequence[View]) -> Condition:
     )
     if names and found[1] not in names:
         raise UserError(
-            f"--where={text}: no completion has {found[1]!r}; it has {', '.join(names)}"
+            f"--where={text}: completions have no number {found[1]!r}; they have {', '.join(names)}"
         )
     return Condition(found[1], found[2], value)
 
