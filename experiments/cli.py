@@ -6,6 +6,7 @@ Experiments that train take
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
     --workdir=DIR                 run folder (default: named after the config)
     --print_config                print the resolved config, one field per line, and exit
+    --dry_run                     also count the data, render a prompt and plan the memory, and exit
 
 and the other commands define their own arguments (`run_command`).
 
@@ -29,12 +30,18 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from experiments.configs import defaults
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
 
+_PRESETS = (
+    f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(defaults.MODELS)}. "
+    f"Recipes: {', '.join(defaults.RECIPES)}. {defaults.__file__} explains every field, and "
+    "--print_config prints them."
+)
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
 
@@ -56,7 +63,7 @@ def main(
         try:
             _check_arguments(argv[1:])
             with config_errors():
-                rest = _parse_flags(argv, default_config)
+                rest = _parse_flags(argv, default_config, trains=trains)
                 if trains:
                     overrides = config_flags.get_override_values(flags.FLAGS["config"])
                     check_overrides(flags.FLAGS.config, overrides)
@@ -74,6 +81,10 @@ def main(
         with _one_line_errors():
             if flags.FLAGS.print_config:
                 print(describe_config(flags.FLAGS.config), end="")
+            elif trains and flags.FLAGS.dry_run:
+                from qerl_jax.training.dry_run import dry_run
+
+                dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             else:
                 run(flags.FLAGS.config, flags.FLAGS.workdir)
 
@@ -205,15 +216,20 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         check_unicode(argument, f"argument {number}, {ascii(argument)[1:-1][:60]}")
 
 
-def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
+def _parse_flags(argv: Sequence[str], default_config: str, *, trains: bool) -> list[str]:
     config_flags.DEFINE_config_file(
         "config",
         default_config,
-        "config file, FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field of it",
+        "config file, FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field of it. "
+        f"{_PRESETS}",
     )
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
-    for name in ("config", "workdir", "print_config"):
+    names = ["config", "workdir", "print_config"]
+    if trains:
+        flags.DEFINE_bool("dry_run", False, "say what the run would do, and exit")
+        names.append("dry_run")
+    for name in names:
         flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
     rest = flags.FLAGS([_with_home(argument) for argument in argv])
     if len(rest) > 1:

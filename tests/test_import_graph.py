@@ -46,7 +46,8 @@ ALLOWED = {
         "paths",
         "errors",
     },
-    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run", "errors"},
+    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
+    | {"model_source", "paths", "errors"},
 }
 
 

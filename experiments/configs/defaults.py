@@ -7,7 +7,8 @@ An experiment's config file is a table of differences; `build` makes the config 
 MODEL selects the weights and the memory settings. RECIPE selects noise, loss, advantages and
 optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
 another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay
-the experiment's; so do the learning rate and the first sigma of the stand-in.
+the experiment's; so do the learning rate and the first sigma of the stand-in. Only 'first_run'
+changes sizes: it is the paper's recipe with 100 steps and 1,024 new tokens.
 
 Any field below can be set on the command line, for example --config.aqn.schedule=cosine or
 --config.lora.targets="('q_proj', 'v_proj')".
@@ -88,6 +89,14 @@ SUMS: dict[str, Any] = {
 RECIPES: dict[str, dict[str, Any]] = {
     # QeRL, arXiv 2510.11696, Table 4 and appendix E: the experiment as it is.
     "paper": {},
+    # The paper's recipe for the first run on a GPU: few steps and short completions.
+    "first_run": {
+        "steps": 100,
+        "rollout.max_new_tokens": 1024,
+        "rl.overlong_buffer": 0,
+        "eval.every": 25,
+        "checkpoint.every": 10,
+    },
     # QeRL's released code at commit e8c6e79 (2025-11-27), training/dapo_*_nvfp4_single_gpu.sh. Its
     # "DAPO" has no dynamic sampling and takes the mean over the tokens of a micro-batch. The noise
     # here is the noise that the code is written to add, on every norm; the code searches for norm

@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
             `resume.MEMORY_AND_TIME`, whose changes are printed. A run without any step takes the
             new config.
 
+    A start that fails before its first step removes the folder that it made.
+
     Yields:
         The open run.
 
@@ -209,6 +212,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
             another config.
     """
     folder = RunFolder(default_folder(config) if path is None else user_path(path))
+    absolute = folder.path.absolute()
+    new = [part for part in (absolute, *absolute.parents) if not part.exists()]
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         _check_ours(folder)  # before the lock, so that a folder of something else is untouched
@@ -217,18 +222,44 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
     with lock:
         _acquire(lock, folder.path)
-        saved = _read_saved(folder.config)
-        resumed = saved is not None and _has_begun(folder)
-        if resumed:
-            schedule_steps = saved["schedule_steps"]
-            _take_changes(folder, saved, config)
-        else:
-            _check_no_outputs(folder)
-            schedule_steps = config.steps
-            described = {"config": config_dict(config), "schedule_steps": schedule_steps}
-            described |= provenance()
-            write_atomic(folder.config, json.dumps(described, indent=2) + "\n")
-        yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed)
+        with _removed_if_it_fails(folder, new):
+            saved = _read_saved(folder.config)
+            resumed = saved is not None and _has_begun(folder)
+            if resumed:
+                schedule_steps = saved["schedule_steps"]
+                _take_changes(folder, saved, config)
+            else:
+                _check_no_outputs(folder)
+                schedule_steps = config.steps
+                described = {"config": config_dict(config), "schedule_steps": schedule_steps}
+                described |= provenance()
+                write_atomic(folder.config, json.dumps(described, indent=2) + "\n")
+            yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed)
+
+
+@contextlib.contextmanager
+def _removed_if_it_fails(folder: RunFolder, new: Sequence[Path]) -> Iterator[None]:
+    """After an exception, removes folders that are new if nothing in them is worth keeping.
+
+    Args:
+        folder: the run folder, whose lock this process holds.
+        new: the folders that were made for it, from the run folder to its farthest parent.
+    """
+    try:
+        yield
+    except BaseException:
+        if new and not _has_begun(folder):
+            shutil.rmtree(folder.programs, ignore_errors=True)  # JAX's cache has them too.
+            ours = {folder.lock, folder.config}
+            with contextlib.suppress(OSError):  # A folder that is not empty stays.
+                for path in [path for path in folder.path.iterdir() if path.is_dir()]:
+                    path.rmdir()
+                if set(folder.path.iterdir()) <= ours:
+                    for path in ours:
+                        path.unlink(missing_ok=True)
+                    for path in new:
+                        path.rmdir()
+        raise
 
 
 def lock_holder(path: Path) -> str | None:
