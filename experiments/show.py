@@ -96,5 +96,10 @@ def _steps(text: str) -> tuple[int, int] | None:
     return int(found[1]), int(found[2] or found[1])
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Parses the arguments and runs."""
     cli.run_command(make_parser(), run)
+
+
+if __name__ == "__main__":
+    main()

@@ -2,7 +2,7 @@
 
 An experiment's config file is a table of differences; `build` makes the config from
 
-    MODEL[,RECIPE]     as in --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b,trl
+    MODEL[,RECIPE]     as in --config=grpo_gsm8k:qwen2.5-7b,trl
 
 MODEL selects the weights and the memory settings. RECIPE selects noise, loss, advantages and
 optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
