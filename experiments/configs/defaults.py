@@ -251,6 +251,10 @@ def _fields(model: str) -> ConfigDict:
     c.seed = 0
     c.steps = 600  # More of them extend a run, unless its learning rate has decayed to 0.
 
+    # Folder of a run that this run begins from: its adapter, optimizer and position in the data,
+    # with any other field changed. FOLDER takes its last checkpoint, FOLDER:best its best adapter.
+    c.init_from = ""
+
     c.model = ConfigDict()
     # 'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.
     c.model.source = _SOURCES[model]

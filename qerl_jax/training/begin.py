@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -13,10 +14,11 @@ from qerl_jax.errors import UserError
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilations import Compilations
-from qerl_jax.run.folder import OpenRun
+from qerl_jax.run.folder import OpenRun, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.run.terminal import LiveLine
+from qerl_jax.training.init_from import begin_from, with_reference
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress
@@ -74,11 +76,17 @@ def begin(
     if restored is None:
         log.truncate(-1)
         folder.best.unlink(missing_ok=True)
-        trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
+        if setup.config.init_from:
+            setup, progress = begin_from(setup, folder, fingerprints)
+        else:
+            trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
+            state = init_state(trainable, setup.optimizer)
+            progress = Progress(step=0, state=state, cursor=Cursor())
         # Committed to its device, as a restored state is: both compile to the same programs.
-        state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
-        progress = Progress(step=0, state=state, cursor=Cursor())
+        state = jax.device_put(progress.state, jax.devices()[0])
+        progress = dataclasses.replace(progress, state=state)
     else:
+        setup = with_reference(setup, folder)
         step, state, meta = restored
         if meta["fingerprint"] != setup.model.fingerprint:
             raise UserError(
@@ -87,11 +95,14 @@ def begin(
             )
         check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
         _check_problems(setup.config, meta.get("problems", {}), fingerprints)
+        _check_moved(folder, meta)
         _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
         progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
     evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
-    return Run(
+    if folder.moved:
+        record_places(folder, setup.config)
+    run = Run(
         setup,
         folder,
         checkpoints,
@@ -102,6 +113,39 @@ def begin(
         fingerprints,
         compilations,
     )
+    if setup.config.init_from and restored is None:
+        save_checkpoint(run)
+        checkpoints.wait()  # From here on the run needs nothing of the other one.
+    return run
+
+
+def save_checkpoint(run: Run) -> None:
+    """Saves a checkpoint of a run in the background.
+
+    Raises:
+        UserError: no disk space, or the previous save failed.
+    """
+    run.checkpoints.save(
+        run.progress.step,
+        run.progress.state,
+        {
+            "cursor": dataclasses.asdict(run.progress.cursor),
+            "fingerprint": run.setup.model.fingerprint,
+            "reference": run.setup.reference_fingerprint,
+            "problems": run.fingerprints,
+        },
+    )
+
+
+def _check_moved(folder: OpenRun, meta: Mapping[str, Any]) -> None:
+    """Refuses another place of the problems where the checkpoint cannot tell whether they agree."""
+    moved = [field for field in folder.moved if field.startswith("data.")]
+    if moved and "problems" not in meta:
+        raise UserError(
+            f"{folder.path} holds a run of another config ({', '.join(moved)}), and its checkpoint "
+            "is of an earlier version without a fingerprint of the problems; restore these values "
+            "or pass another --workdir"
+        )
 
 
 def _truncate_log(

@@ -18,6 +18,7 @@ from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.run.folder import RunFolder, default_folder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.describe_config import describe_config
+from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.setup import check_method
 from qerl_jax.training.validate import validate
@@ -48,9 +49,12 @@ def dry_run(
     rewards = rewards or {
         name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
     }
+    folder = RunFolder(default_folder(config) if workdir is None else user_path(workdir))
+    if not folder.checkpoints.is_dir():
+        check_origin(config)
     check_method(config, rewards, schedule_steps=config.steps)
     write(describe_config(config))
-    write(_describe_folder(config, workdir))
+    write(_describe_folder(config, folder))
     problems = load_problems(config, rewards)
     architecture, tokens = read_description(config.model.source)
     check_positions(config, architecture)
@@ -94,8 +98,7 @@ def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _describe_folder(config: ConfigDict, workdir: str | Path | None) -> str:
-    folder = RunFolder(default_folder(config) if workdir is None else user_path(workdir))
+def _describe_folder(config: ConfigDict, folder: RunFolder) -> str:
     if not folder.metrics.exists():
         return f"run folder: {folder.path}, which would be new\n"
     done = max((row["step"] for row in read_steps(folder.metrics)), default=0)

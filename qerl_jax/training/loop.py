@@ -33,6 +33,7 @@ from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import format_row
 from qerl_jax.training.begin import Run, begin
 from qerl_jax.training.compile import compile_programs
+from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
 from qerl_jax.training.saving import announce_finished, best_so_far, finish, save
 from qerl_jax.training.setup import prepare
@@ -87,6 +88,8 @@ def train(
             return folder.path
         trained = trained_folder(folder, config)
         check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
+        if not checkpoints.steps:
+            check_origin(config)
         setup = prepare(config, rewards, schedule_steps=folder.schedule_steps)
         with (
             programs_in(folder.programs),

@@ -4,7 +4,6 @@ With each checkpoint it writes what other commands read: the adapter, and the pi
 So a run can be sampled, evaluated and exported while it trains, and after a signal has stopped it.
 """
 
-import dataclasses
 import json
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ from ml_collections import ConfigDict
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.folder import OpenRun
 from qerl_jax.run.plots import plot_run
-from qerl_jax.training.begin import Run
+from qerl_jax.training.begin import Run, save_checkpoint
 from qerl_jax.training.outputs import best_accuracy, save_trained, trained_folder
 from qerl_jax.training.validate import how_to_train_on
 
@@ -36,16 +35,7 @@ def save(run: Run, *, stops: bool = False) -> None:
         UserError: a file could not be written.
     """
     step = run.progress.step
-    run.checkpoints.save(
-        step,
-        run.progress.state,
-        {
-            "cursor": dataclasses.asdict(run.progress.cursor),
-            "fingerprint": run.setup.model.fingerprint,
-            "reference": run.setup.reference_fingerprint,
-            "problems": run.fingerprints,
-        },
-    )
+    save_checkpoint(run)
     if stops:
         run.checkpoints.wait()
     if run.written != step:
