@@ -3,7 +3,7 @@
 Experiments that train take
 
     --config=FILE.py[:PRESET]     config file (default: the experiment's own)
-    --config=NAME[:PRESET]        a config that is installed: grpo_gsm8k, dapo_math, aqn_ablation
+    --config=NAME[:PRESET]        a config that is installed, such as grpo_gsm8k:qwen2.5-7b
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
     --workdir=DIR                 run folder (default: named after the config)
     --print_config                print the resolved config, one field per line, and exit
@@ -33,6 +33,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments.configs import NAMES, config_file, defaults
 from qerl_jax.errors import UserError, check_unicode, first_line
+from qerl_jax.run.resume import RENAMED
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
@@ -284,5 +285,8 @@ def _key_message(error: BaseException) -> str:
         error = error.args[0]
     text = str(error.args[0]) if error.args else type(error).__name__
     key, _, hint = text.partition("\n")
+    now = {old.rpartition(".")[2]: new for old, new in RENAMED.items()}.get(key.strip("'"))
+    if now:
+        return f"{key} ({now} took its place)"
     match = re.match(r"(Did you mean .*) instead of ", hint)
     return f"{key} ({match[1]}?)" if match else text

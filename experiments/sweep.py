@@ -40,6 +40,7 @@ from ml_collections import ConfigDict, config_flags
 from experiments import cli
 from experiments.configs import config_file
 from qerl_jax.errors import UserError
+from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import TEMPORARY, write_atomic
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten, lock_holder
@@ -47,7 +48,6 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
-from qerl_jax.run.terminal import LiveLine
 from qerl_jax.training.describe_config import as_flag
 from qerl_jax.training.overrides import check_overrides
 

@@ -6,7 +6,9 @@ from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 
 _FOLDER = Path(__file__).parent
-NAMES = ("grpo_gsm8k", "dapo_math", "aqn_ablation")
+NAMES = tuple(
+    sorted(p.stem for p in _FOLDER.glob("*.py") if p.stem not in ("__init__", "defaults"))
+)
 
 
 def config_file(text: str) -> str:

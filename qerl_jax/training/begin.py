@@ -11,13 +11,14 @@ from ml_collections import ConfigDict
 from qerl_jax.data import HELD_OUT, Cursor
 from qerl_jax.data import fingerprint as problems_fingerprint
 from qerl_jax.errors import UserError
+from qerl_jax.live_line import LiveLine
+from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilations import Compilations
 from qerl_jax.run.folder import OpenRun, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.signals import StoppedError
-from qerl_jax.run.terminal import LiveLine
 from qerl_jax.training.init_from import begin_from, with_reference
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.start import check_reference, first_trainable
@@ -98,7 +99,8 @@ def begin(
         _check_moved(folder, meta)
         _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
-        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
+        noise = SigmaState(**meta.get("noise", {}))
+        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]), noise=noise)
     evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
     if folder.moved:
         record_places(folder, setup.config)
@@ -130,6 +132,7 @@ def save_checkpoint(run: Run) -> None:
         run.progress.state,
         {
             "cursor": dataclasses.asdict(run.progress.cursor),
+            "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
             "reference": run.setup.reference_fingerprint,
             "problems": run.fingerprints,
