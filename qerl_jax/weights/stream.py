@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
+from qerl_jax.threads import covered_seconds
 from qerl_jax.weights.safetensors import CHUNK_BYTES
 
 _ALIGNMENT = 64
@@ -82,11 +83,7 @@ class Meter:
 
     def busy_seconds(self, *stages: str) -> float:
         """Returns in how many seconds at least one thread was in one of the stages."""
-        total, end = 0.0, 0.0
-        for began, ended in sorted(span[1:] for span in self._spans if span[0] in stages):
-            total += max(0.0, ended - max(began, end))
-            end = max(end, ended)
-        return total
+        return covered_seconds(span[1:] for span in self._spans if span[0] in stages)
 
 
 class Stream:
