@@ -37,10 +37,10 @@ from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.staging import check_free, staged_folder
 from qerl_jax.weights import json_file, names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
-from qerl_jax.weights.staging import check_free, staged_folder
 
 FORMATS = ("peft", "merged", "nvfp4")
 ONTO = ("trained", "bf16")
@@ -248,7 +248,7 @@ def _new_card(
     if (summary := RunFolder(source).summary).exists():
         steps = json_file.read_object(summary).get("steps")
     elif policy.run is not None:
-        print(f"{config.source}: the run is not finished; this is its best adapter so far")
+        print(f"{config.source}: the run is not finished; this is what it has so far")
     served = base.source if base.format == "bf16" or base.packed else ""
     named = policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
     return Card(

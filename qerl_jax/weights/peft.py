@@ -17,8 +17,8 @@ from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import PROJECTIONS, Lora, LoraConfig, projection_shapes
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.staging import make_readable, staged_folder
 from qerl_jax.weights import json_file, names, safetensors
-from qerl_jax.weights.staging import make_readable, staged_folder
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
