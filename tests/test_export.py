@@ -242,8 +242,8 @@ def test_companions_are_copied(tmp_path):
 def test_a_folder_without_a_tokenizer(tmp_path):
     source = write_folder(tmp_path, model_config(), random_tensors(model_config()))
     model = load(str(source))
-    (source / "tokenizer.json").unlink()
-    (source / "tokenizer_config.json").unlink()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (source / name).unlink()
     assert companion_files(model, packed=False).keys() == {"config.json"}
 
 

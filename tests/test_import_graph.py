@@ -35,6 +35,7 @@ ALLOWED = {
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
     "run": {"statistics", "threads", "hub", "paths", "errors"},
+    "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
     "export": {
@@ -52,7 +53,7 @@ ALLOWED = {
         "errors",
     },
     "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
-    | {"live_line", "errors"},
+    | {"live_line", "model_source", "paths", "errors"},
 }
 
 

@@ -151,7 +151,7 @@ def read_peft_base(folder: pathlib.Path | str) -> str:
     revision = _read_config(folder).get("revision")
     if not base:
         raise UserError(f"{folder}: {CONFIG_FILE} names no base model; pass it as --base=MODEL")
-    if revision not in (None, "", "main") and not pathlib.Path(base).expanduser().exists():
+    if revision not in (None, "", "main") and not user_path(base).exists():
         raise UserError(
             f"{folder}: the adapter belongs to the revision {revision!r:.50} of {base}; download "
             "that revision and pass its folder as --base=FOLDER"
