@@ -10,8 +10,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Problem, Prompt, encode_prompts, load_splits
-from qerl_jax.errors import UserError
+from qerl_jax.data import Prompt
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -29,6 +28,7 @@ from qerl_jax.training.memory_plan import (
     recomputation,
 )
 from qerl_jax.training.method import Method, method_of
+from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.load import LoadedModel, load
 
@@ -93,19 +93,36 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
-    # step hours away, such as one after the end of the first schedule.
+    method = check_method(config, rewards, schedule_steps=schedule_steps)
+    problems = load_problems(config, rewards)
+    model = _load_model(config)
+    prompts = encode_problems(config, model.tokenizer, problems)
+    _announce(config, model, prompts)
+    return assemble(config, rewards, model, prompts, method=method)
+
+
+def check_method(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], *, schedule_steps: int
+) -> Method:
+    """Makes what needs no model, and refuses bad options before one is loaded.
+
+    A custom schedule is called for every step, as it could fail at one that is hours away, such as
+    one after the end of the first schedule.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        schedule_steps: number of steps that the schedules of noise and learning rate span.
+
+    Raises:
+        UserError: an option is out of range.
+    """
     _metric(config, rewards)
     method = method_of(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
             kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
-    problems = _load_problems(config, rewards)
-    if problems.get("eval") and "correctness" not in rewards:
-        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
-    model = _load_model(config)
-    prompts = _encode_prompts(config, model, problems)
-    return assemble(config, rewards, model, prompts, method=method)
+    return method
 
 
 def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
@@ -195,24 +212,6 @@ def assemble(
     )
 
 
-def _load_problems(
-    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
-) -> dict[str, list[Problem]]:
-    """The problems by split, 'train' and, with evaluations, 'eval'."""
-    train, evaluation = load_splits(
-        config.data.source,
-        path=config.data.path,
-        eval_source=config.data.eval_source,
-        eval_path=config.data.eval_path,
-        eval_size=(config.eval.problems or None) if config.eval.every else 0,
-        rewards=[function for function, _ in rewards.values()],
-        levels=tuple(config.data.levels),
-        max_question_chars=config.data.max_question_chars,
-        options=config.data.options.to_dict(),
-    )
-    return {"train": train} | ({"eval": evaluation} if config.eval.every else {})
-
-
 def _load_model(config: ConfigDict) -> LoadedModel:
     """The model; refuses lengths that it has no positions for."""
     device = jax.devices()[0]
@@ -230,30 +229,12 @@ def _load_model(config: ConfigDict) -> LoadedModel:
         flush=True,
     )
     model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
-    for part in ("rollout", "eval") if config.eval.every else ("rollout",):
-        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
-        if longest > model.config.max_position:
-            raise UserError(
-                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
-                f"{model.config.max_position} positions: lower one of the two"
-            )
+    check_positions(config, model.config)
     return model
 
 
-def _encode_prompts(
-    config: ConfigDict, model: LoadedModel, problems: Mapping[str, list[Problem]]
-) -> dict[str, list[Prompt]]:
-    """The prompts by split."""
-    prompts = {
-        split: encode_prompts(
-            found,
-            model.tokenizer,
-            system_prompt=config.data.system_prompt,
-            question_suffix=config.data.question_suffix,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-        )
-        for split, found in problems.items()
-    }
+def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list[Prompt]]) -> None:
+    """Prints the size of the model and the numbers of prompts."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     held_out = f"{len(prompts.get('eval', []))} held out"
     if config.eval.every and not config.eval.problems:
@@ -263,7 +244,6 @@ def _encode_prompts(
         f"{len(prompts['train'])} training prompts, {held_out}",
         flush=True,
     )
-    return prompts
 
 
 def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
