@@ -34,7 +34,7 @@ ALLOWED = {
     "problem_sources": {"rl", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "hub", "paths", "errors"},
+    "run": {"statistics", "threads", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
