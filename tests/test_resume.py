@@ -436,7 +436,9 @@ def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()
-        return process.returncode, out, err
+        # On a slow machine the loading of the weights shows its progress.
+        said = [line for line in err.splitlines() if line and not line.startswith("load")]
+        return process.returncode, out, said
 
     code, _, _ = start(signal.SIGKILL, STEP_3)
     assert code == -signal.SIGKILL
@@ -447,9 +449,9 @@ def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
     assert code == 128 + signal.SIGTERM
     last = steps(run)[-1]
     assert f"saved after step {last};" in out
-    assert err.strip() == "SIGTERM: saving and stopping"
+    assert err == ["SIGTERM: saving and stopping"]
     code, out, err = start(None, 1000)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, [])
     assert f"resuming after step {last}\n" in out
     assert f"finished after 6 steps: {run}/adapter" in out
     assert_same(run, uninterrupted)
