@@ -33,6 +33,7 @@ ALLOWED = {
     | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
+    "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
     "run": {"statistics", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
