@@ -23,13 +23,13 @@ _PUBLIC = {
     "load": "qerl_jax.weights.load",
     "numeric_answer": "qerl_jax.rl.rewards",
     "open_policy": "qerl_jax.evaluation.load_policy",
-    "open_session": "qerl_jax.training.session",
+    "open_session": "qerl_jax.session",
     "perturb_norms": "qerl_jax.policy.aqn",
     "quantize": "qerl_jax.policy.quant",
     "score": "qerl_jax.rl.rewards",
     "sigma_schedule": "qerl_jax.policy.aqn",
     "train": "qerl_jax.training.loop",
-    "train_step": "qerl_jax.training.session",
+    "train_step": "qerl_jax.session",
 }
 
 __all__ = list(_PUBLIC)  # pyrefly: ignore

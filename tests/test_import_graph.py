@@ -35,7 +35,7 @@ ALLOWED = {
     "data": {"problem_sources", "rl", "weights", "errors"},
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "hub", "paths", "errors"},
+    "run": {"live_line", "statistics", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
@@ -54,7 +54,10 @@ ALLOWED = {
         "errors",
     },
     "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
-    | {"live_line", "model_source", "paths", "errors"},
+    | {"live_line", "paths", "errors"},
+    "session": {"training", "policy", "rollout", "rl", "data"},
+    "dry_run": {"training", "policy", "rl", "weights", "data", "run"}
+    | {"model_source", "paths", "errors"},
 }
 
 
