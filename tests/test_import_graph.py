@@ -35,7 +35,7 @@ ALLOWED = {
     "data": {"problem_sources", "rl", "weights", "errors"},
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {"live_line", "statistics", "hub", "paths", "errors"},
+    "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
