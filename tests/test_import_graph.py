@@ -50,6 +50,7 @@ ALLOWED = {
         "evaluation",
         "run",
         "statistics",
+        "hub",
         "paths",
         "errors",
     },
