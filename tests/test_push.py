@@ -70,7 +70,9 @@ def test_what_the_hub_holds_is_not_overwritten(hub):
 
 def test_an_upload_that_fails_says_what_is_left_to_do(hub, tmp_path):
     hub(error=PermissionError("403 Forbidden\nmore"))
-    with pytest.raises(UserError, match="PermissionError: 403 Forbidden; .*hf upload user/n ") as e:
+    with pytest.raises(
+        UserError, match=r"PermissionError: 403 Forbidden; .*hf upload user/n "
+    ) as e:
         push.push(tmp_path, "user/n", public=False)
     assert "\n" not in str(e.value)
 
