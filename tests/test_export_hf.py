@@ -77,6 +77,7 @@ def test_peft(run, tiny, tmp_path, capsys):
         "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
     }
