@@ -33,8 +33,9 @@ ALLOWED = {
     | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
+    "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "threads", "hub", "paths", "errors"},
+    "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
     | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
@@ -49,11 +50,15 @@ ALLOWED = {
         "evaluation",
         "run",
         "statistics",
+        "hub",
         "paths",
         "errors",
     },
     "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
-    | {"live_line", "model_source", "paths", "errors"},
+    | {"live_line", "paths", "errors"},
+    "session": {"training", "policy", "rollout", "rl", "data"},
+    "dry_run": {"training", "policy", "rl", "weights", "data", "run"}
+    | {"model_source", "paths", "errors"},
 }
 
 

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict, config_flags
 from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
+from experiments import cli
 from experiments.configs import grpo_gsm8k
 from qerl_jax.data import load_problems
 from qerl_jax.errors import UserError
@@ -120,6 +121,7 @@ OTHERS = {
     "eval.max_new_tokens": 1,
 }
 PROFILE = {"profile.start", "profile.stop"}  # These write files and change no result.
+TRACKED = {"log.project", "log.group"}  # These name a run at a service.
 SOURCES = {"data.source", "data.eval_source", "data.options"}  # A tiny model reads no text.
 
 
@@ -160,15 +162,22 @@ def test_the_table_names_fields():
     config = grpo_gsm8k.get_config()
     known = fields(config) | {name for name in config if isinstance(config[name], ConfigDict)}
     assert set(NEEDS) <= known
-    assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE
+    assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE | TRACKED
     assert need("data.options.max_terms") is NEEDS["data.options"]
 
 
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
     configs = [with_changes(tiny.config(), changes) for changes in (BUSY, *MODES.values())]
     for field, (_, holds) in NEEDS.items():
-        if field not in SOURCES:
+        if field not in SOURCES | TRACKED:
             assert {holds(config) for config in configs} == {False, True}, field
+
+
+@pytest.mark.parametrize("service", ["wandb", "trackio"])
+def test_a_project_needs_a_service(tiny, service):
+    with pytest.raises(UserError, match=r"log\.project .needs log\.wandb or log\.trackio"):
+        check_overrides(tiny.config(), ["log.project"])
+    check_overrides(tiny.config({f"log.{service}": True}), sorted(TRACKED))
 
 
 @pytest.mark.parametrize("mode", SOME_SLOW)
@@ -299,7 +308,8 @@ def documented_commands():
 
 def parsed(experiment, arguments):
     """The config of a command line, and the fields that the command line sets."""
-    argv, values = ["", *(a for a in arguments if a.startswith("--config"))], FlagValues()
+    given = [argument for argument in arguments if argument.startswith("--config")]
+    argv, values = ["", *cli.with_files(given)], FlagValues()
     default = f"experiments/configs/{experiment}.py"
     config_flags.DEFINE_config_file("config", default, flag_values=values, sys_argv=argv)
     values(argv)
