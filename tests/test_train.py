@@ -20,7 +20,7 @@ from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.rl.programs import compiled
-from qerl_jax.rl.rewards import Scores
+from qerl_jax.rl.scoring import Scores
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl

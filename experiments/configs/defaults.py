@@ -273,10 +273,17 @@ def _fields(model: str) -> ConfigDict:
     # split chooses the best adapter; a hub id: its test split; '': the source's own test split, or
     # held-out problems if it has none.
     c.data.eval_source = "held_out"
-    # Local JSONL files (question, answer, optionally level) for training and evaluation; they
-    # replace the sources.
+    # Local files or folders for training and evaluation, which replace the sources: .jsonl, .json
+    # (an array) or .parquet. Rewards get the columns of a row that they have arguments for.
     c.data.path = ""
     c.data.eval_path = ""
+    # Names of the fields in files and hub datasets; a name with dots is nested, such as
+    # reward_model.ground_truth. '': question, problem or prompt (a text, or a list of chat
+    # messages); answer or solution; level.
+    c.data.fields = ConfigDict()
+    c.data.fields.question = ""
+    c.data.fields.answer = ""
+    c.data.fields.level = ""
     # Difficulties to train on, by the problems' field `level`, such as (3, 4, 5). (): all.
     c.data.levels = ()
     c.data.max_question_chars = 0  # Longer questions are not trained on. 0: no limit
@@ -284,6 +291,8 @@ def _fields(model: str) -> ConfigDict:
     c.data.options = ConfigDict()
     c.data.system_prompt = ""
     c.data.question_suffix = ""  # appended to every question
+    # Further variables of the chat template, such as {'enable_thinking': False} for Qwen3.
+    c.data.chat_template_args = ConfigDict()
     c.data.max_prompt_tokens = 320  # A longer prompt is an error.
 
     c.rollout = ConfigDict()

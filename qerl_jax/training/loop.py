@@ -19,13 +19,12 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import HELD_OUT, Cursor
-from qerl_jax.data import fingerprint as problems_fingerprint
+from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.atomic import write_atomic
@@ -37,6 +36,7 @@ from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import LiveLine, format_row
+from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.outputs import (
     best_accuracy,
@@ -45,6 +45,8 @@ from qerl_jax.training.outputs import (
     save_trained,
     trained_folder,
 )
+from qerl_jax.training.problems import check_problems, configured_rewards
+from qerl_jax.training.problems import fingerprints as problem_fingerprints
 from qerl_jax.training.setup import Setup, prepare
 from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress, StepResult, take_step
@@ -112,13 +114,12 @@ def train(
 
     Raises:
         UserError: the config asks for something that cannot be done.
-            A program that is missing after the first step is one too; the last whole step is saved.
+            A program that is missing after the first step is one too, and completions of which none
+            has a reward; the last whole step is saved.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
-    rewards = rewards or {
-        name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
-    }
+    rewards = rewards or configured_rewards(config)
     with (
         memory_errors(
             "lower --config.train.buffer_tokens or, if it was the rollout that did not fit, "
@@ -149,12 +150,12 @@ def train(
             run = _begin(setup, folder, checkpoints, log, received, compilations)
             try:
                 _train_steps(run)
-            except (StoppedError, MissingProgramError) as error:
+            except (StoppedError, MissingProgramError, NoRewardError) as error:
                 _save(run)
                 checkpoints.wait()
                 step = run.progress.step
                 print(f"saved after step {step}; the same command continues", flush=True)
-                if isinstance(error, StoppedError):
+                if isinstance(error, StoppedError | NoRewardError):
                     raise
                 raise UserError(
                     f"{error}; after the first step a run compiles nothing: please report this "
@@ -189,6 +190,7 @@ def _train_steps(run: _Run) -> None:
                     config.rollout.prompts_per_step * config.rollout.group_size,
                 ),
                 on_update=lambda label=label: run.live.update(f"{label} update"),
+                on_wait=run.stop_if_asked,
             )
             if number == config.profile.stop:
                 trace.close()
@@ -241,6 +243,7 @@ def _evaluate(run: _Run, executables: Executables) -> None:
         engine=setup.eval_engine,
         executables=executables,
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
+        on_wait=run.stop_if_asked,
     )
     seconds = time.perf_counter() - began
     if step and score.accuracy > _best_accuracy(run):
@@ -317,7 +320,8 @@ def _begin(
 ) -> _Run:
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
     restored = checkpoints.restore_latest(setup.state_shapes)
-    fingerprints = _fingerprints(setup)
+    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
+    fingerprints = problem_fingerprints(prompts, setup.collect.rewards)
     if restored is None:
         log.truncate(-1)
         folder.best.unlink(missing_ok=True)
@@ -333,7 +337,7 @@ def _begin(
                 "began with; restore them or pass another --workdir"
             )
         check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
-        _check_problems(setup.config, meta.get("problems", {}), fingerprints)
+        check_problems(setup.config, meta.get("problems", {}), fingerprints)
         _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
         progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
@@ -372,36 +376,6 @@ def _truncate_log(
     row, samples = unlogged
     log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
     log.write_completions(step, samples)
-
-
-def _fingerprints(setup: Setup) -> dict[str, str]:
-    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
-    return {
-        split: problems_fingerprint(prompt.problem for prompt in found)
-        for split, found in prompts.items()
-    }
-
-
-def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Refuses problems that are not the problems of a checkpoint.
-
-    Args:
-        config: the resolved config.
-        saved: fingerprints of the problems by split when the checkpoint was saved; empty in a
-            checkpoint of an earlier version, whose problems are not compared.
-        found: fingerprints of the problems of this start.
-    """
-    source = config.data.path or config.data.source
-    eval_source = config.data.eval_path or config.data.eval_source
-    for split, name, place in (
-        ("train", "training", source),
-        ("eval", "evaluation", source if eval_source in ("", HELD_OUT) else eval_source),
-    ):
-        if saved.get(split, found[split]) != found[split]:
-            raise UserError(
-                f"the {name} problems of {place} are not the problems that this run began with; "
-                "restore them, or pass another --workdir to begin a run with the new ones"
-            )
 
 
 def _save(run: _Run) -> None:

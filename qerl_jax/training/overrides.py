@@ -37,6 +37,10 @@ NEEDS: dict[str, _Need] = {
         "generated problems: data.source='reasoning_gym:TASK', an empty data.path",
         lambda c: not c.data.path and c.data.source.startswith("reasoning_gym:"),
     ),
+    "data.fields": (
+        "a file or a hub dataset: generated problems have fixed fields",
+        lambda c: bool(c.data.path) or not c.data.source.startswith("reasoning_gym:"),
+    ),
     "data.eval_source": (
         "evaluations: eval.every above 0; and an empty data.eval_path",
         lambda c: c.eval.every > 0 and not c.data.eval_path,

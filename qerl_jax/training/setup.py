@@ -10,7 +10,7 @@ import jax
 import optax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Problem, Prompt, encode_prompts, load_splits
+from qerl_jax.data import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -28,6 +28,7 @@ from qerl_jax.training.memory_plan import (
     plan_update,
     recomputation,
 )
+from qerl_jax.training.problems import encode_problems, load_problems
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.load import LoadedModel, load
 
@@ -164,11 +165,11 @@ def prepare(
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
             method.sigma(step)
-    problems = _load_problems(config, rewards)
+    problems = load_problems(config, rewards)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     model = _load_model(config)
-    prompts = _encode_prompts(config, model, problems)
+    prompts = encode_problems(config, model, problems)
     return assemble(config, rewards, model, prompts, method=method)
 
 
@@ -275,24 +276,6 @@ def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransfo
     )
 
 
-def _load_problems(
-    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
-) -> dict[str, list[Problem]]:
-    """The problems by split, 'train' and, with evaluations, 'eval'."""
-    train, evaluation = load_splits(
-        config.data.source,
-        path=config.data.path,
-        eval_source=config.data.eval_source,
-        eval_path=config.data.eval_path,
-        eval_size=(config.eval.problems or None) if config.eval.every else 0,
-        rewards=[function for function, _ in rewards.values()],
-        levels=tuple(config.data.levels),
-        max_question_chars=config.data.max_question_chars,
-        options=config.data.options.to_dict(),
-    )
-    return {"train": train} | ({"eval": evaluation} if config.eval.every else {})
-
-
 def _load_model(config: ConfigDict) -> LoadedModel:
     """The model; refuses lengths that it has no positions for."""
     device = jax.devices()[0]
@@ -318,32 +301,6 @@ def _load_model(config: ConfigDict) -> LoadedModel:
                 f"{model.config.max_position} positions: lower one of the two"
             )
     return model
-
-
-def _encode_prompts(
-    config: ConfigDict, model: LoadedModel, problems: Mapping[str, list[Problem]]
-) -> dict[str, list[Prompt]]:
-    """The prompts by split."""
-    prompts = {
-        split: encode_prompts(
-            found,
-            model.tokenizer,
-            system_prompt=config.data.system_prompt,
-            question_suffix=config.data.question_suffix,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-        )
-        for split, found in problems.items()
-    }
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    held_out = f"{len(prompts.get('eval', []))} held out"
-    if config.eval.every and not config.eval.problems:
-        held_out += " (at most 256 and a tenth; --config.eval.problems=N changes it)"
-    print(
-        f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
-        f"{len(prompts['train'])} training prompts, {held_out}",
-        flush=True,
-    )
-    return prompts
 
 
 def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:

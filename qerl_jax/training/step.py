@@ -78,6 +78,7 @@ def take_step(
     programs: UpdatePrograms,
     on_rollout: Callable[[int, int], None],
     on_update: Callable[[], None],
+    on_wait: Callable[[], None],
 ) -> StepResult:
     """Takes one step.
 
@@ -88,9 +89,11 @@ def take_step(
         programs: programs of the update.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
+        on_wait: called while rewards work, as in `scoring.Scoring`.
 
     Raises:
-        UserError: the noise is rounded away, or no completion has a reward.
+        UserError: the noise is rounded away.
+        NoRewardError: no completion has a reward.
     """
     config, trainable = setup.config, progress.state.trainable
     key = jax.random.fold_in(setup.key, progress.step)
@@ -122,6 +125,7 @@ def take_step(
         config=setup.collect,
         executables=executables,
         on_progress=on_rollout,
+        on_wait=on_wait,
     )
     on_update()
     began = time.perf_counter()
