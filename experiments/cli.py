@@ -34,6 +34,7 @@ from qerl_jax.paths import user_path
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
+from qerl_jax.training.rewards import name_rewards
 
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
@@ -208,9 +209,11 @@ def _check_arguments(arguments: Sequence[str]) -> None:
 def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
     config_flags.DEFINE_config_file(
         "config",
-        default_config,
+        None,
         "config file, FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field of it",
     )
+    flags.FLAGS["config"].parser = _ConfigParser("config", argv)
+    flags.FLAGS.set_default("config", default_config)
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
     for name in ("config", "workdir", "print_config"):
@@ -222,6 +225,22 @@ def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
         )
     flags.FLAGS.config.lock()  # raises OSError when the file could not be read
     return rest
+
+
+class _ConfigParser(config_flags.ConfigFileFlagParser):
+    """Reads the config file, and adds the rewards that the command line names."""
+
+    def __init__(self, name: str, argv: Sequence[str]):
+        super().__init__(name)
+        found = (re.match(rf"--?{name}\.([^=]+)", argument) for argument in argv)
+        self._fields = [match[1] for match in found if match]
+
+    def parse(self, path: str) -> ConfigDict:
+        """Returns the config of a file, FILE.py or FILE.py:PRESET."""
+        config = super().parse(path)
+        if isinstance(config, ConfigDict):  # else the file could not be read
+            name_rewards(config, self._fields)
+        return config
 
 
 def _with_home(argument: str) -> str:

@@ -45,8 +45,9 @@ from qerl_jax.training.outputs import (
     save_trained,
     trained_folder,
 )
-from qerl_jax.training.problems import check_problems, configured_rewards
+from qerl_jax.training.problems import check_problems
 from qerl_jax.training.problems import fingerprints as problem_fingerprints
+from qerl_jax.training.rewards import configured_rewards
 from qerl_jax.training.setup import Setup, prepare
 from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress, StepResult, take_step

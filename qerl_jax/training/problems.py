@@ -1,4 +1,4 @@
-"""The problems and rewards of a run: loading, writing prompts, knowing the problems again."""
+"""The problems of a run: loading them, writing them as prompts, and knowing them again."""
 
 from collections.abc import Iterable, Mapping
 
@@ -7,28 +7,9 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data import HELD_OUT, Problem, Prompt, encode_prompts, fingerprint, load_splits
 from qerl_jax.errors import UserError
-from qerl_jax.rl.reward_calls import check_columns, columns_read, resolve
+from qerl_jax.rl.reward_calls import check_columns, columns_read
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.weights.load import LoadedModel
-
-
-def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:
-    """Makes the rewards that a config names.
-
-    Args:
-        config: the resolved config.
-
-    Returns:
-        Function and weight by name.
-
-    Raises:
-        UserError: a reward cannot be imported or called, see `reward_calls.resolve`.
-    """
-    rewards = {}
-    for name, options in config.rewards.to_dict().items():
-        path, weight = options.pop("function"), options.pop("weight")
-        rewards[name] = (resolve(path, **options), weight)
-    return rewards
 
 
 def load_problems(

@@ -14,6 +14,7 @@ from qerl_jax.rl.advantages import SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.training.memory_plan import recomputation
+from qerl_jax.training.rewards import check_rewards
 from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1
@@ -81,19 +82,7 @@ def validate(config: ConfigDict) -> None:
     """
     _check_texts(config.to_dict(), "")
     check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
-    for name, reward in config.rewards.to_dict().items():
-        if not isinstance(reward, dict) or reward.keys() != {"function", "weight"}:
-            raise UserError(
-                f"rewards.{name}={reward!r}: give it a function and a weight, "
-                "{'function': 'package.module:function', 'weight': 1.0}"
-            )
-        check_limits({f"rewards.{name}.weight": (reward["weight"], -1e6, 1e6)})
-    weights = {name: reward["weight"] for name, reward in config.rewards.to_dict().items()}
-    if not any(weights.values()):
-        raise UserError(
-            f"no reward has a weight ({', '.join(weights) or 'no rewards'}), nothing can be "
-            "learned: set one, such as rewards.correctness.weight=1"
-        )
+    check_rewards(config)
     for name, choices in _CHOICES.items():
         if _field(config, name) not in choices:
             raise UserError(
