@@ -212,7 +212,9 @@ def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
         None,
         "config file, FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field of it",
     )
-    flags.FLAGS["config"].parser = _ConfigParser("config", argv)
+    fields = [found[1] for found in (re.match(r"--?config\.([^=]+)", a) for a in argv) if found]
+    flag = flags.FLAGS["config"]
+    flag.parser = _ConfigParser(flag.parser, fields)
     flags.FLAGS.set_default("config", default_config)
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
@@ -227,17 +229,15 @@ def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
     return rest
 
 
-class _ConfigParser(config_flags.ConfigFileFlagParser):
-    """Reads the config file, and adds the rewards that the command line names."""
+class _ConfigParser(flags.ArgumentParser):
+    """Reads the config file as another parser does, and adds the rewards that flags name."""
 
-    def __init__(self, name: str, argv: Sequence[str]):
-        super().__init__(name)
-        found = (re.match(rf"--?{name}\.([^=]+)", argument) for argument in argv)
-        self._fields = [match[1] for match in found if match]
+    def __init__(self, parser: flags.ArgumentParser, fields: Sequence[str]):
+        self._parser, self._fields = parser, fields
 
-    def parse(self, path: str) -> ConfigDict:
+    def parse(self, argument: str) -> ConfigDict:
         """Returns the config of a file, FILE.py or FILE.py:PRESET."""
-        config = super().parse(path)
+        config = self._parser.parse(argument)
         if isinstance(config, ConfigDict):  # else the file could not be read
             name_rewards(config, self._fields)
         return config

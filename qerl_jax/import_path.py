@@ -24,8 +24,8 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
     if "/" in module_name or module_name.endswith(".py"):
         stem = module_name.removesuffix(".py").strip("./").replace("/", ".")
         raise UserError(
-            f"{what} {path!r}: a file path is not an import path; write {stem}:{name}, and start in "
-            "the folder that holds it or add the folder to PYTHONPATH"
+            f"{what} {path!r}: a file path is not an import path; write {stem}:{name}, and start "
+            "in the folder that holds it or add the folder to PYTHONPATH"
         )
     try:
         module = importlib.import_module(module_name)
