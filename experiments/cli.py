@@ -24,7 +24,7 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from logging import getLogger
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
@@ -235,7 +235,7 @@ class _ConfigParser(flags.ArgumentParser):
     def __init__(self, parser: flags.ArgumentParser, fields: Sequence[str]):
         self._parser, self._fields = parser, fields
 
-    def parse(self, argument: str) -> ConfigDict:
+    def parse(self, argument: str) -> Any:
         """Returns the config of a file, FILE.py or FILE.py:PRESET."""
         config = self._parser.parse(argument)
         if isinstance(config, ConfigDict):  # else the file could not be read

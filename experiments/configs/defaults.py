@@ -321,10 +321,14 @@ def _fields(model: str) -> ConfigDict:
     # rollout, which needs memory for a dense copy while it lasts; 'step' does not, and is slower.
     c.rollout.dequantize = dequantize
 
-    # Name -> function(prompt, completion, answer, num_tokens, finished) and its weight in the sum.
-    # The reward named 'correctness' is the accuracy.
+    # Name -> function and its weight in the sum, and optionally time_limit; for a URL also retries
+    # and token_env. qerl_jax/rl/reward_calls.py lists the forms of a reward, docs/rewards.md
+    # explains them. The reward named 'correctness' is the accuracy.
+    #   --config.rewards.NAME.function=package.module:function    adds one
     c.rewards = ConfigDict()
-    c.reward_time_limit = 5.0  # Seconds per completion; after that the reward is missing.
+    # Seconds for a call of a reward without a time_limit: of one completion, or of the step where
+    # the reward takes lists or is a URL. After that the reward is missing. 0: no limit
+    c.reward_time_limit = 5.0
 
     # Adaptive quantization noise: Gaussian noise on the norm scales while sampling.
     c.aqn = ConfigDict()
@@ -360,6 +364,9 @@ def _fields(model: str) -> ConfigDict:
     c.rl.dual_clip = 0.0  # bound of the ratio, above 1, where the advantage is negative; 0: off
     c.rl.kl_coef = 0.0  # KL to the policy that training starts from, with the adapter of lora.init
     c.rl.kl_grad = "k3"  # or 'k3_clipped' (no gradient beyond a KL of 10), 'unbiased'
+    # 'grpo': of the weighted sum of the rewards; 'gdpo' (arXiv 2601.05242): each reward is normalized
+    # within its group, then summed, then normalized over the batch.
+    c.rl.advantage = "grpo"
     c.rl.advantage_scale = "group"  # divide by the deviation within the 'group', 'batch', or 'none'
     c.rl.advantage_eps = 1e-4  # added to the standard deviation
     c.rl.updates_per_rollout = 4  # optimizer updates on each rollout, each on all of its rows

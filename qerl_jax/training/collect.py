@@ -47,6 +47,7 @@ class CollectConfig:
         metric: name of the reward that must differ within an informative group, as in
             `dynamic_sampling_metric`.
         data_seed: seed of the order of the prompts.
+        advantage: 'grpo' or 'gdpo'; with 'gdpo' a group is informative if any reward differs.
     """
 
     prompts_per_step: int
@@ -60,6 +61,13 @@ class CollectConfig:
     rounds: int
     metric: str
     data_seed: int
+    advantage: str = "grpo"
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the parts of the total, the length penalty included, by name."""
+        weights = {name: weight for name, (_, weight) in self.rewards.items()}
+        return weights | ({"overlong": self.overlong_weight} if self.overlong_buffer else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,9 +277,23 @@ def _sample_rounds(
         tokens = sum(int(done.rollout.lengths.sum()) for done in rounds)
         done, cursor = sample(len(rounds), cursor, tokens)
         rounds.append(done)
-        values = [done.scores.parts.get(config.metric, done.scores.total) for done in rounds]
-        informative = _differ(np.concatenate(values), config.group_size)
+        informative = np.concatenate([_informative(done.scores, config) for done in rounds])
     return rounds, informative, cursor
+
+
+def _informative(scores: Scores, config: CollectConfig) -> np.ndarray:
+    """Returns bool [groups]: whether the metric of dynamic sampling differs within a group."""
+    if config.metric in scores.parts:
+        return _differ(scores.parts[config.metric], config.group_size)
+    return _total_differs(scores, config)
+
+
+def _total_differs(scores: Scores, config: CollectConfig) -> np.ndarray:
+    """Returns bool [groups]: whether the advantages of a group are not all 0."""
+    if config.advantage == "grpo":
+        return _differ(scores.total, config.group_size)
+    parts = [scores.parts[name] for name, weight in config.weights.items() if weight]
+    return np.any([_differ(part, config.group_size) for part in parts], axis=0)
 
 
 def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
@@ -281,7 +303,7 @@ def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
 
 def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> Experience:
     """P of the sampled groups: informative ones first, each kind in the order of sampling."""
-    metrics = _metrics(sampled.rollout, sampled.scores, config.group_size) | {
+    metrics = _metrics(sampled.rollout, sampled.scores, config) | {
         "rollout_tokens": int(sampled.rollout.lengths.sum()),
         "rollout_live_share": live_fraction(sampled.costs),
         "rollout_seconds": sampled.seconds,
@@ -348,9 +370,9 @@ def _concatenate(rounds: list[_Round]) -> _Round:
     )
 
 
-def _metrics(rollout: Rollout, scores: Scores, group_size: int) -> dict[str, float]:
+def _metrics(rollout: Rollout, scores: Scores, config: CollectConfig) -> dict[str, float]:
     tokens = max(1, int(rollout.lengths.sum()))
-    groups = scores.total.reshape(-1, group_size)
+    groups = scores.total.reshape(-1, config.group_size)
     metrics = {
         "reward": _mean(scores.total),
         "reward_std": float(np.mean([_std(group) for group in groups])),
@@ -359,7 +381,7 @@ def _metrics(rollout: Rollout, scores: Scores, group_size: int) -> dict[str, flo
         "length": float(rollout.lengths.mean()),
         "finished": float(rollout.finished.mean()),
         "entropy": float(rollout.entropies.sum() / tokens),
-        "advantage_zero_groups": float(np.mean(~_differ(scores.total, group_size))),
+        "advantage_zero_groups": float(np.mean(~_total_differs(scores, config))),
         "sampled_groups": len(groups),
         "rewards_missing": int(sum(np.isnan(values).sum() for values in scores.parts.values())),
     }

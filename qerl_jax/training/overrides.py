@@ -78,9 +78,10 @@ NEEDS: dict[str, _Need] = {
         lambda c: c.rl.dual_clip == 0 or _SEVERAL_UPDATES[1](c),
     ),
     "rl.kl_grad": ("rl.kl_coef above 0", lambda c: c.rl.kl_coef > 0),
+    "rl.advantage_scale": ("rl.advantage='grpo'", lambda c: c.rl.advantage == "grpo"),
     "rl.advantage_eps": (
-        "rl.advantage_scale other than 'none'",
-        lambda c: c.rl.advantage_scale != "none",
+        "rl.advantage_scale other than 'none', or rl.advantage='gdpo'",
+        lambda c: c.rl.advantage_scale != "none" or c.rl.advantage == "gdpo",
     ),
     "rl.dynamic_sampling_rounds": ("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling),
     "rl.dynamic_sampling_metric": ("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling),

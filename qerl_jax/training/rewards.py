@@ -24,13 +24,20 @@ def name_rewards(config: ConfigDict, fields: Iterable[str]) -> None:
     Args:
         config: the config, which is changed; it stays as it was where it has no rewards.
         fields: names of the fields on the command line, such as 'rewards.short.function'.
+
+    Raises:
+        UserError: a reward has no such key.
     """
     table = config.get("rewards")
     for field in fields:
         section, _, rest = field.partition(".")
         name, _, key = rest.partition(".")
-        if section != "rewards" or table is None or key not in ("function", "weight", *OPTIONS):
+        if section != "rewards" or table is None or not key:
             continue
+        if key not in ("function", "weight", *OPTIONS):
+            raise UserError(
+                f"rewards.{name} has no {key!r}; it has function, weight, {', '.join(OPTIONS)}"
+            )
         with table.unlocked():
             if name not in table:
                 table[name] = {"function": "", "weight": 1.0}

@@ -241,6 +241,7 @@ def assemble(
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
             metric=_metric(config, rewards),
+            advantage=config.rl.advantage,
             data_seed=config.seed,
         ),
         eval_sampling=eval_sampling,

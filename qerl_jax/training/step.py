@@ -26,10 +26,11 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
-from qerl_jax.rl.advantages import group_advantages
+from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
 from qerl_jax.rl.programs import UpdatePrograms
+from qerl_jax.rl.scoring import Scores
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.training.collect import Experience, collect
@@ -131,11 +132,7 @@ def take_step(
     began = time.perf_counter()
 
     # --- 4. Advantages --------------------------------------------------------------------------
-    advantages = group_advantages(
-        experience.scores.total.reshape(-1, config.rollout.group_size),
-        scale=config.rl.advantage_scale,
-        eps=config.rl.advantage_eps,
-    ).reshape(-1)
+    advantages = _advantages(setup, experience.scores)
 
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
@@ -173,6 +170,16 @@ def take_step(
     )
     progress = Progress(step=progress.step + 1, state=state, cursor=cursor)
     return StepResult(progress, experience, advantages, metrics)
+
+
+def _advantages(setup: Setup, scores: Scores) -> np.ndarray:
+    """The advantages [B] of the completions of a step."""
+    rl, group_size = setup.config.rl, setup.config.rollout.group_size
+    if rl.advantage == "gdpo":
+        parts = {name: part.reshape(-1, group_size) for name, part in scores.parts.items()}
+        return gdpo_advantages(parts, setup.collect.weights, eps=rl.advantage_eps).reshape(-1)
+    total = scores.total.reshape(-1, group_size)
+    return group_advantages(total, scale=rl.advantage_scale, eps=rl.advantage_eps).reshape(-1)
 
 
 def _batch(setup: Setup, experience: Experience, advantages: np.ndarray) -> TrainBatch:

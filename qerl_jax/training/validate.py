@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_limits, check_unicode
 from qerl_jax.policy import aqn
-from qerl_jax.rl.advantages import SCALES
+from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.training.memory_plan import recomputation
@@ -70,6 +70,7 @@ _CHOICES = {
     "rollout.dequantize": ("once", "step"),
     "aqn.form": aqn.FORMS,
     "aqn.correction": ("none", "tis", "noisy_forward"),
+    "rl.advantage": ADVANTAGES,
     "rl.advantage_scale": SCALES,
 }
 
@@ -98,6 +99,11 @@ def validate(config: ConfigDict) -> None:
             f"rl.loss='dr_grpo' with rl.advantage_scale={config.rl.advantage_scale!r}: Dr. GRPO "
             "does not divide by the standard deviation, pass rl.advantage_scale=none; or, for its "
             "denominator alone, rl.loss=grpo with rl.aggregation=constant"
+        )
+    if config.rl.loss == "dr_grpo" and config.rl.advantage == "gdpo":
+        raise UserError(
+            "rl.loss='dr_grpo' with rl.advantage='gdpo', which divides by standard deviations: pass "
+            "rl.loss=grpo with rl.aggregation=constant for the denominator of Dr. GRPO"
         )
     clip = max(config.rl.clip_low, config.rl.clip_high)
     clips = config.rl.updates_per_rollout > 1  # The ratio of the first update is 1.
