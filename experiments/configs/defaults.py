@@ -364,8 +364,8 @@ def _fields(model: str) -> ConfigDict:
     c.rl.dual_clip = 0.0  # bound of the ratio, above 1, where the advantage is negative; 0: off
     c.rl.kl_coef = 0.0  # KL to the policy that training starts from, with the adapter of lora.init
     c.rl.kl_grad = "k3"  # or 'k3_clipped' (no gradient beyond a KL of 10), 'unbiased'
-    # 'grpo': of the weighted sum of the rewards; 'gdpo' (arXiv 2601.05242): each reward is normalized
-    # within its group, then summed, then normalized over the batch.
+    # 'grpo': of the weighted sum of the rewards; 'gdpo' (arXiv 2601.05242): each reward is
+    # normalized within its group, then summed, then normalized over the batch.
     c.rl.advantage = "grpo"
     c.rl.advantage_scale = "group"  # divide by the deviation within the 'group', 'batch', or 'none'
     c.rl.advantage_eps = 1e-4  # added to the standard deviation

@@ -84,7 +84,8 @@ def gdpo_advantages(
     parts = {name: group_advantages(rewards[name], scale="group", eps=eps) for name in used}
     present = np.any([np.isfinite(rewards[name]) for name in used], axis=0)
     informative = np.any([part.any(axis=1) for part in parts.values()], axis=0)
-    sums = sum(weight * parts[name].astype(np.float64) for name, weight in used.items())
+    weighted = [weight * parts[name].astype(np.float64) for name, weight in used.items()]
+    sums = np.sum(weighted, axis=0)
     found = sums[present]
     std = found.std(ddof=1) if len(found) > 1 else 0.0
     advantages = (sums - (found.mean() if len(found) else 0.0)) / (std + eps)

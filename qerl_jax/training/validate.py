@@ -102,8 +102,8 @@ def validate(config: ConfigDict) -> None:
         )
     if config.rl.loss == "dr_grpo" and config.rl.advantage == "gdpo":
         raise UserError(
-            "rl.loss='dr_grpo' with rl.advantage='gdpo', which divides by standard deviations: pass "
-            "rl.loss=grpo with rl.aggregation=constant for the denominator of Dr. GRPO"
+            "rl.loss='dr_grpo' with rl.advantage='gdpo', which divides by standard deviations: "
+            "pass rl.loss=grpo with rl.aggregation=constant for the denominator of Dr. GRPO"
         )
     clip = max(config.rl.clip_low, config.rl.clip_high)
     clips = config.rl.updates_per_rollout > 1  # The ratio of the first update is 1.
