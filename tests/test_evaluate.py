@@ -143,7 +143,8 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, rollouts, capsys):
     given = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
     for row in rows:
         assert row.keys() == ROW
-        assert (row["question"], row["gold"]) == dataclasses.astuple(given[row["problem"]])
+        problem = given[row["problem"]]
+        assert (row["question"], row["gold"]) == (problem.question, problem.answer)
         assert row["correct"] == (tiny_run.even_end("", row["completion"], "", 1, True) > 0.5)
         low = tiny_run.low_fraction("", row["completion"], "", row["tokens"], True)
         assert row["format"] == (low > 0.5)

@@ -66,6 +66,7 @@ MODES = {
     "one stage": {"steps": 3, "aqn.stages": 1, "aqn.correction": "noisy_forward", "eval.every": 0},
     "two stages": {"steps": 3, "aqn.stages": 2, "aqn.kl_every": 0, "eval.every": 0},
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
+    "gdpo": QUIET | {"rl.advantage": "gdpo"},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
 }
@@ -82,6 +83,9 @@ OTHERS = {
     "data.eval_source": "absent/absent",
     "data.options": {"absent": 1},
     "data.eval_path": "absent.jsonl",
+    "data.fields.question": "absent",
+    "data.fields.answer": "absent",
+    "data.fields.level": "absent",
     "rollout.dequantize": "step",
     "aqn.stages": 2,
     "aqn.sigma_start": 0.2,
@@ -95,6 +99,7 @@ OTHERS = {
     "rl.clip_high": 0.1,
     "rl.dual_clip": 3.0,
     "rl.kl_grad": "unbiased",
+    "rl.advantage_scale": "batch",
     "rl.advantage_eps": 0.3,
     "rl.dynamic_sampling_rounds": 1,
     "rl.dynamic_sampling_metric": "total",
@@ -105,7 +110,12 @@ OTHERS = {
     "eval.max_new_tokens": 1,
 }
 PROFILE = {"profile.start", "profile.stop"}  # These write files and change no result.
-SOURCES = {"data.source", "data.eval_source", "data.options"}  # A tiny model reads no text.
+SOURCES = {
+    "data.source",
+    "data.eval_source",
+    "data.options",
+    "data.fields",
+}  # A tiny model reads no text.
 
 
 def with_changes(config, changes):

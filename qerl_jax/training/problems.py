@@ -36,7 +36,7 @@ def load_problems(
         rewards=[function for function, _ in rewards.values()],
         levels=tuple(config.data.levels),
         max_question_chars=config.data.max_question_chars,
-        fields=config.data.fields.to_dict(),
+        fields=dict(config.data.fields.items()),
         options=config.data.options.to_dict(),
     )
     problems = {"train": train} | ({"eval": evaluation} if config.eval.every else {})

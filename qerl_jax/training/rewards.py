@@ -93,7 +93,7 @@ def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:
         UserError: a reward cannot be imported or called, see `reward_calls.resolve`.
     """
     rewards = {}
-    for name, options in config.rewards.to_dict().items():
-        path, weight = options.pop("function"), options.pop("weight")
-        rewards[name] = (resolve(path, **options), weight)
+    for name, reward in config.rewards.items():
+        options = {key: reward[key] for key in OPTIONS if key in reward}
+        rewards[name] = (resolve(reward.function, **options), reward.weight)
     return rewards
