@@ -58,6 +58,9 @@ _MEMORY = {
     "qwen2.5-72b": (16, "step"),
 }
 
+# Family -> variables of its chat template.
+_TEMPLATE_ARGS = {"qwen3": {"enable_thinking": True}}
+
 # Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
 SUMS: dict[str, Any] = {
     "steps": 30,
@@ -291,8 +294,9 @@ def _fields(model: str) -> ConfigDict:
     c.data.options = ConfigDict()
     c.data.system_prompt = ""
     c.data.question_suffix = ""  # appended to every question
-    # Further variables of the chat template, such as {'enable_thinking': False} for Qwen3.
-    c.data.chat_template_args = ConfigDict()
+    # Further variables of the chat template. That of Qwen3 has enable_thinking, which the presets
+    # set: True trains the thinking mode, in which the model writes its <think> part itself.
+    c.data.chat_template_args = ConfigDict(_TEMPLATE_ARGS.get(model.partition("-")[0], {}))
     c.data.max_prompt_tokens = 320  # A longer prompt is an error.
 
     c.rollout = ConfigDict()
