@@ -106,8 +106,8 @@ class Tokenizer:
         others = sorted(read - variables.keys())
         raise UserError(
             f"{self._template_place}the chat template does not read {', '.join(unread)} of "
-            f"data.chat_template_args; it reads {', '.join(others) or 'no argument'}: leave out the "
-            "others, --config.data.chat_template_args={} leaves out all"
+            f"data.chat_template_args; it reads {', '.join(others) or 'no argument'}: leave out "
+            "the others, --config.data.chat_template_args={} leaves out all"
         )
 
     def check_kept(self, messages: Sequence[Mapping[str, str]], text: str) -> None:
