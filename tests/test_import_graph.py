@@ -31,7 +31,7 @@ ALLOWED = {
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
     "run": {"statistics", "hub", "paths", "errors"},
-    "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
+    "evaluation": {"policy", "rollout", "rl", "weights", "problem_sources", "data", "run"}
     | {"buckets", "import_path", "statistics", "hub", "paths", "errors"},
     "export": {
         "policy",
