@@ -31,6 +31,7 @@ from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
+from qerl_jax.run.resume import RENAMED
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
@@ -262,5 +263,8 @@ def _key_message(error: BaseException) -> str:
         error = error.args[0]
     text = str(error.args[0]) if error.args else type(error).__name__
     key, _, hint = text.partition("\n")
+    now = {old.rpartition(".")[2]: new for old, new in RENAMED.items()}.get(key.strip("'"))
+    if now:
+        return f"{key} ({now} took its place)"
     match = re.match(r"(Did you mean .*) instead of ", hint)
     return f"{key} ({match[1]}?)" if match else text

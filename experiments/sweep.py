@@ -39,6 +39,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
 from qerl_jax.errors import UserError
+from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import TEMPORARY, write_atomic
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten, lock_holder
@@ -46,7 +47,6 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
-from qerl_jax.run.terminal import LiveLine
 from qerl_jax.training.describe_config import as_flag
 from qerl_jax.training.overrides import check_overrides
 
@@ -134,7 +134,6 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
             check_overrides(config, common | overrides)
         except UserError as error:
             raise UserError(f"the run with {said or 'no overrides'}: {error}") from error
-        fields = config_dict(config)
         fields = config_dict(config)
         # Fields that may change in a run count only where the sweep itself varies them.
         varied = {k: v for k, v in flatten(fields).items() if k in swept}

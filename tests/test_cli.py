@@ -90,6 +90,7 @@ def test_flags_reach_the_experiment_before_jax_is_imported(command):
         ("--config.rl.clip_high=much", ["clip_high=much"]),
         ("--config.rl.kl_grad=k3", ["rl.kl_grad", "rl.kl_coef"]),
         ("--config.stepz.of=1", ["'stepz'"]),
+        ("--config.rl.remat=true", ["'remat' (train.recompute took its place)"]),
         ("--workdri=x", ["'workdri'", "workdir"]),
         ("--config=config.py:huge", ["'huge'", "small, large"]),
         ("--config=absent.py", ["absent.py"]),

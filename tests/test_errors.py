@@ -12,6 +12,7 @@ import tiny_checkpoints
 import tiny_run
 from absl import flags
 
+from benchmarks import step
 from experiments import cli, grpo_gsm8k
 from qerl_jax.data import load_problems
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
@@ -127,6 +128,7 @@ def test_the_home_folder_is_expanded_in_every_path(fails, tiny, tmp_path, monkey
     (task,) = make_tasks(["~/own.jsonl"], run=None, overrides=TaskOverrides())
     assert (task.name, task.problems) == ("own", expected)
     assert cli._with_home("--config=~/c.py:tiny") == f"--config={tmp_path}/c.py:tiny"
+    assert step.make_parser().parse_args(["--out=~/r.json"]).out == tmp_path / "r.json"
 
 
 @pytest.mark.parametrize(

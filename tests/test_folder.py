@@ -176,6 +176,28 @@ def test_another_config_is_refused_by_field(tmp_path):
     assert "\n" not in message
 
 
+def test_a_run_of_an_earlier_version_is_told_the_new_names_of_its_fields(tmp_path, capsys):
+    begin(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["config"]["train"] |= {"remat": True}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    fields = {"train": {"micro_batch_rows": 8, "buffer_tokens": 0, "recompute": "auto"}}
+    names = (
+        "train.remat of its version is train.recompute now; "
+        "train.micro_batch_rows of its version is train.buffer_tokens now"
+    )
+    new = ConfigDict(make_config().to_dict() | fields)
+    other = ConfigDict(new.to_dict() | {"rl": make_config().rl.to_dict() | {"metric": ""}})
+    with pytest.raises(UserError) as caught, folder.open_run(tmp_path, other):
+        pass
+    assert '(rl.metric: (absent) -> "")' in str(caught.value)
+    assert str(caught.value).endswith(f"absent then is of a later version; {names}")
+    with folder.open_run(tmp_path, new):
+        assert capsys.readouterr().out.endswith(f"; {names}\n")
+    with folder.open_run(tmp_path, new):
+        assert capsys.readouterr().out == ""
+
+
 def test_an_evaluation_before_training_does_not_begin_a_run(tmp_path):
     with folder.open_run(tmp_path / "a", make_config()) as run:
         run.metrics.write_text('{"step": 0, "eval_accuracy_before": 0.5, "eval_seconds": 1.0}\n')

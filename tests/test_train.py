@@ -32,7 +32,8 @@ from qerl_jax.training.validate import check_extension, how_to_train_on
 
 ALWAYS = {
     "step", "reward", "reward_std", "accuracy", "format", "reward/correctness", "reward/format",
-    "length", "finished", "entropy", "sigma", "perturbed_norms", "advantage_zero_groups",
+    "length", "finished", "entropy", "sigma", "temperature", "perturbed_norms",
+    "advantage_zero_groups",
     "sampled_groups", "rewards_missing", "loss", "grad_norm", "update_skipped", "clip_fraction",
     "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max", "train_entropy",
     "rollout_tokens", "rollout_live_share", "rollout_seconds", "rollout_tokens_per_second",

@@ -79,6 +79,7 @@ SUMS: dict[str, Any] = {
     "rewards.format.function": "qerl_jax.rl.rewards:number_only_format",
     "rewards.format.weight": 0.0,
     "aqn.sigma_start": 5e-3,
+    "aqn.kl_rows": 3,  # fill one buffer of the update; two forward passes a step on a CPU
     "rl.updates_per_rollout": 1,
     "optimizer.learning_rate": 3e-4,
     "optimizer.warmup_steps": 0,
@@ -303,7 +304,10 @@ def _fields(model: str) -> ConfigDict:
     c.rollout.prompts_per_step = 16  # With group_size 8 a step has 128 samples.
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 4096
-    c.rollout.temperature = 1.0
+    c.rollout.temperature = 1.0  # of the first step
+    # 'constant', or a way to temperature_end in the last step: 'linear', 'cosine'.
+    c.rollout.temperature_schedule = "constant"
+    c.rollout.temperature_end = 1.0
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1.0: off
     # Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.
@@ -339,12 +343,18 @@ def _fields(model: str) -> ConfigDict:
     # 'exponential' (the paper's Eq. 8), 'reference' (the released code's), 'linear', 'cosine',
     # 'logarithmic', 'constant', 'off', or 'package.module:function': a custom function
     # f(*, sigma_start, sigma_end, stages, total_steps) that returns a function of the step, which
-    # is also called from total_steps on where a run is extended.
+    # is also called from total_steps on where a run is extended. 'kl': sigma follows the measured
+    # KL, so that it comes to the targets below.
     c.aqn.schedule = "exponential"
     c.aqn.stages = 10  # Equal parts of the run; the first part has no noise.
     c.aqn.sigma_start = 1e-2
     c.aqn.sigma_end = 5e-4
     c.aqn.form = "additive"  # or 'relative'
+    # With the schedule 'kl', the wanted KL(noisy, clean) of the first and of the last noisy stage,
+    # in nats per token, and the largest sigma; sigma_start is the first one.
+    c.aqn.kl_target_start = 1e-2
+    c.aqn.kl_target_end = 1e-2
+    c.aqn.sigma_max = 0.3
     c.aqn.final_norm = False
     # How training accounts for the noise in sampling: 'none' (the paper's), 'tis' (truncated
     # importance weights), or 'noisy_forward' (training under the same noise).
@@ -368,6 +378,7 @@ def _fields(model: str) -> ConfigDict:
     c.rl.dual_clip = 0.0  # bound of the ratio, above 1, where the advantage is negative; 0: off
     c.rl.kl_coef = 0.0  # KL to the policy that training starts from, with the adapter of lora.init
     c.rl.kl_grad = "k3"  # or 'k3_clipped' (no gradient beyond a KL of 10), 'unbiased'
+    c.rl.entropy_coef = 0.0  # factor of the entropy bonus, averaged as the loss is
     # 'grpo': of the weighted sum of the rewards; 'gdpo' (arXiv 2601.05242): each reward is
     # normalized within its group, then summed, then normalized over the batch.
     c.rl.advantage = "grpo"

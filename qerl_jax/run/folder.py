@@ -332,18 +332,19 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     """
     old, new = flatten(saved["config"]), flatten(config_dict(config))
     allowed, refused = resume.differences(old, new, config)
+    said = f"; {names}" if (names := resume.renamed(old, new)) else ""
     if refused:
         changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
-        raise UserError(
-            f"{folder.path} holds a run of another config ({changes}); restore these values or "
-            "pass another --workdir"
-        )
+        remedy = "restore these values or pass another --workdir"
+        if any(field not in old for field in refused):
+            remedy += "; a field that was absent then is of a later version"
+        raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}{said}")
     if not allowed:
         return
     changes = ", ".join(f"{field}: {change}" for field, change in allowed.items())
     print(
         f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "
-        "here on its numbers are no longer bit for bit those of an uninterrupted run",
+        f"here on its numbers are no longer bit for bit those of an uninterrupted run{said}",
         flush=True,
     )
     current, changed = config_dict(config), {"changes": [*saved.get("changes", []), allowed]}

@@ -22,6 +22,8 @@ from ml_collections import ConfigDict
 from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.live_line import LiveLine
+from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward
@@ -35,7 +37,7 @@ from qerl_jax.run.folder import OpenRun, fingerprint, open_run
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.run.terminal import LiveLine, format_row
+from qerl_jax.run.terminal import format_row
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.outputs import (
@@ -341,7 +343,8 @@ def _begin(
         check_problems(setup.config, meta.get("problems", {}), fingerprints)
         _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
-        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
+        noise = SigmaState(**meta.get("noise", {}))
+        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]), noise=noise)
     evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
     return _Run(
         setup,
@@ -385,6 +388,7 @@ def _save(run: _Run) -> None:
         run.progress.state,
         {
             "cursor": dataclasses.asdict(run.progress.cursor),
+            "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
             "reference": run.setup.reference_fingerprint,
             "problems": run.fingerprints,

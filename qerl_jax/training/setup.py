@@ -3,8 +3,8 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import optax
@@ -12,11 +12,11 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
 from qerl_jax.errors import UserError
-from qerl_jax.policy import aqn
+from qerl_jax.policy import kl_control
+from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
-from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
+from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.shapes import plan_shapes
@@ -28,6 +28,7 @@ from qerl_jax.training.memory_plan import (
     plan_update,
     recomputation,
 )
+from qerl_jax.training.method import Method, method_of
 from qerl_jax.training.problems import encode_problems, load_problems
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.load import LoadedModel, load
@@ -54,7 +55,8 @@ class Setup:
         optimizer: the optimizer with its schedule.
         optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
-        sigma: sigma of the noise by step.
+        sigma: sigma of the noise by step, or the KL that it should cause.
+        temperature: sampling temperature by step.
         key: key of the run.
     """
 
@@ -74,75 +76,9 @@ class Setup:
     optimizer: optax.GradientTransformation
     optimizer_key: str
     state_shapes: TrainState
-    sigma: optax.Schedule
+    sigma: optax.Schedule | KlTarget
+    temperature: Callable[[int], float]
     key: jax.Array
-
-
-class Method(NamedTuple):
-    """The parts of a run that need no model.
-
-    Attributes:
-        lora_config: rank, scale and targets of the adapter.
-        sigma: sigma of the noise by step.
-        loss: definition of the loss.
-        optimizer: the optimizer with its schedule.
-        optimizer_key: options of the optimizer as text, its identity across processes.
-    """
-
-    lora_config: LoraConfig
-    sigma: optax.Schedule
-    loss: LossConfig
-    optimizer: optax.GradientTransformation
-    optimizer_key: str
-
-
-def method_of(config: ConfigDict, schedule_steps: int) -> Method:
-    """Makes the parts of a run that need no model.
-
-    Args:
-        config: the resolved config.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
-
-    Raises:
-        UserError: an option is out of range.
-    """
-    return Method(
-        lora_config=LoraConfig(
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            rslora=config.lora.rslora,
-            targets=tuple(config.lora.targets),
-        ),
-        sigma=aqn.sigma_schedule(
-            config.aqn.schedule,
-            sigma_start=config.aqn.sigma_start,
-            sigma_end=config.aqn.sigma_end,
-            stages=config.aqn.stages,
-            total_steps=schedule_steps,
-        ),
-        loss=loss_from(config),
-        optimizer=_optimizer(config, schedule_steps),
-        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
-        f"{schedule_steps}",
-    )
-
-
-def loss_from(config: ConfigDict) -> LossConfig:
-    """The loss that a config names.
-
-    Raises:
-        UserError: the loss is unknown, or a value is out of range.
-    """
-    return loss_config(
-        config.rl.loss,
-        aggregation=config.rl.aggregation,
-        clip_low=config.rl.clip_low,
-        clip_high=config.rl.clip_high,
-        dual_clip=config.rl.dual_clip or None,
-        kl_coef=config.rl.kl_coef,
-        kl_grad=config.rl.kl_grad,
-        tis_cap=config.aqn.tis_cap if config.aqn.correction == "tis" else None,
-    )
 
 
 def prepare(
@@ -164,7 +100,7 @@ def prepare(
     method = method_of(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
-            method.sigma(step)
+            kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
     problems = load_problems(config, rewards)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
@@ -196,7 +132,7 @@ def assemble(
         rewards: function and weight by name.
         model: the model before training.
         prompts: prompts by split, 'train' and, with evaluations, 'eval'.
-        method: the parts that need no model, from `method_of`.
+        method: the parts that need no model, from `method.method_of`.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -249,7 +185,6 @@ def assemble(
         update=UpdateConfig(
             model=model.config,
             loss=method.loss,
-            temperature=config.rollout.temperature,
             recompute=plan.recompute,
         ),
         memory=plan,
@@ -257,23 +192,8 @@ def assemble(
         optimizer_key=method.optimizer_key,
         state_shapes=state_shapes,
         sigma=method.sigma,
+        temperature=method.temperature,
         key=key,
-    )
-
-
-def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
-    updates = config.rl.updates_per_rollout
-    return make_optimizer(
-        learning_rate=config.optimizer.learning_rate,
-        schedule=config.optimizer.schedule,
-        final_fraction=config.optimizer.final_fraction,
-        warmup_updates=config.optimizer.warmup_steps * updates,
-        total_updates=schedule_steps * updates,
-        b1=config.optimizer.b1,
-        b2=config.optimizer.b2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        max_grad_norm=config.optimizer.max_grad_norm,
     )
 
 
