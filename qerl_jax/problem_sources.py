@@ -15,14 +15,13 @@ from qerl_jax import hub
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.rl.answers import last_boxed
-from qerl_jax.rl.references import can_read, is_prose, needs_answer
-from qerl_jax.rl.reward_calls import plain
 from qerl_jax.rl.rewards import Reward, math_answer, number_only_format
+from qerl_jax.scoring.calls import plain
+from qerl_jax.scoring.references import can_read, is_prose, needs_answer
 
 GENERATED = "reasoning_gym:"
 _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
-FIELDS = ("question", "answer", "level")  # what a user may name the fields of
 _ROLES = ("system", "user", "assistant")
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
 

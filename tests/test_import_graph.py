@@ -25,17 +25,27 @@ ALLOWED = {
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
+    "scoring": {"rl", "import_path", "errors"},
     "model_source": {"hub", "paths", "errors"},
     "staging": {"errors"},
     "threads": set(),
     "live_line": set(),
     "weights": {"policy", "model_source", "staging", "threads", "live_line"}
     | {"hub", "paths", "errors"},
-    "problem_sources": {"rl", "hub", "paths", "errors"},
+    "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
     "run": {"statistics", "hub", "paths", "errors"},
-    "evaluation": {"policy", "rollout", "rl", "weights", "problem_sources", "data", "run"}
+    "evaluation": {
+        "policy",
+        "rollout",
+        "rl",
+        "scoring",
+        "weights",
+        "problem_sources",
+        "data",
+        "run",
+    }
     | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
     "export": {
         "staging",
@@ -43,6 +53,7 @@ ALLOWED = {
         "policy",
         "rollout",
         "rl",
+        "scoring",
         "weights",
         "data",
         "evaluation",
@@ -51,7 +62,7 @@ ALLOWED = {
         "paths",
         "errors",
     },
-    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
+    "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"live_line", "errors"},
 }
 

@@ -10,8 +10,9 @@ import time
 
 import pytest
 
-from qerl_jax.rl import math_process, rewards, scoring
+from qerl_jax.rl import math_process, rewards
 from qerl_jax.rl.math_process import verify
+from qerl_jax.scoring import score as scoring
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Python computes such integers in C code: no signal handler runs until it is done.

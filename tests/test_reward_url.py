@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl import reward_calls, scoring
-from qerl_jax.rl.references import needs_answer
+from qerl_jax.scoring import calls
+from qerl_jax.scoring import score as scoring
+from qerl_jax.scoring.references import needs_answer
 
 SECRET = "s3cr3t-t0ken"
 
@@ -57,7 +58,7 @@ def reply(handler, content, status=200, **headers):
 
 
 def score(url, time_limit=5.0, **options):
-    reward = reward_calls.resolve(url, time_limit=time_limit, **options)
+    reward = calls.resolve(url, time_limit=time_limit, **options)
     return scoring.score(
         {"judge": (reward, 1.0)},
         ["p0", "p1"],
@@ -191,7 +192,7 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
     monkeypatch.setenv("JUDGE_TOKEN", SECRET)
     with served(echo) as (url, requests):
         scores = score(url, token_env="JUDGE_TOKEN")
-        assert SECRET not in repr(reward_calls.resolve(url, token_env="JUDGE_TOKEN"))
+        assert SECRET not in repr(calls.resolve(url, token_env="JUDGE_TOKEN"))
     assert requests[0][1] == f"Bearer {SECRET}"
     assert scores.errors[0].endswith("status 403: no Bearer ***")
 
@@ -212,9 +213,9 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
 def test_bad_urls_and_tokens_are_errors_before_training(url, options, words, monkeypatch):
     monkeypatch.setenv("BROKEN", f"{SECRET} and\nmore")
     with pytest.raises(UserError, match=words) as error:
-        reward_calls.resolve(url, **options)
+        calls.resolve(url, **options)
     assert "s3cr3t" not in str(error.value)
 
 
 def test_a_server_may_judge_without_a_reference_answer():
-    assert not needs_answer(reward_calls.resolve("http://127.0.0.1:1/", time_limit=3.0))
+    assert not needs_answer(calls.resolve("http://127.0.0.1:1/", time_limit=3.0))

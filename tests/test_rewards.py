@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl import answers, reward_calls, rewards, scoring
+from qerl_jax.rl import answers, rewards
+from qerl_jax.scoring import calls
+from qerl_jax.scoring import score as scoring
 
 
 def call(reward, completion, answer="18"):
@@ -531,7 +533,7 @@ def test_unequal_lengths_are_refused():
     ],
 )
 def test_resolve_built_in(name):
-    assert reward_calls.resolve(f"qerl_jax.rl.rewards:{name}") is getattr(rewards, name)
+    assert calls.resolve(f"qerl_jax.rl.rewards:{name}") is getattr(rewards, name)
 
 
 @pytest.mark.parametrize(
@@ -546,12 +548,10 @@ def test_resolve_built_in(name):
 )
 def test_resolve_names_what_is_missing(path, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        reward_calls.resolve(path)
+        calls.resolve(path)
 
 
 def test_import_is_light():
-    code = (
-        "import sys, qerl_jax.rl.scoring; print({'jax', 'math_verify', 'sympy'} & set(sys.modules))"
-    )
+    code = "import sys, qerl_jax.scoring.score; print({'jax', 'math_verify', 'sympy'} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert output.stdout.strip() == "set()"

@@ -21,11 +21,11 @@ from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.rl.programs import compiled
-from qerl_jax.rl.scoring import Scores
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.scoring.score import Scores
 from qerl_jax.training import collect
 from qerl_jax.training.loop import train
 from qerl_jax.training.validate import check_extension, how_to_train_on

@@ -330,7 +330,7 @@ def _fields(model: str) -> ConfigDict:
     c.rollout.dequantize = dequantize
 
     # Name -> function and its weight in the sum, and optionally time_limit; for a URL also retries
-    # and token_env. qerl_jax/rl/reward_calls.py lists the forms of a reward, docs/rewards.md
+    # and token_env. qerl_jax/scoring/calls.py lists the forms of a reward, docs/rewards.md
     # explains them. The reward named 'correctness' is the accuracy.
     #   --config.rewards.NAME.function=package.module:function    adds one
     c.rewards = ConfigDict()

@@ -33,7 +33,6 @@ from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
 from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
-from qerl_jax.rl.reward_calls import check_columns, resolve
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.aot import compile_rollout
 from qerl_jax.rollout.completions import Rollout
@@ -46,6 +45,7 @@ from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
+from qerl_jax.scoring.calls import check_columns, resolve
 from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.load import LoadedModel
 

@@ -13,10 +13,10 @@ import numpy as np
 from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.scoring import Scores, score
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize, generate_steps
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.scoring.score import Scores, score
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -65,7 +65,7 @@ def greedy_accuracy(
         executables: compiled programs, as in `engine.generate_steps`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
-        on_wait: as in `scoring.Scoring`.
+        on_wait: as in `score.Scoring`.
     """
     for step in generate_steps(
         jax.random.key(0),
@@ -115,7 +115,7 @@ def score_completions(
         lengths: B completion lengths in tokens.
         finished: B flags, True where the completion ended by itself.
         time_limit: time limit for one call of a reward in seconds, for rewards without their own.
-        on_wait: as in `scoring.Scoring`.
+        on_wait: as in `score.Scoring`.
 
     Returns:
         The scores, unweighted.

@@ -25,11 +25,11 @@ from qerl_jax.rl.answers import (
     last_tagged,
     marked_number,
 )
-from qerl_jax.rl.reward_calls import columns_read
-from qerl_jax.rl.reward_url import UrlReward, is_url
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.scoring.calls import columns_read
+from qerl_jax.scoring.url import UrlReward, is_url
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -85,7 +85,7 @@ class Task:
         stop: strings that end a completion.
         kv_cache_dtype: dtype of the stored keys and values, as in `EngineConfig`.
         chat_template_args: further variables of the chat template.
-        options: further arguments of `reward_calls.resolve` for `scorer` and `format_scorer`.
+        options: further arguments of `calls.resolve` for `scorer` and `format_scorer`.
     """
 
     name: str

@@ -20,9 +20,9 @@ from qerl_jax.live_line import LiveLine
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rl.reward_calls import resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
+from qerl_jax.scoring.calls import resolve
 from qerl_jax.weights.load import LoadedModel
 
 _PROBE_PROMPTS = 8

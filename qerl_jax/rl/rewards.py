@@ -4,7 +4,7 @@ A reward is a function `f(prompt, completion, answer, num_tokens, finished) -> f
 takes the prompt and the completion as text, the reference answer of the problem, the length of the
 completion in tokens, and whether the completion ended with an end-of-sequence token. It returns
 None if it does not apply to this completion. A config names a reward by its import path,
-`package.module:function`. `reward_calls` has the other forms of a reward.
+`package.module:function`. `scoring/calls.py` has the other forms of a reward.
 
 The built-in rewards search for a *marked* answer, as `answers.last_marked` does: the last boxes,
 `\boxed{...}`, or the last `<answer>...</answer>`, whichever ends later.

@@ -12,12 +12,12 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, overlong_penalty
-from qerl_jax.rl.scoring import Completion, Scores, Scoring
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.scheduler import Statistics
+from qerl_jax.scoring.score import Completion, Scores, Scoring
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -175,7 +175,7 @@ def collect(
         executables: compiled rollout programs, as in `engine.generate_steps`.
         on_progress: called with the number of finished rows of a rollout and the number of tokens
             of all rounds, after every chunk but the last of a rollout.
-        on_wait: called while rewards work, as in `scoring.Scoring`.
+        on_wait: called while rewards work, as in `score.Scoring`.
 
     Returns:
         The experience, and the cursor after it.

@@ -7,8 +7,8 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data import HELD_OUT, Problem, Prompt, encode_prompts, fingerprint, load_splits
 from qerl_jax.errors import UserError
-from qerl_jax.rl.reward_calls import check_columns, columns_read
 from qerl_jax.rl.rewards import Reward
+from qerl_jax.scoring.calls import check_columns, columns_read
 from qerl_jax.weights.load import LoadedModel
 
 

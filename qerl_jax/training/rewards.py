@@ -11,10 +11,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_limits
-from qerl_jax.rl.reward_calls import resolve
 from qerl_jax.rl.rewards import Reward
+from qerl_jax.scoring.calls import resolve
 
-# The optional keys of a reward, as in `reward_calls.resolve`, with values of their types.
+# The optional keys of a reward, as in `calls.resolve`, with values of their types.
 OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 0, "token_env": ""}
 
 
@@ -90,7 +90,7 @@ def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:
         Function and weight by name.
 
     Raises:
-        UserError: a reward cannot be imported or called, see `reward_calls.resolve`.
+        UserError: a reward cannot be imported or called, see `calls.resolve`.
     """
     rewards = {}
     for name, reward in config.rewards.items():

@@ -31,9 +31,9 @@ from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
 from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.scoring import Scores
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.scoring.score import Scores
 from qerl_jax.training.collect import Experience, collect
 from qerl_jax.training.setup import Setup
 
@@ -93,7 +93,7 @@ def take_step(
         programs: programs of the update.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
-        on_wait: called while rewards work, as in `scoring.Scoring`.
+        on_wait: called while rewards work, as in `score.Scoring`.
 
     Raises:
         UserError: the noise is rounded away.

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from qerl_jax.errors import first_line
-from qerl_jax.rl.reward_calls import LISTS, Call, call_of
-from qerl_jax.rl.reward_url import RewardError
 from qerl_jax.rl.rewards import LARGEST, Reward
+from qerl_jax.scoring.calls import LISTS, Call, call_of
+from qerl_jax.scoring.url import RewardError
 
 _TICK = 0.1  # seconds between two looks at whether the wait for a reward shall end
 _GRACE = 0.5  # seconds that a reward which blocks the event loop may exceed its time limit

@@ -9,9 +9,9 @@ import re
 
 from qerl_jax.rl import rewards
 from qerl_jax.rl.answers import last_boxed, marked_number
-from qerl_jax.rl.reward_calls import call_of, plain
-from qerl_jax.rl.reward_url import UrlReward
 from qerl_jax.rl.rewards import Reward
+from qerl_jax.scoring.calls import call_of, plain
+from qerl_jax.scoring.url import UrlReward
 
 _NUMBERS = (rewards.numeric_answer, rewards.boxed_answer, rewards.tagged_answer)
 _ANSWER_POSITION = 2  # of the arguments (prompt, completion, answer, num_tokens, finished)

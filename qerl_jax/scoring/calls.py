@@ -22,8 +22,8 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.import_path import import_function
 from qerl_jax.rl import math_process
-from qerl_jax.rl.reward_url import UrlReward, is_url
 from qerl_jax.rl.rewards import Reward, math_answer
+from qerl_jax.scoring.url import UrlReward, is_url
 
 LISTS = ("prompts", "completions", "answers", "num_tokens", "finished")
 _ARGUMENTS = "(prompt, completion, answer, num_tokens, finished)"

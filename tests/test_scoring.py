@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl import reward_calls, scoring
-from qerl_jax.rl.references import needs_answer
-from qerl_jax.rl.reward_calls import Timed, call_of
+from qerl_jax.scoring import calls
+from qerl_jax.scoring import score as scoring
+from qerl_jax.scoring.calls import Timed, call_of
+from qerl_jax.scoring.references import needs_answer
 
 ROWS = [{"question": "q0", "answer": "a b #### 5", "tests": [1, 2]}, {"answer": "6", "tests": [3]}]
 
@@ -95,12 +96,12 @@ def test_columns_reach_the_rewards(reward, values):
 
 
 def test_rows_without_a_needed_column_are_refused_before_training():
-    reward_calls.check_columns("r", with_default, ROWS)
+    calls.check_columns("r", with_default, ROWS)
     rows = [*ROWS, {"question": "q", "answer": "7"}]
     with pytest.raises(UserError, match=r"'r' takes the argument 'tests', .* 1 of 3 problems lack"):
-        reward_calls.check_columns("r", with_default, rows)
-    assert reward_calls.columns_read([wanted, lists], ROWS) == {"tests"}
-    assert reward_calls.columns_read([everything], ROWS) == {"question", "tests"}
+        calls.check_columns("r", with_default, rows)
+    assert calls.columns_read([wanted, lists], ROWS) == {"tests"}
+    assert calls.columns_read([everything], ROWS) == {"question", "tests"}
 
 
 @pytest.mark.parametrize(("reward", "needs"), [(wanted, False), (lists, True), (of_trl, True)])
@@ -252,7 +253,7 @@ def test_completions_are_scored_as_they_end():
 )
 def test_resolve_names_what_is_wrong(path, options, message):
     with pytest.raises(UserError, match=message):
-        reward_calls.resolve(path, **options)
+        calls.resolve(path, **options)
 
 
 def test_resolve_takes_every_form(tmp_path, monkeypatch):
@@ -262,8 +263,8 @@ def test_resolve_takes_every_form(tmp_path, monkeypatch):
         "def lists(completions): ...\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert call_of(reward_calls.resolve("forms:one")).needed == ("tests",)
-    assert call_of(reward_calls.resolve("forms:waits", time_limit=3.0)).time_limit == 3.0
-    assert call_of(reward_calls.resolve("forms:lists")).takes_lists
-    url = call_of(reward_calls.resolve("http://127.0.0.1:1/score", retries=0))
+    assert call_of(calls.resolve("forms:one")).needed == ("tests",)
+    assert call_of(calls.resolve("forms:waits", time_limit=3.0)).time_limit == 3.0
+    assert call_of(calls.resolve("forms:lists")).takes_lists
+    url = call_of(calls.resolve("http://127.0.0.1:1/score", retries=0))
     assert (url.takes_lists, url.waits, url.takes_all) == (True, True, True)
