@@ -420,7 +420,9 @@ def test_groups_are_informative_by_the_metric(metric, informative):
     done = types.SimpleNamespace(
         scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int))
     )
-    options = types.SimpleNamespace(prompts_per_step=2, group_size=2, rounds=1, metric=metric)
+    options = types.SimpleNamespace(
+        prompts_per_step=2, group_size=2, rounds=1, metric=metric, advantage="grpo"
+    )
     rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, options)
     assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 

@@ -367,8 +367,17 @@ def _fields(model: str) -> ConfigDict:
     # 'grpo': mean over each completion, then over rows; 'dapo': mean over all tokens; 'bnpo': over
     # those of each micro-batch; 'dr_grpo': sum over rows * max_new_tokens, with
     # advantage_scale='none'; 'gspo': one ratio for a completion, with clip ranges around 4e-4;
-    # 'cispo': the ratio clipped as a weight, where clip_low=1.0 sets no lower bound.
+    # 'gspo_token': the same, with gradients of the tokens' own ratios; 'cispo': the ratio clipped
+    # as a weight, where clip_low=1.0 sets no lower bound; 'sapo': a sigmoid of the ratio in place
+    # of the clip; 'opsm': grpo with off_policy_delta=0.5; or 'package.module:function', a function
+    # of JAX, f(ratio, advantages, logprobs, mask), that returns the loss of each token.
     c.rl.loss = "grpo"
+    c.rl.sapo_temperature_pos = 1.0  # of the sigmoid, where the advantage is positive
+    c.rl.sapo_temperature_neg = 1.05
+    # A completion with a negative advantage is left out where the policy that sampled gives its
+    # tokens a mean log-probability more than this above the trained policy's (the off-policy
+    # sequence mask of DeepSeek-V3.2). 0: the loss's own
+    c.rl.off_policy_delta = 0.0
     # '': the loss's own; or 'token', 'sequence', 'sequence_sum', 'constant', 'micro_batch', or
     # 'package.module:function': a custom function of (mask, advantages, logprobs) that returns the
     # weight of each token in the loss.

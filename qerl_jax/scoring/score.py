@@ -127,8 +127,8 @@ class Scoring:
             time_limit: time limit for one call in seconds; 0 sets no limit. A reward may have a
                 limit of its own. The limit of a function that does not wait works by SIGALRM and
                 therefore only in the main thread: other threads have no limit.
-            on_wait: called every tenth of a second while a reward works, also in a signal handler;
-                an exception that it raises ends the scoring.
+            on_wait: called every tenth of a second while a call lasts, also in a signal handler; an
+                exception that it raises ends the scoring.
         """
         self._weights = {name: weight for name, (_, weight) in rewards.items()}
         self._calls = {name: call_of(reward) for name, (reward, _) in rewards.items()}
@@ -216,7 +216,8 @@ class Scoring:
                 value = call.function(*arguments, **named)
         except (_OutOfTimeError, Exception, SystemExit) as error:
             value = error
-        self._on_wait()
+        if isinstance(value, _OutOfTimeError):
+            self._on_wait()  # It may be the reason, and raises then.
         self._take(name, indices, value)
 
     def _wait(self) -> None:
@@ -233,7 +234,8 @@ class Scoring:
                 else:
                     continue
                 del self._waiting[future]
-            self._on_wait()
+            if self._waiting:
+                self._on_wait()
 
     def _take(self, name: str, indices: list[int], value: Any) -> None:
         """Notes what a call returned, or why it failed."""

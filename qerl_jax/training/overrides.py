@@ -27,6 +27,10 @@ _SEVERAL_UPDATES: _Need = (
     "rl.updates_per_rollout of at least 2 (the ratio of the first update is 1)",
     lambda c: c.rl.updates_per_rollout > 1,
 )
+_CLIPS: _Need = (
+    f"a loss that clips, rl.loss other than 'sapo' and a function; and {_SEVERAL_UPDATES[0]}",
+    lambda c: c.rl.loss != "sapo" and ":" not in c.rl.loss and _SEVERAL_UPDATES[1](c),
+)
 _ADAPTER: _Need = (
     "an adapter: train.parameters other than 'full'",
     lambda c: c.train.parameters != "full",
@@ -85,8 +89,10 @@ NEEDS: dict[str, _Need] = {
         "noise, and aqn.kl_every above 0",
         lambda c: c.aqn.kl_every > 0 and _NOISE[1](c),
     ),
-    "rl.clip_low": _SEVERAL_UPDATES,
-    "rl.clip_high": _SEVERAL_UPDATES,
+    "rl.clip_low": _CLIPS,
+    "rl.clip_high": _CLIPS,
+    "rl.sapo_temperature_pos": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
+    "rl.sapo_temperature_neg": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
     "rl.dual_clip": (
         _SEVERAL_UPDATES[0],
         lambda c: c.rl.dual_clip == 0 or _SEVERAL_UPDATES[1](c),

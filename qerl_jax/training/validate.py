@@ -47,6 +47,9 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "aqn.kl_every": (0,),
     "aqn.kl_rows": (1,),
     "rl.entropy_coef": (0,),
+    "rl.sapo_temperature_pos": (1e-6,),
+    "rl.sapo_temperature_neg": (1e-6,),
+    "rl.off_policy_delta": (0,),
     "rl.advantage_eps": (0,),
     "rl.updates_per_rollout": (1,),
     "rl.dynamic_sampling_rounds": (1,),
@@ -117,9 +120,9 @@ def validate(config: ConfigDict) -> None:
         )
     clip = max(config.rl.clip_low, config.rl.clip_high)
     clips = config.rl.updates_per_rollout > 1  # The ratio of the first update is 1.
-    if clips and config.rl.loss == "gspo" and clip > _WIDEST_SEQUENCE_CLIP:
+    if clips and config.rl.loss in ("gspo", "gspo_token") and clip > _WIDEST_SEQUENCE_CLIP:
         raise UserError(
-            f"rl.loss='gspo' with rl.clip_low={config.rl.clip_low}, "
+            f"rl.loss={config.rl.loss!r} with rl.clip_low={config.rl.clip_low}, "
             f"rl.clip_high={config.rl.clip_high}: the ratio of a whole sequence stays so close to "
             f"1 that nothing beyond {_WIDEST_SEQUENCE_CLIP} is ever clipped; the paper has "
             "rl.clip_low=3e-4, rl.clip_high=4e-4"
