@@ -16,7 +16,7 @@ same model, formats, cache and device:
                       seconds in which at least one thread read files, sent chunks to the device, or
                       waited for the device to quantize or arrange them; they overlap
     rest_s            seconds in which no thread did any of these
-    compile_s         seconds of compilation, summed over threads; part of quantize_s
+    compile_s         seconds in which at least one thread compiled; part of quantize_s
     gb, shard_gb      bytes of all tensors, and of the largest file
     host_peak_gb, host_before_gb
                       largest memory of the process, and its memory before the load
@@ -37,7 +37,6 @@ from experiments import cli
 KEYS = ("model", "stored", "format", "cache", "device")
 CACHES = ("cold", "warm")
 _STAGES = {"read_s": ("read",), "transfer_s": ("transfer",), "quantize_s": ("quantize", "arrange")}
-_COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -85,16 +84,11 @@ def measure(folder: str, format: str) -> dict[str, Any]:
     import jax
 
     from qerl_jax.live_line import progress_line
+    from qerl_jax.run.compilations import counted
     from qerl_jax.weights.checkpoint import open_checkpoint
     from qerl_jax.weights.load import DTYPES, read_params
     from qerl_jax.weights.stream import Meter
 
-    compiled: list[float] = []
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda event, duration_secs, **_: (
-            compiled.append(duration_secs) if event == _COMPILATION else None
-        )
-    )
     show, meters = progress_line(), []
 
     def on_progress(meter: Meter) -> None:
@@ -103,12 +97,12 @@ def measure(folder: str, format: str) -> dict[str, Any]:
 
     device = jax.block_until_ready(jax.device_put(0.0)).device
     before = _resident()
-    compiled.clear()
     began = time.perf_counter()
-    checkpoint = open_checkpoint(folder)
-    params = read_params(
-        checkpoint, format=format, dtype=DTYPES["bfloat16"], on_progress=on_progress
-    )
+    with counted() as compiled:
+        checkpoint = open_checkpoint(folder)
+        params = read_params(
+            checkpoint, format=format, dtype=DTYPES["bfloat16"], on_progress=on_progress
+        )
     seconds = time.perf_counter() - began
     (meter,) = meters
     row = {name: meter.busy_seconds(*stages) for name, stages in _STAGES.items()}
@@ -117,7 +111,7 @@ def measure(folder: str, format: str) -> dict[str, Any]:
         "seconds": seconds,
         **row,
         "rest_s": seconds - busy,
-        "compile_s": sum(compiled),
+        "compile_s": compiled.take()["compile_seconds"],
         "gb": meter.total_bytes / 1e9,
         "shard_gb": max(path.stat().st_size for path in pathlib.Path(folder).iterdir()) / 1e9,
         "host_before_gb": before / 1e9,
@@ -125,6 +119,13 @@ def measure(folder: str, format: str) -> dict[str, Any]:
         "device_gb": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9,
         "device": device.device_kind,
     }
+
+
+def measured(folder: str, format: str) -> dict[str, Any]:
+    """Returns the result of `measure` in a process of its own."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(measure, folder, format).result()
 
 
 def _resident() -> int:
@@ -169,17 +170,13 @@ def run(arguments: argparse.Namespace) -> None:
     for cache in caches:
         if cache == "cold":
             drop_from_cache(folder)
-        with concurrent.futures.ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn")
-        ) as process:
-            found = process.submit(measure, str(folder), arguments.format).result()
         row = {
             "model": arguments.model,
             "stored": arguments.stored,
             "format": arguments.format,
             "cache": cache,
             "cores": len(os.sched_getaffinity(0)),
-            **found,
+            **measured(str(folder), arguments.format),
             **origin("benchmarks.loading"),
         }
         print(describe(row), flush=True)

@@ -191,7 +191,7 @@ def _loading_sections() -> list[str]:
             "'warm' from the page cache. Reading, transfer and quantization overlap: each figure "
             "counts the seconds in which at least one thread did it.",
             loading_table(rows),
-            "    uv run --extra cuda python -m benchmarks.loading --model=qwen2.5-7b --folder=FOLDER",
+            "    uv run --extra cuda python -m benchmarks.loading --folder=FOLDER",
         )
     ]
 

@@ -15,7 +15,7 @@ class Progress(Protocol):
 
     @property
     def text(self) -> str:
-        """The state as a line of text."""
+        """The state as a line of text; '' for work that failed."""
         ...
 
     @property
@@ -35,7 +35,7 @@ def progress_line(
     """Returns a function that shows the state of work, called often and once in the end.
 
     On a terminal one line is rewritten in place; elsewhere a line is written at most every few
-    seconds. The last state stays as a line, unless the work took less than a second.
+    seconds. The last state stays as a line, unless the work failed or took less than a second.
 
     Args:
         stream: where to write; stderr when None.
@@ -48,7 +48,7 @@ def progress_line(
         nonlocal last
         if state.done:
             live.clear()
-            if state.seconds >= _QUIET_SECONDS:
+            if state.text and state.seconds >= _QUIET_SECONDS:
                 print(state.text, file=stream, flush=True)
         elif stream.isatty():
             live.update(state.text)

@@ -1,6 +1,7 @@
-"""Work in threads whose items take memory."""
+"""Work in threads: items that take memory, and times that overlap."""
 
 import concurrent.futures
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 
@@ -53,3 +54,16 @@ def run_within[Item, Result](
             working[pool.submit(function, item)] = item
         while working:
             yield from ended()
+
+
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Returns the length of the union of time spans, so that an instant counts once.
+
+    Args:
+        spans: beginning and end of each span, in seconds.
+    """
+    seconds, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        seconds += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return seconds

@@ -128,6 +128,10 @@ def test_help_is_no_failure(command, flag):
     result = command(flag)
     assert result.returncode == 0
     assert "--workdir" in result.stdout
+    text = " ".join(result.stdout.split())
+    assert "Models: smollm2-135m, qwen2.5-coder-1.5b," in text
+    assert "Recipes: paper, first_run," in text
+    assert "defaults.py explains every field" in text
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,47 @@ def test_interrupted_first_start_is_a_first_start(tmp_path):
         assert not run.resumed
 
 
+def test_a_failed_start_leaves_no_folder(tmp_path):
+    path = tmp_path / "runs" / "new" / "a"
+
+    def fail(run):
+        run.checkpoints.mkdir()
+        (run.programs / "x").mkdir(parents=True)
+        raise UserError("bad")
+
+    with pytest.raises(UserError, match="bad"), folder.open_run(path, make_config()) as run:
+        fail(run)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(KeyboardInterrupt), folder.open_run(path, make_config()):
+        raise KeyboardInterrupt
+    assert [child.name for child in tmp_path.iterdir()] == ["runs"]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoints/0", "wandb/x", "notes.txt"])
+def test_a_failed_start_keeps_what_may_be_worth_keeping(tmp_path, kept):
+    path = tmp_path / "a" / kept
+
+    def fail():
+        path.mkdir(parents=True) if "/" in kept else path.write_text('{"step": 0}\n')
+        raise UserError("bad")
+
+    with pytest.raises(UserError, match="bad"), folder.open_run(tmp_path / "a", make_config()):
+        fail()
+    assert path.exists()
+    assert (tmp_path / "a" / "config.json").exists()
+
+
+def test_a_failed_start_leaves_a_folder_that_was_there(tmp_path):
+    begin(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    for name in ("a", "empty"):
+        with pytest.raises(UserError, match="bad"), folder.open_run(tmp_path / name, make_config()):
+            raise UserError("bad")
+        assert (tmp_path / name / "config.json").exists()
+
+
 def test_foreign_folder_is_refused_and_untouched(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with (

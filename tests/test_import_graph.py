@@ -35,18 +35,19 @@ ALLOWED = {
     "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "hub", "paths", "errors"},
-    "evaluation": {
-        "policy",
-        "rollout",
-        "rl",
-        "scoring",
-        "weights",
+    "run": {"statistics", "threads", "hub", "paths", "errors"},
+    "show": {"run", "paths", "errors"},
+    "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run"}
+    | {
         "problem_sources",
-        "data",
-        "run",
-    }
-    | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
+        "buckets",
+        "import_path",
+        "live_line",
+        "statistics",
+        "hub",
+        "paths",
+        "errors",
+    },
     "export": {
         "staging",
         "live_line",
@@ -63,7 +64,7 @@ ALLOWED = {
         "errors",
     },
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
-    | {"live_line", "errors"},
+    | {"live_line", "model_source", "paths", "errors"},
 }
 
 

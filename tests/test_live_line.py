@@ -57,6 +57,15 @@ def test_progress_on_a_terminal_is_rewritten_and_its_last_state_stays():
     ]
 
 
+def test_work_that_fails_leaves_no_line():
+    screen = io.StringIO()
+    screen.isatty = lambda: True
+    show = live_line.progress_line(screen)
+    show(state(3.0))
+    show(types.SimpleNamespace(text="", seconds=4.0, done=True))
+    assert screen.getvalue() == "\r\x1b[Kloading after 3.0 s\r\x1b[K"
+
+
 def test_work_of_less_than_a_second_leaves_no_line():
     stream = io.StringIO()
     show = live_line.progress_line(stream)

@@ -12,7 +12,7 @@ import tiny_run
 from tiny_checkpoints import model_config
 
 import benchmarks.rollout.__main__ as benchmark
-from experiments import cli, evaluate, export_hf, quantize, sample, sweep
+from experiments import cli, evaluate, export_hf, quantize, sample, show, sweep
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.training.overrides import check_overrides
 
@@ -58,6 +58,7 @@ def parse(parser_of, arguments):
 
 
 PARSERS = {
+    "experiments.show": lambda: cli.run_command(show.make_parser(), show.run),
     "experiments.sample": lambda: cli.run_command(sample.make_parser(), sample.run),
     "experiments.evaluate": lambda: cli.run_command(evaluate.make_parser(), evaluate.run),
     "experiments.export_hf": lambda: cli.run_command(export_hf.make_parser(), export_hf.run),

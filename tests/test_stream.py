@@ -241,5 +241,14 @@ def test_the_meter_counts_time_that_threads_share_once():
     assert meter.busy_seconds("quantize") == 0
     meter.add(9_300_000_000)
     assert meter.text == "loading 7.6B parameters: 9.3 of 15.2 GB, 0 s"
-    meter.end()
+    with meter.running():
+        assert not meter.done
     assert meter.text.startswith("loaded 7.6B parameters: 15.2 GB in 0.0 s, ")
+
+
+def test_a_load_that_fails_ends_without_a_line():
+    states = []
+    meter = Meter(10, 20, lambda meter: states.append((meter.done, meter.text)))
+    with pytest.raises(UserError, match="broken"), meter.running():
+        raise UserError("broken")
+    assert states == [(True, "")]

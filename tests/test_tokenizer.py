@@ -114,9 +114,14 @@ def test_end_tokens_of_gguf_are_eos_eot_and_the_well_known_ones():
     metadata = gguf_metadata("qwen2", tokens)
     metadata["tokenizer.ggml.eos_token_id"] = 256
     metadata["tokenizer.ggml.eot_token_id"] = 257
-    built = tokenizer.from_gguf(metadata)
-    assert built.eos_ids == (256, 257, 258, 260)
-    assert built.special_tokens == {"eos_token": "<|a|>"}
+    metadata["tokenizer.ggml.padding_token_id"] = 1000  # of no token
+    for kind in (3, 1):  # control and ordinary tokens
+        metadata["tokenizer.ggml.token_type"][258] = kind
+        built = tokenizer.from_gguf(metadata)
+        assert built.eos_ids == (256, 257, 258, 260)
+        assert built.special_tokens == {"eos_token": "<|a|>"}
+        assert built.pad_id == 256
+        assert built.decode([258, 259]) == ""
 
 
 def test_user_defined_tokens_are_whole_but_not_special():

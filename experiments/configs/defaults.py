@@ -2,12 +2,13 @@
 
 An experiment's config file is a table of differences; `build` makes the config from
 
-    MODEL[,RECIPE]     as in --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b,trl
+    MODEL[,RECIPE]     as in --config=grpo_gsm8k:qwen2.5-7b,trl
 
 MODEL selects the weights and the memory settings. RECIPE selects noise, loss, advantages and
 optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
 another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay
-the experiment's; so do the learning rate and the first sigma of the stand-in.
+the experiment's; so do the learning rate and the first sigma of the stand-in. Only 'first_run'
+changes sizes: it is the paper's recipe with 100 steps and 1,024 new tokens.
 
 Any field below can be set on the command line, for example --config.aqn.schedule=cosine or
 --config.lora.targets="('q_proj', 'v_proj')".
@@ -92,6 +93,14 @@ SUMS: dict[str, Any] = {
 RECIPES: dict[str, dict[str, Any]] = {
     # QeRL, arXiv 2510.11696, Table 4 and appendix E: the experiment as it is.
     "paper": {},
+    # The paper's recipe for the first run on a GPU: few steps and short completions.
+    "first_run": {
+        "steps": 100,
+        "rollout.max_new_tokens": 1024,
+        "rl.overlong_buffer": 0,
+        "eval.every": 25,
+        "checkpoint.every": 10,
+    },
     # QeRL's released code at commit e8c6e79 (2025-11-27), training/dapo_*_nvfp4_single_gpu.sh. Its
     # "DAPO" has no dynamic sampling and takes the mean over the tokens of a micro-batch. The noise
     # here is the noise that the code is written to add, on every norm; the code searches for norm
@@ -245,6 +254,10 @@ def _fields(model: str) -> ConfigDict:
     c.preset = ""
     c.seed = 0
     c.steps = 600  # More of them extend a run, unless its learning rate has decayed to 0.
+
+    # Folder of a run that this run begins from: its adapter, optimizer and position in the data,
+    # with any other field changed. FOLDER takes its last checkpoint, FOLDER:best its best adapter.
+    c.init_from = ""
 
     c.model = ConfigDict()
     # 'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.

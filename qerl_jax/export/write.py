@@ -248,7 +248,7 @@ def _new_card(
     if (summary := RunFolder(source).summary).exists():
         steps = json_file.read_object(summary).get("steps")
     elif policy.run is not None:
-        print(f"{config.source}: the run is not finished; this is its best adapter so far")
+        print(f"{config.source}: the run is not finished; this is what it has so far")
     served = base.source if base.format == "bf16" or base.packed else ""
     named = policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
     return Card(

@@ -35,6 +35,11 @@ MEMORY_AND_TIME: dict[str, Callable[[ConfigDict], bool] | None] = {
 RENAMED = {"train.remat": "train.recompute", "train.micro_batch_rows": "train.buffer_tokens"}
 
 
+# Fields that say where the weights and the problems lie. They may change in a run that goes on: its
+# checkpoints hold fingerprints of both, so that others are refused.
+PLACES = ("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path")
+
+
 def is_free(field: str) -> bool:
     """Whether a field, such as 'log.wandb', does not change how a run trains."""
     return field.partition(".")[0] in _FREE

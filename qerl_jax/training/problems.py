@@ -1,31 +1,25 @@
-"""The problems of a run: loading them, writing them as prompts, and knowing them again."""
+"""The problems of a run: read, rendered as prompts, and checked against the model."""
 
 from collections.abc import Iterable, Mapping
 
-import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import HELD_OUT, Problem, Prompt, encode_prompts, fingerprint, load_splits
+from qerl_jax.data import Problem, Prompt, encode_prompts, fingerprint, load_splits
 from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.scoring.calls import check_columns, columns_read
-from qerl_jax.weights.load import LoadedModel
+from qerl_jax.weights.tokenizer import Tokenizer
 
 
 def load_problems(
     config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
 ) -> dict[str, list[Problem]]:
-    """Loads the problems of a run.
-
-    Args:
-        config: the resolved config.
-        rewards: function and weight by name.
-
-    Returns:
-        The problems by split, 'train' and, with evaluations, 'eval'.
+    """Loads the problems by split, 'train' and, with evaluations, 'eval'.
 
     Raises:
-        UserError: the problems cannot be loaded, or lack a column that a reward needs.
+        UserError: they cannot be read, lack a column that a reward needs, or there is no reward
+            that evaluates them.
     """
     train, evaluation = load_splits(
         config.data.source,
@@ -39,6 +33,8 @@ def load_problems(
         fields=dict(config.data.fields.items()),
         options=config.data.options.to_dict(),
     )
+    if config.eval.every and evaluation and "correctness" not in rewards:
+        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     problems = {"train": train} | ({"eval": evaluation} if config.eval.every else {})
     for name, (reward, _) in rewards.items():
         for split, found in problems.items():
@@ -48,22 +44,17 @@ def load_problems(
 
 
 def encode_problems(
-    config: ConfigDict, model: LoadedModel, problems: Mapping[str, list[Problem]]
+    config: ConfigDict, tokenizer: Tokenizer, problems: Mapping[str, list[Problem]]
 ) -> dict[str, list[Prompt]]:
-    """Writes the problems as prompts, and prints the sizes of the model and of the data.
-
-    Args:
-        config: the resolved config.
-        model: the model.
-        problems: problems by split, from `load_problems`.
+    """Renders and tokenizes the problems of each split.
 
     Raises:
-        UserError: a prompt is too long, or the chat template refuses it.
+        UserError: a prompt is longer than data.max_prompt_tokens.
     """
-    prompts = {
+    return {
         split: encode_prompts(
             found,
-            model.tokenizer,
+            tokenizer,
             system_prompt=config.data.system_prompt,
             question_suffix=config.data.question_suffix,
             chat_template_args=config.data.chat_template_args.to_dict(),
@@ -71,16 +62,6 @@ def encode_problems(
         )
         for split, found in problems.items()
     }
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-    held_out = f"{len(prompts.get('eval', []))} held out"
-    if config.eval.every and not config.eval.problems:
-        held_out += " (at most 256 and a tenth; --config.eval.problems=N changes it)"
-    print(
-        f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
-        f"{len(prompts['train'])} training prompts, {held_out}",
-        flush=True,
-    )
-    return prompts
 
 
 def fingerprints(
@@ -100,26 +81,12 @@ def fingerprints(
     }
 
 
-def check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Refuses problems that are not the problems of a checkpoint.
-
-    Args:
-        config: the resolved config.
-        saved: fingerprints of the problems by split when the checkpoint was saved; empty in a
-            checkpoint of an earlier version, whose problems are not compared.
-        found: fingerprints of the problems of this start.
-
-    Raises:
-        UserError: the problems differ.
-    """
-    source = config.data.path or config.data.source
-    eval_source = config.data.eval_path or config.data.eval_source
-    for split, name, place in (
-        ("train", "training", source),
-        ("eval", "evaluation", source if eval_source in ("", HELD_OUT) else eval_source),
-    ):
-        if saved.get(split, found[split]) != found[split]:
+def check_positions(config: ConfigDict, architecture: ModelConfig) -> None:
+    """Refuses lengths that a model has no positions for."""
+    for part in ("rollout", "eval") if config.eval.every else ("rollout",):
+        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
+        if longest > architecture.max_position:
             raise UserError(
-                f"the {name} problems of {place} are not the problems that this run began with; "
-                "restore them, or pass another --workdir to begin a run with the new ones"
+                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
+                f"{architecture.max_position} positions: lower one of the two"
             )

@@ -11,7 +11,6 @@ import optax
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
-from qerl_jax.errors import UserError
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -29,7 +28,7 @@ from qerl_jax.training.memory_plan import (
     recomputation,
 )
 from qerl_jax.training.method import Method, method_of
-from qerl_jax.training.problems import encode_problems, load_problems
+from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.load import LoadedModel, load
 
@@ -94,19 +93,36 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
-    # step hours away, such as one after the end of the first schedule.
+    method = check_method(config, rewards, schedule_steps=schedule_steps)
+    problems = load_problems(config, rewards)
+    model = _load_model(config)
+    prompts = encode_problems(config, model.tokenizer, problems)
+    _announce(config, model, prompts)
+    return assemble(config, rewards, model, prompts, method=method)
+
+
+def check_method(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], *, schedule_steps: int
+) -> Method:
+    """Makes what needs no model, and refuses bad options before one is loaded.
+
+    A custom schedule is called for every step, as it could fail at one that is hours away, such as
+    one after the end of the first schedule.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        schedule_steps: number of steps that the schedules of noise and learning rate span.
+
+    Raises:
+        UserError: an option is out of range.
+    """
     _metric(config, rewards)
     method = method_of(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
             kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
-    problems = load_problems(config, rewards)
-    if problems.get("eval") and "correctness" not in rewards:
-        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
-    model = _load_model(config)
-    prompts = encode_problems(config, model, problems)
-    return assemble(config, rewards, model, prompts, method=method)
+    return method
 
 
 def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
@@ -177,7 +193,6 @@ def assemble(
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
             metric=_metric(config, rewards),
-            advantage=config.rl.advantage,
             data_seed=config.seed,
         ),
         eval_sampling=eval_sampling,
@@ -214,14 +229,21 @@ def _load_model(config: ConfigDict) -> LoadedModel:
         flush=True,
     )
     model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
-    for part in ("rollout", "eval") if config.eval.every else ("rollout",):
-        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
-        if longest > model.config.max_position:
-            raise UserError(
-                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
-                f"{model.config.max_position} positions: lower one of the two"
-            )
+    check_positions(config, model.config)
     return model
+
+
+def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list[Prompt]]) -> None:
+    """Prints the size of the model and the numbers of prompts."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    held_out = f"{len(prompts.get('eval', []))} held out"
+    if config.eval.every and not config.eval.problems:
+        held_out += " (at most 256 and a tenth; --config.eval.problems=N changes it)"
+    print(
+        f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
+        f"{len(prompts['train'])} training prompts, {held_out}",
+        flush=True,
+    )
 
 
 def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:

@@ -127,6 +127,11 @@ def validate(config: ConfigDict) -> None:
             f"1 that nothing beyond {_WIDEST_SEQUENCE_CLIP} is ever clipped; the paper has "
             "rl.clip_low=3e-4, rl.clip_high=4e-4"
         )
+    if config.init_from and config.lora.init:
+        raise UserError(
+            f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
+            "adapter comes from, leave out one"
+        )
     cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     check_head_format(config.rollout.head_format)
     recomputation(config.train.recompute)

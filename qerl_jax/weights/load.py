@@ -177,13 +177,13 @@ def read_params(
     )
     params: dict = {"layers": layers}
     finite: list[dict] = [{} for _ in range(len(layers) + 1)]
-    for part, (arrays, found) in run_within(
-        read, parts, size=lambda part: part.bytes, limit=_BYTES_IN_FLIGHT, threads=_THREADS
-    ):
-        (params if part.layer < 0 else layers[part.layer]).update(arrays)
-        finite[part.layer + 1].update(found)
-    _check_finite(checkpoint, finite)
-    meter.end()
+    with meter.running():
+        for part, (arrays, found) in run_within(
+            read, parts, size=lambda part: part.bytes, limit=_BYTES_IN_FLIGHT, threads=_THREADS
+        ):
+            (params if part.layer < 0 else layers[part.layer]).update(arrays)
+            finite[part.layer + 1].update(found)
+        _check_finite(checkpoint, finite)
     return params
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
+from qerl_jax.threads import covered_seconds
 from qerl_jax.weights.safetensors import CHUNK_BYTES
 
 _ALIGNMENT = 64
@@ -33,6 +34,7 @@ class Meter:
         self.total_bytes = total_bytes
         self.bytes = 0
         self.done = False
+        self._complete = False
         self._spans: list[tuple[str, float, float]] = []
         self._on_progress = on_progress
         self._lock = threading.Lock()
@@ -46,7 +48,9 @@ class Meter:
 
     @property
     def text(self) -> str:
-        """The state as a line of text."""
+        """The state as a line of text; none for a load that failed."""
+        if self.done and not self._complete:
+            return ""
         count = self.parameters / 1e9
         model = f"{count:.1f}B" if count >= 1 else f"{1000 * count:.0f}M"
         total, read = self.total_bytes / 1e9, self.bytes / 1e9
@@ -67,11 +71,16 @@ class Meter:
             self.bytes += count
             self._on_progress(self)
 
-    def end(self) -> None:
-        """Stops the clock."""
-        with self._lock:
-            self._ended, self.done = time.perf_counter(), True
-            self._on_progress(self)
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Ends the load with a block, and reports the end, also where the block fails."""
+        try:
+            yield
+            self._complete = True
+        finally:
+            with self._lock:
+                self._ended, self.done = time.perf_counter(), True
+                self._on_progress(self)
 
     @contextlib.contextmanager
     def busy(self, stage: str) -> Iterator[None]:
@@ -82,11 +91,7 @@ class Meter:
 
     def busy_seconds(self, *stages: str) -> float:
         """Returns in how many seconds at least one thread was in one of the stages."""
-        total, end = 0.0, 0.0
-        for began, ended in sorted(span[1:] for span in self._spans if span[0] in stages):
-            total += max(0.0, ended - max(began, end))
-            end = max(end, ended)
-        return total
+        return covered_seconds(span[1:] for span in self._spans if span[0] in stages)
 
 
 class Stream:

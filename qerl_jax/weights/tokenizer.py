@@ -20,8 +20,9 @@ from qerl_jax.weights import json_file
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 
 # Tokens that end a turn or a document in the supported families. In a GGUF file they end a reply
-# beside the named ones, as for llama.cpp. In a folder only the named tokens end a reply, as for
-# transformers' generate() and vLLM, which serve the folder: these are used where it names none.
+# beside the named ones, whatever their type, as for llama.cpp. In a folder only the named tokens
+# end a reply, as for transformers' generate() and vLLM, which serve the folder: these are used
+# where it names none.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -226,7 +227,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         template_source="tokenizer.chat_template of the GGUF file",
         special_tokens=special_tokens,
         eos_ids=[ids["eos"], metadata.get("tokenizer.ggml.eot_token_id")],
-        pad_id=ids["pad"],
+        pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),
         well_known=True,
     )
 
@@ -281,7 +282,9 @@ def _finish(
             raise UserError(f"the tokenizer's {name} is {text!r:.50}, must be a string")
     own = backend.token_to_id(special_tokens.get("eos_token", ""))
     found = {_token_id(i) for i in (*eos_ids, own) if i is not None}
-    if well_known or not found:
+    if well_known:
+        found |= {i for i in map(backend.token_to_id, _END_TOKENS) if i is not None}
+    elif not found:
         added = backend.get_added_tokens_decoder()
         found |= {i for i, token in added.items() if token.special and token.content in _END_TOKENS}
     if not found:
