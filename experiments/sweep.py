@@ -39,6 +39,8 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
 from experiments.configs import config_file
+from qerl_jax.config.describe import as_flag
+from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
@@ -48,8 +50,6 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
-from qerl_jax.training.describe_config import as_flag
-from qerl_jax.training.overrides import check_overrides
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"

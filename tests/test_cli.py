@@ -166,7 +166,7 @@ def get_config():
 SHOW = """
 import sys
 from experiments import cli
-from qerl_jax.training.rewards import check_rewards
+from qerl_jax.config.rewards import check_rewards
 
 def run(config, workdir):
     check_rewards(config)

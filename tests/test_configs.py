@@ -12,10 +12,10 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
+from qerl_jax.config.describe import describe_config
 from qerl_jax.data import HELD_OUT
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, default_folder
-from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.loop import train
 from qerl_jax.training.method import loss_from
 from qerl_jax.training.validate import validate

@@ -38,16 +38,8 @@ ALLOWED = {
     "run": {"statistics", "threads", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run"}
-    | {
-        "problem_sources",
-        "buckets",
-        "import_path",
-        "live_line",
-        "statistics",
-        "hub",
-        "paths",
-        "errors",
-    },
+    | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
+    | {"hub", "paths", "errors"},
     "export": {
         "staging",
         "live_line",
@@ -63,8 +55,9 @@ ALLOWED = {
         "paths",
         "errors",
     },
+    "config": {"run", "rl", "scoring", "errors"},
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
-    | {"live_line", "model_source", "paths", "errors"},
+    | {"config", "live_line", "model_source", "paths", "errors"},
 }
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config.describe import describe_config
+from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.data import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.model_source import locate
@@ -17,10 +19,8 @@ from qerl_jax.policy.config import ModelConfig, from_hf_config
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.folder import RunFolder, default_folder
 from qerl_jax.run.metrics import read_steps
-from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
-from qerl_jax.training.rewards import configured_rewards
 from qerl_jax.training.setup import check_method
 from qerl_jax.training.validate import validate
 from qerl_jax.weights import json_file, tokenizer

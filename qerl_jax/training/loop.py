@@ -18,6 +18,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
+from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
@@ -36,7 +37,6 @@ from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
-from qerl_jax.training.rewards import configured_rewards
 from qerl_jax.training.saving import announce_finished, best_so_far, finish, save
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step

@@ -23,7 +23,7 @@ negative advantage is masked, and one with a positive advantage would be):
 GRPOTrainer._compute_loss runs on a stand-in for the trainer, whose forward pass returns logprobs.
 trl_defaults.json has those fields of GRPOConfig that the project's configs have, too.
 
-Needs Python 3.11 or 3.12, torch==2.13.0 (CPU), transformers==5.23.0, trl==1.16.0, accelerate, numpy:
+Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, trl==1.16.0, accelerate, numpy:
 
     python tests/golden/make_trl_losses.py
 """

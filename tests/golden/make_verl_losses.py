@@ -14,8 +14,8 @@ respect to logprobs:
     seq-mean-token-sum     no KL, loss_agg_mode seq-mean-token-sum
     seq-mean-token-sum-norm    no KL, loss_agg_mode seq-mean-token-sum-norm, loss_scale_factor=9
     gspo                   loss_mode gspo, seq-mean-token-mean, clip ratios 0.001 and 0.1
-    gspo_tis               the same with the importance weights of dapo_tis, which tell the gradients
-                           of the tokens of a sequence apart
+    gspo_tis               the same with the importance weights of dapo_tis, which tell apart the
+                           gradients of the tokens of a sequence
     cispo                  loss_mode cispo, clip ratios 10 and 0.2, as in verl's example
     cispo_both             loss_mode cispo, clip ratios 0.2 and 0.28
 
