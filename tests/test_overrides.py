@@ -112,6 +112,8 @@ OTHERS = {
     "aqn.kl_rows": 1,
     "rl.clip_low": 0.1,
     "rl.clip_high": 0.1,
+    "rl.sapo_temperature_pos": 3.0,
+    "rl.sapo_temperature_neg": 3.0,
     "rl.dual_clip": 3.0,
     "rl.kl_grad": "unbiased",
     "rl.advantage_scale": "batch",

@@ -328,14 +328,7 @@ def policy_loss(
     in_loss = mask > 0
     logprobs = masked(logprobs, in_loss)
     old = jax.lax.stop_gradient(logprobs if old_logprobs is None else masked(old_logprobs, in_loss))
-    log_ratio = logprobs - old
-    if config.ratio != "token":
-        length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
-        log_ratio = row_sums(log_ratio, rows) / length
-    if config.ratio == "sequence_token":
-        own = logprobs - jax.lax.stop_gradient(logprobs)  # 0, with the gradient of the token
-        log_ratio = jax.lax.stop_gradient(log_ratio) + own
-    ratio = jnp.exp(log_ratio)
+    ratio = jnp.exp(_log_ratio(logprobs, old, in_loss, rows, config.ratio))
     tokens = in_loss.sum().astype(jnp.float32)
     options = {name: getattr(config, name) for name in OBJECTIVES.get(config.objective, ())}
     loss, metrics = token_loss(
@@ -348,11 +341,8 @@ def policy_loss(
         metrics["off_policy_masked"] = (masked(1.0 - keep, in_loss).sum(), tokens)
         loss = loss * keep
     if rollout_logprobs is not None:
-        recorded = in_loss & ~jnp.isnan(rollout_logprobs)
-        difference = jnp.where(recorded, old - rollout_logprobs, 0.0).astype(jnp.float32)
-        distance = jnp.abs(difference)
-        metrics["logprob_diff_mean"] = (distance.sum(), recorded.sum().astype(jnp.float32))
-        metrics["logprob_diff_max"] = distance.max()
+        difference, difference_metrics = _rollout_difference(old, rollout_logprobs, in_loss)
+        metrics |= difference_metrics
         if config.tis_cap is not None:
             importance = jnp.minimum(jnp.exp(difference), config.tis_cap)
             loss = loss * importance
@@ -368,6 +358,34 @@ def policy_loss(
     if entropies is not None:
         loss = loss - config.entropy_coef * masked(entropies, in_loss)
     return (weights * loss).sum(), jax.lax.stop_gradient(metrics)
+
+
+def _log_ratio(
+    logprobs: jax.Array, old: jax.Array, in_loss: jax.Array, rows: jax.Array, granularity: str
+) -> jax.Array:
+    """Returns log r of `policy_loss` [M]."""
+    log_ratio = logprobs - old
+    if granularity == "token":
+        return log_ratio
+    length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
+    log_ratio = row_sums(log_ratio, rows) / length
+    if granularity == "sequence":
+        return log_ratio
+    own = logprobs - jax.lax.stop_gradient(logprobs)  # 0, with the gradient of the token
+    return jax.lax.stop_gradient(log_ratio) + own
+
+
+def _rollout_difference(
+    old: jax.Array, rollout_logprobs: jax.Array, in_loss: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    """Returns old - rollout [M], 0 for tokens without a record, and its metrics."""
+    recorded = in_loss & ~jnp.isnan(rollout_logprobs)
+    difference = jnp.where(recorded, old - rollout_logprobs, 0.0).astype(jnp.float32)
+    distance = jnp.abs(difference)
+    return difference, {
+        "logprob_diff_mean": (distance.sum(), recorded.sum().astype(jnp.float32)),
+        "logprob_diff_max": distance.max(),
+    }
 
 
 def add_metrics(total: Metrics, part: Metrics) -> Metrics:

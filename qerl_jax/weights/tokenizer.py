@@ -87,15 +87,10 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
+        variables = {"messages": messages, "tools": None, "documents": None}
+        variables |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
         try:
             read = _variables(self.chat_template) if arguments else frozenset()
-            variables = {
-                "messages": messages,
-                "tools": None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-                **self.special_tokens,
-            }
             unread = [name for name in arguments if name not in read or name in variables]
             if not unread:
                 return _compile_template(self.chat_template).render(**variables, **arguments)

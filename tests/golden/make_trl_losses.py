@@ -149,7 +149,7 @@ def trl_loss(inputs, args, *, tis, micro_batches, num_tokens, accelerator):
         "num_items_in_batch": num_tokens,
         "old_per_token_logps": inputs["old_logprobs"],
         "ref_per_token_logps": inputs["ref_logprobs"],
-        "sampling_per_token_logps": inputs["opsm_rollout_logprobs"],
+        "sampling_per_token_logps": inputs["rollout_logprobs"],
     }
     if tis:
         difference = (inputs["old_logprobs"] - inputs["rollout_logprobs"]) * mask
@@ -176,6 +176,8 @@ def main():
     arrays = {name: value.numpy() for name, value in make_inputs().items()}
     for name in variants:
         inputs = make_inputs()
+        if name.startswith("opsm"):
+            inputs["rollout_logprobs"] = inputs["opsm_rollout_logprobs"]
         inputs["logprobs"].requires_grad_()
         micro_batches = MICRO_BATCHES if args[name].loss_type == "bnpo" else 1
         rows = len(inputs["mask"]) // micro_batches
