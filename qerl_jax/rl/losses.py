@@ -317,14 +317,12 @@ def policy_loss(
         ValueError: ref_logprobs, rollout_logprobs or entropies are needed but missing.
         UserError: a user function fails.
     """
-    if config.kl_coef and ref_logprobs is None:
-        raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs")
-    if config.tis_cap is not None and rollout_logprobs is None:
-        raise ValueError(f"tis_cap={config.tis_cap} needs rollout_logprobs")
-    if config.off_policy_delta is not None and rollout_logprobs is None:
-        raise ValueError(f"off_policy_delta={config.off_policy_delta} needs rollout_logprobs")
-    if config.entropy_coef and entropies is None:
-        raise ValueError(f"entropy_coef={config.entropy_coef} needs entropies")
+    given = {
+        "ref_logprobs": ref_logprobs,
+        "rollout_logprobs": rollout_logprobs,
+        "entropies": entropies,
+    }
+    _check_given(config, {name for name, value in given.items() if value is not None})
     in_loss = mask > 0
     logprobs = masked(logprobs, in_loss)
     old = jax.lax.stop_gradient(logprobs if old_logprobs is None else masked(old_logprobs, in_loss))
@@ -358,6 +356,18 @@ def policy_loss(
     if entropies is not None:
         loss = loss - config.entropy_coef * masked(entropies, in_loss)
     return (weights * loss).sum(), jax.lax.stop_gradient(metrics)
+
+
+def _check_given(config: LossConfig, given: set[str]) -> None:
+    """Raises a ValueError where an array that the loss needs is not given."""
+    for field, needed in (
+        ("kl_coef", "ref_logprobs"),
+        ("tis_cap", "rollout_logprobs"),
+        ("off_policy_delta", "rollout_logprobs"),
+        ("entropy_coef", "entropies"),
+    ):
+        if getattr(config, field) and needed not in given:
+            raise ValueError(f"{field}={getattr(config, field)} needs {needed}")
 
 
 def _log_ratio(
