@@ -317,12 +317,7 @@ def policy_loss(
         ValueError: ref_logprobs, rollout_logprobs or entropies are needed but missing.
         UserError: a user function fails.
     """
-    given = {
-        "ref_logprobs": ref_logprobs,
-        "rollout_logprobs": rollout_logprobs,
-        "entropies": entropies,
-    }
-    _check_given(config, {name for name, value in given.items() if value is not None})
+    _check_given(config, ref_logprobs, rollout_logprobs, entropies)
     in_loss = mask > 0
     logprobs = masked(logprobs, in_loss)
     old = jax.lax.stop_gradient(logprobs if old_logprobs is None else masked(old_logprobs, in_loss))
@@ -358,15 +353,20 @@ def policy_loss(
     return (weights * loss).sum(), jax.lax.stop_gradient(metrics)
 
 
-def _check_given(config: LossConfig, given: set[str]) -> None:
+def _check_given(
+    config: LossConfig,
+    ref_logprobs: jax.Array | None,
+    rollout_logprobs: jax.Array | None,
+    entropies: jax.Array | None,
+) -> None:
     """Raises a ValueError where an array that the loss needs is not given."""
-    for field, needed in (
-        ("kl_coef", "ref_logprobs"),
-        ("tis_cap", "rollout_logprobs"),
-        ("off_policy_delta", "rollout_logprobs"),
-        ("entropy_coef", "entropies"),
+    for field, needed, given in (
+        ("kl_coef", "ref_logprobs", ref_logprobs),
+        ("tis_cap", "rollout_logprobs", rollout_logprobs),
+        ("off_policy_delta", "rollout_logprobs", rollout_logprobs),
+        ("entropy_coef", "entropies", entropies),
     ):
-        if getattr(config, field) and needed not in given:
+        if getattr(config, field) and given is None:
             raise ValueError(f"{field}={getattr(config, field)} needs {needed}")
 
 
