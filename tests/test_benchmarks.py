@@ -290,6 +290,9 @@ def test_the_rewards_of_the_page_are_what_it_says():
         "similar": (True, False, ()),
     }
     assert [names["short"]("p", "c", "a", n, True) for n in (99, 100)] == [1.0, 0.0]
+    ratio, advantages = np.float32([1.0, 2.0]), np.float32([1.0, -1.0])
+    loss = names["pg"](ratio, advantages, -ratio, np.ones(2, np.float32))
+    np.testing.assert_array_equal(loss, [-1.0, 1.0])
 
 
 @pytest.mark.slow
