@@ -83,6 +83,7 @@ def measure(folder: str, format: str) -> dict[str, Any]:
     """
     import jax
 
+    from benchmarks.rollout.results import origin
     from qerl_jax.live_line import progress_line
     from qerl_jax.run.compilations import counted
     from qerl_jax.weights.checkpoint import open_checkpoint
@@ -118,11 +119,12 @@ def measure(folder: str, format: str) -> dict[str, Any]:
         "host_peak_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9,
         "device_gb": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9,
         "device": device.device_kind,
+        **origin("benchmarks.loading"),
     }
 
 
 def measured(folder: str, format: str) -> dict[str, Any]:
-    """Returns the result of `measure` in a process of its own."""
+    """Returns the result of `measure` in a process of its own, which alone takes the device."""
     spawn = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(measure, folder, format).result()
@@ -148,7 +150,6 @@ def describe(row: dict[str, Any]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     from benchmarks.random_checkpoint import write_random
-    from benchmarks.rollout.results import origin
     from benchmarks.rollout.subject import check_names
     from benchmarks.step import merge
     from qerl_jax.errors import UserError
@@ -177,7 +178,6 @@ def run(arguments: argparse.Namespace) -> None:
             "cache": cache,
             "cores": len(os.sched_getaffinity(0)),
             **measured(str(folder), arguments.format),
-            **origin("benchmarks.loading"),
         }
         print(describe(row), flush=True)
         merge(pathlib.Path(arguments.out), row, KEYS)

@@ -15,7 +15,7 @@ import tiny_run
 from safetensors.numpy import load_file, save_file
 
 import qerl_jax.training.loop
-import qerl_jax.training.setup
+import qerl_jax.training.method
 import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
+from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.live_line import progress_line
 from qerl_jax.policy.config import ModelConfig
@@ -175,6 +176,8 @@ def read_params(
     read = functools.partial(
         _read_part, checkpoint, format=format, dtype=dtype, stream=Stream(meter)
     )
+    if format != "bf16":
+        fp4_matmul.supports_device()  # Threads that asked first at the same time would all test it.
     params: dict = {"layers": layers}
     finite: list[dict] = [{} for _ in range(len(layers) + 1)]
     with meter.running():
