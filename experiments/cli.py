@@ -239,9 +239,7 @@ def _parse_flags(
         f"NAME:PRESET ({', '.join(NAMES)}); --config.FIELD=VALUE sets a field of it. "
         f"{_PRESETS}",
     )
-    fields = [found[1] for found in (re.match(r"--?config\.([^=]+)", a) for a in argv) if found]
-    config_flag = flags.FLAGS["config"]
-    config_flag.parser = _ConfigParser(config_flag.parser, fields)
+    take_rewards(flags.FLAGS["config"], argv)
     flags.FLAGS.set_default("config", default_config)
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
@@ -259,6 +257,17 @@ def _parse_flags(
         )
     flags.FLAGS.config.lock()  # raises OSError when the file could not be read
     return rest
+
+
+def take_rewards(config_flag: flags.Flag, argv: Sequence[str]) -> None:
+    """Lets the flag of a config file take rewards that the file does not name.
+
+    Args:
+        config_flag: the flag, before it is parsed.
+        argv: the command line, with flags such as --config.rewards.short.function=a:b.
+    """
+    found = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
+    config_flag.parser = _ConfigParser(config_flag.parser, [match[1] for match in found if match])
 
 
 class _ConfigParser(flags.ArgumentParser):

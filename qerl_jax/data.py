@@ -5,6 +5,8 @@ on the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
 """
 
 import dataclasses
+import datetime
+import decimal
 import hashlib
 import itertools
 import json
@@ -264,8 +266,15 @@ def fingerprint(problems: Iterable[Problem], columns: Iterable[str] = ()) -> str
         found = [[name, problem.columns.get(name)] for name in names]
         return [problem.question, problem.answer, *([found] if found else [])]
 
-    text = json.dumps([identity(problem) for problem in problems], default=str)
+    text = json.dumps([identity(problem) for problem in problems], default=_as_text)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_text(value: Any) -> str:
+    """A value that JSON does not have, as the same text in every process."""
+    if isinstance(value, bytes | datetime.date | datetime.time | decimal.Decimal):
+        return str(value)
+    return type(value).__name__
 
 
 # --- The order of training ------------------------------------------------------------------------

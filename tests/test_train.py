@@ -535,6 +535,11 @@ def test_rewards_that_all_fail_save_and_end_the_run(tiny, tmp_path, capsys):
     assert "saved after step 1; the same command continues" in capsys.readouterr().out
     train(config, workdir=folder, rewards={"failing": (tiny_run.low_fraction, 1.0)})
     assert "resuming after step 1" in capsys.readouterr().out
+    with pytest.raises(UserError, match=words):  # In the first step there is nothing to save.
+        train(config, workdir=tmp_path / "new", rewards={"failing": (failing, 1.0)})
+    assert "saved" not in capsys.readouterr().out
+    changed = tiny.config({"eval.every": 0, "steps": 1, "seed": 5})
+    train(changed, workdir=tmp_path / "new", rewards={"low": (tiny_run.low_fraction, 1.0)})
     assert len(tiny_run.results(folder)) == 4
 
 

@@ -108,6 +108,8 @@ def train(
             try:
                 _train_steps(run)
             except (StoppedError, MissingProgramError, NoRewardError) as error:
+                if isinstance(error, NoRewardError) and not run.progress.step:
+                    raise  # There is nothing to save, and the run may begin with other rewards.
                 save(run, stops=True)
                 step = run.progress.step
                 print(f"saved after step {step}; the same command continues", flush=True)
