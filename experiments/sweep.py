@@ -35,6 +35,8 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
 from experiments.configs import config_file
+from qerl_jax.config.describe import as_flag
+from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import TEMPORARY, write_atomic
@@ -42,8 +44,6 @@ from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, 
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
 from qerl_jax.run.sweep_processes import devices_of, train_all
-from qerl_jax.training.describe_config import as_flag
-from qerl_jax.training.overrides import check_overrides
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
@@ -189,6 +189,7 @@ def _parse(arguments: Sequence[str]) -> ConfigDict:
     argv, values = ["", *cli.with_files(arguments)], flags.FlagValues()
     with cli.config_errors():
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        cli.take_rewards(values["config"], argv)
         values(argv)
         return values.config.lock()
 

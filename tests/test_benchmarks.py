@@ -25,6 +25,7 @@ from benchmarks import (
 )
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
+from qerl_jax.scoring.calls import call_of
 from qerl_jax.training.loop import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -203,7 +204,11 @@ def python_on_the_pages():
         text = page.read_text(encoding="utf-8")
         fenced = re.findall(r"^```(\w+)\n", text, re.MULTILINE)
         blocks = re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", text, re.MULTILINE)
-        code = [textwrap.dedent(block) for block in blocks if re.search(r"^    def ", block, re.M)]
+        code = [
+            textwrap.dedent(block)
+            for block in blocks
+            if re.search(r"^    (async )?def ", block, re.M)
+        ]
         if fenced or code:
             found[page.name] = (fenced, code)
     return found
@@ -213,7 +218,7 @@ def python_on_the_pages():
 def readme_modules(tmp_path, monkeypatch):
     """Writes the README's modules to the import path; returns their names."""
     found = python_on_the_pages()
-    assert found.keys() == {"README.md", "python.md"}  # Nothing else needs a test.
+    assert found.keys() == {"README.md", "python.md", "rewards.md"}  # Nothing else needs a test.
     assert found["python.md"] == (["python"] * 4, [])
     fenced, (code,) = found["README.md"]
     assert not fenced
@@ -230,17 +235,38 @@ def readme_modules(tmp_path, monkeypatch):
 
 def test_the_modules_of_the_readme_run_past_the_end(readme_modules, tiny, tmp_path):
     assert readme_modules == ["my_rewards", "my_schedules", "my_config"]
-    rewards = importlib.import_module("my_config").get_config("qwen2.5-7b").rewards
+    assert importlib.import_module("my_config").get_config("qwen2.5-7b").rl.loss == "dapo"
     assert importlib.import_module("my_config").get_config().preset == "smollm2-135m-paper"
     changes = {"aqn.schedule": "my_schedules:triangle", "aqn.sigma_start": 0.25, "eval.every": 0}
     for steps in (2, 4):
         config = tiny.config(changes | {"steps": steps})
         with config.unlocked():
-            config.rewards.short = rewards.short
+            config.rewards.short = {"function": "my_rewards:short", "weight": 0.1}
         train(config, workdir=tmp_path / "run")
     rows = tiny_run.results(tmp_path / "run")
     assert [row["sigma"] for row in rows] == [0.0, 0.25, 0.0, 0.0]
     assert [row["reward/short"] for row in rows] == [row["finished"] for row in rows]
+
+
+def test_the_rewards_of_the_page_are_what_it_says():
+    fenced, blocks = python_on_the_pages()["rewards.md"]
+    assert fenced == []
+    exec("\n".join(blocks), names := {})
+    found = {
+        name: (call.takes_lists, call.waits, call.needed)
+        for name in ("short", "passes", "judge", "similar")
+        if (call := call_of(names[name]))
+    }
+    assert found == {
+        "short": (False, False, ()),
+        "passes": (False, False, ("tests",)),
+        "judge": (False, True, ()),
+        "similar": (True, False, ()),
+    }
+    assert [names["short"]("p", "c", "a", n, True) for n in (99, 100)] == [1.0, 0.0]
+    ratio, advantages = np.float32([1.0, 2.0]), np.float32([1.0, -1.0])
+    loss = names["pg"](ratio, advantages, -ratio, np.ones(2, np.float32))
+    np.testing.assert_array_equal(loss, [-1.0, 1.0])
 
 
 def test_between_two_columns_the_slowest_layer_counts():

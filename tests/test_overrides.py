@@ -14,12 +14,12 @@ from recorded_config import Recorded, fields
 import qerl_jax.training.loop
 from experiments import cli
 from experiments.configs import grpo_gsm8k
+from qerl_jax.config.overrides import NEEDS, check_overrides, need
 from qerl_jax.data import load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import LOSSES
 from qerl_jax.run.resume import splits_the_loss
 from qerl_jax.training.loop import train
-from qerl_jax.training.overrides import NEEDS, check_overrides, need
 
 # Everything that can be off is off.
 QUIET = {
@@ -77,6 +77,7 @@ MODES = {
     "one stage": {"steps": 3, "aqn.stages": 1, "aqn.correction": "noisy_forward", "eval.every": 0},
     "two stages": {"steps": 3, "aqn.stages": 2, "aqn.kl_every": 0, "eval.every": 0},
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
+    "gdpo": QUIET | {"rl.advantage": "gdpo"},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
@@ -94,6 +95,9 @@ OTHERS = {
     "data.eval_source": "absent/absent",
     "data.options": {"absent": 1},
     "data.eval_path": "absent.jsonl",
+    "data.fields.question": "absent",
+    "data.fields.answer": "absent",
+    "data.fields.level": "absent",
     "rollout.temperature_end": 0.5,
     "rollout.dequantize": "step",
     "aqn.stages": 2,
@@ -109,8 +113,11 @@ OTHERS = {
     "aqn.kl_rows": 1,
     "rl.clip_low": 0.1,
     "rl.clip_high": 0.1,
+    "rl.sapo_temperature_pos": 3.0,
+    "rl.sapo_temperature_neg": 3.0,
     "rl.dual_clip": 3.0,
     "rl.kl_grad": "unbiased",
+    "rl.advantage_scale": "batch",
     "rl.advantage_eps": 0.3,
     "rl.dynamic_sampling_rounds": 1,
     "rl.dynamic_sampling_metric": "total",
@@ -122,7 +129,9 @@ OTHERS = {
 }
 PROFILE = {"profile.start", "profile.stop"}  # These write files and change no result.
 TRACKED = {"log.project", "log.group"}  # These name a run at a service.
-SOURCES = {"data.source", "data.eval_source", "data.options"}  # A tiny model reads no text.
+# A tiny model reads no text, and its problems have the usual fields.
+SOURCES = {"data.source", "data.eval_source", "data.options", "data.fields"}
+SOURCES |= {f"data.fields.{name}" for name in ("question", "answer", "level")}
 
 
 def with_changes(config, changes):
@@ -161,6 +170,7 @@ def unread(config):
 def test_the_table_names_fields():
     config = grpo_gsm8k.get_config()
     known = fields(config) | {name for name in config if isinstance(config[name], ConfigDict)}
+    known |= {field.rpartition(".")[0] for field in fields(config)}
     assert set(NEEDS) <= known
     assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE | TRACKED
     assert need("data.options.max_terms") is NEEDS["data.options"]

@@ -12,10 +12,11 @@ import numpy as np
 
 from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rl.rewards import Reward, Scores, score
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize, generate_steps
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.scoring.score import Scores, score
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -48,6 +49,7 @@ def greedy_accuracy(
     engine: EngineConfig = DEFAULT_ENGINE,
     executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    on_wait: Callable[[], None] | None = None,
 ) -> GreedyScore:
     """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 
@@ -63,6 +65,7 @@ def greedy_accuracy(
         executables: compiled programs, as in `engine.generate_steps`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
+        on_wait: as in `score.Scoring`.
     """
     for step in generate_steps(
         jax.random.key(0),
@@ -85,6 +88,7 @@ def greedy_accuracy(
         rollout.lengths,
         rollout.finished,
         time_limit=time_limit,
+        on_wait=on_wait,
     )
     return GreedyScore(
         accuracy=float(passed(scores.parts["correct"]).mean()),
@@ -100,6 +104,7 @@ def score_completions(
     finished: Sequence[bool] | np.ndarray,
     *,
     time_limit: float,
+    on_wait: Callable[[], None] | None = None,
 ) -> Scores:
     """Scores completions, one per prompt, and prints a warning for each kind of failure.
 
@@ -109,7 +114,8 @@ def score_completions(
         completions: B completions as text.
         lengths: B completion lengths in tokens.
         finished: B flags, True where the completion ended by itself.
-        time_limit: time limit for one call of a reward in seconds.
+        time_limit: time limit for one call of a reward in seconds, for rewards without their own.
+        on_wait: as in `score.Scoring`.
 
     Returns:
         The scores, unweighted.
@@ -121,7 +127,9 @@ def score_completions(
         [prompt.problem.answer for prompt in prompts],
         lengths,
         finished,
+        columns=[prompt.problem.columns for prompt in prompts],
         time_limit=time_limit,
+        on_wait=on_wait,
     )
     for error in scores.errors:
         print(f"warning: {error}", file=sys.stderr, flush=True)

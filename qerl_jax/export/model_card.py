@@ -222,6 +222,11 @@ def _about(card: Card) -> list[str]:
         lines.append(f"The system message was {json.dumps(data['system_prompt'])}.")
     if data.get("question_suffix"):
         lines.append(f"Each question was followed by {json.dumps(data['question_suffix'])}.")
+    if arguments := data.get("chat_template_args"):
+        lines.append(
+            f"The chat template was rendered with {json.dumps(arguments)}; vLLM takes it as "
+            "`chat_template_kwargs` of a request."
+        )
     if stop := ({} if card.run is None else card.run["config"]["rollout"]).get("stop"):
         lines.append(f"Completions ended at the stop strings {json.dumps(stop)}.")
     return lines
