@@ -4,7 +4,7 @@ An experiment's config file is a table of differences; `build` makes the config 
 
     MODEL[,RECIPE]     as in --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b,trl
 
-MODEL selects the weights and the memory settings. RECIPE selects noise, loss, advantages and
+MODEL selects the weights. RECIPE selects noise, loss, advantages and
 optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
 another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay
 the experiment's; so do the learning rate and the first sigma of the stand-in.
@@ -42,21 +42,6 @@ _SOURCES = {
 }
 
 MODELS = tuple(_SOURCES)
-
-# Models for which 128 rows of 4352 tokens and a dense copy of the weights would not fit a card of
-# 141 GB -> (largest decode batch in rows, when weights are dequantized).
-_MEMORY = {
-    "qwen3-0.6b": (64, "once"),
-    "qwen3-1.7b": (64, "once"),
-    "qwen3-4b": (64, "once"),
-    "qwen3-8b": (64, "once"),
-    "llama3.1-8b": (64, "once"),
-    "qwen2.5-14b": (32, "step"),
-    "qwen3-14b": (32, "step"),
-    "qwen2.5-32b": (16, "step"),
-    "qwen3-32b": (16, "step"),
-    "qwen2.5-72b": (16, "step"),
-}
 
 # Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
 SUMS: dict[str, Any] = {
@@ -235,7 +220,6 @@ def build(
 
 def _fields(model: str) -> ConfigDict:
     """Every field with its default: the paper's value for GSM8K, where the paper gives one."""
-    max_rows, dequantize = _MEMORY.get(model, (0, "once"))
     c = ConfigDict()
     c.experiment = ""
     c.preset = ""
@@ -295,10 +279,10 @@ def _fields(model: str) -> ConfigDict:
     c.rollout.top_p = 1.0  # 1.0: off
     # Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.
     c.rollout.stop = ()
-    # Largest decode batch in rows; other rows wait. 0: as many as the memory for keys and values
-    # holds.
-    c.rollout.max_rows = max_rows
-    # Memory for keys and values. 0: what the device has left once the weights are loaded.
+    # Largest decode batch in rows; other rows wait. 0: as many as the memory holds, see
+    # `python -m experiments.plan`.
+    c.rollout.max_rows = 0
+    # Memory for keys and values. 0: what the plan of the run leaves for them.
     c.rollout.kv_cache_bytes = 0
     # '': model.dtype. 'float8' halves the memory of bfloat16, not the time; the sampling policy
     # then has rounded keys and values.
@@ -310,7 +294,8 @@ def _fields(model: str) -> ConfigDict:
 
     # Used where no kernel reads the packed weights. 'once' dequantizes the weights once per
     # rollout, which needs memory for a dense copy while it lasts; 'step' does not, and is slower.
-    c.rollout.dequantize = dequantize
+    # 'auto': 'once' where the copy takes at most a third of the memory.
+    c.rollout.dequantize = "auto"
 
     # Name -> function(prompt, completion, answer, num_tokens, finished) and its weight in the sum.
     # The reward named 'correctness' is the accuracy.

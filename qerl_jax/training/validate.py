@@ -66,7 +66,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
 
 _CHOICES = {
     "model.dtype": tuple(DTYPES),
-    "rollout.dequantize": ("once", "step"),
+    "rollout.dequantize": ("auto", "once", "step"),
     "aqn.form": aqn.FORMS,
     "aqn.correction": ("none", "tis", "noisy_forward"),
     "rl.advantage_scale": SCALES,
