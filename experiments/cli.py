@@ -31,6 +31,7 @@ from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
+from qerl_jax.run.device_memory import take_memory
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
@@ -126,6 +127,7 @@ def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
                 f"To {instead}",
                 flush=True,
             )
+        take_memory()
         from qerl_jax.training.loop import train
 
         train(config, workdir=workdir)
@@ -143,7 +145,7 @@ def run_command(
     Args:
         parser: the parser of the arguments.
         run: the command. Import JAX inside it, so that `--help` and mistyped arguments answer at
-            once.
+            once. Before it begins, this process takes its part of the GPU's memory.
         argv: the arguments; None takes the arguments of the process.
     """
     _quiet()
@@ -151,6 +153,7 @@ def run_command(
         _check_arguments(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
     with _one_line_errors():
+        take_memory()
         run(arguments)
 
 

@@ -3,6 +3,7 @@
 import importlib.metadata
 import pathlib
 import re
+from collections.abc import Sequence
 
 from qerl_jax import hub
 from qerl_jax.errors import UserError, first_line
@@ -28,11 +29,12 @@ _HUB_FILES = (
 _REMEDY = "(in a run: --config.model.source=/path/to/model)"
 
 
-def locate(source: str) -> tuple[pathlib.Path, str]:
+def locate(source: str, files: Sequence[str] = _HUB_FILES) -> tuple[pathlib.Path, str]:
     """Returns the path of the weights and the name of the base model that exports write.
 
     Args:
         source: a model folder, a .gguf file, 'package:NAME' or a hub id, as in `load.load`.
+        files: names of the files that are downloaded for a hub id, with wildcards.
 
     Raises:
         UserError: there is no such source, or it cannot be downloaded.
@@ -53,7 +55,7 @@ def locate(source: str) -> tuple[pathlib.Path, str]:
             f"{source!r} is neither a folder, nor a .gguf file, nor a hub id; pass the path of "
             f"one {_REMEDY}"
         )
-    return _download(source), source
+    return _download(source, files), source
 
 
 def _package_file(package: str) -> tuple[pathlib.Path, str]:
@@ -73,12 +75,12 @@ def _package_file(package: str) -> tuple[pathlib.Path, str]:
     return pathlib.Path(str(found[0].locate())), base_model
 
 
-def _download(hub_id: str) -> pathlib.Path:
+def _download(hub_id: str, files: Sequence[str]) -> pathlib.Path:
     import huggingface_hub  # not needed by local sources
 
     try:
         with hub.asking(hub_id):
-            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
+            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(files))
     # Each cause (not found, no access, no network, no disk space) raises different classes.
     except Exception as error:
         reason = first_line(error)

