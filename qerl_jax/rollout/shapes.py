@@ -234,12 +234,16 @@ def prefill_bytes(
 
 
 def rows_left(
-    params: dict, *, positions: int, config: ModelConfig, engine: EngineConfig
+    params: dict, *, positions: int, config: ModelConfig, engine: EngineConfig, reserve: int = 0
 ) -> int | None:
-    """Returns how many rows fit into the free memory of the device; None where it is unknown."""
-    free = bytes_left(params, engine=engine)
+    """Returns how many rows fit into the free memory of the device; None where it is unknown.
+
+    `reserve` bytes are kept free.
+    """
+    if (free := bytes_left(params, engine=engine)) is None:
+        return None
     dtype = cache_dtype(engine.kv_cache_dtype, params["embed_tokens"].dtype)
-    return None if free is None else free // row_bytes(config, positions=positions, dtype=dtype)
+    return max(0, free - reserve) // row_bytes(config, positions=positions, dtype=dtype)
 
 
 def bytes_left(params: dict, *, engine: EngineConfig) -> int | None:
