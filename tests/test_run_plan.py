@@ -3,6 +3,8 @@
 import functools
 import json
 import pathlib
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -193,3 +195,19 @@ def test_the_plan_as_text():
         assert f"\n{part}" in f"\n{text}"
     assert f"{plan.rollout.rows} of 128 rows" in text
     assert f"{plan.peak / GB:.1f} GB" in text
+
+
+def test_the_command():
+    command = [sys.executable, "-m", "experiments.plan", "--json", "--memory-gb=60"]
+    command.append("--config=experiments/configs/dapo_math.py:qwen2.5-72b")
+    result = subprocess.run(
+        command, cwd=RESULTS.parents[1], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: this run takes ")
+    assert result.stderr.count("\n") == 1
+    found = json.loads(result.stdout)
+    assert not found["fits"]
+    assert found["usable"] < POOL * 60 * GB < found["peak"]
+    wanted = {"weights", "training", "rollout", "update", "largest_rows", "largest_new_tokens"}
+    assert wanted <= found.keys()

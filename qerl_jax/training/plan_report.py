@@ -91,7 +91,8 @@ def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> in
         with other.unlocked():
             other.rollout.max_new_tokens = new_tokens
             other.eval.max_new_tokens = new_tokens
-            other.train.buffer_tokens = 0
+            # The smallest buffer that holds a row.
+            other.train.buffer_tokens = config.data.max_prompt_tokens - 1 + new_tokens
         return plan_run(other, model, device).fits
 
     return _largest(fits, model.max_position - config.data.max_prompt_tokens)
