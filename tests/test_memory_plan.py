@@ -10,6 +10,7 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.transformer import PRODUCTS
 from qerl_jax.training.memory_plan import (
+    RECOMPUTATIONS,
     LongestRows,
     plan_update,
     recomputation,
@@ -32,20 +33,23 @@ def plan(model="qwen2.5-7b", rows=ROWS, **changes):
 
 
 @pytest.mark.parametrize(
-    ("model", "tokens", "measured"),
+    ("model", "layers", "tokens", "recompute", "measured"),
     # temp_size_in_bytes of `train_step.add_gradient` with NVFP4 weights and LoRA of rank 32,
-    # compiled for an H200 without one by jax 0.11.2.
+    # compiled for a Hopper GPU without one by jax 0.11.2; some with fewer layers than the model.
     [
-        ("qwen2.5-7b", 4224, 14457130008),
-        ("qwen2.5-14b", 4224, 22955357720),
-        ("qwen2.5-32b", 2176, 24972041240),
+        ("qwen2.5-7b", 28, 4224, (), 14457130008),
+        ("qwen2.5-14b", 48, 4224, (), 22955357720),
+        ("qwen2.5-32b", 64, 2176, (), 24972041240),
+        ("qwen2.5-32b", 8, 8448, ("gate_up_proj",), 5688530448),
+        ("qwen2.5-32b", 8, 4480, PRODUCTS, 2598328312),
+        ("qwen2.5-72b", 12, 4480, PRODUCTS, 4255368184),
     ],
 )
-def test_the_bytes_are_those_of_the_compiled_program(model, tokens, measured):
-    config = ARCHITECTURES[model]
+def test_the_bytes_are_those_of_the_compiled_program(model, layers, tokens, recompute, measured):
+    config = dataclasses.replace(ARCHITECTURES[model], num_layers=layers)
     targets = LoraConfig(rank=32, alpha=32.0).targets
     adapter = sizes.fused_adapter_bytes(config, rank=32, targets=targets, itemsize=2)
-    found = update_memory(config, tokens=tokens, recompute=(), itemsize=2, adapter=adapter)
+    found = update_memory(config, tokens=tokens, recompute=recompute, itemsize=2, adapter=adapter)
     assert 0.98 * measured < found.bytes < 1.03 * measured
 
 
@@ -60,7 +64,7 @@ def test_a_buffer_suits_the_longest_batch():
 def test_less_memory_computes_more_again():
     free = (120, 24, 10)
     found = [plan("qwen2.5-32b", free=n * GB) for n in free]
-    saved = [PRODUCTS.index(p.recompute[-1]) + 1 if p.recompute else 0 for p in found]
+    saved = [RECOMPUTATIONS.index(p.recompute) for p in found]
     assert saved == sorted(saved)
     assert all(p.bytes <= n * GB for p, n in zip(found, free, strict=True))
     assert found[-1].recompute == PRODUCTS

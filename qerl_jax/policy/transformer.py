@@ -38,8 +38,6 @@ from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
 
 # The products of a layer whose results the backward pass reads, in the order of a layer.
 PRODUCTS = ("qkv_proj", "attention", "o_proj", "gate_up_proj")
-# What else `recompute` may name: the input of a layer, which is kept in the memory of the host.
-LAYER_INPUT = "layer_input"
 
 
 def forward(
@@ -110,27 +108,16 @@ def packed_hidden_states(
         config: the architecture.
         recompute: names from `PRODUCTS`. The backward pass keeps the input of each layer and the
             results of its products, except these, which it computes again. Everything between the
-            products (norms, rotations, activations) is always computed again. With `LAYER_INPUT`
-            the inputs of the layers wait in the memory of the host.
+            products (norms, rotations, activations) is always computed again.
 
     Returns:
         [N, D] hidden states.
     """
     keep = [name for name in PRODUCTS if name not in recompute]
-    policy = jax.checkpoint_policies.save_only_these_names(*keep)
-    if LAYER_INPUT in recompute:
-        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=keep,
-            names_which_can_be_offloaded=[LAYER_INPUT],
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-
-    @functools.partial(jax.checkpoint, policy=policy)
-    def layer_fn(layer, adapters, x, segments, angles):
-        x = checkpoint_name(x, LAYER_INPUT)
-        return _layer(layer, adapters, x, segments, angles, config=config)
-
+    layer_fn = jax.checkpoint(
+        functools.partial(_layer, config=config),
+        policy=jax.checkpoint_policies.save_only_these_names(*keep),
+    )
     angles = rotary_angles(positions[None], config)
     x = params["embed_tokens"][tokens[None]]
     lora_layers = lora_lib.fuse(lora, config, x.dtype)

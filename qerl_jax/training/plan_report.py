@@ -7,7 +7,6 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.transformer import PRODUCTS
 from qerl_jax.rollout.shapes import cache_dtype, row_bytes
 from qerl_jax.training.memory_plan import plan_update
 from qerl_jax.training.run_plan import Device, RunPlan, plan_run
@@ -70,8 +69,8 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
     if smaller and smaller.bytes < plan.update.bytes:
         buffer = f"pass --config.train.buffer_tokens={smaller.buffer_tokens} (now {tokens})"
         if smaller.recompute != again:
-            names = "all" if smaller.recompute == PRODUCTS else ",".join(smaller.recompute)
-            buffer += f" with --config.train.recompute={names or 'none'}"
+            names = ",".join(smaller.recompute) or "none"
+            buffer += f" with --config.train.recompute={names}"
     rows = plan.rollout.rows
     fewer = f"={max(1, 3 * rows // 4)} (now {rows})"
     return (
@@ -119,7 +118,7 @@ def describe(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
         model: architecture of the policy.
     """
     rollout, update = plan.rollout, plan.update
-    again = ", ".join(update.recompute) or "nothing"
+    again = ", ".join(update.recompute) or "none"
     rows = [
         ("weights", plan.weights, config.model.format),
         ("adapter and optimizer", plan.training, f"train.parameters={config.train.parameters}"),
@@ -138,7 +137,7 @@ def describe(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
         (
             "one update buffer",
             update.activations + max(0, update.layer - update.head),
-            f"{update.buffer_tokens} tokens; computed again: {again}",
+            f"{update.buffer_tokens} tokens; recompute: {again}",
         ),
         ("head chunk", update.head, ""),
         ("peak", plan.peak, f"rollout {_gb(plan.rollout_peak)}, update {_gb(plan.update_peak)}"),
