@@ -32,6 +32,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import cli
+from qerl_jax.paths import user_path
 
 KEYS = (
     *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
@@ -63,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
     add(
         "--out",
+        type=user_path,
         default="benchmarks/results/step.json",
         help="JSON file of the rows (default: benchmarks/results/step.json)",
     )
@@ -100,7 +102,8 @@ def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
     from experiments.configs.grpo_gsm8k import get_config
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.training.setup import assemble, method_of
+    from qerl_jax.training.method import method_of
+    from qerl_jax.training.setup import assemble
     from qerl_jax.weights.load import LoadedModel
 
     config = get_config(model)
@@ -259,12 +262,12 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
-def merge(path: pathlib.Path, row: dict[str, Any]) -> None:
+def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
     """Writes a row to a JSON file, in place of the row with the same keys."""
     from qerl_jax.run.atomic import write_atomic
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    found = {tuple(old[key] for key in KEYS): old for old in [*rows, row]}
+    found = {tuple(old[key] for key in keys): old for old in [*rows, row]}
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [found[key] for key in sorted(found, key=str)]
     write_atomic(path, json.dumps({"rows": ordered}, indent=1) + "\n")
@@ -291,7 +294,7 @@ def run(arguments: argparse.Namespace) -> None:
     for model, format in itertools.product(models, formats):
         row = measure(arguments, model, format)
         print(describe(row), flush=True)
-        merge(pathlib.Path(arguments.out), row)
+        merge(arguments.out, row)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Says what a run takes of a card's memory before it starts, and what would fit.
 
-    uv run python -m experiments.plan --config=experiments/configs/grpo_gsm8k.py:qwen2.5-32b
+    uv run python -m experiments.plan --config=grpo_gsm8k:qwen2.5-32b
     uv run python -m experiments.plan --config=... --card=h200-141gb --json
     uv run python -m experiments.plan --config=... --memory-gb=48
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict
+from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
 from experiments.configs import defaults
@@ -56,8 +56,10 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         name = f"{_MEMORY.value:g} GB"
     from qerl_jax.run.device_memory import POOL
     from qerl_jax.training import plan_report, run_plan
+    from qerl_jax.training.overrides import check_overrides
     from qerl_jax.training.validate import validate
 
+    check_overrides(config, config_flags.get_override_values(flags.FLAGS["config"]))
     validate(config)
     model = _architecture(config.model.source)
     plan = run_plan.plan_run(config, model, run_plan.Device(int(POOL * memory), hopper))
@@ -90,11 +92,16 @@ def run(config: ConfigDict, workdir: str | None) -> None:
 def _architecture(source: str) -> Any:
     """The architecture of a preset's source without reading it, or that of another source."""
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.weights.load import read_architecture
+    from qerl_jax.weights.checkpoint import read_architecture
 
     known = {defaults.SOURCES[name]: name for name in defaults.MODELS}
     return ARCHITECTURES[known[source]] if source in known else read_architecture(source)
 
 
+def main() -> None:
+    """Parses the flags and prints the plan."""
+    cli.main(run, str(_CONFIG), trains=False, description=__doc__)
+
+
 if __name__ == "__main__":
-    cli.main(run, str(_CONFIG))
+    main()

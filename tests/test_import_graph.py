@@ -23,17 +23,24 @@ ALLOWED = {
     "import_path": {"errors"},
     "buckets": set(),
     "policy": {"import_path", "errors"},
-    "rollout": {"policy", "buckets", "errors"},
+    "rollout": {"policy", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
     "model_source": {"hub", "paths", "errors"},
-    "weights": {"policy", "model_source", "hub", "paths", "errors"},
+    "staging": {"errors"},
+    "threads": set(),
+    "live_line": set(),
+    "weights": {"policy", "model_source", "staging", "threads", "live_line"}
+    | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "hub", "paths", "errors"},
+    "run": {"statistics", "threads", "hub", "paths", "errors"},
+    "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
-    | {"buckets", "import_path", "statistics", "hub", "paths", "errors"},
+    | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
     "export": {
+        "staging",
+        "live_line",
         "policy",
         "rollout",
         "rl",
@@ -45,7 +52,8 @@ ALLOWED = {
         "paths",
         "errors",
     },
-    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run", "errors"},
+    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
+    | {"live_line", "model_source", "paths", "errors"},
 }
 
 

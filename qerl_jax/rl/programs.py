@@ -52,7 +52,7 @@ def _functions(
     config: UpdateConfig, optimizer: optax.GradientTransformation
 ) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The jitted functions and their static arguments by name."""
-    update, policy = {"config": config}, {"config": config.model, "temperature": config.temperature}
+    update, policy = {"config": config}, {"config": config.model}
     return {
         "zero_totals": (train_step.zero_totals, update),
         "add_gradient": (train_step.add_gradient, update),
@@ -102,7 +102,7 @@ def operations(
     if reference is not None:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
     bare = dataclasses.replace(buffer, ref_logprobs=None)
-    functions = _functions(config, optimizer)
+    functions, temperature = _functions(config, optimizer), np.float32(1)
 
     def totals() -> Any:
         function, static = functions["zero_totals"]
@@ -113,14 +113,17 @@ def operations(
         "zero_totals": lambda: (state.trainable,),
         "add_gradient": lambda: (
             *(totals(), state.trainable, params, noise, buffer),
-            np.bool_(True),
+            *(np.bool_(True), temperature),
         ),
         "apply_gradient": lambda: (state, totals()),
     }
     if reference is not None:
-        arguments["buffer_logprobs"] = lambda: (*reference, bare)
+        arguments["buffer_logprobs"] = lambda: (*reference, bare, temperature)
     if measures_kl:
-        arguments["buffer_kl"] = lambda: (*(params, params, state.trainable.lora, bare),)
+        arguments["buffer_kl"] = lambda: (
+            *(params, params, state.trainable.lora),
+            *(bare, temperature),
+        )
     identity = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
     return {
         name: Operation(*functions[name], arguments[name], (name, *identity)) for name in arguments

@@ -13,6 +13,7 @@ import hashlib
 import os
 import pathlib
 import pickle
+import secrets
 import socket
 import warnings
 from collections.abc import Collection, Generator, Hashable
@@ -110,7 +111,9 @@ def save(program: jax.stages.Compiled, path: pathlib.Path) -> None:
     serialized, *treedefs = serialize_executable.serialize(program)
     trees = [jax.tree.unflatten(treedef, range(treedef.num_leaves)) for treedef in treedefs]
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
+    # Containers may share the names of their hosts and processes.
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    unfinished = path.with_name(f"{path.name}.{writer}")
     try:
         unfinished.write_bytes(pickle.dumps((serialized, trees)))
         unfinished.replace(path)

@@ -3,27 +3,28 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
 import jax
 import optax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Problem, Prompt, encode_prompts, load_splits
-from qerl_jax.errors import UserError
-from qerl_jax.policy import aqn
+from qerl_jax.data import Prompt
+from qerl_jax.policy import kl_control
+from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
-from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
+from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
+from qerl_jax.training.method import Method, method_of
 from qerl_jax.training.plan_report import check_fits
+from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
-from qerl_jax.weights.load import LoadedModel, load, read_architecture
+from qerl_jax.weights.checkpoint import read_architecture
+from qerl_jax.weights.load import LoadedModel, load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Setup:
         optimizer: the optimizer with its schedule.
         optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
-        sigma: sigma of the noise by step.
+        sigma: sigma of the noise by step, or the KL that it should cause.
+        temperature: sampling temperature by step.
         key: key of the run.
     """
 
@@ -67,75 +69,9 @@ class Setup:
     optimizer: optax.GradientTransformation
     optimizer_key: str
     state_shapes: TrainState
-    sigma: optax.Schedule
+    sigma: optax.Schedule | KlTarget
+    temperature: Callable[[int], float]
     key: jax.Array
-
-
-class Method(NamedTuple):
-    """The parts of a run that need no model.
-
-    Attributes:
-        lora_config: rank, scale and targets of the adapter.
-        sigma: sigma of the noise by step.
-        loss: definition of the loss.
-        optimizer: the optimizer with its schedule.
-        optimizer_key: options of the optimizer as text, its identity across processes.
-    """
-
-    lora_config: LoraConfig
-    sigma: optax.Schedule
-    loss: LossConfig
-    optimizer: optax.GradientTransformation
-    optimizer_key: str
-
-
-def method_of(config: ConfigDict, schedule_steps: int) -> Method:
-    """Makes the parts of a run that need no model.
-
-    Args:
-        config: the resolved config.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
-
-    Raises:
-        UserError: an option is out of range.
-    """
-    return Method(
-        lora_config=LoraConfig(
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            rslora=config.lora.rslora,
-            targets=tuple(config.lora.targets),
-        ),
-        sigma=aqn.sigma_schedule(
-            config.aqn.schedule,
-            sigma_start=config.aqn.sigma_start,
-            sigma_end=config.aqn.sigma_end,
-            stages=config.aqn.stages,
-            total_steps=schedule_steps,
-        ),
-        loss=loss_from(config),
-        optimizer=_optimizer(config, schedule_steps),
-        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
-        f"{schedule_steps}",
-    )
-
-
-def loss_from(config: ConfigDict) -> LossConfig:
-    """The loss that a config names.
-
-    Raises:
-        UserError: the loss is unknown, or a value is out of range.
-    """
-    return loss_config(
-        config.rl.loss,
-        aggregation=config.rl.aggregation,
-        clip_low=config.rl.clip_low,
-        clip_high=config.rl.clip_high,
-        dual_clip=config.rl.dual_clip or None,
-        kl_coef=config.rl.kl_coef,
-        kl_grad=config.rl.kl_grad,
-        tis_cap=config.aqn.tis_cap if config.aqn.correction == "tis" else None,
-    )
 
 
 def prepare(
@@ -151,22 +87,39 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
-    # step hours away, such as one after the end of the first schedule.
-    _metric(config, rewards)
-    method = method_of(config, schedule_steps)
-    if ":" in config.aqn.schedule:
-        for step in range(config.steps):
-            method.sigma(step)
-    problems = _load_problems(config, rewards)
-    if problems.get("eval") and "correctness" not in rewards:
-        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
+    method = check_method(config, rewards, schedule_steps=schedule_steps)
+    problems = load_problems(config, rewards)
     if (device := this_device()).pool is not None:
         architecture = read_architecture(config.model.source)
         check_fits(plan_run(config, architecture, device), config, architecture)
     model = _load_model(config)
-    prompts = _encode_prompts(config, model, problems)
+    prompts = encode_problems(config, model.tokenizer, problems)
+    _announce(config, model, prompts)
     return assemble(config, rewards, model, prompts, method=method)
+
+
+def check_method(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], *, schedule_steps: int
+) -> Method:
+    """Makes what needs no model, and refuses bad options before one is loaded.
+
+    A custom schedule is called for every step, as it could fail at one that is hours away, such as
+    one after the end of the first schedule.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        schedule_steps: number of steps that the schedules of noise and learning rate span.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+    _metric(config, rewards)
+    method = method_of(config, schedule_steps)
+    if ":" in config.aqn.schedule:
+        for step in range(config.steps):
+            kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
+    return method
 
 
 def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
@@ -192,7 +145,7 @@ def assemble(
         rewards: function and weight by name.
         model: the model before training.
         prompts: prompts by split, 'train' and, with evaluations, 'eval'.
-        method: the parts that need no model, from `method_of`.
+        method: the parts that need no model, from `method.method_of`.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -237,7 +190,6 @@ def assemble(
         update=UpdateConfig(
             model=model.config,
             loss=method.loss,
-            temperature=config.rollout.temperature,
             recompute=plan.update.recompute,
         ),
         memory=plan,
@@ -245,42 +197,9 @@ def assemble(
         optimizer_key=method.optimizer_key,
         state_shapes=state_shapes,
         sigma=method.sigma,
+        temperature=method.temperature,
         key=key,
     )
-
-
-def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
-    updates = config.rl.updates_per_rollout
-    return make_optimizer(
-        learning_rate=config.optimizer.learning_rate,
-        schedule=config.optimizer.schedule,
-        final_fraction=config.optimizer.final_fraction,
-        warmup_updates=config.optimizer.warmup_steps * updates,
-        total_updates=schedule_steps * updates,
-        b1=config.optimizer.b1,
-        b2=config.optimizer.b2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
-
-
-def _load_problems(
-    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
-) -> dict[str, list[Problem]]:
-    """The problems by split, 'train' and, with evaluations, 'eval'."""
-    train, evaluation = load_splits(
-        config.data.source,
-        path=config.data.path,
-        eval_source=config.data.eval_source,
-        eval_path=config.data.eval_path,
-        eval_size=(config.eval.problems or None) if config.eval.every else 0,
-        rewards=[function for function, _ in rewards.values()],
-        levels=tuple(config.data.levels),
-        max_question_chars=config.data.max_question_chars,
-        options=config.data.options.to_dict(),
-    )
-    return {"train": train} | ({"eval": evaluation} if config.eval.every else {})
 
 
 def _load_model(config: ConfigDict) -> LoadedModel:
@@ -300,30 +219,12 @@ def _load_model(config: ConfigDict) -> LoadedModel:
         flush=True,
     )
     model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
-    for part in ("rollout", "eval") if config.eval.every else ("rollout",):
-        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
-        if longest > model.config.max_position:
-            raise UserError(
-                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
-                f"{model.config.max_position} positions: lower one of the two"
-            )
+    check_positions(config, model.config)
     return model
 
 
-def _encode_prompts(
-    config: ConfigDict, model: LoadedModel, problems: Mapping[str, list[Problem]]
-) -> dict[str, list[Prompt]]:
-    """The prompts by split."""
-    prompts = {
-        split: encode_prompts(
-            found,
-            model.tokenizer,
-            system_prompt=config.data.system_prompt,
-            question_suffix=config.data.question_suffix,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-        )
-        for split, found in problems.items()
-    }
+def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list[Prompt]]) -> None:
+    """Prints the size of the model and the numbers of prompts."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     held_out = f"{len(prompts.get('eval', []))} held out"
     if config.eval.every and not config.eval.problems:
@@ -333,7 +234,6 @@ def _encode_prompts(
         f"{len(prompts['train'])} training prompts, {held_out}",
         flush=True,
     )
-    return prompts
 
 
 def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
