@@ -54,8 +54,8 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         check_limits({"--memory-gb": (_MEMORY.value, 0.001, 1e6)})
         memory = int(1e9 * _MEMORY.value)
         name = f"{_MEMORY.value:g} GB"
+    from qerl_jax.memory import report, run_plan
     from qerl_jax.run.device_memory import POOL
-    from qerl_jax.training import plan_report, run_plan
     from qerl_jax.training.overrides import check_overrides
     from qerl_jax.training.validate import validate
 
@@ -63,8 +63,8 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     validate(config)
     model = _architecture(config.model.source)
     plan = run_plan.plan_run(config, model, run_plan.Device(int(POOL * memory), hopper))
-    rows = plan_report.largest_rows(plan, config, model)
-    length = plan_report.largest_length(config, model, plan.device)
+    rows = report.largest_rows(plan, config, model)
+    length = report.largest_length(config, model, plan.device)
     if _JSON.value:
         found = dataclasses.asdict(plan) | {
             "card": name,
@@ -80,13 +80,13 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         print(json.dumps(found, indent=1))
     else:
         print(f"{config.preset} in {config.model.format} on {name}, {memory / 1e9:.1f} GB")
-        print(plan_report.describe(plan, config, model), end="")
+        print(report.describe(plan, config, model), end="")
         print(
             f"largest that fits: {rows} rows together at {config.rollout.max_new_tokens} new "
             f"tokens; {length} new tokens with fewer rows"
         )
     sys.stdout.flush()
-    plan_report.check_fits(plan, config, model)
+    report.check_fits(plan, config, model)
 
 
 def _architecture(source: str) -> Any:

@@ -26,6 +26,7 @@ from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export import scores
+from qerl_jax.memory.run_plan import plan_run
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -34,7 +35,6 @@ from qerl_jax.run.folder import open_run
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.statistics import interval, majority, pass_at_k
-from qerl_jax.training.run_plan import plan_run
 from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter

@@ -25,6 +25,7 @@ ALLOWED = {
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
+    "memory": {"policy", "rollout", "rl", "errors"},
     "model_source": {"hub", "paths", "errors"},
     "staging": {"errors"},
     "threads": set(),
@@ -53,7 +54,7 @@ ALLOWED = {
         "errors",
     },
     "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
-    | {"live_line", "model_source", "paths", "errors"},
+    | {"memory", "live_line", "model_source", "paths", "errors"},
 }
 
 

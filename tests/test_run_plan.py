@@ -13,19 +13,19 @@ from benchmarks.rollout.random_policy import random_params
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
 from experiments.plan import CARDS
 from qerl_jax.errors import UserError
-from qerl_jax.policy import sizes
-from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.lora import LoraConfig, init
-from qerl_jax.policy.trainable import trained_params
-from qerl_jax.run.device_memory import POOL
-from qerl_jax.training.plan_report import (
+from qerl_jax.memory.report import (
     check_fits,
     describe,
     largest_length,
     largest_rows,
     out_of_memory,
 )
-from qerl_jax.training.run_plan import Device, plan_run
+from qerl_jax.memory.run_plan import Device, plan_run
+from qerl_jax.policy import sizes
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import LoraConfig, init
+from qerl_jax.policy.trainable import trained_params
+from qerl_jax.run.device_memory import POOL
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "step.json").read_text())["rows"]

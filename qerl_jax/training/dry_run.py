@@ -10,6 +10,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
+from qerl_jax.memory.report import check_fits, describe
+from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.model_source import locate
 from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig
@@ -18,9 +20,7 @@ from qerl_jax.run.folder import RunFolder, default_folder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.init_from import check_origin
-from qerl_jax.training.plan_report import check_fits, describe
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
-from qerl_jax.training.run_plan import plan_run, this_device
 from qerl_jax.training.setup import check_method
 from qerl_jax.training.validate import validate
 from qerl_jax.weights import tokenizer

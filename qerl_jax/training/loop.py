@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.memory.report import out_of_memory
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward, resolve
@@ -35,7 +36,6 @@ from qerl_jax.training.begin import Run, begin
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
-from qerl_jax.training.plan_report import out_of_memory
 from qerl_jax.training.saving import announce_finished, best_so_far, finish, save
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step

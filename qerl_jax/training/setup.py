@@ -10,6 +10,8 @@ import optax
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
+from qerl_jax.memory.report import check_fits
+from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -19,9 +21,7 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.method import Method, method_of
-from qerl_jax.training.plan_report import check_fits
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
-from qerl_jax.training.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load

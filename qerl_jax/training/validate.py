@@ -9,11 +9,11 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_limits, check_unicode
+from qerl_jax.memory.update_plan import recomputation
 from qerl_jax.policy import aqn, kl_control
 from qerl_jax.rl.advantages import SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
-from qerl_jax.training.memory_plan import recomputation
 from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1

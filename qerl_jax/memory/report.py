@@ -6,10 +6,10 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
+from qerl_jax.memory.run_plan import Device, RunPlan, plan_run
+from qerl_jax.memory.update_plan import plan_update
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rollout.shapes import cache_dtype, row_bytes
-from qerl_jax.training.memory_plan import plan_update
-from qerl_jax.training.run_plan import Device, RunPlan, plan_run
 
 _LESS = 0.9  # part of the bytes of an update that the next smaller one may take
 

@@ -5,17 +5,17 @@ import dataclasses
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy import sizes
-from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.lora import LoraConfig
-from qerl_jax.policy.transformer import PRODUCTS
-from qerl_jax.training.memory_plan import (
+from qerl_jax.memory.update_plan import (
     RECOMPUTATIONS,
     LongestRows,
     plan_update,
     recomputation,
     update_memory,
 )
+from qerl_jax.policy import sizes
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.transformer import PRODUCTS
 
 GB = 10**9
 ROWS = LongestRows(prompt=100, new_tokens=2048, group_size=8, prompts=1)

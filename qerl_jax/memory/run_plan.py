@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from pallas_kernels import fp4_matmul
+from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rollout.config import EngineConfig
@@ -24,7 +25,6 @@ from qerl_jax.rollout.shapes import (
     row_bytes,
     row_positions,
 )
-from qerl_jax.training.memory_plan import LongestRows, MemoryPlan, plan_update, recomputation
 
 # Part of the pool that a plan fills: the pool needs its free memory in one piece.
 _USABLE = 0.95
