@@ -12,6 +12,7 @@ from ml_collections import ConfigDict, config_flags
 from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
+from experiments import cli
 from experiments.configs import grpo_gsm8k
 from qerl_jax.config.overrides import NEEDS, check_overrides, need
 from qerl_jax.data import load_problems
@@ -77,6 +78,7 @@ MODES = {
     "two stages": {"steps": 3, "aqn.stages": 2, "aqn.kl_every": 0, "eval.every": 0},
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
     "gdpo": QUIET | {"rl.advantage": "gdpo"},
+    "sapo": QUIET | {"rl.loss": "sapo", "rl.dual_clip": 0.0},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
@@ -217,7 +219,8 @@ def test_read_fields_change_something(tiny, tmp_path):
         "lora.init": str(tmp_path / "busy" / "adapter"),
     }
     checked = set()
-    for mode in (BUSY, BUSY | KL):
+    sapo = BUSY | {"rl.loss": "sapo", "rl.dual_clip": 0.0}
+    for mode in (BUSY, BUSY | KL, sapo):
         before = outcome(tiny, tmp_path / "busy", mode)
         ignored = unread(with_changes(tiny.config(), mode)) | checked | SOURCES
         for field in sorted(set(OTHERS) - ignored):
@@ -309,7 +312,8 @@ def documented_commands():
 
 def parsed(experiment, arguments):
     """The config of a command line, and the fields that the command line sets."""
-    argv, values = ["", *(a for a in arguments if a.startswith("--config"))], FlagValues()
+    named = cli.with_files([a for a in arguments if a.startswith("--config")])
+    argv, values = ["", *named], FlagValues()
     default = f"experiments/configs/{experiment}.py"
     config_flags.DEFINE_config_file("config", default, flag_values=values, sys_argv=argv)
     values(argv)
