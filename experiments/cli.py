@@ -92,7 +92,7 @@ def main(
             if flags.FLAGS.print_config:
                 print(describe_config(flags.FLAGS.config), end="")
             elif trains and flags.FLAGS.dry_run:
-                from qerl_jax.training.dry_run import dry_run
+                from qerl_jax.dry_run import dry_run
 
                 dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             else:

@@ -243,6 +243,17 @@ def test_a_continued_evaluation_is_one_that_was_not_interrupted(
     assert file.read_bytes() == expected
 
 
+def test_stopped_before_a_completion_has_ended(settings, monkeypatch, capsys, recwarn):
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "EngineConfig", small_chunks)
+    stop_at_chunk(1, monkeypatch)
+    with pytest.raises(StoppedError):
+        evaluate(settings(seed=0))  # of the first draws, none ends a completion
+    said = capsys.readouterr().out
+    assert "the same command continues" in said
+    assert "correct so far" not in said
+    assert not recwarn.list
+
+
 def small_chunks(**options):
     return EngineConfig(chunk_steps=2, **options)
 

@@ -34,8 +34,9 @@ ALLOWED = {
     | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
+    "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "threads", "hub", "paths", "errors"},
+    "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run"}
     | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
@@ -52,12 +53,16 @@ ALLOWED = {
         "evaluation",
         "run",
         "statistics",
+        "hub",
         "paths",
         "errors",
     },
     "config": {"run", "rl", "scoring", "errors"},
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "live_line", "model_source", "paths", "errors"},
+    "session": {"training", "policy", "rollout", "rl", "data"},
+    "dry_run": {"training", "policy", "rl", "weights", "data", "run"}
+    | {"model_source", "paths", "errors"},
 }
 
 

@@ -78,7 +78,6 @@ MODES = {
     "two stages": {"steps": 3, "aqn.stages": 2, "aqn.kl_every": 0, "eval.every": 0},
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
     "gdpo": QUIET | {"rl.advantage": "gdpo"},
-    "sapo": QUIET | {"rl.loss": "sapo", "rl.dual_clip": 0.0},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
@@ -129,6 +128,7 @@ OTHERS = {
     "eval.max_new_tokens": 1,
 }
 PROFILE = {"profile.start", "profile.stop"}  # These write files and change no result.
+TRACKED = {"log.project", "log.group"}  # These name a run at a service.
 # A tiny model reads no text, and its problems have the usual fields.
 SOURCES = {"data.source", "data.eval_source", "data.options", "data.fields"}
 SOURCES |= {f"data.fields.{name}" for name in ("question", "answer", "level")}
@@ -172,15 +172,22 @@ def test_the_table_names_fields():
     known = fields(config) | {name for name in config if isinstance(config[name], ConfigDict)}
     known |= {field.rpartition(".")[0] for field in fields(config)}
     assert set(NEEDS) <= known
-    assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE
+    assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE | TRACKED
     assert need("data.options.max_terms") is NEEDS["data.options"]
 
 
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
     configs = [with_changes(tiny.config(), changes) for changes in (BUSY, *MODES.values())]
     for field, (_, holds) in NEEDS.items():
-        if field not in SOURCES:
+        if field not in SOURCES | TRACKED:
             assert {holds(config) for config in configs} == {False, True}, field
+
+
+@pytest.mark.parametrize("service", ["wandb", "trackio"])
+def test_a_project_needs_a_service(tiny, service):
+    with pytest.raises(UserError, match=r"log\.project .needs log\.wandb or log\.trackio"):
+        check_overrides(tiny.config(), ["log.project"])
+    check_overrides(tiny.config({f"log.{service}": True}), sorted(TRACKED))
 
 
 @pytest.mark.parametrize("mode", SOME_SLOW)
@@ -219,8 +226,7 @@ def test_read_fields_change_something(tiny, tmp_path):
         "lora.init": str(tmp_path / "busy" / "adapter"),
     }
     checked = set()
-    sapo = BUSY | {"rl.loss": "sapo", "rl.dual_clip": 0.0}
-    for mode in (BUSY, BUSY | KL, sapo):
+    for mode in (BUSY, BUSY | KL):
         before = outcome(tiny, tmp_path / "busy", mode)
         ignored = unread(with_changes(tiny.config(), mode)) | checked | SOURCES
         for field in sorted(set(OTHERS) - ignored):
@@ -312,8 +318,8 @@ def documented_commands():
 
 def parsed(experiment, arguments):
     """The config of a command line, and the fields that the command line sets."""
-    named = cli.with_files([a for a in arguments if a.startswith("--config")])
-    argv, values = ["", *named], FlagValues()
+    given = [argument for argument in arguments if argument.startswith("--config")]
+    argv, values = ["", *cli.with_files(given)], FlagValues()
     default = f"experiments/configs/{experiment}.py"
     config_flags.DEFINE_config_file("config", default, flag_values=values, sys_argv=argv)
     values(argv)

@@ -343,6 +343,8 @@ def _fields(model: str) -> ConfigDict:
     c.log.tensorboard = True
     c.log.wandb = False
     c.log.trackio = False
+    c.log.project = "qerl-jax"  # project at wandb and trackio
+    c.log.group = ""  # group of runs there, such as the name of a sweep; '': none
 
     c.profile = ConfigDict()  # a jax.profiler trace of the steps start..stop; 0, 0: off
     c.profile.start = 0

@@ -35,6 +35,7 @@ _ADAPTER: _Need = (
     "an adapter: train.parameters other than 'full'",
     lambda c: c.train.parameters != "full",
 )
+_TRACKER: _Need = ("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _EVALUATION: _Need = ("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
 
 # The fields that not every run reads; the name of a section stands for all its fields.
@@ -117,6 +118,8 @@ NEEDS: dict[str, _Need] = {
     ),
     "eval.problems": _EVALUATION,
     "eval.max_new_tokens": _EVALUATION,
+    "log.project": _TRACKER,
+    "log.group": _TRACKER,
     "profile.start": ("profile.start not after steps", lambda c: c.profile.start <= c.steps),
     "profile.stop": ("profile.start from 1 to steps", lambda c: 1 <= c.profile.start <= c.steps),
 }

@@ -345,7 +345,8 @@ def _completions(
         try:
             on_progress(step.ended_rows, step.tokens)
         except StoppedError:
-            yield take(step.rollout)
+            if ended := take(step.rollout):
+                yield ended
             raise
 
 

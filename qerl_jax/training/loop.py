@@ -99,6 +99,8 @@ def train(
                 tensorboard=config.log.tensorboard,
                 wandb=config.log.wandb,
                 trackio=config.log.trackio,
+                project=config.log.project,
+                group=config.log.group,
                 run_name=f"{folder.path.name}-{fingerprint(config)}",
             ) as log,
             stop_signals() as received,
