@@ -13,10 +13,11 @@ from collections.abc import Mapping
 import jax
 from ml_collections import ConfigDict
 
+from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.data import Cursor
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.training.compile import compile_programs
@@ -62,9 +63,7 @@ def open_session(
         UserError: the config asks for something that cannot be done.
     """
     validate(config)
-    rewards = rewards or {
-        name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
-    }
+    rewards = rewards or configured_rewards(config)
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)
     state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])

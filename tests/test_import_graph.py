@@ -60,8 +60,8 @@ ALLOWED = {
     "config": {"run", "rl", "scoring", "errors"},
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "live_line", "model_source", "paths", "errors"},
-    "session": {"training", "policy", "rollout", "rl", "data"},
-    "dry_run": {"training", "policy", "rl", "weights", "data", "run"}
+    "session": {"training", "config", "policy", "rollout", "rl", "data"},
+    "dry_run": {"training", "config", "policy", "rl", "weights", "data", "run"}
     | {"model_source", "paths", "errors"},
 }
 
