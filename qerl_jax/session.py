@@ -92,5 +92,6 @@ def train_step(session: Session) -> tuple[Session, StepResult]:
         programs=session.programs,
         on_rollout=lambda rows, tokens: None,
         on_update=lambda: None,
+        on_wait=lambda: None,
     )
     return dataclasses.replace(session, progress=result.progress), result
