@@ -208,7 +208,6 @@ def measure(arguments: argparse.Namespace, model: str, format: str) -> dict[str,
             programs=programs,
             on_rollout=lambda *_: None,
             on_update=lambda: None,
-            on_wait=lambda: None,
         )
         progress = result.progress
         jax.block_until_ready(progress.state)

@@ -21,7 +21,7 @@ def get_config(preset="small"):
     if preset not in ("small", "large"):
         raise UserError(f"unknown preset {preset!r}; there are small, large")
     rl = {"clip_low": 0.2, "clip_high": 0.28, "updates_per_rollout": 4}
-    rl |= {"kl_coef": 0.0, "kl_grad": "k3"}
+    rl |= {"kl_coef": 0.0, "kl_grad": "k3", "loss": "grpo"}
     return ConfigDict({"steps": 3, "preset": preset, "rl": rl, "targets": ("a", "b")})
 """
 

@@ -78,6 +78,7 @@ MODES = {
     "two stages": {"steps": 3, "aqn.stages": 2, "aqn.kl_every": 0, "eval.every": 0},
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
     "gdpo": QUIET | {"rl.advantage": "gdpo"},
+    "sapo": QUIET | {"rl.loss": "sapo", "rl.dual_clip": 0.0},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
@@ -226,7 +227,8 @@ def test_read_fields_change_something(tiny, tmp_path):
         "lora.init": str(tmp_path / "busy" / "adapter"),
     }
     checked = set()
-    for mode in (BUSY, BUSY | KL):
+    sapo = BUSY | {"rl.loss": "sapo", "rl.dual_clip": 0.0}
+    for mode in (BUSY, BUSY | KL, sapo):
         before = outcome(tiny, tmp_path / "busy", mode)
         ignored = unread(with_changes(tiny.config(), mode)) | checked | SOURCES
         for field in sorted(set(OTHERS) - ignored):

@@ -82,7 +82,7 @@ def take_step(
     programs: UpdatePrograms,
     on_rollout: Callable[[int, int], None],
     on_update: Callable[[], None],
-    on_wait: Callable[[], None],
+    on_wait: Callable[[], None] | None = None,
 ) -> StepResult:
     """Takes one step.
 
