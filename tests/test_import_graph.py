@@ -26,6 +26,7 @@ ALLOWED = {
     "rollout": {"policy", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
     "scoring": {"rl", "import_path", "errors"},
+    "memory": {"policy", "rollout", "rl", "errors"},
     "model_source": {"hub", "paths", "errors"},
     "staging": {"errors"},
     "threads": set(),
@@ -59,9 +60,9 @@ ALLOWED = {
     },
     "config": {"run", "rl", "scoring", "errors"},
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
-    | {"config", "live_line", "model_source", "paths", "errors"},
+    | {"config", "memory", "live_line", "model_source", "paths", "errors"},
     "session": {"training", "config", "policy", "rollout", "rl", "data"},
-    "dry_run": {"training", "config", "policy", "rl", "weights", "data", "run"}
+    "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"model_source", "paths", "errors"},
 }
 
