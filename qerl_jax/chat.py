@@ -1,6 +1,7 @@
 """Completions of texts by a loaded model: from messages to answers in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -18,6 +19,7 @@ def complete(
     sampling: SamplingConfig,
     lora: Lora | None = None,
     system: str = "",
+    chat_template_args: Mapping[str, Any] | None = None,
     group_size: int = 1,
     seed: int = 0,
     engine: EngineConfig = DEFAULT_ENGINE,
@@ -30,6 +32,7 @@ def complete(
         sampling: distribution and length of the completions; a temperature of 0 is greedy.
         lora: adapter of the policy, or None.
         system: the system message; with '' the template decides.
+        chat_template_args: further variables of the template, such as Qwen3's `enable_thinking`.
         group_size: G, number of completions of each question.
         seed: seed of the samples.
         engine: settings of the engine.
@@ -43,9 +46,9 @@ def complete(
     if not questions:
         raise UserError("there is no question to complete")
     start = [{"role": "system", "content": system}] if system else []
-    prompts = [
-        model.tokenizer.encode(
-            model.tokenizer.apply_chat_template([*start, {"role": "user", "content": question}])
+    texts = [
+        model.tokenizer.apply_chat_template(
+            [*start, {"role": "user", "content": question}], **(chat_template_args or {})
         )
         for question in questions
     ]
@@ -53,12 +56,12 @@ def complete(
         jax.random.key(seed, impl="threefry2x32"),
         model.params,
         lora,
-        prompts,
+        [model.tokenizer.encode(text) for text in texts],
         config=model.config,
         sampling=sampling,
         tokenizer=model.tokenizer,
         engine=engine,
         group_size=group_size,
     )
-    texts = detokenize(rollout, model.tokenizer.decode)
-    return [texts[row : row + group_size] for row in range(0, len(texts), group_size)]
+    completions = detokenize(rollout, model.tokenizer.decode)
+    return [completions[row : row + group_size] for row in range(0, len(completions), group_size)]

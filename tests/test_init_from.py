@@ -9,8 +9,10 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
+from tiny_checkpoints import model_config
 
 from qerl_jax.errors import UserError
+from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
 from qerl_jax.training import init_from
 from qerl_jax.training.loop import train
@@ -166,6 +168,18 @@ def test_runs_without_anything_to_begin_from(origin, begun, tmp_path):
     shutil.rmtree(empty / "checkpoints")
     with pytest.raises(UserError, match="has no checkpoint yet"):
         begun({"init_from": str(empty)})
+
+
+def test_the_plan_counts_the_adapter_that_the_kl_is_measured_to(tiny):
+    sizes = [
+        plan_run(
+            tiny.config({"rl.kl_coef": 0.1, **changes}),
+            model_config(),
+            Device(pool=None, reads_packed=False),
+        ).training
+        for changes in ({}, {"init_from": "run"}, {"lora.init": "adapter"})
+    ]
+    assert sizes[0] < sizes[1] == sizes[2]
 
 
 def test_a_full_run_begins_from_a_model(origin, begun, tmp_path):

@@ -65,8 +65,13 @@ def test_the_page_runs(tiny, tmp_path, monkeypatch, capsys):
 
 def test_no_question_is_refused(tiny):
     model = qerl_jax.load(str(tiny.model))
+    sampling = qerl_jax.SamplingConfig(max_new_tokens=1)
     with pytest.raises(UserError, match="no question"):
-        qerl_jax.complete(model, [], sampling=qerl_jax.SamplingConfig(max_new_tokens=1))
+        qerl_jax.complete(model, [], sampling=sampling)
+    with pytest.raises(UserError, match="enable_thinking"):  # The template does not read it.
+        qerl_jax.complete(
+            model, ["t1"], sampling=sampling, chat_template_args={"enable_thinking": True}
+        )
 
 
 def cells(kind):

@@ -180,7 +180,7 @@ def plan_run(
     else:
         policy_copy = sizes.fused_adapter_bytes(model, **lora, itemsize=compute.itemsize)
     training = 3 * 4 * trained
-    if config.lora.init and config.rl.kl_coef and not full:
+    if (config.lora.init or config.init_from) and config.rl.kl_coef and not full:
         training += 4 * trained  # the adapter that the KL is measured to
     # Where all parameters are trained, the gradient of a buffer is there beside the total.
     gradient = 4 * trained * (2 if full else 1)
