@@ -13,8 +13,9 @@ import numpy as np
 from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward, Scores, score
+from qerl_jax.rollout import replicas
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize, generate_steps
+from qerl_jax.rollout.engine import detokenize
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.weights.load import LoadedModel
 
@@ -60,11 +61,11 @@ def greedy_accuracy(
         time_limit: time limit for one call of the reward in seconds.
         sampling: limits of the completions; its temperature is ignored.
         engine: settings of the engine.
-        executables: compiled programs, as in `engine.generate_steps`.
+        executables: compiled programs, as in `replicas.sample`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
     """
-    for step in generate_steps(
+    rollout, _ = replicas.sample(
         jax.random.key(0),
         model.params,
         lora,
@@ -74,10 +75,8 @@ def greedy_accuracy(
         tokenizer=model.tokenizer,
         engine=engine,
         executables=executables,
-    ):
-        if on_progress is not None and step.ended_rows < step.rows:
-            on_progress(step.ended_rows, step.tokens)
-    rollout = step.rollout
+        on_progress=on_progress,
+    )
     scores = score_completions(
         {"correct": correctness},
         prompts,

@@ -12,9 +12,10 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, Scores, overlong_penalty, score
+from qerl_jax.rollout import replicas
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize, generate_steps, live_fraction
+from qerl_jax.rollout.engine import detokenize, live_fraction
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.weights.load import LoadedModel
@@ -150,12 +151,13 @@ def collect(
     Args:
         key: key of all draws of this step.
         model: architecture and tokenizer.
-        params: parameters of the policy that samples, noise included.
+        params: parameters of the policy that samples, noise included, on one device or
+            replicated.
         lora: adapter of the policy, or None.
         prompts: the training prompts.
         cursor: position of the next prompt.
         config: options.
-        executables: compiled rollout programs, as in `engine.generate_steps`.
+        executables: compiled rollout programs, as in `replicas.sample`.
         on_progress: called with the number of finished rows of a rollout and the number of tokens
             of all rounds, after every chunk but the last of a rollout.
 
@@ -171,7 +173,7 @@ def collect(
             prompts, cursor, config.prompts_per_step, seed=config.data_seed
         )
         started = time.perf_counter()
-        for step in generate_steps(
+        rollout, costs = replicas.sample(
             jax.random.fold_in(key, index),
             params,
             lora,
@@ -182,10 +184,8 @@ def collect(
             engine=config.engine,
             group_size=config.group_size,
             executables=executables,
-        ):
-            if on_progress is not None and step.ended_rows < step.rows:
-                on_progress(step.ended_rows, tokens + step.tokens)
-        rollout, costs = step.rollout, [step.statistics]
+            on_progress=on_progress and (lambda ended, new: on_progress(ended, tokens + new)),
+        )
         seconds = time.perf_counter() - started
         rows = [prompt for prompt in drawn for _ in range(config.group_size)]
         texts = detokenize(rollout, model.tokenizer.decode)

@@ -37,6 +37,7 @@ from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.plots import plot_run
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import LiveLine, format_row
+from qerl_jax.sharding import replicated
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.outputs import (
     best_accuracy,
@@ -323,7 +324,7 @@ def _begin(
         folder.best.unlink(missing_ok=True)
         trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
         # Committed to its device, as a restored state is: both compile to the same programs.
-        state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
+        state = replicated(init_state(trainable, setup.optimizer), setup.mesh)
         progress = Progress(step=0, state=state, cursor=Cursor())
     else:
         step, state, meta = restored

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Problem, Prompt, encode_prompts, load_splits
@@ -19,8 +20,10 @@ from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
-from qerl_jax.rollout.shapes import plan_shapes
+from qerl_jax.rollout.programs import abstract
+from qerl_jax.sharding import make_mesh, replicated
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
+from qerl_jax.training.engines import fit_engines
 from qerl_jax.training.memory_plan import (
     LongestRows,
     MemoryPlan,
@@ -55,6 +58,7 @@ class Setup:
         state_shapes: shapes and dtypes of the state that the steps change.
         sigma: sigma of the noise by step.
         key: key of the run.
+        mesh: devices of the run, which all hold the model; None for one device.
     """
 
     config: ConfigDict
@@ -75,6 +79,7 @@ class Setup:
     state_shapes: TrainState
     sigma: optax.Schedule
     key: jax.Array
+    mesh: Mesh | None
 
 
 class Method(NamedTuple):
@@ -160,6 +165,7 @@ def prepare(
     # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
     # step hours away, such as one after the end of the first schedule.
     _metric(config, rewards)
+    make_mesh(config.mesh.data, config.mesh.tensor)
     method = method_of(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
@@ -208,9 +214,13 @@ def assemble(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
     reference = reference_policy(config, model, lora_config, key)
+    if (mesh := make_mesh(config.mesh.data, config.mesh.tensor)) is not None:
+        params, head, reference = replicated((model.params, head, reference), mesh)
+        model = dataclasses.replace(model, params=params)
+        state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
     plan = _plan_update(config, model, head, reference, state_shapes, prompt_width)
     sampling, eval_sampling = _sampling(config)
-    engine, eval_engine = _fit_engines(
+    engine, eval_engine = fit_engines(
         config,
         model,
         head,
@@ -256,6 +266,7 @@ def assemble(
         state_shapes=state_shapes,
         sigma=method.sigma,
         key=key,
+        mesh=mesh,
     )
 
 
@@ -358,53 +369,6 @@ def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
     return sampling, dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
 
 
-def _fit_engines(
-    config: ConfigDict,
-    model: LoadedModel,
-    head: dict,
-    *,
-    sampling: SamplingConfig,
-    eval_sampling: SamplingConfig,
-    prompt_width: int,
-    evaluates: bool,
-    training_bytes: int,
-) -> tuple[EngineConfig, EngineConfig]:
-    """Options of the engine in steps and in evaluations, with numbers of rows that fit the memory.
-
-    The rows are decided once, while the device holds only the weights: a resumed run decides the
-    same.
-    """
-    engine = EngineConfig(
-        chunk_steps=config.rollout.chunk_steps,
-        max_rows=config.rollout.max_rows,
-        kv_cache_bytes=config.rollout.kv_cache_bytes,
-        kv_cache_dtype=config.rollout.kv_cache_dtype,
-        dequantize=config.rollout.dequantize,
-        prompt_width=prompt_width,
-    )
-
-    def fitting_rows(sampling: SamplingConfig) -> int:
-        shapes = plan_shapes(
-            model.params | head,
-            prompts=config.rollout.prompts_per_step,
-            longest=prompt_width,
-            group_size=config.rollout.group_size,
-            config=model.config,
-            sampling=sampling,
-            engine=engine,
-            reserve=training_bytes,
-        )
-        return shapes.batch_sizes[0]
-
-    rows = eval_rows = fitting_rows(sampling)
-    if evaluates and eval_sampling.max_new_tokens > sampling.max_new_tokens:
-        eval_rows = min(rows, fitting_rows(eval_sampling))
-    return (
-        dataclasses.replace(engine, max_rows=rows),
-        dataclasses.replace(engine, max_rows=eval_rows, compact="once"),
-    )
-
-
 def _plan_update(
     config: ConfigDict,
     model: LoadedModel,
@@ -423,6 +387,7 @@ def _plan_update(
         new_tokens=config.rollout.max_new_tokens,
         group_size=config.rollout.group_size,
         prompts=config.rollout.prompts_per_step,
+        devices=config.mesh.data,
     )
     return plan_update(
         model.config,

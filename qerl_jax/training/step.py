@@ -28,6 +28,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
+from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import TrainState
@@ -136,7 +137,8 @@ def take_step(
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
     teaching = rows_that_teach(batch, kl_coef=setup.update.loss.kl_coef)
-    buffers = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
+    packed = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
+    buffers = deal_buffers(packed, setup.mesh)
     metrics: dict[str, Any] = {"sigma": sigma, "perturbed_norms": perturbed}
     if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:
         metrics["noise_kl"] = (
@@ -162,7 +164,7 @@ def take_step(
     )
     seconds = time.perf_counter() - began
 
-    metrics |= experience.metrics | updates | packing_metrics(batch, buffers)
+    metrics |= experience.metrics | updates | packing_metrics(batch, packed)
     metrics["train_seconds"] = seconds
     metrics["train_tokens_per_second"] = (
         float(batch.lengths.sum()) * config.rl.updates_per_rollout / seconds
@@ -230,5 +232,6 @@ def _noise_kl(
     rows = np.zeros(len(batch.lengths), bool)
     rows[::stride][:count] = True
     buffers = pack(batch, rows, buffer_tokens=setup.memory.buffer_tokens)
-    total = sum(float(programs.buffer_kl(noisy, clean, lora, buffer)) for buffer in buffers)
+    dealt = deal_buffers(buffers, setup.mesh)
+    total = sum(float(np.sum(programs.buffer_kl(noisy, clean, lora, x))) for x in dealt)
     return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))
