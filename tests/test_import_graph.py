@@ -22,9 +22,10 @@ ALLOWED = {
     "hub": set(),
     "import_path": {"errors"},
     "buckets": set(),
+    "sharding": {"errors"},
     "policy": {"import_path", "errors"},
-    "rollout": {"policy", "buckets", "errors"},
-    "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
+    "rollout": {"policy", "sharding", "buckets", "errors"},
+    "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
     "model_source": {"hub", "paths", "errors"},
     "weights": {"policy", "model_source", "hub", "paths", "errors"},
     "problem_sources": {"rl", "hub", "paths", "errors"},
@@ -45,7 +46,8 @@ ALLOWED = {
         "paths",
         "errors",
     },
-    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run", "errors"},
+    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
+    | {"sharding", "errors"},
 }
 
 

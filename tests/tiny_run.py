@@ -55,9 +55,9 @@ SETTINGS = {
 }
 
 
-def write_model(folder, *, model_type="llama"):
+def write_model(folder, *, model_type="llama", **changes):
     """A random checkpoint with a chat template; its text is made of the words t0, t1, ..."""
-    config = tiny_checkpoints.model_config(model_type)
+    config = tiny_checkpoints.model_config(model_type, **changes)
     rng = np.random.default_rng(0)
     tensors = {
         name: (
@@ -122,10 +122,10 @@ class Tiny:
         }
 
 
-def write_tiny(folder, compile_cache):
-    """Writes the inputs of runs."""
+def write_tiny(folder, compile_cache, **changes):
+    """Writes the inputs of runs; `changes` are those of `write_model`."""
     return Tiny(
-        model=write_model(folder / "model"),
+        model=write_model(folder / "model", **changes),
         problems=write_problems(folder / "problems.jsonl"),
         compile_cache=compile_cache,
     )

@@ -73,9 +73,11 @@ def sample(
     programs += [] if executables is None else executables.replicas
 
     def steps_on(number: int) -> Generator[Progress, None, Rollout]:
-        local = sharding.on_device((key, params, lora), devices[number])
+        own_key, own_params, own_lora = sharding.on_device((key, params, lora), devices[number])
         return generate_steps(
-            *local,
+            own_key,
+            own_params,
+            own_lora,
             [prompts[i] for i in shares[number]],
             config=config,
             sampling=sampling,

@@ -233,5 +233,5 @@ def _noise_kl(
     rows[::stride][:count] = True
     buffers = pack(batch, rows, buffer_tokens=setup.memory.buffer_tokens)
     dealt = deal_buffers(buffers, setup.mesh)
-    total = sum(float(np.sum(programs.buffer_kl(noisy, clean, lora, x))) for x in dealt)
+    total = sum(float(np.asarray(programs.buffer_kl(noisy, clean, lora, x)).sum()) for x in dealt)
     return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))

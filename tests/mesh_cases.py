@@ -1,0 +1,163 @@
+"""What `test_mesh` compares: steps, rollouts and runs on 1, 2 and 4 simulated devices.
+
+XLA reads the number of devices when a process starts, so `test_mesh` runs this file in a process of
+its own, which writes what it finds to a file.
+"""
+
+import itertools
+import pathlib
+import pickle
+import shutil
+import sys
+import tempfile
+
+import jax
+import numpy as np
+import optax
+import tiny_rollout
+import tiny_run
+from safetensors.numpy import load_file
+from test_train_step import ADAMW, buffers_of, policy
+
+from qerl_jax import sharding
+from qerl_jax.policy.trainable import Trainable
+from qerl_jax.rl.data_parallel import deal_buffers
+from qerl_jax.rl.losses import loss_config
+from qerl_jax.rl.programs import jitted
+from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
+from qerl_jax.rollout import replicas
+from qerl_jax.rollout.aot import compile_operations, rollout_operations
+from qerl_jax.run.checkpoints import Checkpoints
+from qerl_jax.run.metrics import read_steps
+from qerl_jax.training.loop import train
+
+SHAPES = (1, 2, 4)
+LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 devices have 2, 1, 1 and 1 of them
+# Everything that an update can compute: log-probabilities of a reference, noise, and its KL.
+RUN = {
+    "steps": 2,
+    "rollout.prompts_per_step": 4,
+    "aqn.correction": "noisy_forward",
+    "aqn.kl_every": 1,
+    "rl.kl_coef": 0.1,
+    "eval.every": 2,
+    "eval.problems": 3,  # One of 4 devices has none.
+}
+
+
+def mesh_of(count):
+    return sharding.make_mesh(count, 1, jax.devices()[:count])
+
+
+def host(tree):
+    return jax.tree.map(np.asarray, tree)
+
+
+def step(count):
+    """An update by SGD on the buffers of `test_train_step`."""
+    model, params, lora = policy()
+    mesh, config = (
+        mesh_of(count),
+        UpdateConfig(model, loss_config("grpo", kl_coef=0.05, tis_cap=2.0), 1.0),
+    )
+    programs = jitted(config, optax.sgd(1.0), mesh)
+    packed = buffers_of("grpo", buffer_tokens=12)
+    buffers = deal_buffers(packed, mesh)
+    state = init_state(Trainable(lora, {}), optax.sgd(1.0))
+    params, state = sharding.replicated((params, jax.tree.map(np.array, state)), mesh)
+    totals, old = programs.zero_totals(state.trainable), []
+    for buffer in buffers:
+        totals, logprobs = programs.add_gradient(
+            totals, state.trainable, params, None, buffer, np.bool_(True)
+        )
+        old.append(np.asarray(logprobs).reshape(-1, 12))
+    state, metrics = programs.apply_gradient(state, totals)
+    gradient = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), lora, state.trainable.lora)
+    logprobs = np.concatenate(old)[: len(packed)] * [buffer.mask for buffer in packed]
+    return {"gradient": gradient, "metrics": host(metrics), "logprobs": logprobs}
+
+
+def rollouts(count):
+    """Greedy and sampled completions; programs of several devices are copies of the first one's."""
+    config, params, lora = tiny_rollout.policy(quantized=True, layers=1)
+    key, params, lora = sharding.replicated((tiny_rollout.KEY, params, lora), mesh_of(count))
+    devices = sharding.devices_of(params)
+    prompts = [list(tiny_rollout.random_tokens(length, seed=length)) for length in LENGTHS]
+    found = {}
+    for temperature in (0.0, 1.0):
+        sampling, engine, _ = tiny_rollout.configs(
+            {"max_new_tokens": 9, "chunk_steps": 4, "prompt_width": 9, "max_rows": 2}
+            | {"temperature": temperature}
+        )
+        how = {
+            "config": config,
+            "sampling": sampling,
+            "tokenizer": tiny_rollout.TinyTokenizer((3,)),
+            "engine": engine,
+            "group_size": 2,
+        }
+        local = sharding.on_device((key, params, lora), devices[0])
+        wanted = rollout_operations(*local, prompts=replicas.most(prompts, devices), **how)
+        programs = compile_operations(local, wanted, others=devices[1:])
+        seen = []
+        found[temperature], work = replicas.sample(
+            *(key, params, lora, prompts),
+            executables=programs,
+            on_progress=lambda *x, seen=seen: seen.append(x),
+            **how,
+        )
+        found["work"] = work
+        found["progress"] = seen
+        found["compiled"] = len(programs.compiled), len(programs)
+    return found
+
+
+def checkpoints(folder):
+    """A state that is saved and restored on every pair of different shapes."""
+    like = init_state(Trainable(policy()[-1], {}), make_optimizer(**ADAMW))
+    found = {"saved": host(like)}
+    for before, after in itertools.permutations(SHAPES, 2):
+        with Checkpoints(folder / f"{before}-{after}", keep=1) as kept:
+            kept.save(1, sharding.replicated(like, mesh_of(before)), {})
+            _, state, _ = kept.restore_latest(sharding.replicated(like, mesh_of(after)))
+        assert sharding.devices_of(state) == jax.devices()[:after]
+        found[before, after] = host(state)
+    return found
+
+
+def runs(folder):
+    """Runs on 1 and on 4 devices, and one that goes on on 1 device after a step on 4."""
+    tiny = tiny_run.write_tiny(folder, folder / "cache", num_layers=1)
+    on = {count: folder / f"on{count}" for count in (1, 4)}
+    for count, run in on.items():
+        train(tiny.config(RUN | {"mesh.data": count}), workdir=run)
+    again = folder / "again"
+    shutil.copytree(on[4], again)
+    shutil.rmtree(again / "checkpoints/2")
+    train(tiny.config(RUN), workdir=again)
+    return {name: _outcome(run) for name, run in {**on, "4 to 1": again}.items()}
+
+
+def _outcome(run):
+    return {
+        "rows": tiny_run.results(run),
+        "evaluations": tiny_run.evaluations(run),
+        "adapter": load_file(run / "adapter/adapter_model.safetensors"),
+        "compiled": [row["compiled_programs"] for row in read_steps(run / "metrics.jsonl")],
+    }
+
+
+def main(path):
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        found = {
+            "steps": {count: step(count) for count in SHAPES},
+            "rollouts": {count: rollouts(count) for count in SHAPES},
+            "checkpoints": checkpoints(folder / "checkpoints"),
+            "runs": runs(folder),
+        }
+    pathlib.Path(path).write_bytes(pickle.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
