@@ -1,15 +1,20 @@
 """Summarizes one run as a JSON file: rewards, seconds, tokens per second, memory.
 
     uv run python -m benchmarks.run_summary RUN --out=benchmarks/results/NAME.json
+    uv run python -m benchmarks.run_summary RUN --out=FILE -- python -m experiments.grpo_gsm8k ...
 
-Medians leave out the first step, which compiles.
+The second form first runs the command after `--`, which writes RUN, and adds its seconds from start
+to end. Medians leave out the first step.
 """
 
 import argparse
 import json
 import pathlib
 import statistics
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
@@ -24,8 +29,21 @@ _MEDIANS = (
     "rollout_tokens_per_second",
     "train_tokens_per_second",
     "logprob_diff_mean",
+    "forwarded_fraction",
 )
-_SERIES = ("reward", "accuracy", "length", "entropy", "sigma", "noise_kl", "step_seconds")
+_SERIES = (
+    "reward",
+    "accuracy",
+    "length",
+    "entropy",
+    "sigma",
+    "noise_kl",
+    "forwarded_fraction",
+    "rollout_seconds",
+    "train_seconds",
+    "step_seconds",
+    "compile_seconds",
+)
 
 
 def describe(folder: pathlib.Path) -> dict:
@@ -43,8 +61,24 @@ def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:
     return max((row.get("peak_memory_bytes", 0) for row in rows), default=None)
 
 
+def timed(command: Sequence[str]) -> float:
+    """Runs a command and returns its seconds from start to end.
+
+    Raises:
+        UserError: the command fails.
+    """
+    began = time.perf_counter()
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise UserError(f"the command ended with exit code {code}: {' '.join(command)}")
+    return time.perf_counter() - began
+
+
 def summarize(folder: pathlib.Path) -> dict:
     """The figures of a run.
+
+    `update_tokens_per_second` counts the prompt and completion tokens of all rows, those of the
+    rows that the update leaves out included, over the updates of all steps but the first.
 
     Raises:
         UserError: the run has less than two steps.
@@ -56,23 +90,38 @@ def summarize(folder: pathlib.Path) -> dict:
         "steps": len(rows),
         "reward_mean": statistics.mean(row["reward"] for row in rows),
         "accuracy_mean": statistics.mean(row["accuracy"] for row in rows),
-        "median": {key: statistics.median(row[key] for row in rows[1:]) for key in _MEDIANS},
+        "median": {
+            key: statistics.median(row[key] for row in rows[1:])
+            for key in _MEDIANS
+            if key in rows[-1]
+        },
+        "update_tokens_per_second": _update_tokens_per_second(rows[1:]),
         "fastest_step_seconds": min(row["step_seconds"] for row in rows),
         "peak_memory_bytes": _peak_memory(folder, rows),
         "by_step": {key: [row.get(key) for row in rows] for key in _SERIES},
     } | describe(folder)
 
 
-def main() -> None:
+def _update_tokens_per_second(rows: list[dict]) -> float:
+    tokens = sum(row["train_tokens_per_second"] * row["train_seconds"] for row in rows)
+    return tokens / sum(row["train_seconds"] for row in rows)
+
+
+def main(arguments: Sequence[str]) -> None:
     """Parses the command line and writes the JSON file."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=user_path, help="run folder to summarize")
     parser.add_argument("--out", type=user_path, required=True, help="JSON file to write")
-    args = parser.parse_args()
+    own, command = list(arguments), []
+    if "--" in arguments:
+        cut = own.index("--")
+        own, command = own[:cut], own[cut + 1 :]
+    args = parser.parse_args(own)
     try:
-        summary = summarize(args.run)
+        seconds = {"total_seconds": timed(command)} if command else {}
+        summary = seconds | summarize(args.run)
     except UserError as error:
         sys.exit(f"error: {error}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -80,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

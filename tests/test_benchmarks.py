@@ -105,6 +105,23 @@ def test_a_summary_has_medians_and_no_paths_of_a_machine(tmp_path):
     assert summary["config"] == {"model": {"source": "m.gguf"}, "data": {"source": "openai/gsm8k"}}
 
 
+def test_a_summary_times_the_command_that_writes_the_run(tmp_path):
+    folder, out = write_run(tmp_path / "run", [0.5, 0.25, 0.0]), tmp_path / "summary.json"
+    command = [sys.executable, "-c", "import time; time.sleep(0.2)"]
+    run_summary.main([str(folder), f"--out={out}", "--", *command])
+    assert 0.2 <= json.loads(out.read_text())["total_seconds"] < 20
+    failing = [sys.executable, "-c", "raise SystemExit(3)"]
+    with pytest.raises(SystemExit, match="exit code 3"):
+        run_summary.main([str(folder), f"--out={tmp_path / 'none.json'}", "--", *failing])
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_updates_are_counted_by_the_tokens_of_all_rows(tmp_path):
+    summary = run_summary.summarize(write_run(tmp_path / "run", [0.5, 0.25, 0.0]))
+    # Steps 2 and 3 take 2 and 3 seconds at 2 and 3 tokens per second.
+    assert summary["update_tokens_per_second"] == (2 * 2 + 3 * 3) / (2 + 3)
+
+
 def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
     config, params = tiny_model.tiny_policy("qwen2")
     lora = tiny_model.random_lora(config)
