@@ -165,7 +165,7 @@ def prepare(
     # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
     # step hours away, such as one after the end of the first schedule.
     _metric(config, rewards)
-    make_mesh(config.mesh.data, config.mesh.tensor)
+    mesh = make_mesh(config.mesh.data, config.mesh.tensor)
     method = method_of(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
@@ -175,7 +175,7 @@ def prepare(
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     model = _load_model(config)
     prompts = _encode_prompts(config, model, problems)
-    return assemble(config, rewards, model, prompts, method=method)
+    return assemble(config, rewards, model, prompts, method=method, mesh=mesh)
 
 
 def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
@@ -193,6 +193,7 @@ def assemble(
     prompts: Mapping[str, list[Prompt]],
     *,
     method: Method,
+    mesh: Mesh | None,
 ) -> Setup:
     """Makes the parts of a run around a loaded model and encoded prompts.
 
@@ -202,6 +203,7 @@ def assemble(
         model: the model before training.
         prompts: prompts by split, 'train' and, with evaluations, 'eval'.
         method: the parts that need no model, from `method_of`.
+        mesh: devices of the run, as `config.mesh` describes them; None for one device.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -214,7 +216,7 @@ def assemble(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
     reference = reference_policy(config, model, lora_config, key)
-    if (mesh := make_mesh(config.mesh.data, config.mesh.tensor)) is not None:
+    if mesh is not None:
         params, head, reference = replicated((model.params, head, reference), mesh)
         model = dataclasses.replace(model, params=params)
         state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
