@@ -4,6 +4,7 @@ XLA reads the number of devices when a process starts, so `test_mesh` runs this 
 its own, which writes what it finds to a file.
 """
 
+import functools
 import itertools
 import pathlib
 import pickle
@@ -12,19 +13,23 @@ import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import tiny_rollout
 import tiny_run
 from safetensors.numpy import load_file
-from test_train_step import ADAMW, buffers_of, policy
+from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax import sharding
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.rl import data_parallel
+from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.losses import loss_config
+from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import jitted
-from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
+from qerl_jax.rl.train_step import UpdateConfig, init_state
 from qerl_jax.rollout import replicas
 from qerl_jax.rollout.aot import compile_operations, rollout_operations
 from qerl_jax.run.checkpoints import Checkpoints
@@ -32,6 +37,7 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
 
 SHAPES = (1, 2, 4)
+BUFFER = 12  # positions of a buffer of a step
 LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 devices have 2, 1, 1 and 1 of them
 # Everything that an update can compute: log-probabilities of a reference, noise, and its KL.
 RUN = {
@@ -53,27 +59,47 @@ def host(tree):
     return jax.tree.map(np.asarray, tree)
 
 
-def step(count):
-    """An update by SGD on the buffers of `test_train_step`."""
-    model, params, lora = policy()
-    mesh, config = (
-        mesh_of(count),
-        UpdateConfig(model, loss_config("grpo", kl_coef=0.05, tis_cap=2.0), 1.0),
+@functools.cache
+def policy():
+    config, params = tiny_policy("llama", quantized=True, num_layers=1)
+    return config, params, random_lora(config)
+
+
+def packed():
+    """Five buffers of random completions with a reference policy that is close to the current."""
+    rng, (rows, width) = np.random.default_rng(0), (8, 6)
+    lengths = np.array([6, 3, 1, 5, 6, 2, 4, 6])
+    batch = make_batch(
+        [random_tokens(1 + row % 4, seed=row).tolist() for row in range(rows)],
+        random_tokens(rows, width),
+        lengths,
+        lengths < width,
+        rng.standard_normal(rows),
+        rng.uniform(-4, -3, (rows, width)),
+        mask_truncated=False,
+        aggregation="sequence",
+        pad_id=0,
     )
-    programs = jitted(config, optax.sgd(1.0), mesh)
-    packed = buffers_of("grpo", buffer_tokens=12)
-    buffers = deal_buffers(packed, mesh)
-    state = init_state(Trainable(lora, {}), optax.sgd(1.0))
-    params, state = sharding.replicated((params, jax.tree.map(np.array, state)), mesh)
+    buffers = pack(batch, np.ones(rows, bool), buffer_tokens=BUFFER)
+    return [buffer.replace(ref_logprobs=buffer.rollout_logprobs) for buffer in buffers]
+
+
+def step(count):
+    """An update by SGD, so that the adapter moves by the gradient."""
+    model, params, lora = policy()
+    mesh, loss = mesh_of(count), loss_config("grpo", kl_coef=0.05, tis_cap=2.0)
+    programs = jitted(UpdateConfig(model, loss, 1.0), optax.sgd(1.0), mesh)
+    state = init_state(Trainable(jax.tree.map(jnp.array, lora), {}), optax.sgd(1.0))
+    params, state = sharding.replicated((params, state), mesh)
     totals, old = programs.zero_totals(state.trainable), []
-    for buffer in buffers:
+    for buffer in deal_buffers(packed(), mesh):
         totals, logprobs = programs.add_gradient(
             totals, state.trainable, params, None, buffer, np.bool_(True)
         )
-        old.append(np.asarray(logprobs).reshape(-1, 12))
+        old.append(np.asarray(logprobs).reshape(-1, BUFFER))
     state, metrics = programs.apply_gradient(state, totals)
     gradient = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), lora, state.trainable.lora)
-    logprobs = np.concatenate(old)[: len(packed)] * [buffer.mask for buffer in packed]
+    logprobs = [x[y.mask > 0] for x, y in zip(np.concatenate(old), packed(), strict=False)]
     return {"gradient": gradient, "metrics": host(metrics), "logprobs": logprobs}
 
 
@@ -114,7 +140,7 @@ def rollouts(count):
 
 def checkpoints(folder):
     """A state that is saved and restored on every pair of different shapes."""
-    like = init_state(Trainable(policy()[-1], {}), make_optimizer(**ADAMW))
+    like = init_state(Trainable(policy()[-1], {}), optax.adamw(1e-3))
     found = {"saved": host(like)}
     for before, after in itertools.permutations(SHAPES, 2):
         with Checkpoints(folder / f"{before}-{after}", keep=1) as kept:
@@ -148,6 +174,7 @@ def _outcome(run):
 
 
 def main(path):
+    data_parallel._TOGETHER = 500  # The adapter is added up in several parts.
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         found = {

@@ -15,7 +15,8 @@ from mesh_cases import LENGTHS, SHAPES
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
-from qerl_jax.rollout.replicas import deal
+from qerl_jax.rollout.replicas import _in_threads, deal
+from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.validate import validate
 
 DEVICES = max(SHAPES)
@@ -108,6 +109,45 @@ def test_prompts_are_dealt_out_by_length(count):
     if 16 % (2 * count) == 0:
         sums = [lengths[share].sum() for share in shares]
         assert max(sums) - min(sums) <= lengths.max()
+
+
+@pytest.fixture
+def ended():
+    """The numbers of the parts that have ended."""
+    return []
+
+
+@pytest.fixture
+def part(ended):
+    """Makes an endless rollout, which fails after a number of steps if one is given."""
+
+    def make(number, fails_after=None):
+        try:
+            for step in itertools.count():
+                if step == fails_after:
+                    raise UserError("no memory")
+                yield step
+        finally:
+            ended.append(number)
+
+    return make
+
+
+def test_a_rollout_that_fails_ends_the_others(part, ended):
+    parts = [lambda n=n: part(n, 3 if n == 1 else None) for n in range(3)]
+    with pytest.raises(UserError, match="no memory"):
+        _in_threads(parts, lambda _: None)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_a_signal_ends_all_rollouts(part, ended):
+    def report(latest):
+        if all(step is not None and step > 2 for step in latest):
+            raise StoppedError(15)
+
+    with pytest.raises(StoppedError):
+        _in_threads([lambda n=n: part(n) for n in range(3)], report)
+    assert sorted(ended) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
