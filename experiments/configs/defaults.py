@@ -76,6 +76,7 @@ SUMS: dict[str, Any] = {
     "rewards.format.function": "qerl_jax.rl.rewards:number_only_format",
     "rewards.format.weight": 0.0,
     "aqn.sigma_start": 5e-3,
+    "aqn.kl_rows": 3,  # fill one buffer of the update; two forward passes a step on a CPU
     "rl.updates_per_rollout": 1,
     "optimizer.learning_rate": 3e-4,
     "optimizer.warmup_steps": 0,
