@@ -43,6 +43,7 @@ LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 devices have 2, 1, 1 and 1 of them
 RUN = {
     "steps": 2,
     "rollout.prompts_per_step": 4,
+    "train.parameters": "lora+norms",
     "aqn.correction": "noisy_forward",
     "aqn.kl_every": 1,
     "rl.kl_coef": 0.1,
