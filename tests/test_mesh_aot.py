@@ -29,7 +29,9 @@ from qerl_jax.sharding import dealt
 pytestmark = pytest.mark.aot
 
 CONFIG = dataclasses.replace(ARCHITECTURES["qwen2.5-coder-1.5b"], num_layers=1)
-COLLECTIVE = re.compile(r" = .* (all-[a-z]+|reduce-scatter|collective-[a-z]+)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r" = .* (all-gather|all-to-all|all-reduce|reduce-scatter|collective-\w+)(?:-start)?\("
+)
 
 
 @pytest.fixture(scope="module")
