@@ -244,6 +244,28 @@ def accuracy_table(results: list[dict]) -> str:
     return markdown(header, lines)
 
 
+def loading_table(rows: Sequence[dict]) -> str:
+    """Seconds of loading by model, format and cache."""
+    header = (
+        "model", "stored as", "loaded as", "cache", "GB", "seconds", "GB/s", "read", "transfer",
+        "quantize", "rest", "largest file, GB", "host peak, GB", "commit",
+    )  # fmt: skip
+    lines = [
+        [
+            *(row[name] for name in ("model", "stored", "format", "cache")),
+            f"{row['gb']:.1f}",
+            f"{row['seconds']:.1f}",
+            f"{row['gb'] / row['seconds']:.1f}",
+            *(f"{row[name]:.1f}" for name in ("read_s", "transfer_s", "quantize_s", "rest_s")),
+            f"{row['shard_gb']:.1f}",
+            f"{row['host_peak_gb']:.1f}",
+            row["commit"][:8],
+        ]
+        for row in rows
+    ]
+    return markdown(header, lines)
+
+
 def rows_of(result: dict, kind: str, same: Mapping[str, Any]) -> list[dict]:
     """The rows of one kind with these values."""
     same = {"kind": kind, **same}

@@ -38,6 +38,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments import cli
+from qerl_jax.paths import user_path
 
 KEYS = (
     *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
@@ -75,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
     add(
         "--out",
+        type=user_path,
         default="benchmarks/results/step.json",
         help="JSON file of the rows (default: benchmarks/results/step.json)",
     )
@@ -121,7 +123,8 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, data: int) ->
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.sharding import make_mesh
-    from qerl_jax.training.setup import assemble, method_of
+    from qerl_jax.training.method import method_of
+    from qerl_jax.training.setup import assemble
     from qerl_jax.weights.load import LoadedModel
 
     mesh = make_mesh(data, 1, jax.devices()[:data])
@@ -257,12 +260,12 @@ def describe(row: dict[str, Any]) -> str:
     )
 
 
-def merge(path: pathlib.Path, row: dict[str, Any]) -> None:
+def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
     """Writes a row to a JSON file, in place of the row with the same keys."""
     from qerl_jax.run.atomic import write_atomic
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    found = {tuple(old[key] for key in KEYS): old for old in [*rows, row]}
+    found = {tuple(old[key] for key in keys): old for old in [*rows, row]}
     path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [found[key] for key in sorted(found, key=str)]
     write_atomic(path, json.dumps({"rows": ordered}, indent=1) + "\n")
@@ -297,7 +300,7 @@ def run(arguments: argparse.Namespace) -> None:
     for model, format, data in itertools.product(models, formats, meshes):
         row = measure(arguments, model, format, data)
         print(describe(row), flush=True)
-        merge(pathlib.Path(arguments.out), row)
+        merge(arguments.out, row)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from benchmarks.result_tables import (
     agreement_table,
     kernel_table,
     learning_table,
+    loading_table,
     markdown,
     parts_table,
     problems_table,
@@ -178,6 +179,24 @@ def _step_section() -> str:
     )
 
 
+def _loading_sections() -> list[str]:
+    if not (_RESULTS / "loading.json").exists():
+        return []
+    rows = _read("loading.json")["rows"]
+    return [
+        _section(
+            "Loading",
+            "Seconds from the open folder to all parameters on the device, random weights in the "
+            f"shapes of the models ({rows[0]['device']}, {rows[0]['cores']} cores, jax "
+            f"{rows[0]['versions']['jax']}, `benchmarks/loading.py`). 'cold' reads from the disk, "
+            "'warm' from the page cache. Reading, transfer and quantization overlap: each figure "
+            "counts the seconds in which at least one thread did it.",
+            loading_table(rows),
+            "    uv run --extra cuda python -m benchmarks.loading --folder=FOLDER",
+        )
+    ]
+
+
 def _accuracy_section() -> str:
     results = [_read(f"gsm8k_qwen2.5-coder-1.5b_{form}_h200.json") for form in ("bf16", "nvfp4")]
     return _section(
@@ -271,6 +290,7 @@ def benchmarks_page() -> str:
             _learning_section(),
             _training_section(),
             _step_section(),
+            *_loading_sections(),
             _accuracy_section(),
             *_rollout_sections(),
             _kernel_section(),

@@ -3,9 +3,11 @@
 Experiments that train take
 
     --config=FILE.py[:PRESET]     config file (default: the experiment's own)
+    --config=NAME[:PRESET]        a config that is installed, such as grpo_gsm8k:qwen2.5-7b
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
     --workdir=DIR                 run folder (default: named after the config)
     --print_config                print the resolved config, one field per line, and exit
+    --dry_run                     also count the data, render a prompt and plan the memory, and exit
 
 and the other commands define their own arguments (`run_command`).
 
@@ -29,18 +31,28 @@ from typing import NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from experiments.configs import NAMES, config_file, defaults
 from qerl_jax.errors import UserError, check_unicode, first_line
-from qerl_jax.paths import user_path
+from qerl_jax.run.resume import RENAMED
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.overrides import check_overrides
 
+_PRESETS = (
+    f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(defaults.MODELS)}. "
+    f"Recipes: {', '.join(defaults.RECIPES)}. {defaults.__file__} explains every field, and "
+    "--print_config prints them."
+)
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
 
 
 def main(
-    run: Callable[[ConfigDict, str | None], None], default_config: str, *, trains: bool = True
+    run: Callable[[ConfigDict, str | None], None],
+    default_config: str,
+    *,
+    trains: bool = True,
+    description: str | None = None,
 ) -> None:
     """Parses the flags, calls `run(config, workdir)` and exits.
 
@@ -50,13 +62,17 @@ def main(
         default_config: the config file used without --config, `FILE.py` or `FILE.py:PRESET`.
         trains: whether the experiment trains with exactly this config. Then setting a field that
             the run ignores is an error.
+        description: what --help says first; by default the docstring of the main module, which an
+            installed command lacks.
     """
+    if description:
+        sys.modules["__main__"].__doc__ = description
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
             _check_arguments(argv[1:])
             with config_errors():
-                rest = _parse_flags(argv, default_config)
+                rest = _parse_flags(argv, default_config, module=run.__module__, trains=trains)
                 if trains:
                     overrides = config_flags.get_override_values(flags.FLAGS["config"])
                     check_overrides(flags.FLAGS.config, overrides)
@@ -74,6 +90,10 @@ def main(
         with _one_line_errors():
             if flags.FLAGS.print_config:
                 print(describe_config(flags.FLAGS.config), end="")
+            elif trains and flags.FLAGS.dry_run:
+                from qerl_jax.training.dry_run import dry_run
+
+                dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             else:
                 run(flags.FLAGS.config, flags.FLAGS.workdir)
 
@@ -147,6 +167,9 @@ def run_command(
         argv: the arguments; None takes the arguments of the process.
     """
     _quiet()
+    name = os.path.basename(sys.argv[0])
+    if name.startswith("qerl-"):  # an installed command
+        parser.prog = name
     with _one_line_errors():
         _check_arguments(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
@@ -205,17 +228,26 @@ def _check_arguments(arguments: Sequence[str]) -> None:
         check_unicode(argument, f"argument {number}, {ascii(argument)[1:-1][:60]}")
 
 
-def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
+def _parse_flags(
+    argv: Sequence[str], default_config: str, *, module: str, trains: bool
+) -> list[str]:
     config_flags.DEFINE_config_file(
         "config",
         default_config,
-        "config file, FILE.py or FILE.py:PRESET; --config.FIELD=VALUE sets a field of it",
+        "config file, FILE.py or FILE.py:PRESET, or the name of an installed config, NAME or "
+        f"NAME:PRESET ({', '.join(NAMES)}); --config.FIELD=VALUE sets a field of it. "
+        f"{_PRESETS}",
     )
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
-    for name in ("config", "workdir", "print_config"):
+    names = ["config", "workdir", "print_config"]
+    if trains:
+        flags.DEFINE_bool("dry_run", False, "say what the run would do, and exit")
+        names.append("dry_run")
+    names += [flag.name for flag in flags.FLAGS.get_flags_for_module(module)]
+    for name in names:
         flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
-    rest = flags.FLAGS([_with_home(argument) for argument in argv])
+    rest = flags.FLAGS(with_files(argv))
     if len(rest) > 1:
         raise UserError(
             f"unexpected argument {rest[1]!r}; a config field is set like --config.steps=10"
@@ -224,10 +256,20 @@ def _parse_flags(argv: Sequence[str], default_config: str) -> list[str]:
     return rest
 
 
-def _with_home(argument: str) -> str:
-    """The argument --config=~/FILE.py with the home folder, which no shell puts there."""
-    found = re.fullmatch(r"(--?config=)(~[^:]*)(.*)", argument)
-    return f"{found[1]}{user_path(found[2])}{found[3]}" if found else argument
+def with_files(argv: Sequence[str]) -> list[str]:
+    """The arguments, where the value of --config is the path of a file instead of a name.
+
+    Raises:
+        UserError: --config names neither a file nor an installed config.
+    """
+    done = []
+    for argument in argv:
+        if done and done[-1] in ("--config", "-config"):
+            argument = config_file(argument)
+        elif found := re.fullmatch(r"(--?config=)(.+)", argument, re.DOTALL):
+            argument = f"{found[1]}{config_file(found[2])}"
+        done.append(argument)
+    return done
 
 
 def _fail(error: Exception | str) -> NoReturn:
@@ -243,5 +285,8 @@ def _key_message(error: BaseException) -> str:
         error = error.args[0]
     text = str(error.args[0]) if error.args else type(error).__name__
     key, _, hint = text.partition("\n")
+    now = {old.rpartition(".")[2]: new for old, new in RENAMED.items()}.get(key.strip("'"))
+    if now:
+        return f"{key} ({now} took its place)"
     match = re.match(r"(Did you mean .*) instead of ", hint)
     return f"{key} ({match[1]}?)" if match else text

@@ -1,7 +1,7 @@
 """Trains on grade-school arithmetic with GRPO and a policy in 4 bits.
 
     uv run python -m experiments.grpo_gsm8k
-    uv run python -m experiments.grpo_gsm8k --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b
+    uv run python -m experiments.grpo_gsm8k --config=grpo_gsm8k:qwen2.5-7b
 
 The first command needs no GPU and no hub: a small stand-in that shows the whole method within
 minutes. `experiments/configs/defaults.py` lists the presets and explains every field.
@@ -13,7 +13,13 @@ from experiments import cli
 
 _CONFIG = Path(__file__).parent / "configs" / "grpo_gsm8k.py"
 
-run = cli.trainer("train on GSM8K: --config=experiments/configs/grpo_gsm8k.py:qwen2.5-1.5b")
+run = cli.trainer("train on GSM8K: --config=grpo_gsm8k:qwen2.5-1.5b")
+
+
+def main() -> None:
+    """Parses the flags and trains."""
+    cli.main(run, str(_CONFIG), description=__doc__)
+
 
 if __name__ == "__main__":
-    cli.main(run, str(_CONFIG))
+    main()

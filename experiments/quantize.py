@@ -27,10 +27,10 @@ from experiments import cli
 def run(arguments: argparse.Namespace) -> None:
     """Quantizes, and prints the errors and the perplexities."""
     from qerl_jax.errors import UserError
+    from qerl_jax.export import calibrate, quantize
     from qerl_jax.paths import user_path
-    from qerl_jax.weights import calibrate, quantize
-    from qerl_jax.weights.load import open_checkpoint
-    from qerl_jax.weights.staging import check_free
+    from qerl_jax.staging import check_free
+    from qerl_jax.weights.checkpoint import open_checkpoint
 
     if arguments.format != "nvfp4":
         raise UserError(

@@ -58,5 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
     sample(SampleConfig(**given))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Parses the arguments and runs."""
     cli.run_command(make_parser(), run)
+
+
+if __name__ == "__main__":
+    main()

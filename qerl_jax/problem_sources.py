@@ -9,7 +9,6 @@ import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from qerl_jax import hub
@@ -136,7 +135,7 @@ def _field(
         )
     value = row[name]
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and math.isfinite(value):
+    if number and (isinstance(value, int) or math.isfinite(value)):
         value = str(value)
     if not isinstance(value, str):
         raise UserError(
@@ -258,7 +257,8 @@ def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
     import datasets
 
     name, _, configuration = source.partition(":")
-    if Path(name).exists():
+    if user_path(name).exists():
+        name = str(user_path(name))
         asking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     elif mistake := hub.local_mistake(name):
         raise UserError(

@@ -31,6 +31,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 RUNS = (
     "test_resume",
     "test_train",
+    "test_init_from",
     "test_overrides",
     "test_evaluate",
     "test_export_hf",

@@ -89,13 +89,13 @@ def step(count):
     """An update by SGD, so that the adapter moves by the gradient."""
     model, params, lora = policy()
     mesh, loss = mesh_of(count), loss_config("grpo", kl_coef=0.05, tis_cap=2.0)
-    programs = jitted(UpdateConfig(model, loss, 1.0), optax.sgd(1.0), mesh)
+    programs = jitted(UpdateConfig(model, loss), optax.sgd(1.0), mesh)
     state = init_state(Trainable(jax.tree.map(jnp.array, lora), {}), optax.sgd(1.0))
     params, state = sharding.replicated((params, state), mesh)
     totals, old = programs.zero_totals(state.trainable), []
     for buffer in deal_buffers(packed(), mesh):
         totals, logprobs = programs.add_gradient(
-            totals, state.trainable, params, None, buffer, np.bool_(True)
+            totals, state.trainable, params, None, buffer, np.bool_(True), np.float32(1)
         )
         old.append(np.asarray(logprobs).reshape(-1, BUFFER))
     state, metrics = programs.apply_gradient(state, totals)

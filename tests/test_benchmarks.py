@@ -195,16 +195,17 @@ def test_the_folders_of_the_project(tmp_path):
     assert lines[1].startswith(" " * 6 + "rl/")
 
 
-def readme_example(changes):
-    """The Python block of the README, with parts replaced."""
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def page_example(changes):
+    """The Python block of docs/python.md, with parts replaced."""
+    text = (ROOT / "docs" / "python.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for old, new in changes.items():
         assert code.count(old) == 1
         code = code.replace(old, new)
-    return compile(code, "README.md", "exec")
+    return compile(code, "python.md", "exec")
 
 
-def test_the_example_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
+def test_the_example_in_python_runs(tiny, tmp_path, monkeypatch, capsys):
     """On a tiny model and two steps."""
     monkeypatch.chdir(tmp_path)
     changes = {
@@ -214,7 +215,7 @@ def test_the_example_of_the_readme_runs(tiny, tmp_path, monkeypatch, capsys):
         'get_config("smollm2-135m")': "get_tiny_config()",
     }
     names = {"get_tiny_config": lambda: tiny.config({"steps": 2})}
-    exec(readme_example(changes), names)
+    exec(page_example(changes), names)
     assert (tmp_path / "runs" / "example" / "adapter" / "adapter_config.json").exists()
     assert len(names["rollout"].tokens) == 1
     assert "runs/example" in capsys.readouterr().out
@@ -237,8 +238,11 @@ def python_on_the_pages():
 @pytest.fixture
 def readme_modules(tmp_path, monkeypatch):
     """Writes the README's modules to the import path; returns their names."""
-    ((page, (fenced, (code,))),) = python_on_the_pages().items()  # Nothing else needs a test.
-    assert (page, fenced) == ("README.md", ["python"])
+    found = python_on_the_pages()
+    assert found.keys() == {"README.md", "python.md"}  # Nothing else needs a test.
+    assert found["python.md"] == (["python"], [])
+    fenced, (code,) = found["README.md"]
+    assert not fenced
     start, *parts = re.split(r"^# (my_\w+)\.py\b", code, flags=re.MULTILINE)
     assert not start
     names = parts[::2]
@@ -266,11 +270,11 @@ def test_the_modules_of_the_readme_run_past_the_end(readme_modules, tiny, tmp_pa
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_runs_on_the_default_model(tmp_path, monkeypatch):
+def test_the_example_in_python_runs_on_the_default_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = 'get_config("smollm2-135m")'
     few = "config.steps, config.eval.every = 1, 0"
-    exec(readme_example({config: f"{config}; {few}"}), names := {})
+    exec(page_example({config: f"{config}; {few}"}), names := {})
     assert (tmp_path / "runs" / "example" / "summary.json").exists()
     assert names["rollout"].lengths[0] <= 16
 

@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 
+from qerl_jax.export import calibrate
+from qerl_jax.export.quantize import pack_layer, round_layers, write_packed
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import dequantize, quantize_nvfp4
-from qerl_jax.weights import calibrate
-from qerl_jax.weights.load import load, open_checkpoint
-from qerl_jax.weights.quantize import pack_layer, round_layers, write_packed
+from qerl_jax.weights.checkpoint import open_checkpoint
+from qerl_jax.weights.load import load
 
 MODELS = ("llama", "qwen2", "qwen3")
 BFLOAT16 = ml_dtypes.bfloat16

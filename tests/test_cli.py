@@ -89,6 +89,7 @@ def test_flags_reach_the_experiment_before_jax_is_imported(command):
         ("--config.rl.clip_high=much", ["clip_high=much"]),
         ("--config.rl.kl_grad=k3", ["rl.kl_grad", "rl.kl_coef"]),
         ("--config.stepz.of=1", ["'stepz'"]),
+        ("--config.rl.remat=true", ["'remat' (train.recompute took its place)"]),
         ("--workdri=x", ["'workdri'", "workdir"]),
         ("--config=config.py:huge", ["'huge'", "small, large"]),
         ("--config=absent.py", ["absent.py"]),
@@ -126,6 +127,10 @@ def test_help_is_no_failure(command, flag):
     result = command(flag)
     assert result.returncode == 0
     assert "--workdir" in result.stdout
+    text = " ".join(result.stdout.split())
+    assert "Models: smollm2-135m, qwen2.5-coder-1.5b," in text
+    assert "Recipes: paper, first_run," in text
+    assert "defaults.py explains every field" in text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, default_folder
 from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.loop import train
-from qerl_jax.training.setup import loss_from
+from qerl_jax.training.method import loss_from
 from qerl_jax.training.validate import validate
 
 PRESETS = [*defaults.MODELS, *(f"qwen2.5-7b,{recipe}" for recipe in defaults.RECIPES)]
@@ -119,9 +119,19 @@ def test_recipes_leave_the_sizes_alone_and_can_run(model, recipe):
     config, paper = (grpo_gsm8k.get_config(f"{model},{name}") for name in (recipe, "paper"))
     validate(config)
     assert loss_from(config)
+    if recipe == "first_run" and model != defaults.STAND_IN:
+        assert (config.steps, config.rollout.max_new_tokens, config.aqn.stages) == (100, 1024, 10)
+        assert (config.eval.max_new_tokens, config.optimizer) == (1024, paper.optimizer)
+        return
     for section in ("data", "eval", "lora", "model", "rewards", "rollout"):
         assert config[section] == paper[section]
     assert config.steps == paper.steps
+
+
+def test_the_first_run_of_the_second_experiment_can_run():
+    config = dapo_math.get_config("qwen2.5-7b,first_run")
+    validate(config)
+    assert (config.steps, config.rollout.max_new_tokens) == (100, 1024)
 
 
 def test_run_folders_name_the_model_and_the_recipe():
@@ -157,7 +167,7 @@ def test_recipes_have_the_last_word_over_an_experiment():
     "preset", ["qwen2.5-8b", "qwen2.5-7b,unsloth", "qwen2.5-7b,", "trl", "qwen2.5-7b,trl,verl", ""]
 )
 def test_unknown_preset_lists_all(preset):
-    lists = r"smollm2-135m, .*qwen2\.5-7b, .*llama3\.1-8b.*paper, reference_code, trl, verl"
+    lists = r"smollm2-135m, .*qwen2\.5-7b, .*llama3\.1-8b.*paper, first_run, reference_code, trl"
     with pytest.raises(UserError, match=lists) as error:
         grpo_gsm8k.get_config(preset)
     assert repr(preset) in str(error.value)

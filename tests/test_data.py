@@ -118,18 +118,25 @@ def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
     assert "\n" not in str(error.value)
 
 
+def test_a_number_of_any_size_is_an_answer(tmp_path):
+    path = write(tmp_path / "train.jsonl", [{"question": "q", "answer": 9**999}])
+    assert data.load_problems("", path=path) == [Problem("q", str(9**999))]
+
+
 def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
     answers = ["1", "", "####", "so 12\n####", r"\boxed{}", "$$", "Let x = 2. Then it holds.", " "]
     rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(answers)]
     rows += [
         {"question": "q" * 99, "answer": "1"},
         {"question": "p", "solution": "Clear. So be it."},
+        {"question": "r", "answer": r"\boxed{\text{}}"},
+        {"question": "s", "answer": "Let x = 2 and by induction the claim holds for all"},
     ]
     path = write(tmp_path / "train.jsonl", rows)
     assert data.load_problems("", path=path, max_question_chars=98) == [Problem("q0", "1")]
     assert capsys.readouterr().out.splitlines() == [
         f"left out 2 problems with an empty answer; the first: {path}:2",
-        f"left out 5 problems with an answer that math_answer cannot read; the first: {path}:3",
+        f"left out 7 problems with an answer that math_answer cannot read; the first: {path}:3",
         f"left out 1 problem with a question over 98 characters; the first: {path}:9",
         r"left out 1 problem with a solution that marks no answer by \boxed{} or a last line "
         f"'#### NUMBER'; the first: {path}:10",
@@ -354,6 +361,16 @@ def test_hub(monkeypatch):
     assert [p.answer for p in load("openai/gsm8k", eval_size=2)] == ["0", "1", "2"]
     assert len(load("me/math:hard")) == 4
     assert calls == [("openai/gsm8k", "main"), ("openai/gsm8k", "main"), ("me/math", "hard")]
+
+
+def test_a_dataset_in_the_home_folder(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "math").mkdir()
+    calls = []
+    rows = {"train": [{"question": "q", "answer": "1"}]}
+    fake_hub(monkeypatch, lambda *arguments: calls.append(arguments) or rows)
+    assert data.load_problems("~/math:hard") == [Problem("q", "1")]
+    assert calls == [(str(tmp_path / "math"), "hard")]
 
 
 def test_the_test_split_is_neither_trained_on_nor_held_out(monkeypatch, capsys):

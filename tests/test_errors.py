@@ -12,6 +12,7 @@ import tiny_checkpoints
 import tiny_run
 from absl import flags
 
+from benchmarks import step
 from experiments import cli, grpo_gsm8k
 from qerl_jax.data import load_problems
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
@@ -119,14 +120,15 @@ def test_the_home_folder_is_expanded_in_every_path(fails, tiny, tmp_path, monkey
     monkeypatch.setenv("HOME", str(tmp_path))
     for flag in ("lora.init", "model.source"):
         fails(f"--config.{flag}=~/absent", "--workdir=~/run", words=[str(tmp_path), "absent"])
-    assert (tmp_path / "run" / "config.json").exists()
+    assert not (tmp_path / "run").exists()  # A failed start leaves no folder.
     shutil.copy(tiny.problems, tmp_path / "own.jsonl")
     expected = load_problems("", path=str(tiny.problems))
     assert load_problems("", path="~/own.jsonl") == expected
     assert load_problems("", eval_path="~/own.jsonl", split="eval", eval_size=99) == expected
     (task,) = make_tasks(["~/own.jsonl"], run=None, overrides=TaskOverrides())
     assert (task.name, task.problems) == ("own", expected)
-    assert cli._with_home("--config=~/c.py:tiny") == f"--config={tmp_path}/c.py:tiny"
+    assert cli.with_files(["--config=~/c.py:tiny"]) == [f"--config={tmp_path}/c.py:tiny"]
+    assert step.make_parser().parse_args(["--out=~/r.json"]).out == tmp_path / "r.json"
 
 
 @pytest.mark.parametrize(

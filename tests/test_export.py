@@ -15,10 +15,11 @@ import tiny_checkpoints
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import model_config, random_tensors, write_folder
 
+from qerl_jax import staging
 from qerl_jax.errors import UserError
 from qerl_jax.policy.attention import rotary_frequencies
 from qerl_jax.policy.config import RopeScaling
-from qerl_jax.weights import names, safetensors, staging
+from qerl_jax.weights import names, safetensors
 from qerl_jax.weights import save as export
 from qerl_jax.weights.load import load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
@@ -241,8 +242,8 @@ def test_companions_are_copied(tmp_path):
 def test_a_folder_without_a_tokenizer(tmp_path):
     source = write_folder(tmp_path, model_config(), random_tensors(model_config()))
     model = load(str(source))
-    (source / "tokenizer.json").unlink()
-    (source / "tokenizer_config.json").unlink()
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        (source / name).unlink()
     assert companion_files(model, packed=False).keys() == {"config.json"}
 
 

@@ -390,6 +390,15 @@ def test_a_model_has_no_adapter(tiny, tmp_path):
         run_export(tiny.model, "nvfp4")
 
 
+def test_a_folder_of_another_trainer_is_no_run(run, tmp_path):
+    source = shutil.copytree(run / "adapter", tmp_path / "theirs")
+    (source / "checkpoints").mkdir()
+    (source / "config.json").write_text('{"config": {}, "steps": 4}')
+    with pytest.raises(UserError, match=r"theirs is not a run folder.*--out=FOLDER"):
+        run_export(source, "merged")
+    assert not (source / "exports").exists()
+
+
 def test_a_run_that_is_not_finished(tiny, tmp_path, capsys):
     run = finished_run.write_run(tmp_path / "run", tiny, summary=False)
     (run / "adapter").rename(run / "best_adapter")

@@ -176,6 +176,28 @@ def test_another_config_is_refused_by_field(tmp_path):
     assert "\n" not in message
 
 
+def test_a_run_of_an_earlier_version_is_told_the_new_names_of_its_fields(tmp_path, capsys):
+    begin(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved["config"]["train"] |= {"remat": True}
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    fields = {"train": {"micro_batch_rows": 8, "buffer_tokens": 0, "recompute": "auto"}}
+    names = (
+        "train.remat of its version is train.recompute now; "
+        "train.micro_batch_rows of its version is train.buffer_tokens now"
+    )
+    new = ConfigDict(make_config().to_dict() | fields)
+    other = ConfigDict(new.to_dict() | {"rl": make_config().rl.to_dict() | {"metric": ""}})
+    with pytest.raises(UserError) as caught, folder.open_run(tmp_path, other):
+        pass
+    assert '(rl.metric: (absent) -> "")' in str(caught.value)
+    assert str(caught.value).endswith(f"absent then is of a later version; {names}")
+    with folder.open_run(tmp_path, new):
+        assert capsys.readouterr().out.endswith(f"; {names}\n")
+    with folder.open_run(tmp_path, new):
+        assert capsys.readouterr().out == ""
+
+
 def test_an_evaluation_before_training_does_not_begin_a_run(tmp_path):
     with folder.open_run(tmp_path / "a", make_config()) as run:
         run.metrics.write_text('{"step": 0, "eval_accuracy_before": 0.5, "eval_seconds": 1.0}\n')
@@ -210,6 +232,47 @@ def test_interrupted_first_start_is_a_first_start(tmp_path):
         (tmp_path / name).write_text('{"conf')
     with folder.open_run(tmp_path, make_config()) as run:
         assert not run.resumed
+
+
+def test_a_failed_start_leaves_no_folder(tmp_path):
+    path = tmp_path / "runs" / "new" / "a"
+
+    def fail(run):
+        run.checkpoints.mkdir()
+        (run.programs / "x").mkdir(parents=True)
+        raise UserError("bad")
+
+    with pytest.raises(UserError, match="bad"), folder.open_run(path, make_config()) as run:
+        fail(run)
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(KeyboardInterrupt), folder.open_run(path, make_config()):
+        raise KeyboardInterrupt
+    assert [child.name for child in tmp_path.iterdir()] == ["runs"]
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "checkpoints/0", "wandb/x", "notes.txt"])
+def test_a_failed_start_keeps_what_may_be_worth_keeping(tmp_path, kept):
+    path = tmp_path / "a" / kept
+
+    def fail():
+        path.mkdir(parents=True) if "/" in kept else path.write_text('{"step": 0}\n')
+        raise UserError("bad")
+
+    with pytest.raises(UserError, match="bad"), folder.open_run(tmp_path / "a", make_config()):
+        fail()
+    assert path.exists()
+    assert (tmp_path / "a" / "config.json").exists()
+
+
+def test_a_failed_start_leaves_a_folder_that_was_there(tmp_path):
+    begin(tmp_path / "a")
+    (tmp_path / "empty").mkdir()
+    for name in ("a", "empty"):
+        with pytest.raises(UserError, match="bad"), folder.open_run(tmp_path / name, make_config()):
+            raise UserError("bad")
+        assert (tmp_path / name / "config.json").exists()
 
 
 def test_foreign_folder_is_refused_and_untouched(tmp_path):

@@ -168,6 +168,14 @@ def test_a_row_has_no_path_of_a_machine(out, monkeypatch):
     assert command.endswith("benchmark --layers=7b.o " + " ".join(out).replace("/a/b/", ""))
 
 
+def test_the_home_folder_is_expanded(monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert str(benchmark.make_parser().parse_args(["--out=~/k.json"]).out) == "/home/me/k.json"
+    with pytest.raises(SystemExit):
+        benchmark.make_parser().parse_args(["--out=~nobody-of-this-name/k.json"])
+    assert "nobody-of-this-name" in capsys.readouterr().err
+
+
 def test_layers_are_known_by_their_whole_names():
     assert list(benchmark.shapes("1.5b")) == ["1.5b.qkv", "1.5b.o", "1.5b.gate_up", "1.5b.down"]
     assert list(benchmark.shapes("1.5b.o,7b.qkv")) == ["1.5b.o", "7b.qkv"]

@@ -18,7 +18,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.lora import init as init_lora
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.weights import load, names, peft, safetensors
+from qerl_jax.weights import load, peft, safetensors
+from qerl_jax.weights.checkpoint import open_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MAX_BYTES = 48 << 20  # the files have some ten thousand bytes
@@ -191,13 +192,9 @@ def changes_of(path, kind):
 
 
 def read_model(path):
-    """Reads a whole model without using the device."""
-    checkpoint = load.open_checkpoint(str(path))
-    dtype = load.DTYPES["bfloat16"]
-    for name in (names.EMBED, names.NORM):
-        checkpoint.read(name, dtype)
-    for layer in range(checkpoint.config.num_layers):
-        load.read_layer(checkpoint, layer, format="nvfp4", dtype=dtype)
+    """Reads a whole model."""
+    checkpoint = open_checkpoint(str(path))
+    load.read_params(checkpoint, format="nvfp4", dtype=load.DTYPES["bfloat16"])
 
 
 def read_adapter(path):

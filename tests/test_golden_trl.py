@@ -141,7 +141,8 @@ def test_optimizer_step(variant, buffer_tokens):
     batch = step_batch(loss.aggregation, tensors)
     mask = batch.loss_mask > 0
     optimizer = optax.chain(KEEP_GRADIENT, optimizer)
-    config = UpdateConfig(model.config, loss, settings["temperature"])
+    config = UpdateConfig(model.config, loss)
+    temperature = np.float32(settings["temperature"])
     programs = jitted(config, optimizer)
     # TRL also forwards rows that teach nothing, and its metrics count them.
     rows = mask.any(axis=1)
@@ -161,15 +162,18 @@ def test_optimizer_step(variant, buffer_tokens):
     def assert_logprobs(trainable, name):
         policy = current_policy(model.params, trainable)
         for i, buffer in enumerate(buffers):
-            found = programs.buffer_logprobs(policy, trainable.lora, buffer)
+            found = programs.buffer_logprobs(policy, trainable.lora, buffer, temperature)
             inside = buffer.mask > 0
             assert_close(np.asarray(found)[inside], recorded[name][i][inside])
 
     if settings["beta"]:
         assert_logprobs(Trainable(None, {}), "ref_logprobs")
+        scored = (
+            programs.buffer_logprobs(model.params, None, buffer, temperature) for buffer in buffers
+        )
         buffers = [
-            buffer.replace(ref_logprobs=programs.buffer_logprobs(model.params, None, buffer))
-            for buffer in buffers
+            buffer.replace(ref_logprobs=found)
+            for buffer, found in zip(buffers, scored, strict=True)
         ]
     state = init_state(trainable, optimizer)
     for update, expected in enumerate(record["updates"]):
@@ -177,7 +181,8 @@ def test_optimizer_step(variant, buffer_tokens):
         totals = programs.zero_totals(state.trainable)
         for i, buffer in enumerate(buffers):
             totals, old = programs.add_gradient(
-                *(totals, state.trainable, model.params, None, buffer), np.bool_(update == 0)
+                *(totals, state.trainable, model.params, None, buffer),
+                *(np.bool_(update == 0), temperature),
             )
             buffers[i] = buffer.replace(old_logprobs=old)
         state, metrics = programs.apply_gradient(state, totals)

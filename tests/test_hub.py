@@ -43,6 +43,8 @@ def test_a_mistyped_path_is_not_asked_for_on_a_hub(source, tmp_path, monkeypatch
     (tmp_path / "runs" / "first-abc" / "adapter").mkdir(parents=True)
     with pytest.raises(UserError, match=r"neither a folder") as error:
         load.load(source)
+    advised = "hf download" in str(error.value)
+    assert advised == (source.count("/") == 1 and source[0] not in "./~")
     suggestion = {"runs/first-adc": "first-abc", "runs/first-abc/adaptor": "adapter"}.get(
         source, ""
     )

@@ -24,17 +24,24 @@ ALLOWED = {
     "buckets": set(),
     "sharding": {"errors"},
     "policy": {"import_path", "errors"},
-    "rollout": {"policy", "sharding", "buckets", "errors"},
+    "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
     "model_source": {"hub", "paths", "errors"},
-    "weights": {"policy", "model_source", "hub", "paths", "errors"},
+    "staging": {"errors"},
+    "threads": set(),
+    "live_line": set(),
+    "weights": {"policy", "model_source", "staging", "threads", "live_line"}
+    | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "hub", "paths", "errors"},
+    "run": {"statistics", "threads", "hub", "paths", "errors"},
+    "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
-    | {"buckets", "import_path", "statistics", "hub", "paths", "errors"},
+    | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
     "export": {
+        "staging",
+        "live_line",
         "policy",
         "rollout",
         "rl",
@@ -47,7 +54,7 @@ ALLOWED = {
         "errors",
     },
     "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
-    | {"sharding", "errors"},
+    | {"live_line", "model_source", "paths", "sharding", "errors"},
 }
 
 

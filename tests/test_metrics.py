@@ -1,6 +1,5 @@
 """Metrics rows, their views, and the lines on the terminal."""
 
-import io
 import json
 import math
 import sys
@@ -208,22 +207,3 @@ def test_time_left(seconds, text):
     assert terminal.format_row({"step": 1, "remaining_seconds": seconds}, 1).endswith(
         f"left {text}"
     )
-
-
-def test_live_line_is_silent_off_a_terminal_and_rewritten_on_one():
-    quiet = io.StringIO()
-    live = terminal.LiveLine(quiet)
-    live.update("rollout 1/64 rows")
-    live.clear()
-    assert quiet.getvalue() == ""
-
-    screen = io.StringIO()
-    screen.isatty = lambda: True
-    live = terminal.LiveLine(screen, interval=3600)
-    live.update("rollout 1/64 rows")
-    live.update("too soon")
-    live.clear()
-    live.update("x" * 1000)
-    first, second, third = screen.getvalue().split("\r\x1b[K")[1:]
-    assert (first, second) == ("rollout 1/64 rows", "")
-    assert 0 < len(third) < 1000

@@ -40,6 +40,8 @@ BUSY = {
     "aqn.kl_every": 1,
     "aqn.correction": "tis",
     "aqn.tis_cap": 1.01,
+    "rollout.temperature_schedule": "linear",
+    "rollout.temperature_end": 0.9,
     "rl.loss": "bnpo",
     "rl.updates_per_rollout": 2,
     "rl.clip_low": 1e-4,
@@ -60,6 +62,14 @@ BUSY = {
     "profile.start": 2,
     "profile.stop": 2,
 }
+# The second noisy step would double its sigma.
+KL = {
+    "aqn.schedule": "kl",
+    "aqn.kl_every": 1,
+    "aqn.sigma_start": 0.2,
+    "aqn.kl_target_start": 5.0,
+    "aqn.kl_target_end": 5.0,
+}
 # Modes in which some fields are not read.
 MODES = {
     "quiet": QUIET,
@@ -67,6 +77,7 @@ MODES = {
     "two stages": {"steps": 3, "aqn.stages": 2, "aqn.kl_every": 0, "eval.every": 0},
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
+    "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
 }
 FAST = ("late profile",)  # The other modes compile more programs.
@@ -82,10 +93,14 @@ OTHERS = {
     "data.eval_source": "absent/absent",
     "data.options": {"absent": 1},
     "data.eval_path": "absent.jsonl",
+    "rollout.temperature_end": 0.5,
     "rollout.dequantize": "step",
     "aqn.stages": 2,
     "aqn.sigma_start": 0.2,
     "aqn.sigma_end": 0.02,
+    "aqn.kl_target_start": 0.5,
+    "aqn.kl_target_end": 0.2,
+    "aqn.sigma_max": 0.25,
     "aqn.form": "relative",
     "aqn.final_norm": True,
     "aqn.correction": "none",
@@ -185,20 +200,21 @@ def test_read_fields_are_read(tiny, tmp_path, monkeypatch, mode):
 
 @pytest.mark.slow
 def test_read_fields_change_something(tiny, tmp_path):
-    config = with_changes(tiny.config(), BUSY)
     tiny_run.write_problems(tmp_path / "eval.jsonl", count=30)
     others = OTHERS | {
         "aqn.correction": "noisy_forward",
         "data.eval_path": str(tmp_path / "eval.jsonl"),
         "lora.init": str(tmp_path / "busy" / "adapter"),
     }
-    before = outcome(tiny, tmp_path / "busy", BUSY)
     checked = set()
-    for field in sorted(set(OTHERS) - unread(config) - SOURCES):
-        changed = outcome(tiny, tmp_path / "run", BUSY | {field: others[field]})
-        # rollout.dequantize changes only time and memory.
-        assert same(before, changed) == (field == "rollout.dequantize"), field
-        checked.add(field)
+    for mode in (BUSY, BUSY | KL):
+        before = outcome(tiny, tmp_path / "busy", mode)
+        ignored = unread(with_changes(tiny.config(), mode)) | checked | SOURCES
+        for field in sorted(set(OTHERS) - ignored):
+            changed = outcome(tiny, tmp_path / "run", mode | {field: others[field]})
+            # rollout.dequantize changes only time and memory.
+            assert same(before, changed) == (field == "rollout.dequantize"), field
+            checked.add(field)
     assert checked == set(OTHERS) - SOURCES
 
 

@@ -10,6 +10,7 @@ from row_loss import row_loss
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.policy.transformer import PRODUCTS
 from qerl_jax.rl import losses
@@ -102,17 +103,16 @@ def test_a_row_that_is_longer_than_a_buffer():
     assert pack(batch_of(), np.arange(5) > 1, buffer_tokens=6)
 
 
-@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_rows_that_teach(kl_coef):
+@pytest.mark.parametrize("options", [{}, {"kl_coef": 0.1}, {"entropy_coef": 0.1}], ids=str)
+def test_rows_that_teach(options):
+    loss = losses.loss_config("grpo", **options)
     batch = batch_of(mask_truncated=True)  # The second row is truncated, the last one is empty.
     batch = batch.replace(advantages=np.array([1.0, 1.0, 0.0, -1.0, 1.0], np.float32))
-    expected = [True, False, bool(kl_coef), True, False]
-    np.testing.assert_array_equal(rows_that_teach(batch, kl_coef=kl_coef), expected)
+    expected = [True, False, bool(options), True, False]
+    np.testing.assert_array_equal(rows_that_teach(batch, loss), expected)
     # A policy that is NaN has equal rewards; the gradient must show it.
     broken = batch.replace(rollout_logprobs=np.full_like(batch.rollout_logprobs, np.nan))
-    np.testing.assert_array_equal(
-        rows_that_teach(broken, kl_coef=kl_coef), [True, False, True, True, False]
-    )
+    np.testing.assert_array_equal(rows_that_teach(broken, loss), [True, False, True, True, False])
 
 
 def test_nothing_to_predict():
@@ -128,8 +128,10 @@ LOSSES = [
     *({"name": name} for name in losses.LOSSES),
     {"name": "grpo", "kl_coef": 0.1, "kl_grad": "unbiased"},
     {"name": "dapo", "tis_cap": 2.0, "dual_clip": 3.0},
+    {"name": "grpo", "entropy_coef": 0.3},
 ]
 ROWS, WIDTH = 9, 24
+TEMPERATURE = np.float32(0.9)
 
 
 @functools.cache
@@ -158,7 +160,7 @@ def step_batch(options):
 
 
 def row_logprobs(lora, batch):
-    """Log-probabilities [B, C] of whole rows, without packing."""
+    """Log-probabilities and entropies [B, C] of whole rows, without packing."""
     config, params, _ = policy()
     return completion_logprobs(
         params,
@@ -168,14 +170,24 @@ def row_logprobs(lora, batch):
         batch.lengths,
         width=WIDTH,
         config=config,
-        temperature=0.9,
-    )[0]
+        temperature=TEMPERATURE,
+    )
+
+
+def row_entropies(lora, batch):
+    """Entropies [B, C] of whole rows by the dense formula, which jax differentiates itself."""
+    config, params, _ = policy()
+    logits = transformer.forward(params, lora, batch.tokens, batch.lengths, config=config)
+    logprobs = jax.nn.log_softmax(logits / TEMPERATURE)
+    entropies = -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+    columns = jnp.asarray(batch.prompt_lengths)[:, None] - 1 + jnp.arange(WIDTH)
+    return jnp.take_along_axis(entropies, jnp.minimum(columns, entropies.shape[1] - 1), axis=1)
 
 
 @functools.cache
 def nearby_logprobs():
     """Old and reference log-probabilities [B, C], near those of the policy."""
-    logprobs = jax.jit(row_logprobs)(policy()[-1], step_batch(losses.loss_config("grpo")))
+    logprobs, _ = jax.jit(row_logprobs)(policy()[-1], step_batch(losses.loss_config("grpo")))
     noise = np.random.default_rng(5).standard_normal((2, *logprobs.shape))
     return [np.asarray(logprobs + 0.2 * part, np.float32) for part in noise]
 
@@ -186,7 +198,7 @@ def row_by_row(lora, batch, first, options):
     old, ref = nearby_logprobs()
 
     def loss(lora):
-        logprobs = row_logprobs(lora, batch)
+        logprobs, _ = row_logprobs(lora, batch)
         return row_loss(
             logprobs,
             old_logprobs=jnp.where(first, jax.lax.stop_gradient(logprobs), old),
@@ -196,6 +208,7 @@ def row_by_row(lora, batch, first, options):
             config=options,
             ref_logprobs=ref if options.kl_coef else None,
             rollout_logprobs=batch.rollout_logprobs,
+            entropies=row_entropies(lora, batch) if options.entropy_coef else None,
         )
 
     return jax.value_and_grad(loss, has_aux=True)(lora)
@@ -203,7 +216,7 @@ def row_by_row(lora, batch, first, options):
 
 def packed(batch, values, *, options, buffer_tokens):
     """Buffers of a batch with values [B, C] of the predicted tokens, written by row and column."""
-    flags = rows_that_teach(batch, kl_coef=options.kl_coef)
+    flags = rows_that_teach(batch, options)
     places = batch.replace(
         rollout_logprobs=np.arange(ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
     )
@@ -226,7 +239,7 @@ def test_loss_and_gradients_are_those_of_the_rows(options):
     config, params, lora = policy()
     batch, (old, ref) = step_batch(options), nearby_logprobs()
     values = {"old_logprobs": old} | ({"ref_logprobs": ref} if options.kl_coef else {})
-    update = UpdateConfig(config, options, 0.9)
+    update = UpdateConfig(config, options)
     trainable = Trainable(lora, {})
     for first in (True, False):
         (loss, _), gradient = row_by_row(lora, batch, first, options)
@@ -236,7 +249,9 @@ def test_loss_and_gradients_are_those_of_the_rows(options):
         totals = zero_totals(trainable, config=update)
         for buffer in buffers:
             totals, logprobs = add_gradient(
-                totals, trainable, params, None, buffer, np.bool_(first), config=update
+                *(totals, trainable, params, None, buffer),
+                *(np.bool_(first), TEMPERATURE),
+                config=update,
             )
             if not first:
                 np.testing.assert_array_equal(logprobs, buffer.old_logprobs)
@@ -253,7 +268,7 @@ def test_rows_that_teach_nothing_have_no_gradient():
     """The gradient of the rows that are left out is zero in the path that keeps them."""
     options = losses.loss_config("dapo")
     batch = step_batch(options)
-    left_out = ~rows_that_teach(batch, kl_coef=0.0)
+    left_out = ~rows_that_teach(batch, options)
     assert left_out.tolist() == [False] * 4 + [True] + [False] + [True] * 3
     only = batch.replace(weights=batch.weights * left_out[:, None])
     _, gradient = row_by_row(policy()[-1], only, True, options)
@@ -266,11 +281,13 @@ def test_recomputation_and_buffer_size_do_not_change_the_gradient():
     trainable, batch = Trainable(lora, {}), step_batch(options)
     found = []
     for recompute, buffer_tokens in (((), 128), (PRODUCTS, 128), (("gate_up_proj",), 40)):
-        update = UpdateConfig(config, options, 0.9, recompute)
+        update = UpdateConfig(config, options, recompute)
         totals = zero_totals(trainable, config=update)
         for buffer in packed(batch, {}, options=options, buffer_tokens=buffer_tokens):
             totals, _ = add_gradient(
-                totals, trainable, params, None, buffer, np.bool_(True), config=update
+                *(totals, trainable, params, None, buffer),
+                *(np.bool_(True), TEMPERATURE),
+                config=update,
             )
         found.append(totals)
     for other in found[1:]:

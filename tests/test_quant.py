@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.fp4_matmul import FORMATS
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import (
+    bfloat16_bits,
     dequantize,
     kernel_weight,
     quantize,
@@ -127,6 +128,19 @@ def test_nf4_codes_are_the_nearest():
     quantized = quantize_nf4([weight])
     np.testing.assert_array_equal(codes_of(quantized), distances.argmin(axis=-1).reshape(32, 128))
     np.testing.assert_array_equal(quantized.scales, largest)
+
+
+def test_a_device_rounds_to_bfloat16_as_numpy_does():
+    rng = np.random.default_rng(0)
+    bits = rng.integers(0, 2**32, 100_000, np.uint32)
+    # Zero, subnormal numbers, ties, the largest number and infinity; both signs.
+    special = np.array([0, 1, 0x8000, 0x18000, 0x7F7FFFFF, 0x7F800000, 0x3F808000], np.uint32)
+    values = np.concatenate([bits, special, special | 0x80000000]).view(np.float32)
+    values = values[~np.isnan(values)]
+    found = np.asarray(bfloat16_bits(jnp.asarray(values)))
+    np.testing.assert_array_equal(found, values.astype(ml_dtypes.bfloat16).view(np.uint16))
+    nan = np.asarray(bfloat16_bits(jnp.array([np.nan, -np.nan], jnp.float32)))
+    assert np.isnan(nan.view(ml_dtypes.bfloat16)).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)

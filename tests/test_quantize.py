@@ -14,10 +14,11 @@ from tiny_checkpoints import model_config, random_tensors, write_folder, write_g
 
 from experiments import quantize as command
 from qerl_jax.errors import UserError
+from qerl_jax.export.quantize import round_layers, write_packed
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import QuantTensor, dequantize
-from qerl_jax.weights.load import load, open_checkpoint
-from qerl_jax.weights.quantize import round_layers, write_packed
+from qerl_jax.weights.checkpoint import open_checkpoint
+from qerl_jax.weights.load import load
 from qerl_jax.weights.safetensors import read_folder
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

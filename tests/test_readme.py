@@ -3,12 +3,17 @@
 import pathlib
 import re
 import shlex
+import subprocess
+import sys
 
 import finished_run
 import pytest
+import tiny_run
+from tiny_checkpoints import model_config
 
 import benchmarks.rollout.__main__ as benchmark
-from experiments import cli, evaluate, export_hf, quantize, sample, sweep
+from experiments import cli, evaluate, export_hf, quantize, sample, show, sweep
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.training.overrides import check_overrides
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -53,6 +58,7 @@ def parse(parser_of, arguments):
 
 
 PARSERS = {
+    "experiments.show": lambda: cli.run_command(show.make_parser(), show.run),
     "experiments.sample": lambda: cli.run_command(sample.make_parser(), sample.run),
     "experiments.evaluate": lambda: cli.run_command(evaluate.make_parser(), evaluate.run),
     "experiments.export_hf": lambda: cli.run_command(export_hf.make_parser(), export_hf.run),
@@ -134,3 +140,71 @@ def test_a_command_runs(line, places):
     words = [word for argument in arguments for word in places.get(argument, [argument])]
     parsed, run = parse(PARSERS[module], words)
     run(parsed)
+
+
+# A config file of the README, with the tiny model and its short runs.
+TINY_FILE = """
+import pathlib, tiny_run
+from experiments.configs import {name} as named
+tiny = tiny_run.Tiny(*map(pathlib.Path, {paths}))
+def get_config(*preset):
+    return tiny.config({{"steps": 2}}, named.get_config(*preset))
+def get_sweep(*preset):
+    return named.get_sweep(*preset)
+"""
+
+WIDE = {"embed_dim": 64, "mlp_dim": 128, "head_dim": 16}  # whole blocks of every format
+
+
+@pytest.mark.slow  # each run is a process that traces and compiles
+@pytest.mark.parametrize(
+    "line",
+    [line for line in LINES if split(line)[0] in ("experiments.grpo_gsm8k", "experiments.sweep")],
+    ids=" ".join,
+)
+def test_a_command_trains(line, tiny, tmp_path):
+    module, arguments = split(line)
+    given = next((word for word in arguments if word.startswith("--config=")), f"--config={CONFIG}")
+    file, colon, preset = given.removeprefix("--config=").partition(":")
+    model = tiny_run.write_model(tmp_path / "model", **WIDE) if "nf4" in line[-1] else tiny.model
+    paths = [str(path) for path in (model, tiny.problems, tiny.compile_cache)]
+    text = TINY_FILE.format(name=pathlib.Path(file).stem, paths=paths)
+    (tmp_path / "named.py").write_text(text)
+    places = {"FOLDER_OR_GGUF": paths[0], "train.jsonl": paths[1]}
+    words = [f"--config={tmp_path / 'named.py'}{colon}{preset}"]
+    for word in arguments:
+        if word != given:
+            name, equals, value = word.partition("=")
+            words.append(f"{name}{equals}{places.get(value, value)}")
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words],
+        env=tiny.environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    if module == "experiments.sweep":
+        (folder,) = (tmp_path / "runs").iterdir()
+        runs = sweep.plan(words[0].removeprefix("--config="), {}, folder)
+        only = [word.removeprefix("--only=") for word in words if word.startswith("--only=")]
+        expected = {run.folder.name for run in sweep._part(runs, only[0] if only else None)}
+        assert (folder / "table.json").exists()
+    else:
+        folder, expected = tmp_path / "runs", {next((tmp_path / "runs").iterdir()).name}
+    assert {path.parent.name for path in folder.glob("*/summary.json")} == expected
+
+
+@pytest.mark.slow  # compiles two policies
+@pytest.mark.parametrize(
+    "line", [line for line in LINES if split(line)[0] == "benchmarks.rollout"], ids=" ".join
+)
+def test_a_benchmark_runs(line, tmp_path, monkeypatch, capsys):
+    shapes = model_config("qwen2", **WIDE)
+    for name in ARCHITECTURES:
+        monkeypatch.setitem(ARCHITECTURES, name, shapes)
+    sizes = ["--batch=2", "--prompt=5", "--new-tokens=18", "--bandwidth=1e10"]
+    words = [*split(line)[1], *sizes, f"--out={tmp_path / 'rows.json'}"]
+    benchmark.run(benchmark.make_parser().parse_args(words))
+    assert capsys.readouterr().out.count("ms") >= 2
+    assert (tmp_path / "rows.json").exists()

@@ -15,8 +15,10 @@ import pytest
 import tiny_run
 
 import qerl_jax.training.loop
+import qerl_jax.training.saving
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
+from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
@@ -158,6 +160,27 @@ def test_terminated(uninterrupted, interrupted, tiny, capsys, at, saved):
     train(tiny.config(CHANGES), workdir=run)
     assert f"resuming after step {saved}\n" in capsys.readouterr().out
     assert_same(run, uninterrupted)
+
+
+@pytest.mark.parametrize(("stop", "at", "saved"), [(terminate, STEP_2, 1), (kill, STEP_3, 2)])
+def test_a_run_that_is_not_finished_can_be_used(interrupted, monkeypatch, stop, at, saved):
+    states, save = {}, Checkpoints.save
+
+    def recording(checkpoints, step, state, meta):
+        states[step] = jax.device_get(state.trainable.lora)
+        save(checkpoints, step, state, meta)
+
+    monkeypatch.setattr(Checkpoints, "save", recording)
+    monkeypatch.setattr(qerl_jax.training.saving, "PICTURE_SECONDS", 0.0)
+    run = interrupted(stop, at=at)
+    policy = open_policy(str(run), adapter="adapter")
+    for found, expected in zip(
+        jax.tree.leaves(policy.lora), jax.tree.leaves(states[saved]), strict=True
+    ):
+        np.testing.assert_array_equal(found, expected)
+    assert policy.adapter_sha256
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert not (run / "summary.json").exists()
 
 
 def test_terminated_and_then_killed(uninterrupted, interrupted, tiny):
@@ -342,7 +365,7 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
     def plot_run(folder):
         raise KilledError
 
-    monkeypatch.setattr(qerl_jax.training.loop, "plot_run", plot_run)
+    monkeypatch.setattr(qerl_jax.training.saving, "plot_run", plot_run)
     with pytest.raises(KilledError):
         train(tiny.config(CHANGES), workdir=tmp_path / "run")
     monkeypatch.undo()

@@ -41,10 +41,10 @@ def chunks(monkeypatch):
     together()  # Its chunks are not recorded.
     seen, decode_chunk = [], decode.decode_chunk
 
-    def recording(key, params, lora_layers, state, slots, active, **options):
+    def recording(key, params, lora_layers, state, slots, active, *others, **options):
         assert len(state.keys[0]) == len(slots) == len(active)
         seen.append(len(active))
-        return decode_chunk(key, params, lora_layers, state, slots, active, **options)
+        return decode_chunk(key, params, lora_layers, state, slots, active, *others, **options)
 
     monkeypatch.setattr(decode, "decode_chunk", recording)
     return seen
@@ -204,7 +204,7 @@ def test_a_row_that_is_not_active_attends_to_nothing():
     active = np.array([True, False, True, True])
     layers = decode.fuse_adapter(lora, config=model, dtype=jnp.dtype(jnp.float32))
     state, samples = decode.decode_chunk(
-        KEY, params, layers, state, slots, active, config=config, steps=4
+        KEY, params, layers, state, slots, active, np.float32(1), config=config, steps=4
     )
     # One row decodes, one is not active any more, one has its last tokens, one had ended.
     assert not np.isin(samples.tokens[0], EOS).any()
@@ -362,7 +362,7 @@ def test_a_chunk_holds_the_cache_once():
     layers = decode.fuse_adapter(lora, config=model, dtype=jnp.dtype(jnp.float32))
     slots, active = np.arange(8, dtype=np.int32), np.ones(8, bool)
     lowered = decode.decode_chunk.lower(
-        KEY, params, layers, state, slots, active, config=config, steps=4
+        KEY, params, layers, state, slots, active, np.float32(1), config=config, steps=4
     )
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size

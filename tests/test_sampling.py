@@ -96,7 +96,7 @@ def masked(logits):
     return logits
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("temperature", "greedy"), [(1.0, True), (0.5, False), (1.0, False)])
 @pytest.mark.parametrize(
     ("vocabulary", "change"),
     [
@@ -109,32 +109,32 @@ def masked(logits):
     ],
     ids=["whole blocks", "one more", "masked", "offset", "far apart", "equal"],
 )
-def test_logprobs_and_entropies_over_many_blocks(vocabulary, change, temperature):
+def test_logprobs_and_entropies_over_many_blocks(vocabulary, change, temperature, greedy):
     rng = np.random.default_rng(3)
     logits = change(rng.standard_normal((64, vocabulary)).astype(np.float32))
-    tokens, logprobs, entropies = sampled(logits, temperature=temperature)
-    scaled = logits.astype(np.float64) / (temperature or 1.0)
+    tokens, logprobs, entropies = sampled(logits, temperature=temperature, greedy=greedy)
+    scaled = logits.astype(np.float64) / temperature
     scaled -= scaled.max(axis=1, keepdims=True)
     expected = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
     np.testing.assert_allclose(logprobs, expected[np.arange(64), tokens], atol=2e-6, rtol=1e-6)
     terms = np.exp(expected) * np.where(np.isfinite(expected), expected, 0)
     np.testing.assert_allclose(entropies, -terms.sum(axis=1), atol=5e-6)
-    if temperature == 0:
+    if greedy:
         np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     # The rows that are sampled together do not matter.
-    some, *_ = sampled(logits[[7, 3]], rows=[7, 3], temperature=temperature)
+    some, *_ = sampled(logits[[7, 3]], rows=[7, 3], temperature=temperature, greedy=greedy)
     np.testing.assert_array_equal(some, tokens[np.array([7, 3])])
 
 
-def test_temperature_zero_takes_the_largest_logit():
+def test_greedy_takes_the_largest_logit():
     logits = random_logits()
-    tokens, logprobs, _ = sampled(logits, temperature=0.0, top_k=3, top_p=0.5)
+    tokens, logprobs, _ = sampled(logits, temperature=1.0, greedy=True, top_k=3, top_p=0.5)
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
     # Its log-probabilities are those of temperature 1.
     _, _, entropies = sampled(logits, temperature=1.0)
     expected = jax.nn.log_softmax(logits).max(axis=1)
     np.testing.assert_allclose(logprobs, expected, atol=1e-6)
-    _, _, greedy_entropies = sampled(logits, temperature=0.0)
+    _, _, greedy_entropies = sampled(logits, temperature=1.0, greedy=True)
     np.testing.assert_array_equal(greedy_entropies, entropies)
 
 

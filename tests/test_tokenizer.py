@@ -114,9 +114,14 @@ def test_end_tokens_of_gguf_are_eos_eot_and_the_well_known_ones():
     metadata = gguf_metadata("qwen2", tokens)
     metadata["tokenizer.ggml.eos_token_id"] = 256
     metadata["tokenizer.ggml.eot_token_id"] = 257
-    built = tokenizer.from_gguf(metadata)
-    assert built.eos_ids == (256, 257, 258, 260)
-    assert built.special_tokens == {"eos_token": "<|a|>"}
+    metadata["tokenizer.ggml.padding_token_id"] = 1000  # of no token
+    for kind in (3, 1):  # control and ordinary tokens
+        metadata["tokenizer.ggml.token_type"][258] = kind
+        built = tokenizer.from_gguf(metadata)
+        assert built.eos_ids == (256, 257, 258, 260)
+        assert built.special_tokens == {"eos_token": "<|a|>"}
+        assert built.pad_id == 256
+        assert built.decode([258, 259]) == ""
 
 
 def test_user_defined_tokens_are_whole_but_not_special():
@@ -152,9 +157,36 @@ def test_folder(tmp_path):
     (tmp_path / "config.json").write_text('{"eos_token_id": 9}')
     read = tokenizer.from_folder(tmp_path)
     assert read.encode("t3 t4 <|im_end|>") == [3, 4, VOCAB - 1]
-    assert read.eos_ids == (5, 7, 9, VOCAB - 2, VOCAB - 1)
+    assert read.eos_ids == (5, 7, 9, VOCAB - 1)
     assert read.pad_id == VOCAB - 2
     assert read.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize(
+    ("settings", "ends"),
+    [
+        ({}, (VOCAB - 1,)),
+        ({"eos_token": None}, (VOCAB - 2, VOCAB - 1)),
+        ({"eos_token": "t5"}, (5,)),
+    ],
+)
+def test_only_the_named_tokens_of_a_folder_end_a_reply(tmp_path, settings, ends):
+    write_tokenizer(tmp_path, **settings)
+    assert tokenizer.from_folder(tmp_path).eos_ids == ends
+
+
+def test_tokens_that_the_config_numbers_are_special(tmp_path):
+    write_tokenizer(tmp_path, pad_token=None)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    plain = [tokenizers.AddedToken(text, special=False) for text in ("<|pad|>", "<|start|>")]
+    backend.add_tokens(plain)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    # -1 stands for no padding in older configs; an ordinary word keeps its text.
+    ids = {"pad_token_id": VOCAB, "bos_token_id": 3}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ids))
+    (tmp_path / "config.json").write_text(f'{{"pad_token_id": -1, "bos_token_id": {VOCAB + 1}}}')
+    read = tokenizer.from_folder(tmp_path)
+    assert read.decode([VOCAB + 1, 3, VOCAB, VOCAB - 1]) == "t3"
 
 
 def test_truncation_and_padding_in_the_file_are_turned_off(tmp_path):

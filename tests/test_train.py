@@ -14,7 +14,7 @@ import tiny_run
 from safetensors.numpy import load_file, save_file
 
 import qerl_jax.training.loop
-import qerl_jax.training.setup
+import qerl_jax.training.method
 import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
@@ -31,7 +31,8 @@ from qerl_jax.training.validate import check_extension, how_to_train_on
 
 ALWAYS = {
     "step", "reward", "reward_std", "accuracy", "format", "reward/correctness", "reward/format",
-    "length", "finished", "entropy", "sigma", "perturbed_norms", "advantage_zero_groups",
+    "length", "finished", "entropy", "sigma", "temperature", "perturbed_norms",
+    "advantage_zero_groups",
     "sampled_groups", "rewards_missing", "loss", "grad_norm", "update_skipped", "clip_fraction",
     "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max", "train_entropy",
     "rollout_tokens", "rollout_live_share", "rollout_seconds", "rollout_tokens_per_second",
@@ -125,13 +126,13 @@ def test_same_config_gives_the_same_metrics(finished, tiny, tmp_path):
 def test_more_steps_extend_a_finished_run(finished, tiny, tmp_path, monkeypatch):
     run = shutil.copytree(finished, tmp_path / "run")
     spans = []
-    make_optimizer = qerl_jax.training.setup.make_optimizer
+    make_optimizer = qerl_jax.training.method.make_optimizer
 
     def recording(**options):
         spans.append(options["total_updates"])
         return make_optimizer(**options)
 
-    monkeypatch.setattr(qerl_jax.training.setup, "make_optimizer", recording)
+    monkeypatch.setattr(qerl_jax.training.method, "make_optimizer", recording)
     changes = {"log.tensorboard": True, "aqn.stages": 4, "steps": 8}
     train(tiny.config(changes), workdir=run)
     rows = tiny_run.results(run)

@@ -22,6 +22,7 @@ from qerl_jax.rollout.programs import MissingProgramError, committed
 
 ROWS, WIDTH = 8, 6
 LENGTHS = np.array([6, 3, 1, 5, 6, 2, 4, 6])
+ONE = np.float32(1)  # the temperature
 SGD = optax.sgd(1.0)
 ADAMW = {
     "learning_rate": 1e-3,
@@ -72,12 +73,12 @@ def buffers_of(loss="dapo", *, seed=0, advantages=None, buffer_tokens=48):
 
 def current_logprobs(buffer):
     _, params, lora = policy()
-    return programs_of("dapo", SGD).buffer_logprobs(params, lora, buffer)
+    return programs_of("dapo", SGD).buffer_logprobs(params, lora, buffer, ONE)
 
 
 @functools.cache
 def programs_of(loss, optimizer):
-    config = UpdateConfig(policy()[0], loss_config(loss, kl_coef=0.05, tis_cap=2.0), 1.0)
+    config = UpdateConfig(policy()[0], loss_config(loss, kl_coef=0.05, tis_cap=2.0))
     return jitted(config, optimizer)
 
 
@@ -91,7 +92,7 @@ def step(buffers, *, state=None, optimizer=SGD, loss="dapo", first=False):
     totals = programs.zero_totals(state.trainable)
     for buffer in buffers:
         totals, _ = programs.add_gradient(
-            totals, state.trainable, params, None, buffer, np.bool_(first)
+            totals, state.trainable, params, None, buffer, np.bool_(first), ONE
         )
     return programs.apply_gradient(state, totals)
 
@@ -147,7 +148,9 @@ def test_the_first_update_is_on_the_old_policy(first):
     programs = programs_of("dapo", SGD)
     trainable = Trainable(lora, {})
     totals = programs.zero_totals(trainable)
-    totals, old = programs.add_gradient(totals, trainable, params, None, buffer, np.bool_(first))
+    totals, old = programs.add_gradient(
+        totals, trainable, params, None, buffer, np.bool_(first), ONE
+    )
     if first:
         inside = buffer.mask > 0
         np.testing.assert_allclose(old[inside], current_logprobs(buffer)[inside], atol=1e-5)
@@ -210,7 +213,7 @@ def test_the_state_is_donated():
 def test_the_operations_are_those_of_a_run():
     config, params, lora = policy()
     state = init_state(Trainable(lora, {}), SGD)
-    update = UpdateConfig(config, loss_config("dapo", kl_coef=0.05, tis_cap=2.0), 1.0)
+    update = UpdateConfig(config, loss_config("dapo", kl_coef=0.05, tis_cap=2.0))
     table = operations(
         state,
         params,
@@ -234,13 +237,14 @@ def test_the_operations_are_those_of_a_run():
         None,
         buffer,
         np.bool_(False),
+        ONE,
     )
     state, metrics = programs.apply_gradient(state, totals)
     expected, expected_metrics = step([buffer])
     assert_same(state.trainable, expected.trainable)
     assert_same(metrics, expected_metrics)
     with pytest.raises(MissingProgramError, match="update operation 'buffer_kl'"):
-        programs.buffer_kl(params, params, lora, buffer)
+        programs.buffer_kl(params, params, lora, buffer, ONE)
 
 
 def learning_rates(updates, **options):

@@ -58,6 +58,8 @@ def write_folder(folder, config, tensors, **config_extra):
     folder.mkdir(exist_ok=True)
     hf = config_lib.to_hf_config(config) | config_extra
     (folder / "config.json").write_text(json.dumps(hf))
+    ends = {"eos_token_id": [VOCAB - 2, VOCAB - 1]}  # Qwen2.5 and Llama 3 name several, too.
+    (folder / "generation_config.json").write_text(json.dumps(ends))
     save_file(tensors, folder / "model.safetensors")
     write_tokenizer(folder)
     return folder

@@ -89,9 +89,9 @@ class Tiny:
     problems: pathlib.Path
     compile_cache: pathlib.Path
 
-    def config(self, changes=None):
-        """The default config made tiny, with `changes` by flattened name."""
-        config = get_config("qwen2.5-1.5b")
+    def config(self, changes=None, config=None):
+        """A config (the default one) made tiny, with `changes` by flattened name."""
+        config = config or get_config("qwen2.5-1.5b")
         config.update_from_flattened_dict(
             SETTINGS
             | {"model.source": str(self.model), "data.path": str(self.problems)}

@@ -61,6 +61,7 @@ from benchmarks.rollout.subject import (
 from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.data import encode_prompts
 from qerl_jax.errors import memory_errors
+from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
@@ -70,7 +71,6 @@ from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
 from qerl_jax.rollout.programs import Executables, committed, operations
 from qerl_jax.rollout.scheduler import Statistics
-from qerl_jax.run.terminal import LiveLine
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # bits per weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # bytes read and written per second by a copy

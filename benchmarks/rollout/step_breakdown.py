@@ -63,9 +63,9 @@ class Chunk:
         return decode.decode_chunk.lower(*self._policy, shapes, *self._all_rows, **self._how)
 
     @property
-    def _all_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots and activity of the cache rows."""
-        return np.arange(self._rows, dtype=np.int32), np.ones(self._rows, bool)
+    def _all_rows(self) -> tuple[np.ndarray, np.ndarray, np.float32]:
+        """Slots and activity of the cache rows, and the temperature."""
+        return np.arange(self._rows, dtype=np.int32), np.ones(self._rows, bool), np.float32(1)
 
     def run(
         self, state: decode.DecodeState, tokens: int, program: jax.stages.Compiled | None = None

@@ -1,7 +1,7 @@
 """An ablation of the noise: its schedules against no noise, three seeds each.
 
-    uv run python -m experiments.sweep --config=experiments/configs/aqn_ablation.py
-    uv run python -m experiments.sweep --config=experiments/configs/aqn_ablation.py:qwen2.5-3b
+    uv run python -m experiments.sweep --config=aqn_ablation
+    uv run python -m experiments.sweep --config=aqn_ablation:qwen2.5-3b
 
 The first command needs no GPU and no hub and takes about 25 minutes on two CPU cores: the stand-in
 of `grpo_gsm8k.py` with half of the steps and half of the samples per step, with noise and without.

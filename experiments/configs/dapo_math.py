@@ -1,7 +1,7 @@
 r"""DAPO on competition mathematics with a 4-bit policy, QeRL's second setting (arXiv 2510.11696).
 
     uv run python -m experiments.dapo_math
-    uv run python -m experiments.dapo_math --config=experiments/configs/dapo_math.py:qwen2.5-7b
+    uv run python -m experiments.dapo_math --config=dapo_math:qwen2.5-7b
 
 The first command is the stand-in of `grpo_gsm8k.py`, one-digit sums, with this experiment's loss.
 The second command trains on BigMath (levels 3 to 5; 4 and 5 from 32B on) from the Hugging Face hub,

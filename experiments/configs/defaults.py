@@ -2,12 +2,13 @@
 
 An experiment's config file is a table of differences; `build` makes the config from
 
-    MODEL[,RECIPE]     as in --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b,trl
+    MODEL[,RECIPE]     as in --config=grpo_gsm8k:qwen2.5-7b,trl
 
 MODEL selects the weights and the memory settings. RECIPE selects noise, loss, advantages and
 optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
 another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay
-the experiment's; so do the learning rate and the first sigma of the stand-in.
+the experiment's; so do the learning rate and the first sigma of the stand-in. Only 'first_run'
+changes sizes: it is the paper's recipe with 100 steps and 1,024 new tokens.
 
 Any field below can be set on the command line, for example --config.aqn.schedule=cosine or
 --config.lora.targets="('q_proj', 'v_proj')".
@@ -89,6 +90,14 @@ SUMS: dict[str, Any] = {
 RECIPES: dict[str, dict[str, Any]] = {
     # QeRL, arXiv 2510.11696, Table 4 and appendix E: the experiment as it is.
     "paper": {},
+    # The paper's recipe for the first run on a GPU: few steps and short completions.
+    "first_run": {
+        "steps": 100,
+        "rollout.max_new_tokens": 1024,
+        "rl.overlong_buffer": 0,
+        "eval.every": 25,
+        "checkpoint.every": 10,
+    },
     # QeRL's released code at commit e8c6e79 (2025-11-27), training/dapo_*_nvfp4_single_gpu.sh. Its
     # "DAPO" has no dynamic sampling and takes the mean over the tokens of a micro-batch. The noise
     # here is the noise that the code is written to add, on every norm; the code searches for norm
@@ -243,6 +252,10 @@ def _fields(model: str) -> ConfigDict:
     c.seed = 0
     c.steps = 600  # More of them extend a run, unless its learning rate has decayed to 0.
 
+    # Folder of a run that this run begins from: its adapter, optimizer and position in the data,
+    # with any other field changed. FOLDER takes its last checkpoint, FOLDER:best its best adapter.
+    c.init_from = ""
+
     c.model = ConfigDict()
     # 'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.
     c.model.source = _SOURCES[model]
@@ -291,7 +304,10 @@ def _fields(model: str) -> ConfigDict:
     c.rollout.prompts_per_step = 16  # With group_size 8 a step has 128 samples.
     c.rollout.group_size = 8
     c.rollout.max_new_tokens = 4096
-    c.rollout.temperature = 1.0
+    c.rollout.temperature = 1.0  # of the first step
+    # 'constant', or a way to temperature_end in the last step: 'linear', 'cosine'.
+    c.rollout.temperature_schedule = "constant"
+    c.rollout.temperature_end = 1.0
     c.rollout.top_k = 0  # 0: off
     c.rollout.top_p = 1.0  # 1.0: off
     # Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.
@@ -323,12 +339,18 @@ def _fields(model: str) -> ConfigDict:
     # 'exponential' (the paper's Eq. 8), 'reference' (the released code's), 'linear', 'cosine',
     # 'logarithmic', 'constant', 'off', or 'package.module:function': a custom function
     # f(*, sigma_start, sigma_end, stages, total_steps) that returns a function of the step, which
-    # is also called from total_steps on where a run is extended.
+    # is also called from total_steps on where a run is extended. 'kl': sigma follows the measured
+    # KL, so that it comes to the targets below.
     c.aqn.schedule = "exponential"
     c.aqn.stages = 10  # Equal parts of the run; the first part has no noise.
     c.aqn.sigma_start = 1e-2
     c.aqn.sigma_end = 5e-4
     c.aqn.form = "additive"  # or 'relative'
+    # With the schedule 'kl', the wanted KL(noisy, clean) of the first and of the last noisy stage,
+    # in nats per token, and the largest sigma; sigma_start is the first one.
+    c.aqn.kl_target_start = 1e-2
+    c.aqn.kl_target_end = 1e-2
+    c.aqn.sigma_max = 0.3
     c.aqn.final_norm = False
     # How training accounts for the noise in sampling: 'none' (the paper's), 'tis' (truncated
     # importance weights), or 'noisy_forward' (training under the same noise).
@@ -352,6 +374,7 @@ def _fields(model: str) -> ConfigDict:
     c.rl.dual_clip = 0.0  # bound of the ratio, above 1, where the advantage is negative; 0: off
     c.rl.kl_coef = 0.0  # KL to the policy that training starts from, with the adapter of lora.init
     c.rl.kl_grad = "k3"  # or 'k3_clipped' (no gradient beyond a KL of 10), 'unbiased'
+    c.rl.entropy_coef = 0.0  # factor of the entropy bonus, averaged as the loss is
     c.rl.advantage_scale = "group"  # divide by the deviation within the 'group', 'batch', or 'none'
     c.rl.advantage_eps = 1e-4  # added to the standard deviation
     c.rl.updates_per_rollout = 4  # optimizer updates on each rollout, each on all of its rows

@@ -1,7 +1,7 @@
 """GRPO on grade-school arithmetic with a 4-bit policy, QeRL's first setting (arXiv 2510.11696).
 
     uv run python -m experiments.grpo_gsm8k
-    uv run python -m experiments.grpo_gsm8k --config=experiments/configs/grpo_gsm8k.py:qwen2.5-7b
+    uv run python -m experiments.grpo_gsm8k --config=grpo_gsm8k:qwen2.5-7b
 
 The first command is a stand-in that runs anywhere: SmolLM2-135M-Instruct, from an installed
 package, learns to add two digits. The second command trains on GSM8K with the hyperparameters of

@@ -291,8 +291,16 @@ def shapes(names: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def main() -> None:
-    """Parses the command line, prints a line for each product and writes the rows."""
+def _user_path(text: str) -> pathlib.Path:
+    """The path with `~` at its start expanded, which a shell leaves as it is in `--out=~/FILE`."""
+    try:
+        return pathlib.Path(text).expanduser()
+    except RuntimeError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -301,13 +309,18 @@ def main() -> None:
     parser.add_argument(
         "--impls", default="nvfp4,nvfp4_lora32,bf16,xla", help="implementations of the list above"
     )
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="JSON file of the rows")
+    parser.add_argument("--out", type=_user_path, required=True, help="JSON file of the rows")
     parser.add_argument(
         "--bandwidth",
         type=float,
         help="bytes per second to compute floors with, instead of measuring them",
     )
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    """Parses the command line, prints a line for each product and writes the rows."""
+    args = make_parser().parse_args()
     device = jax.devices()[0].device_kind
     with sole_use():
         bandwidth = args.bandwidth or copy_bandwidth()

@@ -31,6 +31,7 @@ from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
+from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
 from qerl_jax.rl.rewards import Reward, resolve
 from qerl_jax.rollout.aot import compile_rollout
@@ -44,7 +45,6 @@ from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.run.terminal import LiveLine
 from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.load import LoadedModel
 

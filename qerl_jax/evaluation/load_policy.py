@@ -1,13 +1,16 @@
 """Opens the policy of a run, an adapter with its base, or a model."""
 
 import dataclasses
+import hashlib
 import pathlib
+import time
 from typing import Any
 
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
-from qerl_jax.policy.trainable import current_policy
+from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.weights import json_file, peft
 from qerl_jax.weights.load import LoadedModel, load
@@ -23,6 +26,8 @@ class Policy:
         lora: LoRA of the policy, or None.
         lora_config: options of the LoRA, or None.
         adapter: folder of the adapter, or None.
+        adapter_sha256: digest of the adapter's weights as they were read, or None; a run under way
+            replaces them with every checkpoint.
         run: content of config.json of the run folder ('config', 'command', 'git', 'versions',
             'device'), or None if the policy does not come from a run folder.
     """
@@ -32,6 +37,7 @@ class Policy:
     lora: Lora | None
     lora_config: LoraConfig | None
     adapter: pathlib.Path | None
+    adapter_sha256: str | None
     run: dict[str, Any] | None
 
 
@@ -81,15 +87,23 @@ def open_policy(
         dtype=dtype or settings.get("dtype", "bfloat16"),
     )
     if folder is None:
-        return Policy(base=model, model=model, lora=None, lora_config=None, adapter=None, run=run)
-    lora_config, _ = peft.read_peft_config(folder)
-    trained = peft.load_peft_adapter(folder, model.config, lora_config)
+        return Policy(
+            base=model,
+            model=model,
+            lora=None,
+            lora_config=None,
+            adapter=None,
+            adapter_sha256=None,
+            run=run,
+        )
+    lora_config, trained, digest = _read_adapter(folder, model.config)
     return Policy(
         base=model,
         model=dataclasses.replace(model, params=current_policy(model.params, trained)),
         lora=trained.lora,
         lora_config=lora_config,
         adapter=folder,
+        adapter_sha256=digest,
         run=run,
     )
 
@@ -117,6 +131,33 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
             "model.dtype is missing"
         )
     return found
+
+
+def _read_adapter(folder: pathlib.Path, config: ModelConfig) -> tuple[LoraConfig, Trainable, str]:
+    """Reads an adapter and the digest of its weights, once more if they change meanwhile.
+
+    A run under way replaces its adapter by two renames: between them there is no folder.
+    """
+    weights = folder / peft.WEIGHTS_FILE
+    for last in (False, False, True):
+        try:
+            before = _sha256(weights)
+            lora_config, _ = peft.read_peft_config(folder)
+            trained = peft.load_peft_adapter(folder, config, lora_config)
+            if last or _sha256(weights) == before:
+                return lora_config, trained, before
+        except (UserError, OSError):
+            if last:
+                raise
+        time.sleep(0.1)
+    raise AssertionError("the last reading returns or raises")
+
+
+def _sha256(path: pathlib.Path) -> str:
+    if not path.is_file():
+        return ""  # The reader of the adapter says what is missing.
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _format_of_run(adapter: pathlib.Path) -> str:
@@ -149,6 +190,7 @@ def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
         if path.is_dir():
             return path
     raise UserError(
-        f"{run}: the run has no {adapter or 'adapter'} yet: it writes the last one at its end and "
-        "the best one after an evaluation; --adapter=none loads the base alone"
+        f"{run}: the run has no {adapter or 'adapter'} yet: it writes the last one with each "
+        "checkpoint (--config.checkpoint.every) and when a signal stops it, and the best one after "
+        "an evaluation; --adapter=none loads the base alone"
     )

@@ -20,7 +20,7 @@ from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance
-from qerl_jax.weights import json_file, peft
+from qerl_jax.weights import json_file
 
 _RESULTS = "results.json"
 _SAME_SETTINGS = (
@@ -127,7 +127,7 @@ def open_folder(
         "format": policy.model.format,
         "dtype": policy.model.params["embed_tokens"].dtype.name,
         "adapter": None if adapter is None else str(adapter),
-        "adapter_sha256": None if adapter is None else _sha256(adapter / peft.WEIGHTS_FILE),
+        "adapter_sha256": policy.adapter_sha256,
         "samples": config.samples,
         "temperature": temperature_of(config),
         "top_p": config.top_p,
@@ -221,11 +221,6 @@ def _check_same(
             f"{folder} holds completions with other settings ({', '.join(changes)}); use the same "
             "settings or pass another --out"
         )
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save_results(folder: Path, results: Mapping[str, Any]) -> None:

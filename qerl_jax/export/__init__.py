@@ -1,1 +1,1 @@
-"""What leaves the project: PEFT adapters, merged and NVFP4 checkpoints, and their model card."""
+"""What leaves the project: adapters, merged and quantized checkpoints, and their model card."""

@@ -15,13 +15,13 @@ from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.export.model_card import FORMAT_NAMES, Card
+from qerl_jax.live_line import LiveLine
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
-from qerl_jax.run.terminal import LiveLine
 from qerl_jax.weights.load import LoadedModel
 
 _PROBE_PROMPTS = 8

@@ -14,7 +14,7 @@ import dataclasses
 from pathlib import Path
 
 from qerl_jax.errors import UserError, check_limits
-from qerl_jax.evaluation.load_policy import Policy, open_policy
+from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
 from qerl_jax.export.merge import merged_layers, norms_kept
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
@@ -37,10 +37,10 @@ from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.staging import check_free, staged_folder
 from qerl_jax.weights import json_file, names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
-from qerl_jax.weights.staging import check_free, staged_folder
 
 FORMATS = ("peft", "merged", "nvfp4")
 ONTO = ("trained", "bf16")
@@ -126,7 +126,7 @@ def _out_folder(config: ExportConfig) -> Path:
     if config.out:
         return user_path(config.out)
     run = RunFolder(user_path(config.source))
-    if not run.checkpoints.is_dir():
+    if read_run(run.path) is None:  # Other trainers make folders of checkpoints, too.
         raise UserError(f"{config.source} is not a run folder: say where to write, --out=FOLDER")
     return run.exports / config.format
 
@@ -169,7 +169,7 @@ def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: P
     card = _new_card(config, policy, out, base_out, trained_norms=bool(trained.params))
     if base_out is not None:
         card.kept |= norms_kept(base.params, policy.model.params)
-    held_out = open_held_out_set(policy, config.score_problems, Path(config.source).expanduser())
+    held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
         for format in ("nvfp4", "bf16"):
@@ -200,7 +200,7 @@ def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
     # Weights on the 4-bit grid would be rounded back to their old values.
     onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
     card = _new_card(config, policy, out, None, onto=onto)
-    held_out = open_held_out_set(policy, config.score_problems, Path(config.source).expanduser())
+    held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
     probe = make_probe(policy, held_out) if config.score_problems != 0 else None
@@ -248,7 +248,7 @@ def _new_card(
     if (summary := RunFolder(source).summary).exists():
         steps = json_file.read_object(summary).get("steps")
     elif policy.run is not None:
-        print(f"{config.source}: the run is not finished; this is its best adapter so far")
+        print(f"{config.source}: the run is not finished; this is what it has so far")
     served = base.source if base.format == "bf16" or base.packed else ""
     named = policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
     return Card(

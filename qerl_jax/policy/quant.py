@@ -129,12 +129,32 @@ def quantize_on_device(weights: Sequence[np.ndarray], *, format: str) -> QuantTe
     """
     if format not in FORMATS:
         raise UserError(f"format={format!r}: must be one of {', '.join(FORMATS)}")
-    weights = _rounded(weights, format)
-    bits = [jax.device_put(weight.view(np.uint16)) for weight in weights]
-    largest = np.asarray(_largest_bits(bits))
-    for weight, amax in zip(weights, largest, strict=True):
+    for weight in weights:
+        check_inputs(weight.shape, format)
+    return quantize_bits([[bfloat16_bits(weight)] for weight in weights], format=format)
+
+
+def quantize_bits(members: Sequence[Sequence[jax.Array]], *, format: str) -> QuantTensor:
+    """Rounds a fused group that is on the device, as `quantize_on_device` does.
+
+    Args:
+        members: chunks of the rows of each member, uint16 [rows, K] with the bits of bfloat16
+            weights.
+        format: 'nvfp4', 'mxfp4' or 'nf4'.
+
+    Returns:
+        A QuantTensor of arrays on the device, [sum N_i, K].
+
+    Raises:
+        UserError: a weight is not finite.
+    """
+    bits = [chunk for chunks in members for chunk in chunks]
+    of_chunks = iter(np.asarray(_largest_bits(bits)))
+    largest = np.array([max(next(of_chunks) for _ in chunks) for chunks in members])
+    for chunks, amax in zip(members, largest, strict=True):
         if amax >= _INFINITE_BITS:
-            raise UserError(f"a weight of shape {weight.shape} holds values that are not finite")
+            shape = (sum(map(len, chunks)), chunks[0].shape[1])
+            raise UserError(f"a weight of shape {shape} holds values that are not finite")
     if format == "nf4":
         packed, scales = _encode(bits, None, _nf4_thresholds(), format=format)
         return QuantTensor(packed=packed, scales=scales)
@@ -143,10 +163,8 @@ def quantize_on_device(weights: Sequence[np.ndarray], *, format: str) -> QuantTe
         return QuantTensor(packed=packed, scales=scales)
     global_scale = min(_global_scale(amax) for amax in _values(largest))
     packed, scales = _encode(bits, *_nvfp4_tables(global_scale), format=format)
-    rows = sum(weight.shape[0] for weight in weights)
-    return QuantTensor(
-        packed=packed, scales=scales, global_scale=jnp.full(rows, global_scale, jnp.float32)
-    )
+    rows = np.full(len(packed), global_scale, np.float32)
+    return QuantTensor(packed=packed, scales=scales, global_scale=jax.device_put(rows))
 
 
 def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
@@ -210,16 +228,39 @@ def kernel_weight(weight: QuantTensor) -> fp4_matmul.Fp4Weight | fp4_matmul.Fp4T
     return fp4_matmul.Fp4Weight(weight.packed, weight.scales, weight.global_scale)
 
 
-def _rounded(weights: Sequence[np.ndarray], format: str) -> list[np.ndarray]:
-    """Returns the weights in bfloat16 after checking that their inputs fill whole blocks."""
-    inputs, block = weights[0].shape[1], FORMATS[format].block
-    if inputs % block:
+def check_inputs(shape: tuple[int, ...], format: str) -> None:
+    """Checks that the inputs of a weight [N, K] fill whole blocks of a format.
+
+    Raises:
+        UserError: K is not a multiple of the block.
+    """
+    block = FORMATS[format].block
+    if shape[1] % block:
         raise UserError(
             f"{format} needs a multiple of {block} inputs per row, got a weight of shape "
-            f"{weights[0].shape}; load the model in bf16 (in a run: "
-            "--config.model.format=bf16)"
+            f"{shape}; load the model in bf16 (in a run: --config.model.format=bf16)"
         )
-    return [np.ascontiguousarray(np.asarray(w, _BFLOAT16)) for w in weights]
+
+
+def bfloat16_bits(weight: Array) -> jax.Array:
+    """Returns the bits of a weight rounded to bfloat16, as uint16 [N, K] on the device.
+
+    A device rounds by integers, as its own conversion may flush subnormal numbers.
+    """
+    if isinstance(weight, jax.Array):
+        return _bfloat16_bits(weight)
+    rounded = np.ascontiguousarray(np.asarray(weight, _BFLOAT16))
+    return jax.device_put(rounded.view(np.uint16))
+
+
+@jax.jit
+def _bfloat16_bits(weight: jax.Array) -> jax.Array:
+    if weight.dtype == jnp.bfloat16:
+        return jax.lax.bitcast_convert_type(weight, jnp.uint16)
+    bits = jax.lax.bitcast_convert_type(weight.astype(jnp.float32), jnp.uint32)
+    nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    nan = bits & 0x7FFFFFFF > 0x7F800000
+    return jnp.where(nan, 0x7FC0, nearest).astype(jnp.uint16)
 
 
 def _global_scale(amax: np.float32) -> np.float32:

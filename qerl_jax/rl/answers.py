@@ -23,7 +23,7 @@ _JOINT = re.compile(
 )
 
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)}])[-+])?\\?\$?"  # `5-3` holds an operator, not a sign
+    r"(?P<sign>(?<![\w)}])(?<![0-9]!)[-+])?\\?\$?"  # `5-3` holds an operator, not a sign
     r"(?P<digits>[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)"
     r"(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?"
     r"(?P<fraction> ?/ ?[0-9]+)?"
@@ -56,14 +56,15 @@ _EQUALS = re.compile(r"=|\\(?:approx|equiv|simeq)(?![a-zA-Z])|\u2248")
 _LIST = re.compile(r"(?:[\s,;%()\[\]$\\]|and|or|\b[a-zA-Z](?:_\w)?\s*=)*")
 # Commands beside a number that do not change its value.
 _UNIT = r"(?:q?quad|space|circ|degree|pounds|euro|cents|Omega|mu|therefore)(?![a-zA-Z])"
-_OPERAND = r"(?:[0-9)\]]|(?<![a-zA-Z])[a-zA-Z])"
+_OPERAND = r"(?:[0-9)\]!]|(?<![a-zA-Z])[a-zA-Z])"
+_SUPERSCRIPT = "\u00b2\u00b3\u00b9\u2070\u2074-\u2079"
 _OPERATOR_BEFORE = re.compile(
-    rf"(?:[/^_\u00d7\u00f7\u00b7\u00b1\u221a]|\\(?!{_UNIT})[a-zA-Z]+|\\\\|{_OPERAND}\s*[-+*]"
+    rf"(?:[/^_\u00d7\u00f7\u00b7\u00b1\u221a]|\\(?!{_UNIT})[a-zA-Z]+|\\\\|{_OPERAND}\s*(?:[-+\u2013]|\*+)"
     rf"|[0-9]\s*:)[\s(\[]*$|{_OPERAND}[(\[]+$"
 )
 _OPERATOR_AFTER = re.compile(
-    rf"\s*(?:\^(?!\s*\\circ)|[\u00d7\u00f7\u00b7\u221a]|\\\\|\\(?!{_UNIT})[a-zA-Z]"
-    r"|[-+*/:]\s*(?:[0-9(\\]|[a-zA-Z](?![a-zA-Z])))|\(|[xyzn\u03c0](?![a-zA-Z])"
+    rf"\s*(?:\^(?!\s*\\circ)|[\u00d7\u00f7\u00b7\u221a!{_SUPERSCRIPT}]|\\\\|\\(?!{_UNIT})[a-zA-Z]"
+    r"|[-+*/:]\s*(?:[0-9(\\]|[a-zA-Z](?![a-zA-Z])))|\(|[einkxyz\u03c0](?![a-zA-Z])"
 )
 _NEAR = 40  # number of characters beside a number that are searched for an operator
 

@@ -38,7 +38,7 @@ def functions(
         optimizer: optimizer.
         mesh: mesh of the run.
     """
-    policy = {"config": config.model, "temperature": config.temperature}
+    policy = {"config": config.model}
     return {
         "zero_totals": _on_each(train_step.zero_totals, mesh, config=config),
         "add_gradient": _on_each(train_step.add_gradient, mesh, donates=True, config=config),

@@ -12,7 +12,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.packing import PackedBuffer
 
 _CHUNK_BYTES = 256 << 20  # size of the float32 logits that are held at a time
-_NORMALIZER = "normalizer"  # name of the logarithms of the softmax's sums
+_NORMALIZER = "normalizer"  # name of what the backward pass keeps of a softmax
 
 
 def packed_logprobs(
@@ -21,8 +21,9 @@ def packed_logprobs(
     buffer: PackedBuffer,
     *,
     config: ModelConfig,
-    temperature: float,
+    temperature: float | jax.Array,
     recompute: tuple[str, ...] = (),
+    entropy_gradient: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the log-probability of each predicted token and the entropy of its distribution.
 
@@ -31,18 +32,21 @@ def packed_logprobs(
         lora: LoRA of the policy, or None.
         buffer: buffer of N positions.
         config: architecture of the policy.
-        temperature: sampling temperature; 0 counts as 1.
+        temperature: sampling temperature, above 0.
         recompute: products of a layer that the backward pass computes again, as in
             `transformer.packed_hidden_states`.
+        entropy_gradient: whether the entropies have a gradient, which costs one more pass over
+            the logits.
 
     Returns:
         float32 [N] log-probabilities and float32 [N] entropies, in nats, in the order of
-        `buffer.targets`. Both are finite and have no meaning outside the mask. The entropies have
-        no gradient.
+        `buffer.targets`. Both are finite and have no meaning outside the mask.
     """
     hidden = _predicting_states(params, lora, buffer, config=config, recompute=recompute)
     return _map_chunks(
-        lambda hidden, ids: _chosen_and_entropy(params, hidden, ids, temperature),
+        lambda hidden, ids: _chosen_and_entropy(
+            params, hidden, ids, temperature, entropy_gradient=entropy_gradient
+        ),
         (hidden, buffer.targets),
         count=buffer.mask.sum(dtype=jnp.int32),
         vocab_size=config.vocab_size,
@@ -56,7 +60,7 @@ def packed_kl(
     buffer: PackedBuffer,
     *,
     config: ModelConfig,
-    temperature: float,
+    temperature: float | jax.Array,
 ) -> jax.Array:
     """Returns the sum of KL(policy | other policy) over the predicted tokens of a buffer.
 
@@ -68,7 +72,7 @@ def packed_kl(
         lora: LoRA of both policies, or None.
         buffer: buffer of N positions.
         config: architecture of both policies.
-        temperature: sampling temperature; 0 counts as 1.
+        temperature: sampling temperature, above 0.
 
     Returns:
         float32 scalar, in nats.
@@ -96,7 +100,7 @@ def completion_logprobs(
     *,
     width: int,
     config: ModelConfig,
-    temperature: float,
+    temperature: float | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `packed_logprobs` returns, for rows that are not packed.
 
@@ -108,7 +112,7 @@ def completion_logprobs(
         lengths: int32 [B] lengths of prompt and completion together.
         width: number of columns C of the result, at least the length of the longest completion.
         config: architecture of the policy.
-        temperature: sampling temperature; 0 counts as 1.
+        temperature: sampling temperature, above 0.
 
     Returns:
         float32 [B, C] log-probabilities and float32 [B, C] entropies, in nats. Column c belongs to
@@ -144,15 +148,17 @@ def _predicting_states(params, lora, buffer, *, config, recompute=()):
     return hidden.at[buffer.order].get(unique_indices=True, mode="promise_in_bounds")
 
 
-def _chosen_and_entropy(params, hidden, ids, temperature):
-    return _choose(transformer.logits(params, hidden) / (temperature or 1.0), ids)
+def _chosen_and_entropy(params, hidden, ids, temperature, *, entropy_gradient=False):
+    logits = transformer.logits(params, hidden) / temperature
+    return _choose(logits, ids, entropy_gradient)
 
 
-@jax.custom_vjp
-def _choose(logits, ids):
-    """Log-probabilities [M] of ids under logits [M, V], and entropies [M] without a gradient.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _choose(logits, ids, entropy_gradient):
+    """Log-probabilities [M] of ids under logits [M, V], and entropies [M].
 
-    Few passes over the logits: one for the maxima, one for both sums, and one backward.
+    Few passes over the logits: one for the maxima, one for both sums, and one backward. The
+    entropies have a gradient only if asked for.
     """
     chosen, entropies, _ = _statistics(logits, ids)
     return chosen, entropies
@@ -169,24 +175,31 @@ def _statistics(logits, ids):
     return chosen, normalizer - mean, normalizer
 
 
-def _choose_fwd(logits, ids):
+def _choose_fwd(logits, ids, entropy_gradient):
     chosen, entropies, normalizer = _statistics(logits, ids)
-    return (chosen, entropies), (logits, ids, checkpoint_name(normalizer, _NORMALIZER))
+    kept = checkpoint_name(entropies, _NORMALIZER) if entropy_gradient else None
+    return (chosen, entropies), (logits, ids, checkpoint_name(normalizer, _NORMALIZER), kept)
 
 
-def _choose_bwd(saved, gradients):
-    logits, ids, normalizer = saved
-    gradient, _ = gradients
-    probabilities = jnp.exp(logits - normalizer[:, None])
+def _choose_bwd(entropy_gradient, saved, gradients):
+    logits, ids, normalizer, entropies = saved
+    gradient, of_entropy = gradients
+    logprobs = logits - normalizer[:, None]
+    probabilities = jnp.exp(logprobs)
     is_chosen = jnp.arange(logits.shape[-1]) == ids[:, None]
-    return gradient[:, None] * (is_chosen - probabilities), None
+    result = gradient[:, None] * (is_chosen - probabilities)
+    if entropy_gradient:
+        # dH/dz = -p (log p + H). A token of probability 0 adds nothing: its logit may be -inf.
+        above = jnp.where(probabilities > 0, logprobs + entropies[:, None], 0.0)
+        result -= of_entropy[:, None] * probabilities * above
+    return result, None
 
 
 _choose.defvjp(_choose_fwd, _choose_bwd)
 
 
 def _log_softmax(params, hidden, temperature):
-    return jax.nn.log_softmax(transformer.logits(params, hidden) / (temperature or 1.0))
+    return jax.nn.log_softmax(transformer.logits(params, hidden) / temperature)
 
 
 def _map_chunks(function, args, *, count, vocab_size):

@@ -59,6 +59,7 @@ class LossConfig:
             'unbiased' is k3 times the ratio, whose expected gradient is the gradient of the KL.
         tis_cap: upper bound of the truncated importance weight (TIS), the probability ratio of the
             old policy to the policy that sampled; None applies no weight.
+        entropy_coef: factor of the entropy bonus; 0 leaves it out.
     """
 
     aggregation: str
@@ -70,6 +71,7 @@ class LossConfig:
     kl_coef: float = 0.0
     kl_grad: str = "k3"
     tis_cap: float | None = None
+    entropy_coef: float = 0.0
 
     def __post_init__(self):
         custom = ":" in self.aggregation
@@ -85,7 +87,7 @@ class LossConfig:
                 raise UserError(
                     f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}"
                 )
-        for name in ("clip_low", "clip_high", "kl_coef"):
+        for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
             if getattr(self, name) < 0.0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 0")
         if self.tis_cap is not None and self.tis_cap <= 0.0:
@@ -234,6 +236,7 @@ def policy_loss(
     config: LossConfig,
     ref_logprobs: jax.Array | None = None,
     rollout_logprobs: jax.Array | None = None,
+    entropies: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Returns the loss of some tokens of an update, and their metrics.
 
@@ -241,13 +244,16 @@ def policy_loss(
     ratio='sequence', exp of the mean of new - old over the tokens of the row), and
     c(r) = clip(r, 1 - clip_low, 1 + clip_high). The loss of a token is
 
-        w L + kl_coef KL,    L = -min(r A, c(r) A)            'clipped_ratio'
+        w L + kl_coef KL - entropy_coef H
+
+                             L = -min(r A, c(r) A)            'clipped_ratio'
                              L = -stop_gradient(c(r)) A new   'clipped_weight'
 
-    KL is the estimate that kl_grad selects. With dual_clip, L is at most -dual_clip A if A is
-    negative. The factor w = min(exp(old - rollout), tis_cap) corrects for a policy that sampled
-    with other kernels or with noise, and therefore differs from the old one; without tis_cap, w
-    is 1.
+    KL is the estimate that kl_grad selects, and H the entropy of the distribution that the token
+    was drawn from, as in PPO (arXiv 1707.06347, Eq. 9). With dual_clip, L is at most -dual_clip A
+    if A is negative. The factor w = min(exp(old - rollout), tis_cap) corrects for a policy that
+    sampled with other kernels or with noise, and therefore differs from the old one; without
+    tis_cap, w is 1.
 
     Log-probabilities outside the mask may have any value, NaN included. Nothing else is clamped: a
     ratio that overflows float32 makes the gradient non-finite.
@@ -265,6 +271,8 @@ def policy_loss(
         ref_logprobs: [M] log-probabilities under the reference policy; needed if kl_coef is not 0.
         rollout_logprobs: [M] log-probabilities that the sampler recorded; needed if tis_cap is
             set. NaN marks a token without a record, whose w is 1.
+        entropies: [M] entropies of the policy that is trained, in nats, with their gradient; needed
+            if entropy_coef is not 0.
 
     Returns:
         The loss, a float32 scalar, and the metrics. The losses of all tokens of an update add up
@@ -273,12 +281,14 @@ def policy_loss(
         the parts of an update.
 
     Raises:
-        ValueError: ref_logprobs or rollout_logprobs are needed but missing.
+        ValueError: ref_logprobs, rollout_logprobs or entropies are needed but missing.
     """
     if config.kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs")
     if config.tis_cap is not None and rollout_logprobs is None:
         raise ValueError(f"tis_cap={config.tis_cap} needs rollout_logprobs")
+    if config.entropy_coef and entropies is None:
+        raise ValueError(f"entropy_coef={config.entropy_coef} needs entropies")
     in_loss = mask > 0
     logprobs = _masked(logprobs, in_loss)
     old = jax.lax.stop_gradient(
@@ -309,6 +319,8 @@ def policy_loss(
         elif config.kl_grad == "unbiased":
             kl = kl * ratio
         token_loss = token_loss + config.kl_coef * kl
+    if entropies is not None:
+        token_loss = token_loss - config.entropy_coef * _masked(entropies, in_loss)
     return (weights * token_loss).sum(), jax.lax.stop_gradient(metrics)
 
 

@@ -22,6 +22,7 @@ import numpy as np
 from pallas_kernels.attention import PADDING, PART_BITS, Segments, segments
 from qerl_jax.errors import UserError
 from qerl_jax.rl.batch import TrainBatch
+from qerl_jax.rl.losses import LossConfig
 
 Array = Any  # a NumPy array on the host, a jax.Array under jit
 
@@ -80,21 +81,22 @@ class Part(NamedTuple):
     rows: list[int]
 
 
-def rows_that_teach(batch: TrainBatch, *, kl_coef: float) -> np.ndarray:
+def rows_that_teach(batch: TrainBatch, loss: LossConfig) -> np.ndarray:
     """Returns bool [B] flags of the rows that can change the gradient.
 
-    A row cannot if no token has a weight, or if its advantage is 0 and the loss has no KL term:
-    then every term of `policy_loss` and every derivative of it is 0. A row whose recorded
-    log-probabilities are not finite is kept. A policy that has become NaN gives every group equal
-    rewards, and only a gradient that is not finite tells.
+    A row cannot if no token has a weight, or if its advantage is 0 and the loss has neither a KL
+    nor an entropy term: then every term of `policy_loss` and every derivative of it is 0. A row
+    whose recorded log-probabilities are not finite is kept. A policy that has become NaN gives
+    every group equal rewards, and only a gradient that is not finite tells.
 
     Args:
         batch: all rows of the step.
-        kl_coef: factor of the KL to the reference policy.
+        loss: definition of the loss.
     """
     weighted = (np.asarray(batch.weights) != 0).any(axis=1)
     broken = ~np.isfinite(batch.rollout_logprobs).all(axis=1)
-    return weighted & ((batch.advantages != 0) | (kl_coef != 0) | broken)
+    always = loss.kl_coef != 0 or loss.entropy_coef != 0
+    return weighted & ((batch.advantages != 0) | always | broken)
 
 
 def layout(

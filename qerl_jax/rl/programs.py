@@ -57,7 +57,7 @@ def _functions(
     if mesh is not None:
         found = data_parallel.functions(config, optimizer, mesh)
         return {name: (function, {}) for name, function in found.items()}
-    update, policy = {"config": config}, {"config": config.model, "temperature": config.temperature}
+    update, policy = {"config": config}, {"config": config.model}
     return {
         "zero_totals": (train_step.zero_totals, update),
         "add_gradient": (train_step.add_gradient, update),
@@ -119,7 +119,7 @@ def operations(
     if mesh is not None:
         buffer = data_parallel.abstract_buffer(buffer, mesh)
     bare = dataclasses.replace(buffer, ref_logprobs=None)
-    functions = _functions(config, optimizer, mesh)
+    functions, temperature = _functions(config, optimizer, mesh), np.float32(1)
 
     def totals() -> Any:
         function, static = functions["zero_totals"]
@@ -130,14 +130,17 @@ def operations(
         "zero_totals": lambda: (state.trainable,),
         "add_gradient": lambda: (
             *(totals(), state.trainable, params, noise, buffer),
-            np.bool_(True),
+            *(np.bool_(True), temperature),
         ),
         "apply_gradient": lambda: (state, totals()),
     }
     if reference is not None:
-        arguments["buffer_logprobs"] = lambda: (*reference, bare)
+        arguments["buffer_logprobs"] = lambda: (*reference, bare, temperature)
     if measures_kl:
-        arguments["buffer_kl"] = lambda: (*(params, params, state.trainable.lora, bare),)
+        arguments["buffer_kl"] = lambda: (
+            *(params, params, state.trainable.lora),
+            *(bare, temperature),
+        )
     identity: tuple = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())

@@ -17,6 +17,8 @@ _LATEX_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
 _SENTENCE_WORDS = 3
+_MANY_WORDS = 8  # a sentence even where it has no end
+_WRAPPER = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|q?quad|space)(?![a-zA-Z])")
 
 
 def needs_answer(reward: Reward) -> bool:
@@ -53,11 +55,13 @@ def can_read(reward: Reward, answer: str) -> bool:
     boxed = last_boxed(answer)
     if boxed is None and is_prose(answer):
         return False
-    return bool((answer if boxed is None else boxed).strip("\\{}$.,:;?! \t\n"))
+    content = _WRAPPER.sub("", answer if boxed is None else boxed)
+    return bool(content.strip("\\{}$.,:;?! \t\n"))
 
 
 def is_prose(text: str) -> bool:
-    """Returns whether a text is at least one sentence of three words, and so no short answer."""
+    """Returns whether a text has a sentence of three words, or eight words: no short answer."""
     plain = _LATEX_COMMAND.sub(" ", text)
-    words = _WORD.findall(plain)
-    return len(words) >= _SENTENCE_WORDS and _SENTENCE_END.search(plain) is not None
+    words = len(_WORD.findall(plain))
+    ends = _SENTENCE_END.search(plain) is not None
+    return words >= (_SENTENCE_WORDS if ends else _MANY_WORDS)

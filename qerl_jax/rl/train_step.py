@@ -57,14 +57,12 @@ class UpdateConfig:
     Attributes:
         model: architecture of the policy.
         loss: definition of the loss.
-        temperature: sampling temperature of the rollout.
         recompute: products of a layer that the backward pass computes again, as in
             `transformer.packed_hidden_states`.
     """
 
     model: ModelConfig
     loss: LossConfig
-    temperature: float
     recompute: tuple[str, ...] = ()
 
 
@@ -177,6 +175,7 @@ def add_gradient(
     noise: aqn.Noise | None,
     buffer: PackedBuffer,
     first: jax.Array,
+    temperature: jax.Array,
     *,
     config: UpdateConfig,
 ) -> tuple[Totals, jax.Array]:
@@ -194,6 +193,7 @@ def add_gradient(
         first: bool scalar, whether this is the first update on the rollout. Then the policy is
             the old policy: the log-probabilities of this forward pass are the old ones, and the
             ratio is 1.
+        temperature: float32 scalar, sampling temperature of the rollout.
         config: static options.
 
     Returns:
@@ -206,8 +206,9 @@ def add_gradient(
             trainable.lora,
             buffer,
             config=config.model,
-            temperature=config.temperature,
+            temperature=temperature,
             recompute=config.recompute,
+            entropy_gradient=config.loss.entropy_coef != 0,
         )
         value, metrics = _loss(logprobs, entropies, buffer, first, config=config.loss)
         return value, (metrics, logprobs)
@@ -235,8 +236,9 @@ def _loss(logprobs, entropies, buffer, first, *, config):
         config=config,
         ref_logprobs=buffer.ref_logprobs,
         rollout_logprobs=buffer.rollout_logprobs,
+        entropies=entropies if config.entropy_coef else None,
     )
-    entropy = jnp.where(buffer.mask > 0, entropies, 0.0).sum()
+    entropy = jnp.where(buffer.mask > 0, jax.lax.stop_gradient(entropies), 0.0).sum()
     return value, metrics | {"train_entropy": (entropy, buffer.mask.sum())}
 
 
@@ -280,28 +282,28 @@ def apply_gradient(
     }
 
 
-@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+@functools.partial(jax.jit, static_argnames="config")
 def buffer_logprobs(
     params: dict,
     lora: Lora | None,
     buffer: PackedBuffer,
+    temperature: jax.Array,
     *,
     config: ModelConfig,
-    temperature: float,
 ) -> jax.Array:
     """Returns float32 [N] log-probabilities of the predicted tokens, without a gradient."""
     return packed_logprobs(params, lora, buffer, config=config, temperature=temperature)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "temperature"))
+@functools.partial(jax.jit, static_argnames="config")
 def buffer_kl(
     params: dict,
     other_params: dict,
     lora: Lora | None,
     buffer: PackedBuffer,
+    temperature: jax.Array,
     *,
     config: ModelConfig,
-    temperature: float,
 ) -> jax.Array:
     """Returns the sum over a buffer of the exact KL, as `packed_kl` does."""
     return packed_kl(params, other_params, lora, buffer, config=config, temperature=temperature)

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import gc
-import os
 import pathlib
 import threading
 import warnings
@@ -19,9 +18,9 @@ from qerl_jax.rollout import decode, executable_cache, programs
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.programs import Executables, Operation
 from qerl_jax.rollout.shapes import plan_shapes
+from qerl_jax.threads import available_cores
 
-_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-_THREADS = max(4, _CORES // 2)  # programs that compile at the same time
+_THREADS = max(4, available_cores() // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
 
 

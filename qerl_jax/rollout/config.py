@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from qerl_jax.errors import UserError
 
 
@@ -53,6 +55,16 @@ class SamplingConfig:
     top_k: int = 0
     top_p: float = 1.0
     stop: tuple[str, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the largest logit is taken."""
+        return self.temperature == 0
+
+    @property
+    def divisor(self) -> np.float32:
+        """What the logits are divided by: the temperature, or 1 where it is 0."""
+        return np.float32(self.temperature or 1.0)
 
     def __post_init__(self) -> None:
         _check(

@@ -34,7 +34,8 @@ class DecodeConfig:
     Attributes:
         model: the architecture.
         sampling: distribution and length of completions, without stop strings, which the host
-            looks for.
+            looks for. Of the temperature it holds only whether it is 0: its value is an argument,
+            so that a run may change it.
         eos_ids: token ids that end a row.
         dequantize: 'once' or 'step', see `EngineConfig`.
     """
@@ -51,7 +52,9 @@ def decode_config(
     """Returns the static arguments of the programs of a rollout."""
     return DecodeConfig(
         model=model,
-        sampling=dataclasses.replace(sampling, stop=()),
+        sampling=dataclasses.replace(
+            sampling, stop=(), temperature=0.0 if sampling.greedy else 1.0
+        ),
         eos_ids=tuple(tokenizer.eos_ids),
         dequantize=engine.dequantize,
     )
@@ -190,6 +193,7 @@ def insert_rows(
     slots: jax.Array,
     sources: jax.Array,
     rows: jax.Array,
+    temperature: jax.Array,
     *,
     config: DecodeConfig,
 ) -> tuple[DecodeState, Samples]:
@@ -202,12 +206,14 @@ def insert_rows(
         slots: int32 [N], slot of each row; B where there is no row.
         sources: int32 [N], index of each row's prompt among the P prompts.
         rows: int32 [N], identity of each row.
+        temperature: float32 scalar that the logits are divided by.
         config: static arguments.
 
     Returns:
         The state, and the samples [N, 1].
     """
-    samples = _sample(key, prefilled.logits[sources], rows, jnp.zeros_like(rows), config)
+    logits, positions = prefilled.logits[sources], jnp.zeros_like(rows)
+    samples = _sample(key, logits, rows, positions, temperature, config)
 
     def put(old, new):
         return old.at[slots].set(new, mode="drop")
@@ -250,6 +256,7 @@ def decode_chunk(
     state: DecodeState,
     slots: jax.Array,
     active: jax.Array,
+    temperature: jax.Array,
     *,
     config: DecodeConfig,
     steps: int,
@@ -263,6 +270,7 @@ def decode_chunk(
         state: the batch; donated.
         slots: int32 [R], slot of each cache row, all different.
         active: bool [R]; a row that is not active is done from now on.
+        temperature: float32 scalar that the logits are divided by.
         config: static arguments.
         steps: number of decode steps. It is static, as a loop that ends with the rows would wait
             for the host at every token.
@@ -277,7 +285,7 @@ def decode_chunk(
         logits, cache = transformer.decode_step(
             params, lora_layers, last, cache, config=config.model
         )
-        samples = _sample(key, logits, rows, counts, config)
+        samples = _sample(key, logits, rows, counts, temperature, config)
         counts = counts + 1
         done |= _ends(samples.tokens, config) | (counts >= config.sampling.max_new_tokens)
         return (_without_keys(cache, done), counts, samples.tokens, done), samples
@@ -305,11 +313,12 @@ def gather_rows(x: jax.Array, indices: jax.Array | np.ndarray) -> jax.Array:
 
 
 @jax.named_scope("sampling")
-def _sample(key, logits, rows, positions, config) -> Samples:
+def _sample(key, logits, rows, positions, temperature, config) -> Samples:
     tokens, logprobs, entropies = sample(
         row_keys(key, rows, positions),
         logits,
-        temperature=config.sampling.temperature,
+        temperature=temperature,
+        greedy=config.sampling.greedy,
         top_k=config.sampling.top_k,
         top_p=config.sampling.top_p,
     )

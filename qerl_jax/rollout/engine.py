@@ -154,6 +154,7 @@ def generate_steps(
         table=table,
         executables=executables,
         completions=completions,
+        temperature=sampling.divisor,
         pad_id=tokenizer.pad_id,
     )
     try:

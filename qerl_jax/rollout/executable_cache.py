@@ -14,6 +14,7 @@ import io
 import os
 import pathlib
 import pickle
+import secrets
 import socket
 import warnings
 from collections.abc import Collection, Generator, Hashable
@@ -118,7 +119,9 @@ def dumps(program: jax.stages.Compiled) -> bytes:
 def save(content: bytes, path: pathlib.Path) -> None:
     """Writes a serialized program to its file, which appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f"{path.name}.{socket.gethostname()}-{os.getpid()}")
+    # Containers may share the names of their hosts and processes.
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    unfinished = path.with_name(f"{path.name}.{writer}")
     try:
         unfinished.write_bytes(content)
         unfinished.replace(path)

@@ -1,14 +1,10 @@
 """The output head in 4 bits for rollouts, so that a decode step reads a quarter of its bytes."""
 
-import concurrent.futures
-import os
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.quant import in_machine_order, quantize
+from qerl_jax.policy.quant import in_machine_order, quantize_on_device
 
 HEAD_FORMATS = ("", "nvfp4")
 
@@ -46,10 +42,10 @@ def rollout_head(params: dict, format: str) -> dict:
     check_head_format(format)
     if not format:
         return {}
-    head = np.asarray(params.get("lm_head", params["embed_tokens"]))
-    parts = [head[first : first + _ROWS] for first in range(0, len(head), _ROWS)]
-    # Few threads, as each of them holds several float32 copies of its part.
-    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        packed = list(pool.map(lambda part: quantize([part], format=format), parts))
-    weight = jax.tree.map(lambda *arrays: jnp.asarray(np.concatenate(arrays)), *packed)
+    head = params.get("lm_head", params["embed_tokens"])
+    parts = [
+        quantize_on_device([head[first : first + _ROWS]], format=format)
+        for first in range(0, len(head), _ROWS)
+    ]
+    weight = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
     return in_machine_order({"lm_head": weight})

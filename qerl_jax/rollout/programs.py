@@ -153,7 +153,7 @@ def operations(
         {"config": config},
         lambda count: (
             *(key, state(shapes.batch_sizes[0]), result("prefill", widest)),
-            *(_int32(count), _int32(count), _int32(count)),
+            *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
         *(*cache, prompts, widest),
     )
@@ -173,7 +173,7 @@ def operations(
         {"config": config, "steps": steps},
         lambda rows: (
             *(key, dense(), result("fuse_adapter"), state(rows)),
-            *(_int32(rows), np.zeros(rows, bool)),
+            *(_int32(rows), np.zeros(rows, bool), np.float32(1)),
         ),
         *cache,
     )

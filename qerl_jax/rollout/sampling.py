@@ -24,7 +24,8 @@ def sample(
     keys: jax.Array,
     logits: jax.Array,
     *,
-    temperature: float,
+    temperature: float | jax.Array,
+    greedy: bool = False,
     top_k: int = 0,
     top_p: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -33,19 +34,20 @@ def sample(
     Args:
         keys: keys [B], as returned by `row_keys`.
         logits: float32 [B, V].
-        temperature: divisor of the logits; 0 takes the largest logit.
+        temperature: divisor of the logits, above 0.
+        greedy: whether the largest logit is taken.
         top_k: number of likeliest tokens that are sampled from; 0 is all tokens.
         top_p: probability of the smallest set of likeliest tokens that is sampled from.
 
     Returns:
         int32 [B] tokens, their float32 [B] log-probabilities, and float32 [B] entropies in nats.
         Log-probabilities and entropies belong to softmax(logits / temperature) before top-k and
-        top-p (temperature 1 where it is 0): the distribution that the trainer computes with.
+        top-p: the distribution that the trainer computes with.
     """
-    scaled = logits / (temperature or 1.0)
+    scaled = logits / temperature
     blocks = _in_blocks(scaled)
     log_masses, top, log_total, entropies = _summary(blocks)
-    if temperature == 0:
+    if greedy:
         tokens = jnp.argmax(logits, axis=-1)
     else:
         if 0 < top_k < logits.shape[-1] or top_p < 1.0:

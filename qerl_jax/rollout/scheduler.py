@@ -48,6 +48,7 @@ class Scheduler:
         table: operations of the rollout.
         executables: the programs of the operations.
         completions: the completions [B] that samples are appended to.
+        temperature: float32 scalar that the logits are divided by.
         pad_id: token id that fills up prompts.
 
     Attributes:
@@ -66,12 +67,13 @@ class Scheduler:
         table: Table,
         executables: Executables,
         completions: Completions,
+        temperature: np.float32,
         pad_id: int,
     ) -> None:
         self._key, self._params, self._lora = policy
         self._prompts, self._identities = prompts, identities
         self._shapes, self._table, self._executables = shapes, table, executables
-        self._pad_id = pad_id
+        self._temperature, self._pad_id = temperature, pad_id
         self.completions = completions
         self.in_flight: list[tuple[np.ndarray, Samples]] = []
         self._state = decode.empty_state(
@@ -155,6 +157,7 @@ class Scheduler:
             slots,
             np.maximum(rows // group_size - self._first_prefilled, 0).astype(np.int32),
             self._identities[rows],
+            self._temperature,
         )
         self._rows[free[:count]] = rows[:count]
         self._enqueue(rows, samples)
@@ -189,7 +192,8 @@ class Scheduler:
         """Starts the decoding of a chunk."""
         active = self.active
         self._state, samples = self._run("decode", len(active))(
-            self._key, self._params, self._lora_layers, self._state, self._slots, active
+            *(self._key, self._params, self._lora_layers, self._state, self._slots, active),
+            self._temperature,
         )
         self._decoded += len(active) * self._shapes.chunk_steps
         self._enqueue(np.where(active, self._rows, _NO_ROW), samples)

@@ -173,6 +173,42 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
     return {}
 
 
+def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
+    """Reads the newest undamaged checkpoint of a folder, and changes nothing there.
+
+    A run may train in the meantime and remove the checkpoint that is being read; then the next one
+    is read.
+
+    Args:
+        folder: folder of the checkpoints of a run.
+        like: as in `Checkpoints.restore_latest`.
+
+    Returns:
+        As `Checkpoints.restore_latest` does.
+
+    Raises:
+        UserError: there are checkpoints, and none can be read.
+    """
+    abstract, reasons = jax.tree.map(_abstract, like), {}
+    for _ in range(3):
+        found = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
+        for step in sorted(set(found) - reasons.keys(), reverse=True):
+            path = str((Path(folder) / str(step)).resolve())
+            # An incomplete or damaged checkpoint raises exceptions without a common class.
+            try:
+                custom: Any = ocp.metadata(path).custom_metadata
+                state = ocp.load(path, abstract)
+                if _crc32(state) == custom["crc32"]:
+                    return step, state, custom["meta"]
+                reasons[step] = "its arrays do not match their checksum"
+            except Exception as error:
+                reasons[step] = _reason(error)
+    if reasons:
+        listed = "; ".join(f"{step}: {reason}" for step, reason in reasons.items())
+        raise UserError(f"no checkpoint in {folder} can be read ({listed})")
+    return None
+
+
 def require_free_space(path: str | Path, num_bytes: int) -> None:
     """Raises a UserError when the file system of `path` has less than `num_bytes` bytes free."""
     free = shutil.disk_usage(path).free

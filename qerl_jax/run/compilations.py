@@ -8,6 +8,8 @@ from collections.abc import Generator
 
 import jax
 
+from qerl_jax.threads import covered_seconds
+
 _COMPILE = "/jax/core/compile/"  # tracing, lowering and compiling
 _PROGRAM = "/jax/core/compile/backend_compile_duration"
 
@@ -35,12 +37,10 @@ class Compilations:
             compile_seconds, wall time in which something was traced, lowered or compiled.
         """
         with self._lock:
-            spans, programs = sorted(self._spans), self._programs
+            spans, programs = self._spans, self._programs
             self._spans, self._programs = [], 0
-        seconds, reached = 0.0, 0.0
-        for start, end in spans:  # Threads compile at the same time; an instant counts once.
-            seconds += max(0.0, end - max(start, reached))
-            reached = max(reached, end)
+        # Threads compile at the same time.
+        seconds = covered_seconds(spans)
         return {"compiled_programs": programs, "compile_seconds": seconds}
 
 

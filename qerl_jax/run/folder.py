@@ -7,8 +7,9 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,11 @@ class RunFolder:
         """The folder of exports for other tools."""
         return self.path / "exports"
 
+    @property
+    def first_adapter(self) -> Path:
+        """The adapter that the run began from, where the KL to it is part of the loss."""
+        return self.path / "first_adapter"
+
     def adapter(self, *, best: bool = False) -> Path:
         """The PEFT adapter of the last step, or of the best evaluation."""
         return self.path / ("best_adapter" if best else "adapter")
@@ -125,10 +131,13 @@ class OpenRun(RunFolder):
             `config.steps` of the first start. A later start with more steps extends the run and
             leaves the schedules alone.
         resumed: whether a step of this run was logged or saved before.
+        moved: fields of `resume.PLACES` that are not as before. The caller compares fingerprints
+            and then calls `record_places`.
     """
 
     schedule_steps: int
     resumed: bool
+    moved: tuple[str, ...] = ()
 
 
 def config_dict(config: ConfigDict) -> dict[str, Any]:
@@ -201,6 +210,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
             `resume.MEMORY_AND_TIME`, whose changes are printed. A run without any step takes the
             new config.
 
+    A start that fails before its first step removes the folder that it made.
+
     Yields:
         The open run.
 
@@ -209,6 +220,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
             another config.
     """
     folder = RunFolder(default_folder(config) if path is None else user_path(path))
+    absolute = folder.path.absolute()
+    new = [part for part in (absolute, *absolute.parents) if not part.exists()]
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         _check_ours(folder)  # before the lock, so that a folder of something else is untouched
@@ -217,18 +230,61 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
     with lock:
         _acquire(lock, folder.path)
-        saved = _read_saved(folder.config)
-        resumed = saved is not None and _has_begun(folder)
-        if resumed:
-            schedule_steps = saved["schedule_steps"]
-            _take_changes(folder, saved, config)
-        else:
-            _check_no_outputs(folder)
-            schedule_steps = config.steps
-            described = {"config": config_dict(config), "schedule_steps": schedule_steps}
-            described |= provenance()
-            write_atomic(folder.config, json.dumps(described, indent=2) + "\n")
-        yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed)
+        with _removed_if_it_fails(folder, new):
+            saved = _read_saved(folder.config)
+            resumed = saved is not None and _has_begun(folder)
+            if resumed:
+                schedule_steps = saved["schedule_steps"]
+                moved = _take_changes(folder, saved, config)
+            else:
+                moved = ()
+                _check_no_outputs(folder)
+                schedule_steps = config.steps
+                described = {"config": config_dict(config), "schedule_steps": schedule_steps}
+                described |= provenance()
+                write_atomic(folder.config, json.dumps(described, indent=2) + "\n")
+            yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
+
+
+def record_places(folder: OpenRun, config: ConfigDict) -> None:
+    """Records in config.json where the weights and the problems of a run lie now."""
+    saved = json.loads(folder.config.read_bytes())
+    fields, current = saved["config"], config_dict(config)
+    for field in folder.moved:
+        section, _, name = field.partition(".")
+        fields[section][name] = current[section][name]
+    write_atomic(folder.config, json.dumps(saved, indent=2) + "\n")
+
+
+def record_origin(folder: RunFolder, origin: dict[str, Any]) -> None:
+    """Records in config.json where a run began from, as `init_from`."""
+    saved = json.loads(folder.config.read_bytes())
+    write_atomic(folder.config, json.dumps(saved | {"init_from": origin}, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _removed_if_it_fails(folder: RunFolder, new: Sequence[Path]) -> Iterator[None]:
+    """After an exception, removes folders that are new if nothing in them is worth keeping.
+
+    Args:
+        folder: the run folder, whose lock this process holds.
+        new: the folders that were made for it, from the run folder to its farthest parent.
+    """
+    try:
+        yield
+    except BaseException:
+        if new and not _has_begun(folder):
+            shutil.rmtree(folder.programs, ignore_errors=True)  # JAX's cache has them too.
+            ours = {folder.lock, folder.config}
+            with contextlib.suppress(OSError):  # A folder that is not empty stays.
+                for path in [path for path in folder.path.iterdir() if path.is_dir()]:
+                    path.rmdir()
+                if set(folder.path.iterdir()) <= ours:
+                    for path in ours:
+                        path.unlink(missing_ok=True)
+                    for path in new:
+                        path.rmdir()
+        raise
 
 
 def lock_holder(path: Path) -> str | None:
@@ -324,33 +380,42 @@ def _has_begun(folder: RunFolder) -> bool:
     return any(row["step"] > 0 for row in rows)
 
 
-def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) -> None:
+def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) -> tuple[str, ...]:
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
+
+    Returns:
+        The fields of `resume.PLACES` that changed, which are not saved yet.
 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
     old, new = flatten(saved["config"]), flatten(config_dict(config))
     allowed, refused = resume.differences(old, new, config)
+    moved = tuple(field for field in resume.PLACES if refused.pop(field, None))
+    said = f"; {names}" if (names := resume.renamed(old, new)) else ""
     if refused:
         changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
-        raise UserError(
-            f"{folder.path} holds a run of another config ({changes}); restore these values or "
-            "pass another --workdir"
-        )
+        remedy = "restore these values or pass another --workdir"
+        if any(field not in old for field in refused):
+            remedy += "; a field that was absent then is of a later version"
+        raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}{said}")
     if not allowed:
-        return
+        return moved
     changes = ", ".join(f"{field}: {change}" for field, change in allowed.items())
     print(
         f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "
-        "here on its numbers are no longer bit for bit those of an uninterrupted run",
+        f"here on its numbers are no longer bit for bit those of an uninterrupted run{said}",
         flush=True,
     )
     current, changed = config_dict(config), {"changes": [*saved.get("changes", []), allowed]}
     # The number of steps stays the one of the first start, as without such a change.
     current["steps"] = saved["config"].get("steps", current.get("steps"))
+    for field in moved:
+        section, _, name = field.partition(".")
+        current[section][name] = saved["config"][section][name]
     written = saved | {"config": current} | changed
     write_atomic(folder.config, json.dumps(written, indent=2) + "\n")
+    return moved
 
 
 def _plain(value: Any, name: str) -> Any:

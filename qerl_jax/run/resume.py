@@ -32,6 +32,15 @@ MEMORY_AND_TIME: dict[str, Callable[[ConfigDict], bool] | None] = {
     "train.remat": None,  # of earlier versions, which saved it
 }
 
+# Fields of earlier versions, and the fields that took their place. `train.micro_batch_rows` is
+# still there, but sets only the denominators of a loss.
+RENAMED = {"train.remat": "train.recompute", "train.micro_batch_rows": "train.buffer_tokens"}
+
+
+# Fields that say where the weights and the problems lie. They may change in a run that goes on: its
+# checkpoints hold fingerprints of both, so that others are refused.
+PLACES = ("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path")
+
 
 def is_free(field: str) -> bool:
     """Whether a field, such as 'log.wandb', does not change how a run trains."""
@@ -67,6 +76,21 @@ def differences(
             found = allowed if moves_only_memory(field, config) else refused
             found[field] = f"{_show(old, field)} -> {_show(new, field)}"
     return allowed, refused
+
+
+def renamed(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """Says which fields of a saved config have other names now; '' where none has.
+
+    Args:
+        old: fields of the saved config by flattened name.
+        new: fields of the new config.
+    """
+    found = [
+        f"{field} of its version is {now} now"
+        for field, now in RENAMED.items()
+        if field in old and now in new and now not in old
+    ]
+    return "; ".join(found)
 
 
 def _show(fields: dict[str, Any], key: str) -> str:

@@ -1,11 +1,8 @@
-"""What a run prints on the terminal: a line per row of metrics, and a live line of progress."""
+"""What a run prints on the terminal: a line per row of metrics."""
 
 import math
-import shutil
-import sys
-import time
 from collections.abc import Mapping
-from typing import Any, TextIO
+from typing import Any
 
 
 def format_row(row: Mapping[str, Any], total_steps: int) -> str:
@@ -46,38 +43,6 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
     if row.get("update_skipped"):
         parts.append("UPDATE SKIPPED")
     return "  ".join(parts)
-
-
-class LiveLine:
-    """A line of progress that is rewritten in place on a terminal, and silent elsewhere.
-
-    Args:
-        stream: where to write; stderr when None.
-        interval: the least time between two writes, in seconds.
-    """
-
-    def __init__(self, stream: TextIO | None = None, *, interval: float = 0.1):
-        self._stream = sys.stderr if stream is None else stream
-        self._interval = interval
-        self._enabled = self._stream.isatty()
-        self._last = -math.inf
-
-    def update(self, text: str) -> None:
-        """Shows `text` in place of the last text, for example 'rollout 37/64 rows, 512 tok/s'."""
-        now = time.monotonic()
-        if not self._enabled or now - self._last < self._interval:
-            return
-        self._last = now
-        columns = shutil.get_terminal_size().columns
-        self._stream.write(f"\r\x1b[K{text[: columns - 1]}")
-        self._stream.flush()
-
-    def clear(self) -> None:
-        """Removes the line; call it before printing anything else."""
-        if self._enabled:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-            self._last = -math.inf
 
 
 def _format_evaluation(row: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ evaluation that a signal interrupts is missing in metrics.jsonl, and the resumed
 
 import contextlib
 import dataclasses
-import json
 import statistics
 import sys
 import time
@@ -19,77 +18,32 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import HELD_OUT, Cursor
-from qerl_jax.data import fingerprint as problems_fingerprint
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward, resolve
-from qerl_jax.rl.train_step import init_state
 from qerl_jax.rollout.programs import Executables, MissingProgramError
-from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
-from qerl_jax.run.compilations import Compilations, counted
-from qerl_jax.run.folder import OpenRun, fingerprint, open_run
-from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
-from qerl_jax.run.plots import plot_run
+from qerl_jax.run.compilations import counted
+from qerl_jax.run.folder import fingerprint, open_run
+from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.run.terminal import LiveLine, format_row
-from qerl_jax.sharding import replicated
+from qerl_jax.run.terminal import format_row
+from qerl_jax.training.begin import Run, begin
 from qerl_jax.training.compile import compile_programs
-from qerl_jax.training.outputs import (
-    best_accuracy,
-    sample_rows,
-    save_best,
-    save_trained,
-    trained_folder,
-)
-from qerl_jax.training.setup import Setup, prepare
-from qerl_jax.training.start import check_reference, first_trainable
-from qerl_jax.training.step import Progress, StepResult, take_step
+from qerl_jax.training.init_from import check_origin
+from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
+from qerl_jax.training.saving import announce_finished, best_so_far, finish, save
+from qerl_jax.training.setup import prepare
+from qerl_jax.training.step import StepResult, take_step
 from qerl_jax.training.validate import (
     check_extension,
-    how_to_train_on,
     validate,
 )
 
 _SKIPS_THAT_STOP = 3
-
-
-@dataclasses.dataclass
-class _Run:
-    """A run while it trains.
-
-    Attributes:
-        setup: the parts that do not change.
-        folder: the open run folder.
-        checkpoints: saves `progress`.
-        log: writes the rows of metrics.
-        received: signals that ask the run to stop.
-        progress: the part that the steps change.
-        evaluations: greedy accuracy by step, as logged; step 0 is before training.
-        fingerprints: digests of the training and the held-out problems.
-        compilations: what was compiled since the last row of metrics.
-        live: the line of progress on the terminal.
-    """
-
-    setup: Setup
-    folder: OpenRun
-    checkpoints: Checkpoints
-    log: MetricsLog
-    received: list[int]
-    progress: Progress
-    evaluations: dict[int, float]
-    fingerprints: dict[str, str]
-    compilations: Compilations
-    live: LiveLine = dataclasses.field(default_factory=LiveLine)
-
-    def stop_if_asked(self) -> None:
-        """Raises a StoppedError once a signal has arrived."""
-        if self.received:
-            raise StoppedError(self.received[0])
 
 
 def train(
@@ -130,10 +84,12 @@ def train(
     ):
         last = checkpoints.steps[-1] if checkpoints.steps else -1
         if last >= config.steps and folder.finished_steps() == last:
-            _announce_finished(folder, last, config)
+            announce_finished(folder, last, config)
             return folder.path
         trained = trained_folder(folder, config)
         check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
+        if not checkpoints.steps:
+            check_origin(config)
         setup = prepare(config, rewards, schedule_steps=folder.schedule_steps)
         with (
             programs_in(folder.programs),
@@ -147,12 +103,11 @@ def train(
             stop_signals() as received,
             counted() as compilations,
         ):
-            run = _begin(setup, folder, checkpoints, log, received, compilations)
+            run = begin(setup, folder, checkpoints, log, received, compilations)
             try:
                 _train_steps(run)
             except (StoppedError, MissingProgramError) as error:
-                _save(run)
-                checkpoints.wait()
+                save(run, stops=True)
                 step = run.progress.step
                 print(f"saved after step {step}; the same command continues", flush=True)
                 if isinstance(error, StoppedError):
@@ -161,12 +116,11 @@ def train(
                     f"{error}; after the first step a run compiles nothing: please report this "
                     f"with {folder.path}/config.json"
                 ) from error
-        checkpoints.wait()  # The adapter of a finished run never lies there without its checkpoint.
-        _finish(run)
+        finish(run)
     return folder.path
 
 
-def _train_steps(run: _Run) -> None:
+def _train_steps(run: Run) -> None:
     config = run.setup.config
     executables, programs = _compile(run)
     _evaluate(run, executables)  # before training, or the evaluation that a signal interrupted
@@ -200,7 +154,7 @@ def _train_steps(run: _Run) -> None:
             _save_or_stop(run)
 
 
-def _log_step(run: _Run, result: StepResult, durations: list[float]) -> None:
+def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
     """Logs and prints the row of a step, and logs some of its completions."""
     config, number = run.setup.config, run.progress.step
     row = {"step": number} | result.metrics
@@ -216,14 +170,14 @@ def _log_step(run: _Run, result: StepResult, durations: list[float]) -> None:
     run.log.write_completions(number, samples)
 
 
-def _evaluation_is_due(run: _Run) -> bool:
+def _evaluation_is_due(run: Run) -> bool:
     config, step = run.setup.config, run.progress.step
     if not run.setup.eval_prompts or step in run.evaluations:
         return False
     return step % config.eval.every == 0 or step == config.steps
 
 
-def _evaluate(run: _Run, executables: Executables) -> None:
+def _evaluate(run: Run, executables: Executables) -> None:
     """Measures and logs the greedy accuracy where that is due and is not logged yet.
 
     A policy that is better than all before it is written as the best one.
@@ -244,7 +198,7 @@ def _evaluate(run: _Run, executables: Executables) -> None:
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
     )
     seconds = time.perf_counter() - began
-    if step and score.accuracy > _best_accuracy(run):
+    if step and score.accuracy > best_so_far(run):
         save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
     run.evaluations[step] = score.accuracy
     key = "eval_accuracy" if step else "eval_accuracy_before"
@@ -255,13 +209,13 @@ def _evaluate(run: _Run, executables: Executables) -> None:
     run.log.write(row)
 
 
-def _save_or_stop(run: _Run) -> None:
+def _save_or_stop(run: Run) -> None:
     """Saves a checkpoint where that is due; raises where the run must not go on."""
     config, step = run.setup.config, run.progress.step
     skips = int(run.progress.state.skipped_in_a_row)
     due = step % config.checkpoint.every == 0 or step == config.steps
     if due or skips >= _SKIPS_THAT_STOP:
-        _save(run)
+        save(run)
     if skips >= _SKIPS_THAT_STOP:
         raise UserError(
             f"the gradients of {skips} updates in a row were not finite, up to step {step}; "
@@ -270,7 +224,7 @@ def _save_or_stop(run: _Run) -> None:
     run.stop_if_asked()
 
 
-def _compile(run: _Run) -> tuple[Executables, UpdatePrograms]:
+def _compile(run: Run) -> tuple[Executables, UpdatePrograms]:
     """Compiles the programs of the run: no step and no evaluation waits for the compiler."""
     began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 
@@ -293,7 +247,7 @@ def _compile(run: _Run) -> tuple[Executables, UpdatePrograms]:
     return executables, programs
 
 
-def _watch(run: _Run, label: str, total: int) -> Callable[[int, int], None]:
+def _watch(run: Run, label: str, total: int) -> Callable[[int, int], None]:
     """Shows the progress of a rollout of `total` rows, and ends it once a signal has arrived."""
     began = time.perf_counter()
 
@@ -303,146 +257,3 @@ def _watch(run: _Run, label: str, total: int) -> Callable[[int, int], None]:
         run.live.update(f"{label} {done}/{total} rows, {rate:.0f} tok/s")
 
     return on_progress
-
-
-# --- The beginning and the end ------------------------------------------------------------------
-
-
-def _begin(
-    setup: Setup,
-    folder: OpenRun,
-    checkpoints: Checkpoints,
-    log: MetricsLog,
-    received: list[int],
-    compilations: Compilations,
-) -> _Run:
-    """Starts a run, or restores the latest checkpoint and drops the rows after it."""
-    restored = checkpoints.restore_latest(setup.state_shapes)
-    fingerprints = _fingerprints(setup)
-    if restored is None:
-        log.truncate(-1)
-        folder.best.unlink(missing_ok=True)
-        trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
-        # Committed to its device, as a restored state is: both compile to the same programs.
-        state = replicated(init_state(trainable, setup.optimizer), setup.mesh)
-        progress = Progress(step=0, state=state, cursor=Cursor())
-    else:
-        step, state, meta = restored
-        if meta["fingerprint"] != setup.model.fingerprint:
-            raise UserError(
-                f"the weights of {setup.config.model.source} are not the weights that this run "
-                "began with; restore them or pass another --workdir"
-            )
-        check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
-        _check_problems(setup.config, meta.get("problems", {}), fingerprints)
-        _truncate_log(log, folder, step, meta.get("unlogged"))
-        print(f"resuming after step {step}", flush=True)
-        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]))
-    evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
-    return _Run(
-        setup,
-        folder,
-        checkpoints,
-        log,
-        received,
-        progress,
-        evaluations,
-        fingerprints,
-        compilations,
-    )
-
-
-def _truncate_log(
-    log: MetricsLog, folder: OpenRun, step: int, unlogged: tuple[dict, list[dict]] | None
-) -> None:
-    """Drops the rows after a step.
-
-    Args:
-        log: the rows of the run.
-        folder: the run folder.
-        step: the step of the restored checkpoint.
-        unlogged: row and samples of the step in a checkpoint of an earlier version, which logged a
-            step after its evaluation and was stopped in the evaluation; else None. Once the step is
-            logged, its row stays: it may hold the evaluation, which a longer run does not repeat.
-    """
-    rows = read_steps(folder.metrics) if unlogged and folder.metrics.exists() else []
-    if not unlogged or any(row["step"] == step for row in rows):
-        log.truncate(step)
-        return
-    log.truncate(step - 1)
-    row, samples = unlogged
-    log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
-    log.write_completions(step, samples)
-
-
-def _fingerprints(setup: Setup) -> dict[str, str]:
-    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
-    return {
-        split: problems_fingerprint(prompt.problem for prompt in found)
-        for split, found in prompts.items()
-    }
-
-
-def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Refuses problems that are not the problems of a checkpoint.
-
-    Args:
-        config: the resolved config.
-        saved: fingerprints of the problems by split when the checkpoint was saved; empty in a
-            checkpoint of an earlier version, whose problems are not compared.
-        found: fingerprints of the problems of this start.
-    """
-    source = config.data.path or config.data.source
-    eval_source = config.data.eval_path or config.data.eval_source
-    for split, name, place in (
-        ("train", "training", source),
-        ("eval", "evaluation", source if eval_source in ("", HELD_OUT) else eval_source),
-    ):
-        if saved.get(split, found[split]) != found[split]:
-            raise UserError(
-                f"the {name} problems of {place} are not the problems that this run began with; "
-                "restore them, or pass another --workdir to begin a run with the new ones"
-            )
-
-
-def _save(run: _Run) -> None:
-    run.checkpoints.save(
-        run.progress.step,
-        run.progress.state,
-        {
-            "cursor": dataclasses.asdict(run.progress.cursor),
-            "fingerprint": run.setup.model.fingerprint,
-            "reference": run.setup.reference_fingerprint,
-            "problems": run.fingerprints,
-        },
-    )
-
-
-def _best_accuracy(run: _Run) -> float:
-    """The accuracy of the best policy, which may belong to a step that the log does not hold.
-
-    A run that ended between an evaluation and the next checkpoint has lost that step. It may take
-    the step again without evaluating it, if the evaluation was due only at the run's earlier end.
-    """
-    return max([*run.evaluations.values(), best_accuracy(run.folder)])
-
-
-def _finish(run: _Run) -> None:
-    save_trained(run.folder, run.setup, run.progress.state.trainable)
-    plot_run(run.folder.path)
-    memory = jax.local_devices()[0].memory_stats() or {}
-    summary = {
-        "steps": run.progress.step,
-        "best_accuracy": _best_accuracy(run) if run.setup.eval_prompts else None,
-        "peak_memory_bytes": memory.get("peak_bytes_in_use"),  # peak of this process
-    }
-    write_atomic(run.folder.summary, json.dumps(summary, indent=2) + "\n")
-    _announce_finished(run.folder, run.progress.step, run.setup.config)
-
-
-def _announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
-    trained = trained_folder(folder, config)
-    advice = how_to_train_on(
-        config, steps, schedule_steps=folder.schedule_steps, workdir=folder.path, trained=trained
-    )
-    print(f"finished after {steps} steps: {trained}, {folder.curves}; {advice}", flush=True)

@@ -19,6 +19,10 @@ _NOISE: _Need = (
     "noise: aqn.schedule other than 'off', aqn.stages of at least 2",
     lambda c: ":" in c.aqn.schedule or (c.aqn.schedule != "off" and c.aqn.stages > 1),
 )
+_KL_TARGET: _Need = (
+    "a target for the KL: aqn.schedule='kl', aqn.stages of at least 2",
+    lambda c: c.aqn.schedule == "kl" and c.aqn.stages > 1,
+)
 _SEVERAL_UPDATES: _Need = (
     "rl.updates_per_rollout of at least 2 (the ratio of the first update is 1)",
     lambda c: c.rl.updates_per_rollout > 1,
@@ -42,6 +46,10 @@ NEEDS: dict[str, _Need] = {
         lambda c: c.eval.every > 0 and not c.data.eval_path,
     ),
     "data.eval_path": _EVALUATION,
+    "rollout.temperature_end": (
+        "rollout.temperature_schedule other than 'constant'",
+        lambda c: c.rollout.temperature_schedule != "constant",
+    ),
     "rollout.dequantize": (
         "packed weights: model.format other than 'bf16'",
         lambda c: c.model.format != "bf16",
@@ -49,13 +57,19 @@ NEEDS: dict[str, _Need] = {
     "aqn.stages": ("noise: aqn.schedule other than 'off'", lambda c: c.aqn.schedule != "off"),
     "aqn.sigma_start": _NOISE,
     "aqn.sigma_end": (
-        "noise that changes: aqn.schedule other than 'constant' and 'off', aqn.stages of at least "
-        "3",
+        "noise that changes: aqn.schedule other than 'constant', 'off' and 'kl', aqn.stages of at "
+        "least 3",
         lambda c: (
             ":" in c.aqn.schedule
-            or (c.aqn.schedule not in ("constant", "off") and c.aqn.stages > 2)
+            or (c.aqn.schedule not in ("constant", "off", "kl") and c.aqn.stages > 2)
         ),
     ),
+    "aqn.kl_target_start": _KL_TARGET,
+    "aqn.kl_target_end": (
+        "a target that changes: aqn.schedule='kl', aqn.stages of at least 3",
+        lambda c: c.aqn.schedule == "kl" and c.aqn.stages > 2,
+    ),
+    "aqn.sigma_max": _KL_TARGET,
     "aqn.form": _NOISE,
     "aqn.final_norm": _NOISE,
     "aqn.correction": (

@@ -3,21 +3,20 @@
 import dataclasses
 import re
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Problem, Prompt, encode_prompts, load_splits
-from qerl_jax.errors import UserError
-from qerl_jax.policy import aqn
+from qerl_jax.data import Prompt
+from qerl_jax.policy import kl_control
+from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
-from qerl_jax.rl.losses import LossConfig, loss_config
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
+from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.programs import abstract
@@ -31,6 +30,8 @@ from qerl_jax.training.memory_plan import (
     plan_update,
     recomputation,
 )
+from qerl_jax.training.method import Method, method_of
+from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.load import LoadedModel, load
 
@@ -56,7 +57,8 @@ class Setup:
         optimizer: the optimizer with its schedule.
         optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
-        sigma: sigma of the noise by step.
+        sigma: sigma of the noise by step, or the KL that it should cause.
+        temperature: sampling temperature by step.
         key: key of the run.
         mesh: devices of the run, which all hold the model; None for one device.
     """
@@ -77,76 +79,10 @@ class Setup:
     optimizer: optax.GradientTransformation
     optimizer_key: str
     state_shapes: TrainState
-    sigma: optax.Schedule
+    sigma: optax.Schedule | KlTarget
+    temperature: Callable[[int], float]
     key: jax.Array
     mesh: Mesh | None
-
-
-class Method(NamedTuple):
-    """The parts of a run that need no model.
-
-    Attributes:
-        lora_config: rank, scale and targets of the adapter.
-        sigma: sigma of the noise by step.
-        loss: definition of the loss.
-        optimizer: the optimizer with its schedule.
-        optimizer_key: options of the optimizer as text, its identity across processes.
-    """
-
-    lora_config: LoraConfig
-    sigma: optax.Schedule
-    loss: LossConfig
-    optimizer: optax.GradientTransformation
-    optimizer_key: str
-
-
-def method_of(config: ConfigDict, schedule_steps: int) -> Method:
-    """Makes the parts of a run that need no model.
-
-    Args:
-        config: the resolved config.
-        schedule_steps: number of steps that the schedules of noise and learning rate span.
-
-    Raises:
-        UserError: an option is out of range.
-    """
-    return Method(
-        lora_config=LoraConfig(
-            rank=config.lora.rank,
-            alpha=config.lora.alpha,
-            rslora=config.lora.rslora,
-            targets=tuple(config.lora.targets),
-        ),
-        sigma=aqn.sigma_schedule(
-            config.aqn.schedule,
-            sigma_start=config.aqn.sigma_start,
-            sigma_end=config.aqn.sigma_end,
-            stages=config.aqn.stages,
-            total_steps=schedule_steps,
-        ),
-        loss=loss_from(config),
-        optimizer=_optimizer(config, schedule_steps),
-        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
-        f"{schedule_steps}",
-    )
-
-
-def loss_from(config: ConfigDict) -> LossConfig:
-    """The loss that a config names.
-
-    Raises:
-        UserError: the loss is unknown, or a value is out of range.
-    """
-    return loss_config(
-        config.rl.loss,
-        aggregation=config.rl.aggregation,
-        clip_low=config.rl.clip_low,
-        clip_high=config.rl.clip_high,
-        dual_clip=config.rl.dual_clip or None,
-        kl_coef=config.rl.kl_coef,
-        kl_grad=config.rl.kl_grad,
-        tis_cap=config.aqn.tis_cap if config.aqn.correction == "tis" else None,
-    )
 
 
 def prepare(
@@ -162,20 +98,37 @@ def prepare(
     Raises:
         UserError: the config asks for something that cannot be done.
     """
-    # Bad options are refused before a model is loaded, and so is a custom schedule that fails at a
-    # step hours away, such as one after the end of the first schedule.
-    _metric(config, rewards)
+    method = check_method(config, rewards, schedule_steps=schedule_steps)
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
+    problems = load_problems(config, rewards)
+    model = _load_model(config)
+    prompts = encode_problems(config, model.tokenizer, problems)
+    _announce(config, model, prompts)
+    return assemble(config, rewards, model, prompts, method=method, mesh=mesh)
+
+
+def check_method(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], *, schedule_steps: int
+) -> Method:
+    """Makes what needs no model, and refuses bad options before one is loaded.
+
+    A custom schedule is called for every step, as it could fail at one that is hours away, such as
+    one after the end of the first schedule.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        schedule_steps: number of steps that the schedules of noise and learning rate span.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+    _metric(config, rewards)
     method = method_of(config, schedule_steps)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
-            method.sigma(step)
-    problems = _load_problems(config, rewards)
-    if problems.get("eval") and "correctness" not in rewards:
-        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
-    model = _load_model(config)
-    prompts = _encode_prompts(config, model, problems)
-    return assemble(config, rewards, model, prompts, method=method, mesh=mesh)
+            kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
+    return method
 
 
 def _metric(config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]) -> str:
@@ -202,7 +155,7 @@ def assemble(
         rewards: function and weight by name.
         model: the model before training.
         prompts: prompts by split, 'train' and, with evaluations, 'eval'.
-        method: the parts that need no model, from `method_of`.
+        method: the parts that need no model, from `method.method_of`.
         mesh: devices of the run, as `config.mesh` describes them; None for one device.
 
     Raises:
@@ -259,7 +212,6 @@ def assemble(
         update=UpdateConfig(
             model=model.config,
             loss=method.loss,
-            temperature=config.rollout.temperature,
             recompute=plan.recompute,
         ),
         memory=plan,
@@ -267,43 +219,10 @@ def assemble(
         optimizer_key=method.optimizer_key,
         state_shapes=state_shapes,
         sigma=method.sigma,
+        temperature=method.temperature,
         key=key,
         mesh=mesh,
     )
-
-
-def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
-    updates = config.rl.updates_per_rollout
-    return make_optimizer(
-        learning_rate=config.optimizer.learning_rate,
-        schedule=config.optimizer.schedule,
-        final_fraction=config.optimizer.final_fraction,
-        warmup_updates=config.optimizer.warmup_steps * updates,
-        total_updates=schedule_steps * updates,
-        b1=config.optimizer.b1,
-        b2=config.optimizer.b2,
-        eps=config.optimizer.eps,
-        weight_decay=config.optimizer.weight_decay,
-        max_grad_norm=config.optimizer.max_grad_norm,
-    )
-
-
-def _load_problems(
-    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
-) -> dict[str, list[Problem]]:
-    """The problems by split, 'train' and, with evaluations, 'eval'."""
-    train, evaluation = load_splits(
-        config.data.source,
-        path=config.data.path,
-        eval_source=config.data.eval_source,
-        eval_path=config.data.eval_path,
-        eval_size=(config.eval.problems or None) if config.eval.every else 0,
-        rewards=[function for function, _ in rewards.values()],
-        levels=tuple(config.data.levels),
-        max_question_chars=config.data.max_question_chars,
-        options=config.data.options.to_dict(),
-    )
-    return {"train": train} | ({"eval": evaluation} if config.eval.every else {})
 
 
 def _load_model(config: ConfigDict) -> LoadedModel:
@@ -323,30 +242,12 @@ def _load_model(config: ConfigDict) -> LoadedModel:
         flush=True,
     )
     model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
-    for part in ("rollout", "eval") if config.eval.every else ("rollout",):
-        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
-        if longest > model.config.max_position:
-            raise UserError(
-                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
-                f"{model.config.max_position} positions: lower one of the two"
-            )
+    check_positions(config, model.config)
     return model
 
 
-def _encode_prompts(
-    config: ConfigDict, model: LoadedModel, problems: Mapping[str, list[Problem]]
-) -> dict[str, list[Prompt]]:
-    """The prompts by split."""
-    prompts = {
-        split: encode_prompts(
-            found,
-            model.tokenizer,
-            system_prompt=config.data.system_prompt,
-            question_suffix=config.data.question_suffix,
-            max_prompt_tokens=config.data.max_prompt_tokens,
-        )
-        for split, found in problems.items()
-    }
+def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list[Prompt]]) -> None:
+    """Prints the size of the model and the numbers of prompts."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     held_out = f"{len(prompts.get('eval', []))} held out"
     if config.eval.every and not config.eval.problems:
@@ -356,7 +257,6 @@ def _encode_prompts(
         f"{len(prompts['train'])} training prompts, {held_out}",
         flush=True,
     )
-    return prompts
 
 
 def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:

@@ -83,7 +83,12 @@ def reference_fingerprint(config: ConfigDict, reference: tuple[dict, Lora | None
     """
     if not _starts_from_an_adapter(config):
         return None
-    params, lora = reference
+    return fingerprint_of(reference)
+
+
+def fingerprint_of(policy: tuple[dict, Lora | None]) -> str:
+    """Digest of the norms and the adapter of a policy, given as parameters and adapter."""
+    params, lora = policy
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves((trained_params(params, "lora+norms"), lora)):
         digest.update(np.asarray(leaf, np.float32).tobytes())

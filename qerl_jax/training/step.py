@@ -23,7 +23,8 @@ import numpy as np
 
 from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError
-from qerl_jax.policy import aqn
+from qerl_jax.policy import aqn, kl_control
+from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.advantages import group_advantages
@@ -47,11 +48,13 @@ class Progress:
         step: number of finished steps.
         state: trained parameters and optimizer state.
         cursor: position of the next training prompt.
+        noise: what the control of the noise remembers.
     """
 
     step: int
     state: TrainState
     cursor: Cursor
+    noise: SigmaState = kl_control.NOTHING_MEASURED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +100,7 @@ def take_step(
     key = jax.random.fold_in(setup.key, progress.step)
 
     # --- 1. Sigma of the step -------------------------------------------------------------------
-    sigma = float(np.asarray(setup.sigma(progress.step)))
+    sigma = kl_control.sigma_of_step(setup.sigma, progress.noise, progress.step)
 
     # --- 2. Noise on the norm scales ------------------------------------------------------------
     noise = aqn.Noise(
@@ -113,6 +116,8 @@ def take_step(
         raise UserError(f"the noise of sigma={sigma} changed no norm: float32 rounds it away")
 
     # --- 3. Sample and score --------------------------------------------------------------------
+    temperature = setup.temperature(progress.step)
+    sampling = dataclasses.replace(setup.collect.sampling, temperature=temperature)
     experience, cursor = collect(
         jax.random.fold_in(key, KEY_ROLLOUT),
         setup.model,
@@ -120,7 +125,7 @@ def take_step(
         trainable.lora,
         setup.train_prompts,
         progress.cursor,
-        config=setup.collect,
+        config=dataclasses.replace(setup.collect, sampling=sampling),
         executables=executables,
         on_progress=on_rollout,
     )
@@ -136,40 +141,39 @@ def take_step(
 
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
-    teaching = rows_that_teach(batch, kl_coef=setup.update.loss.kl_coef)
+    teaching = rows_that_teach(batch, setup.update.loss)
     packed = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
     buffers = deal_buffers(packed, setup.mesh)
-    metrics: dict[str, Any] = {"sigma": sigma, "perturbed_norms": perturbed}
-    if config.aqn.kl_every and progress.step % config.aqn.kl_every == 0:
-        metrics["noise_kl"] = (
-            _noise_kl(setup, programs, noisy, clean, trainable.lora, batch) if sigma > 0 else 0.0
-        )
+    divisor = np.float32(temperature)  # of the logits, an argument of every program
+    noise_state, metrics = _measure_noise(
+        setup, progress, programs, (noisy, clean, trainable.lora), batch, divisor, sigma=sigma
+    )
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
-        scored = (programs.buffer_logprobs(*setup.reference, x) for x in buffers)
+        scored = (programs.buffer_logprobs(*setup.reference, x, divisor) for x in buffers)
         buffers = [
             dataclasses.replace(x, ref_logprobs=y) for x, y in zip(buffers, scored, strict=True)
         ]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
-    under_noise = config.aqn.correction == "noisy_forward"
     state, updates = _update(
         progress.state,
         setup.model.params,
         buffers,
-        noise if under_noise else None,
+        noise if config.aqn.correction == "noisy_forward" else None,
+        divisor,
         programs=programs,
         number=config.rl.updates_per_rollout,
     )
     seconds = time.perf_counter() - began
 
     metrics |= experience.metrics | updates | packing_metrics(batch, packed)
-    metrics["train_seconds"] = seconds
+    metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
     metrics["train_tokens_per_second"] = (
         float(batch.lengths.sum()) * config.rl.updates_per_rollout / seconds
     )
-    progress = Progress(step=progress.step + 1, state=state, cursor=cursor)
+    progress = Progress(step=progress.step + 1, state=state, cursor=cursor, noise=noise_state)
     return StepResult(progress, experience, advantages, metrics)
 
 
@@ -194,6 +198,7 @@ def _update(
     params: dict,
     buffers: list[PackedBuffer],
     noise: aqn.Noise | None,
+    temperature: np.float32,
     *,
     programs: UpdatePrograms,
     number: int,
@@ -204,7 +209,7 @@ def _update(
         totals, first = programs.zero_totals(state.trainable), np.bool_(update == 0)
         for i, buffer in enumerate(buffers):
             totals, old = programs.add_gradient(
-                totals, state.trainable, params, noise, buffer, first
+                totals, state.trainable, params, noise, buffer, first, temperature
             )
             buffers[i] = dataclasses.replace(buffer, old_logprobs=old)
         state, metrics = programs.apply_gradient(state, totals)
@@ -218,13 +223,47 @@ def _update(
     }
 
 
+def _measure_noise(
+    setup: Setup,
+    progress: Progress,
+    programs: UpdatePrograms,
+    policies: tuple[dict, dict, Lora | None],
+    batch: TrainBatch,
+    temperature: np.float32,
+    *,
+    sigma: float,
+) -> tuple[SigmaState, dict[str, Any]]:
+    """Measures what the noise of a step did, where that is due.
+
+    Args:
+        setup: the parts of the run that do not change.
+        progress: the run before the step.
+        programs: programs of the update.
+        policies: parameters of the noisy and of the clean policy, and the adapter of both.
+        batch: rows of the step.
+        temperature: sampling temperature.
+        sigma: sigma of the step.
+
+    Returns:
+        What the control of the noise remembers from now on, and metrics.
+    """
+    every, state = setup.config.aqn.kl_every, progress.noise
+    metrics: dict[str, Any] = {"sigma": sigma}
+    if every and progress.step % every == 0:
+        kl = _noise_kl(setup, programs, policies, batch, temperature) if sigma > 0 else 0.0
+        metrics["noise_kl"] = kl
+        state = kl_control.measured(setup.sigma, state, sigma=sigma, kl=kl)
+    return state, metrics | kl_control.control_metrics(
+        setup.sigma, state, sigma=sigma, step=progress.step
+    )
+
+
 def _noise_kl(
     setup: Setup,
     programs: UpdatePrograms,
-    noisy: dict,
-    clean: dict,
-    lora: Lora | None,
+    policies: tuple[dict, dict, Lora | None],
     batch: TrainBatch,
+    temperature: np.float32,
 ) -> float:
     """Mean KL of the noisy against the clean policy on rows spread over the batch, per token."""
     count = setup.config.aqn.kl_rows
@@ -233,5 +272,7 @@ def _noise_kl(
     rows[::stride][:count] = True
     buffers = pack(batch, rows, buffer_tokens=setup.memory.buffer_tokens)
     dealt = deal_buffers(buffers, setup.mesh)
-    total = sum(float(np.asarray(programs.buffer_kl(noisy, clean, lora, x)).sum()) for x in dealt)
+    total = sum(
+        float(np.asarray(programs.buffer_kl(*policies, x, temperature)).sum()) for x in dealt
+    )
     return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))

@@ -9,7 +9,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_limits, check_unicode
-from qerl_jax.policy import aqn
+from qerl_jax.policy import aqn, kl_control
 from qerl_jax.rl.advantages import SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
@@ -30,6 +30,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "rollout.group_size": (2,),
     "rollout.max_new_tokens": (1,),
     "rollout.temperature": (1e-6,),
+    "rollout.temperature_end": (1e-6,),
     "rollout.top_k": (0,),
     "rollout.top_p": (1e-6, 1),
     "rollout.max_rows": (0,),
@@ -39,9 +40,13 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "aqn.stages": (1, 2**20),
     "aqn.sigma_start": (0,),
     "aqn.sigma_end": (0,),
+    "aqn.kl_target_start": (0,),
+    "aqn.kl_target_end": (0,),
+    "aqn.sigma_max": (0,),
     "aqn.tis_cap": (1e-6,),
     "aqn.kl_every": (0,),
     "aqn.kl_rows": (1,),
+    "rl.entropy_coef": (0,),
     "rl.advantage_eps": (0,),
     "rl.updates_per_rollout": (1,),
     "rl.dynamic_sampling_rounds": (1,),
@@ -102,6 +107,11 @@ def validate(config: ConfigDict) -> None:
             raise UserError(
                 f"unknown {name} {_field(config, name)!r}: choose from {', '.join(choices)}"
             )
+    if config.aqn.schedule == kl_control.SCHEDULE and not config.aqn.kl_every:
+        raise UserError(
+            "aqn.schedule='kl' with aqn.kl_every=0: sigma follows the measured KL, pass "
+            "aqn.kl_every=1"
+        )
     if config.rl.overlong_buffer > config.rollout.max_new_tokens:
         raise UserError(
             f"rl.overlong_buffer={config.rl.overlong_buffer} is more than "
@@ -121,6 +131,11 @@ def validate(config: ConfigDict) -> None:
             f"rl.clip_high={config.rl.clip_high}: the ratio of a whole sequence stays so close to "
             f"1 that nothing beyond {_WIDEST_SEQUENCE_CLIP} is ever clipped; the paper has "
             "rl.clip_low=3e-4, rl.clip_high=4e-4"
+        )
+    if config.init_from and config.lora.init:
+        raise UserError(
+            f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
+            "adapter comes from, leave out one"
         )
     cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     check_head_format(config.rollout.head_format)

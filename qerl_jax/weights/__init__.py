@@ -1,1 +1,1 @@
-"""How checkpoints come in and go out: reading, quantizing and writing models and adapters."""
+"""How checkpoints come in and go out: reading and writing models and adapters."""

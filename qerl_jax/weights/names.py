@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from qerl_jax.policy.aqn import LAYER_NORMS
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.lora import FUSED, projection_shapes
 
 EMBED = "model.embed_tokens.weight"
 NORM = "model.norm.weight"
@@ -30,6 +30,26 @@ def peft_tensor(layer: int, projection: str, matrix: str) -> str:
 def peft_norm(layer: int, norm: str) -> str:
     """Returns PEFT's name of a layer's norm that is trained together with an adapter."""
     return f"base_model.model.{layer_module(layer, norm)}.weight"
+
+
+def stored_tensors(config: ModelConfig, layer: int) -> dict[str, list[str]]:
+    """Returns by name of an array of the parameter tree the stored tensors whose rows it stacks.
+
+    Args:
+        config: the architecture.
+        layer: number of the layer, or -1 for the arrays beside the layers.
+    """
+    if layer < 0:
+        arrays = {"embed_tokens": [EMBED], "norm": [NORM]}
+        return arrays if config.tie_embeddings else arrays | {"lm_head": [HEAD]}
+    modules = {norm: (norm,) for norm in LAYER_NORMS + (HEAD_NORMS if config.qk_norm else ())}
+    arrays = {
+        array: [f"{layer_module(layer, member)}.weight" for member in members]
+        for array, members in (modules | FUSED).items()
+    }
+    if config.attention_bias:
+        arrays["qkv_bias"] = [f"{layer_module(layer, member)}.bias" for member in BIASED]
+    return arrays
 
 
 def expected_shapes(

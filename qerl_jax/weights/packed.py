@@ -16,14 +16,14 @@ The policy ignores scales of activations and of a quantized KV cache: it quantiz
 """
 
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.quant import BLOCK, QuantTensor
+from qerl_jax.policy.quant import BLOCK
 from qerl_jax.weights import json_file
 
 COMPRESSED_TENSORS = "compressed-tensors"
@@ -145,32 +145,24 @@ def packed_modules(tensors: Collection[str]) -> frozenset[str]:
     )
 
 
-def read(
-    folder: pathlib.Path, tensors: Mapping[str, np.ndarray], modules: Sequence[str]
-) -> QuantTensor:
-    """Reads the stored bytes of one fused group of projections.
+def tensors_of(module: str) -> list[str]:
+    """Returns the names of the three tensors of a packed projection."""
+    return [f"{module}.{name}" for name in _PARAMETERS]
+
+
+def divisor(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str) -> np.float32:
+    """Returns the global scale of a packed projection, after checking its tensors.
 
     Args:
         folder: model folder, named in errors.
         tensors: tensors of the checkpoint under the names of compressed-tensors, with checked
             shapes.
-        modules: names of the projections that are stacked, for example q, k and v of a layer.
-
-    Returns:
-        A QuantTensor of NumPy arrays; each row has the global scale of its projection.
+        module: name of the projection.
 
     Raises:
-        UserError: a dtype is wrong, or a scale is negative or not finite.
+        UserError: a dtype is wrong, the inputs do not fill whole blocks, or the scale is not
+            positive and finite.
     """
-    stored = [_stored(folder, tensors, module) for module in modules]
-    rows = [len(packed) for packed, _, _ in stored]
-    packed, scales, divisors = (np.concatenate(parts) for parts in zip(*stored, strict=True))
-    return QuantTensor(packed=packed, scales=scales, global_scale=np.repeat(divisors, rows))
-
-
-def _stored(
-    folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     found = [tensors[f"{module}.{name}"] for name in _PARAMETERS]
     dtypes = (np.uint8, ml_dtypes.float8_e4m3fn, np.float32)
     for name, tensor, dtype in zip(_PARAMETERS, found, dtypes, strict=True):
@@ -178,23 +170,33 @@ def _stored(
             raise UserError(
                 f"{folder}: '{module}.{name}' is {tensor.dtype}, must be {np.dtype(dtype)}"
             )
-    packed, scales, divisor = found
+    packed, _, scale = found
     if 2 * packed.shape[1] % BLOCK:
         raise UserError(
             f"{folder}: '{module}' has {2 * packed.shape[1]} inputs; NVFP4 needs a multiple of "
             f"{BLOCK}"
         )
-    if scales.view(np.uint8).max(initial=0) > _LARGEST_SCALE_BYTE:
-        raise UserError(f"{folder}: '{module}.weight_scale' holds NaN or negative scales")
     with np.errstate(all="ignore"):
-        usable = (
-            divisor[0] > 0
-            and np.isfinite(divisor[0])
-            and np.isfinite(_LARGEST_PRODUCT / divisor[0])
-        )
+        usable = scale[0] > 0 and np.isfinite(scale[0]) and np.isfinite(_LARGEST_PRODUCT / scale[0])
     if not usable:
         raise UserError(
-            f"{folder}: the global scale of '{module}' is {divisor[0]:g} as a divisor; it must be "
+            f"{folder}: the global scale of '{module}' is {scale[0]:g} as a divisor; it must be "
             "positive and finite"
         )
-    return packed, scales, divisor
+    return scale[0]
+
+
+def checked_scales(folder: pathlib.Path, module: str, scales: np.ndarray) -> np.ndarray:
+    """Returns scales of blocks, uint8 [..., K/16] with the bytes of E4M3, after checking them.
+
+    Args:
+        folder: model folder, named in errors.
+        module: name of the projection.
+        scales: the scales.
+
+    Raises:
+        UserError: a scale is negative or NaN.
+    """
+    if scales.max(initial=0) > _LARGEST_SCALE_BYTE:
+        raise UserError(f"{folder}: '{module}.weight_scale' holds NaN or negative scales")
+    return scales

@@ -17,8 +17,8 @@ from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import PROJECTIONS, Lora, LoraConfig, projection_shapes
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.staging import make_readable, staged_folder
 from qerl_jax.weights import json_file, names, safetensors
-from qerl_jax.weights.staging import make_readable, staged_folder
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -151,7 +151,7 @@ def read_peft_base(folder: pathlib.Path | str) -> str:
     revision = _read_config(folder).get("revision")
     if not base:
         raise UserError(f"{folder}: {CONFIG_FILE} names no base model; pass it as --base=MODEL")
-    if revision not in (None, "", "main") and not pathlib.Path(base).expanduser().exists():
+    if revision not in (None, "", "main") and not user_path(base).exists():
         raise UserError(
             f"{folder}: the adapter belongs to the revision {revision!r:.50} of {base}; download "
             "that revision and pass its folder as --base=FOLDER"

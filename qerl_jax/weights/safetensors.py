@@ -6,9 +6,11 @@ with the dtype, shape and byte range of every tensor, then the bytes. The NumPy 
 and reads no tensor before it is used.
 """
 
+import io
 import math
 import os
 import pathlib
+from collections.abc import Callable, Iterator
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +20,7 @@ from qerl_jax.weights import json_file
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
+CHUNK_BYTES = 64 << 20  # of a tensor that is read in chunks
 _MAX_HEADER_BYTES = 8 << 20  # the headers of large models take some hundred thousand bytes
 _MAX_DIMENSIONS = 8
 _DTYPES = {
@@ -90,6 +93,61 @@ def read_folder(folder: pathlib.Path | str) -> dict[str, np.ndarray]:
             "only safetensors checkpoints can be read"
         )
     return _read_shards(folder)
+
+
+def row_chunks(tensor: np.ndarray, memory: Callable[[int], np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the rows of a mapped tensor in chunks of `CHUNK_BYTES` at most, read from its file.
+
+    Reading is faster than copying from the memory map where the pages are not in memory, and pages
+    of a file that were mapped count as memory of the process.
+
+    Args:
+        tensor: view of a memory map, as `read_file` returns it, or any other array.
+        memory: function that returns memory of at least as many bytes as asked for; a chunk holds
+            it until the next chunk is asked for.
+
+    Yields:
+        Arrays [rows, ...] with the dtype of the tensor, of at least one row.
+
+    Raises:
+        UserError: the file cannot be read, or is shorter than when it was mapped.
+    """
+    rows = max(1, CHUNK_BYTES // max(1, tensor[:1].nbytes))
+    mapped = _place(tensor)
+    if mapped is None:
+        yield from (tensor[row : row + rows] for row in range(0, len(tensor), rows))
+        return
+    path, start = mapped
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(start)
+            for row in range(0, len(tensor), rows):
+                shape = (min(rows, len(tensor) - row), *tensor.shape[1:])
+                size = math.prod(shape) * tensor.itemsize
+                chunk = memory(size)[:size]
+                _fill(file, chunk)
+                yield chunk.view(tensor.dtype).reshape(shape)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error}") from error
+
+
+def _place(tensor: np.ndarray) -> tuple[str, int] | None:
+    """Returns the file and the first byte of a view of a memory map; None for another array."""
+    root = tensor
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    if not isinstance(root, np.memmap) or root.filename is None:
+        return None
+    return root.filename, root.offset + tensor.ctypes.data - root.ctypes.data
+
+
+def _fill(file: io.FileIO, chunk: np.ndarray) -> None:
+    view = memoryview(chunk)
+    while view:
+        count = file.readinto(view)
+        if not count:
+            raise OSError("the file is shorter than it was")
+        view = view[count:]
 
 
 def _header(path: pathlib.Path, data: np.ndarray) -> tuple[dict[str, tuple], int]:

@@ -17,11 +17,12 @@ from safetensors.numpy import save_file
 from qerl_jax.policy.config import ModelConfig, to_hf_config
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
+from qerl_jax.staging import make_readable, staged_folder
 from qerl_jax.weights import json_file, names
 from qerl_jax.weights import tokenizer as tokenizer_lib
-from qerl_jax.weights.load import DTYPES, Checkpoint, LoadedModel
+from qerl_jax.weights.checkpoint import Checkpoint
+from qerl_jax.weights.load import DTYPES, LoadedModel
 from qerl_jax.weights.safetensors import INDEX_FILE, SINGLE_FILE
-from qerl_jax.weights.staging import make_readable, staged_folder
 
 SHARD_BYTES = 5_000_000_000
 # The entry that llm-compressor writes into config.json for its scheme NVFP4A16: 4-bit weights in

@@ -18,8 +18,10 @@ from qerl_jax.errors import UserError, first_line
 from qerl_jax.weights import json_file
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 
-# Tokens that end a turn or a document in the supported families. A checkpoint names one or two of
-# these tokens; a policy may emit any.
+# Tokens that end a turn or a document in the supported families. In a GGUF file they end a reply
+# beside the named ones, whatever their type, as for llama.cpp. In a folder only the named tokens
+# end a reply, as for transformers' generate() and vLLM, which serve the folder: these are used
+# where it names none.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -132,10 +134,14 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
     backend.no_truncation()
     settings = _read_json(folder / "tokenizer_config.json")
     special_tokens = read_added_tokens(folder, settings, backend)
-    named = []
+    named, others = [], []
     for file in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / file).get("eos_token_id")
+        stored = _read_json(folder / file)
+        ids = stored.get("eos_token_id")
         named += ids if isinstance(ids, list) else [ids]
+        others += [stored.get("bos_token_id"), stored.get("pad_token_id")]
+    added = backend.get_added_tokens_decoder()
+    mark_special(backend, [added[i].content for i in others if type(i) is int and i in added])
     chat_template, template_source = _read_chat_template(folder, settings)
     return _finish(
         backend,
@@ -144,6 +150,7 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
         special_tokens=special_tokens,
         eos_ids=named,
         pad_id=None,
+        well_known=False,
     )
 
 
@@ -203,7 +210,8 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
         template_source="tokenizer.chat_template of the GGUF file",
         special_tokens=special_tokens,
         eos_ids=[ids["eos"], metadata.get("tokenizer.ggml.eot_token_id")],
-        pad_id=ids["pad"],
+        pad_id=backend.token_to_id(special_tokens.get("pad_token", "")),
+        well_known=True,
     )
 
 
@@ -249,15 +257,19 @@ def _finish(
     special_tokens: Mapping[str, Any],
     eos_ids: Sequence[int | None],
     pad_id: int | None,
+    well_known: bool,
 ) -> Tokenizer:
-    """Builds a Tokenizer; its `eos_ids` are those given, its own and the well-known end tokens."""
+    """Builds a Tokenizer; its `eos_ids` are those given, its own and, if asked, the well-known."""
     for name, text in {"chat_template": chat_template or "", **special_tokens}.items():
         if not isinstance(text, str):
             raise UserError(f"the tokenizer's {name} is {text!r:.50}, must be a string")
     own = backend.token_to_id(special_tokens.get("eos_token", ""))
     found = {_token_id(i) for i in (*eos_ids, own) if i is not None}
-    added = backend.get_added_tokens_decoder()
-    found |= {i for i, token in added.items() if token.special and token.content in _END_TOKENS}
+    if well_known:
+        found |= {i for i in map(backend.token_to_id, _END_TOKENS) if i is not None}
+    elif not found:
+        added = backend.get_added_tokens_decoder()
+        found |= {i for i, token in added.items() if token.special and token.content in _END_TOKENS}
     if not found:
         raise UserError("the tokenizer names no end-of-sequence token")
     if pad_id is None and "pad_token" in special_tokens:

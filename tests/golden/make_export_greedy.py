@@ -34,7 +34,7 @@ def export_all(folder: pathlib.Path) -> None:
     from qerl_jax.export.write import ExportConfig, export
     from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
     from qerl_jax.policy.trainable import Trainable
-    from qerl_jax.weights.load import open_checkpoint
+    from qerl_jax.weights.checkpoint import open_checkpoint
     from qerl_jax.weights.peft import save_peft_adapter
 
     rng = np.random.default_rng(0)

@@ -30,7 +30,8 @@ from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import BLOCK
 from qerl_jax.weights import names
-from qerl_jax.weights.load import DTYPES, Checkpoint, each_layer, read_layer
+from qerl_jax.weights.checkpoint import Checkpoint
+from qerl_jax.weights.load import DTYPES, each_layer, read_layer
 
 _ALPHAS = tuple(i / 20 for i in range(20))
 _CLIPS = tuple(1 - i / 20 for i in range(10))
@@ -78,7 +79,7 @@ def scaled_layers(
         for i in range(0, len(tokens), _ROWS)
     ]
     del embedding
-    read = functools.partial(read_layer, checkpoint, format="bf16", dtype=DTYPES["bfloat16"])
+    read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
     for dense in each_layer(read, config.num_layers, label="calibrating"):
         layer = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), dense)
         inputs = None

@@ -12,7 +12,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
-from qerl_jax.weights.load import DTYPES, Checkpoint, each_layer, read_layer
+from qerl_jax.weights.checkpoint import Checkpoint
+from qerl_jax.weights.load import DTYPES, each_layer, read_layer
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 _BFLOAT16 = DTYPES["bfloat16"]
@@ -46,7 +47,7 @@ def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
     """
 
     def read(layer: int) -> PackedLayer:
-        dense = read_layer(checkpoint, layer, format="bf16", dtype=_BFLOAT16)
+        dense = read_layer(checkpoint, layer, dtype=_BFLOAT16)
         return pack_layer(checkpoint, layer, dense)
 
     return each_layer(read, checkpoint.config.num_layers, label="quantizing")

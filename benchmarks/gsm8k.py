@@ -1,0 +1,309 @@
+"""Trains an arm of the comparison on GSM8K and scores it on test problems before and after.
+
+    uv run --extra cuda python -m benchmarks.gsm8k --arm=nvfp4-lora --seed=0 \
+        --model=qwen2.5-coder-1.5b.gguf --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
+    uv run python -m benchmarks.gsm8k --collect    # only the rows of the runs that are finished
+
+The arms are those of experiments/configs/evidence.py. A run lies in runs/evidence/ARM-sSEED
+(`--workdir` names another folder than runs/evidence). Each part is a command of its own:
+
+    train      experiments.grpo_gsm8k
+    end        experiments.evaluate, greedy, 1,024 new tokens, with the last adapter
+    samples    the same with 64 samples of each of the first 200 problems, for pass@k
+    start, start-samples    both without the adapter: once for each format of the weights
+
+The same command continues where it was stopped, and skips what is finished; `--only=train,end`
+takes some of the parts. A run that has `train`, `start`, `end` and `samples` gets a row in
+benchmarks/results/gsm8k.json, unless it has one, and its metrics go to
+benchmarks/results/gsm8k/ARM-sSEED.jsonl.gz. `--results` names another folder than
+benchmarks/results. Arguments --config.FIELD=VALUE are passed to the training.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import pathlib
+import platform
+import shlex
+import signal
+import subprocess
+import sys
+from typing import Any
+
+from benchmarks.run_summary import describe
+from experiments.configs import evidence
+from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.run.provenance import without_folders
+
+_ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = _ROOT / "benchmarks" / "results"
+PARTS = ("train", "end", "samples", "start", "start-samples")
+_NEEDED = ("end", "samples", "start")  # evaluations without which a run has no row
+_CONFIG = "experiments/configs/evidence.py"
+_TASK = "gsm8k"
+_NEW_TOKENS, _SAMPLES, _SAMPLED_PROBLEMS = 1024, 64, 200
+
+
+def run_name(arm: str, seed: int) -> str:
+    """The name of a run, of its folder and of its file of metrics."""
+    return f"{arm}-s{seed}"
+
+
+def evaluation_folders(run: pathlib.Path, form: str) -> dict[str, pathlib.Path]:
+    """Where the evaluations of a run lie; those of the start are shared by runs of one format."""
+    shared = run.parent / f"start-{form}"
+    return {
+        "end": run / "evaluations" / "end",
+        "samples": run / "evaluations" / "samples",
+        "start": shared / "greedy",
+        "start-samples": shared / "samples",
+    }
+
+
+def commands(arm: str, seed: int, args: argparse.Namespace) -> dict[str, list[str]]:
+    """The commands of the parts, as arguments of Python, in their order."""
+    config = evidence.get_config(arm)
+    run = args.workdir / run_name(arm, seed)
+    folders = evaluation_folders(run, config.model.format)
+    trained = "model" if config.train.parameters == "full" else "adapter"
+    train = ["-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}:{arm}", f"--config.seed={seed}"]
+    if args.model:
+        train.append(f"--config.model.source={args.model}")
+    if args.train:
+        train.append(f"--config.data.path={args.train}")
+    found = {"train": [*train, *args.rest, f"--workdir={run}"]}
+    for part, folder in folders.items():
+        adapter = "none" if part.startswith("start") else trained
+        found[part] = ["-m", "experiments.evaluate", str(run), f"--adapter={adapter}"]
+        found[part] += [f"--tasks={_TASK}", f"--max-new-tokens={_NEW_TOKENS}", f"--out={folder}"]
+        if args.test:
+            found[part].append(f"--data={_TASK}={args.test}")
+        if part.endswith("samples"):
+            found[part] += [f"--samples={_SAMPLES}", f"--limit={_SAMPLED_PROBLEMS}"]
+    return found
+
+
+def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
+    """Runs the parts that are not finished, one process after the other.
+
+    Raises:
+        UserError: a command failed.
+    """
+    run = args.workdir / run_name(arm, seed)
+    folders = evaluation_folders(run, evidence.get_config(arm).model.format)
+    args.workdir.mkdir(parents=True, exist_ok=True)
+    programs = (args.workdir / f"programs-{platform.node()}").resolve()
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    } | dict(os.environ)
+    for part, command in commands(arm, seed, args).items():
+        if part not in args.only:
+            continue
+        if part in folders and _evaluation(folders[part]) is not None:
+            print(f"{part}: is finished", flush=True)
+            continue
+        print(f"{part}: python {shlex.join(command)}", flush=True)
+        code = _run(command, environment)
+        if code:
+            raise UserError(
+                f"{part} of {run} ended with exit code {code}; the same command continues"
+            )
+
+
+def _run(command: list[str], environment: dict[str, str]) -> int:
+    """Runs a command of Python, and passes SIGTERM on to it; returns the exit code."""
+    process = subprocess.Popen([sys.executable, *command], env=environment)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        process.kill()
+        process.wait()
+
+
+# --- What finished runs say ---------------------------------------------------------------------
+
+
+def _evaluation(folder: pathlib.Path) -> dict[str, Any] | None:
+    """The results of an evaluation; None while it is not finished."""
+    path = folder / "results.json"
+    if not path.exists():
+        return None
+    results = json.loads(path.read_text(encoding="utf-8"))
+    return results if "accuracy" in results["tasks"].get(_TASK, {}) else None
+
+
+def well_formed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """The share of completions with the right form, and the accuracy among them, in percent."""
+    formed = [row["correct"] is True for row in rows if row["format"] is True]
+    share = 100 * len(formed) / len(rows)
+    return {"share": share, "accuracy": 100 * sum(formed) / len(formed) if formed else None}
+
+
+def _described(folder: pathlib.Path) -> dict[str, Any] | None:
+    """Figures of an evaluation, in percent."""
+    results = _evaluation(folder)
+    if results is None:
+        return None
+    figures = results["tasks"][_TASK]
+
+    def percent(name: str) -> dict[str, float]:
+        return {bound: 100 * value for bound, value in figures[name].items()}
+
+    kept = [name for name in figures if name.startswith(("pass@", "maj@"))]
+    return {
+        "problems": figures["problems"],
+        "samples": figures["samples"],
+        "max_new_tokens": figures["max_new_tokens"],
+        **{name: percent(name) for name in ("accuracy", *kept)},
+        "well_formed": well_formed(read_jsonl(folder / f"{_TASK}.jsonl")),
+        "finished": 100 * figures["finished"],
+        "mean_tokens": figures["mean_tokens"],
+        "command": without_folders(results["command"]),
+        "git": results["git"],
+        "device": results["device"],
+    }
+
+
+def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """The row of a run in gsm8k.json, and what else is published of it.
+
+    Args:
+        run: the run folder.
+
+    Returns:
+        None while the training or an evaluation that the row needs is not finished.
+    """
+    if RunFolder(run).finished_steps() is None:
+        return None
+    about = describe(run)
+    config = about["config"]
+    folders = evaluation_folders(run, config["model"]["format"])
+    found = {part: _described(folder) for part, folder in folders.items()}
+    if any(found[part] is None for part in _NEEDED):
+        return None
+    end, start, samples = (found[part] or {} for part in ("end", "start", "samples"))
+    metrics = RunFolder(run).metrics
+    steps = read_steps(metrics)
+    summary = json.loads(RunFolder(run).summary.read_text(encoding="utf-8"))
+    row = {
+        "arm": config["preset"],
+        "seed": config["seed"],
+        "learning_rate": config["optimizer"]["learning_rate"],
+        "steps": len(steps),
+        "completions_per_step": config["rollout"]["prompts_per_step"]
+        * config["rollout"]["group_size"],
+        "n": end["problems"],
+        "pass1_start": start["accuracy"]["value"],
+        "pass1_end": end["accuracy"]["value"],
+        "ci95": (end["accuracy"]["high"] - end["accuracy"]["low"]) / 2,
+        "pass16": samples["pass@16"]["value"],
+        "device_minutes": sum(step["step_seconds"] for step in steps) / 60,
+        "main": config["preset"] == evidence.MAIN,
+    }
+    quiet = [step["logprob_diff_mean"] for step in steps if not step["sigma"]]
+    about["held_out_accuracy"] = {
+        str(step): 100 * value for step, value in read_evaluations(metrics).items()
+    }
+    about["largest_mismatch_without_noise"] = max(quiet, default=None)
+    about["sampled_tokens"] = sum(step["rollout_tokens"] for step in steps)
+    about["peak_memory_bytes"] = summary["peak_memory_bytes"]
+    return row, about | {"evaluations": found}
+
+
+def compress_metrics(run: pathlib.Path, path: pathlib.Path) -> None:
+    """Writes metrics.jsonl of a run compressed; the same rows give the same bytes."""
+    data = gzip.compress(RunFolder(run).metrics.read_bytes(), mtime=0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+def read_results(results: pathlib.Path) -> dict[str, Any]:
+    """The content of gsm8k.json, without rows where there is no file yet."""
+    path = results / "gsm8k.json"
+    if not path.exists():
+        return {"rows": [], "runs": {}}
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
+    """Adds the rows of finished runs that have none, and marks the main arm.
+
+    Args:
+        workdir: folder of the run folders.
+        results: folder of gsm8k.json.
+
+    Returns:
+        The names of the runs that got a row.
+    """
+    content, added = read_results(results), []
+    seeds = {run_name(arm, seed): arm for arm in evidence.ARMS for seed in evidence.SEEDS}
+    for name in seeds:
+        if name in content["runs"] or (made := row_of(workdir / name)) is None:
+            continue
+        row, about = made
+        content["rows"].append(row)
+        content["runs"][name] = about
+        compress_metrics(workdir / name, results / "gsm8k" / f"{name}.jsonl.gz")
+        added.append(name)
+    arms = list(evidence.ARMS)
+    content["rows"].sort(key=lambda row: (arms.index(row["arm"]), row["seed"]))
+    for row in content["rows"]:
+        row["main"] = row["arm"] == evidence.MAIN
+    if content["rows"]:
+        results.mkdir(parents=True, exist_ok=True)
+        write_atomic(results / "gsm8k.json", json.dumps(content, indent=1) + "\n")
+    return added
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gsm8k",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--arm", choices=list(evidence.ARMS), help="arm to train")
+    add("--seed", type=int, choices=evidence.SEEDS, default=0, help="seed of the run (default: 0)")
+    add("--collect", action="store_true", help="only add the rows of finished runs")
+    add("--only", default=",".join(PARTS), help=f"parts to run, from {','.join(PARTS)}")
+    add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
+    add("--train", default="", help="JSONL file of training problems (default: the hub's)")
+    add("--test", default="", help="JSONL file of test problems (default: the hub's)")
+    add("--workdir", type=user_path, default=pathlib.Path("runs/evidence"), help="run folders")
+    add("--results", type=user_path, default=RESULTS, help="folder of gsm8k.json")
+    return parser
+
+
+def main() -> None:
+    """Parses the command line, runs the parts, and adds rows."""
+    parser = make_parser()
+    args, args.rest = parser.parse_known_args()
+    args.only = args.only.split(",")
+    unknown = [argument for argument in args.rest if not argument.startswith("--config.")]
+    unknown += [f"--only={part}" for part in args.only if part not in PARTS]
+    if unknown or bool(args.arm) == args.collect:
+        parser.error(f"unknown {unknown[0]}" if unknown else "pass either --arm or --collect")
+    try:
+        if args.arm:
+            run_parts(args.arm, args.seed, args)
+        added = collect(args.workdir, args.results)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    rows = {run_name(row["arm"], row["seed"]): row for row in read_results(args.results)["rows"]}
+    for name in added:
+        print(f"new row {name}: {json.dumps(rows[name])}", flush=True)
+    print(f"{args.results / 'gsm8k.json'}: {len(rows)} rows", flush=True)
+
+
+if __name__ == "__main__":
+    main()

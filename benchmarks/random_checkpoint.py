@@ -1,0 +1,116 @@
+"""A checkpoint of random weights in the shapes of a model, written as fast as the disk takes it."""
+
+import json
+import math
+import pathlib
+from collections.abc import Iterator
+
+import ml_dtypes
+import numpy as np
+
+from qerl_jax.policy.config import ModelConfig, to_hf_config
+from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.staging import staged_folder
+from qerl_jax.weights import names
+from qerl_jax.weights.safetensors import INDEX_FILE
+from qerl_jax.weights.save import QUANTIZATION_CONFIG, SHARD_BYTES
+
+_POOL_BYTES = 32 << 20  # every tensor repeats the bytes of one pool of its kind
+_SIZE = 0.02  # standard deviation of the weights
+
+
+def write_random(
+    folder: pathlib.Path, config: ModelConfig, *, packed: bool, shard_bytes: int = SHARD_BYTES
+) -> int:
+    """Writes a model folder without a tokenizer; it appears complete or not at all.
+
+    Args:
+        folder: target path; must not exist or be an empty folder.
+        config: the architecture.
+        packed: whether the projections are in NVFP4, as compressed-tensors stores them; everything
+            else is in bfloat16.
+        shard_bytes: largest number of tensor bytes in one file.
+
+    Returns:
+        The bytes of all tensors.
+
+    Raises:
+        UserError: the folder exists or cannot be written, for example because the disk is full.
+    """
+    modules = [
+        names.layer_module(layer, projection)
+        for layer in range(config.num_layers)
+        for projection in PROJECTIONS
+    ]
+    shapes = names.expected_shapes(config, packed=modules if packed else ())
+    hf = to_hf_config(config) | {"torch_dtype": "bfloat16"}
+    if packed:
+        hf["quantization_config"] = QUANTIZATION_CONFIG
+    pools, weight_map = _pools(), {}
+    shards = list(_shards(shapes, shard_bytes))
+    with staged_folder(folder) as staged:
+        for number, shard in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_shard(staged / file, shard, pools)
+            weight_map |= dict.fromkeys(shard, file)
+        (staged / "config.json").write_text(json.dumps(hf))
+        (staged / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
+    return sum(_bytes(name, shape) for name, shape in shapes.items())
+
+
+def _pools() -> dict[str, np.ndarray]:
+    """Returns bytes to repeat, by the dtype of safetensors."""
+    rng = np.random.default_rng(0)
+    weights = _SIZE * rng.standard_normal(_POOL_BYTES // 2, np.float32)
+    return {
+        "BF16": weights.astype(ml_dtypes.bfloat16).view(np.uint8),
+        "U8": rng.integers(0, 256, _POOL_BYTES, np.uint8),
+        "F8_E4M3": rng.integers(80, 127, _POOL_BYTES, np.uint8),  # 8 to 448
+        "F32": np.full(1, 180 / _SIZE, np.float32).view(np.uint8),
+    }
+
+
+def _dtype(name: str) -> tuple[str, int]:
+    """Returns the dtype of a tensor in safetensors, and its bytes."""
+    for suffix, dtype, size in (
+        ("weight_packed", "U8", 1),
+        ("weight_scale", "F8_E4M3", 1),
+        ("weight_global_scale", "F32", 4),
+    ):
+        if name.endswith(suffix):
+            return dtype, size
+    return "BF16", 2
+
+
+def _bytes(name: str, shape: tuple[int, ...]) -> int:
+    return math.prod(shape) * _dtype(name)[1]
+
+
+def _shards(shapes: dict[str, tuple[int, ...]], limit: int) -> Iterator[dict]:
+    """Yields the shapes by name of each file."""
+    shard, held = {}, 0
+    for name, shape in shapes.items():
+        size = _bytes(name, shape)
+        if shard and held + size > limit:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = shape
+        held += size
+    yield shard
+
+
+def _write_shard(
+    path: pathlib.Path, shard: dict[str, tuple[int, ...]], pools: dict[str, np.ndarray]
+) -> None:
+    header, end = {}, 0
+    for name, shape in shard.items():
+        begin, end = end, end + _bytes(name, shape)
+        header[name] = {"dtype": _dtype(name)[0], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shard.items():
+            pool = pools[_dtype(name)[0]]
+            for first in range(0, size := _bytes(name, shape), len(pool)):
+                file.write(memoryview(pool)[: size - first])

@@ -1,0 +1,146 @@
+"""Times a run from its command to its verdict: greedy accuracy on GSM8K's test problems.
+
+    uv run --extra cuda python -m benchmarks.speedrun --model=qwen2.5-coder-1.5b.gguf \
+        --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
+
+trains the preset `speedrun` of experiments/configs/evidence.py in a new folder, with the first
+1,000 test problems as its evaluation before the first step and after the last, at 1,024 new tokens.
+The clock runs from the start of this command until the training command has ended, both evaluations
+included. Compiled programs are kept in runs/speedrun/programs: the cache counts as cold where the
+folder is empty. The result goes to benchmarks/results/speedrun.json: that of a warm run, beside
+which `cold` holds the run with a cold cache. Arguments --config.FIELD=VALUE are passed on.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shlex
+import sys
+import time
+from typing import Any
+
+from benchmarks.gsm8k import RESULTS
+from benchmarks.run_summary import describe, timed
+from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.metrics import read_evaluations
+from qerl_jax.run.provenance import without_folders
+
+_CONFIG = "experiments/configs/evidence.py:speedrun"
+_PROBLEMS, _NEW_TOKENS = 1000, 1024
+
+
+def training_command(args: argparse.Namespace, run: pathlib.Path) -> list[str]:
+    """The command that trains and evaluates."""
+    return [
+        *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}"),
+        f"--config.model.source={args.model}",
+        f"--config.data.path={args.train}",
+        f"--config.data.eval_path={args.test}",
+        f"--config.eval.problems={_PROBLEMS}",
+        f"--config.eval.max_new_tokens={_NEW_TOKENS}",
+        *args.rest,
+        f"--workdir={run}",
+    ]
+
+
+def new_folder(workdir: pathlib.Path) -> pathlib.Path:
+    """The next run folder, run-1, run-2, ..., that does not exist."""
+    number = 1
+    while (workdir / f"run-{number}").exists():
+        number += 1
+    return workdir / f"run-{number}"
+
+
+def result_of(run: pathlib.Path, *, seconds: float, cache: str, problems: int) -> dict[str, Any]:
+    """The result of a finished run.
+
+    Args:
+        run: the run folder.
+        seconds: from the command to the verdict.
+        cache: 'warm' or 'cold'.
+        problems: number of test problems.
+
+    Raises:
+        UserError: the run has no evaluation before or after training.
+    """
+    about, found = describe(run), read_evaluations(RunFolder(run).metrics)
+    steps = about["config"]["steps"]
+    if 0 not in found or steps not in found:
+        raise UserError(f"{run} has evaluations after steps {sorted(found)}, not 0 and {steps}")
+    return {
+        "seconds": seconds,
+        "cache": cache,
+        "pass1_start": 100 * found[0],
+        "pass1_end": 100 * found[steps],
+        "n": problems,
+        "device": about["device"]["kind"],
+        "commit": about["git"]["commit"],
+        "command": without_folders(shlex.join(["python", *sys.orig_argv[1:]])),
+        "steps": steps,
+        "training_command": about["command"],
+    }
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """The content of speedrun.json with a new result: the warm run, and `cold` beside it.
+
+    Args:
+        old: the content so far, or {}.
+        new: a result.
+    """
+    by_cache = {old.get("cache"): {k: v for k, v in old.items() if k != "cold"}}
+    by_cache |= {"cold": old["cold"]} if "cold" in old else {}
+    by_cache[new["cache"]] = new
+    if "warm" not in by_cache:
+        return by_cache["cold"]
+    return by_cache["warm"] | ({"cold": by_cache["cold"]} if "cold" in by_cache else {})
+
+
+def main() -> None:
+    """Parses the command line, runs, and writes the result."""
+    began = time.perf_counter()
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.speedrun",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="GGUF file or folder of the model")
+    add("--train", required=True, help="JSONL file of training problems")
+    add("--test", type=user_path, required=True, help="JSONL file of test problems")
+    add("--workdir", type=user_path, default=pathlib.Path("runs/speedrun"), help="run folders")
+    add("--out", type=user_path, default=RESULTS / "speedrun.json", help="JSON file of the result")
+    args, args.rest = parser.parse_known_args()
+    unknown = [argument for argument in args.rest if not argument.startswith("--config.")]
+    if unknown:
+        parser.error(f"unknown argument {unknown[0]}")
+    programs = args.workdir.resolve() / "programs"
+    programs.mkdir(parents=True, exist_ok=True)
+    cache = "warm" if any(programs.iterdir()) else "cold"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    run = new_folder(args.workdir)
+    try:
+        timed(training_command(args, run))
+        seconds = time.perf_counter() - began
+        problems = sum(bool(line.strip()) for line in args.test.read_bytes().splitlines())
+        problems = min(problems, _PROBLEMS)
+        result = result_of(run, seconds=seconds, cache=cache, problems=problems)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(args.out, json.dumps(merged(old, result), indent=2) + "\n")
+    print(
+        f"{result['pass1_start']:.1f} -> {result['pass1_end']:.1f} % of {problems} problems in "
+        f"{seconds:.0f} s ({cache} cache): {args.out}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Arms of a comparison on GSM8K: weights in 16 and 4 bits, with and without noise.
+
+    uv run --extra cuda python -m experiments.grpo_gsm8k \
+        --config=experiments/configs/evidence.py:nvfp4-lora-aqn-kl0.01 --config.seed=0
+    uv run --extra cuda python -m experiments.sweep \
+        --config=experiments/configs/evidence.py:nvfp4-lora    # the arm's grid of learning rates
+
+The model is Qwen2.5-Coder-1.5B-Instruct. Weights and problems come from the hub, or from files:
+`--config.model.source=FILE.gguf --config.data.path=gsm8k_train.jsonl`. All arms have the same
+prompts, seeds, batch, lengths and number of updates; an arm differs in the fields below and in its
+learning rate. The last 473 training problems are held out: they choose the learning rate of an arm
+and the noise. `benchmarks.gsm8k` trains an arm and scores it on test problems before and after.
+
+The name of an arm with noise says how strong it is: `aqn-paper` has the paper's sigmas, and
+`aqn-kl0.01` the sigma that moves the policy by 0.01 nats a token in every stage but the first.
+
+A sweep over `schedules` or `ranks` compares shorter runs.
+
+Results: not run yet.
+"""
+
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from experiments.configs import grpo_gsm8k
+from qerl_jax.errors import UserError
+from qerl_jax.run.sweep import ConfigOverrides, product
+
+HELD_OUT = 473
+SEEDS = (0, 1, 2, 3, 4)
+# The arm with noise that stands for the method, chosen on the held-out problems; "" until then.
+MAIN = ""
+
+_SETTINGS = {
+    "steps": 100,
+    "rollout.max_new_tokens": 512,
+    "eval.every": 50,
+    "eval.problems": HELD_OUT,
+    "eval.max_new_tokens": 1024,
+    "checkpoint.every": 10,
+    "log.tensorboard": False,
+}
+
+
+def _kl(target: float) -> dict[str, Any]:
+    """Noise that moves the policy by the same KL in all stages but the first."""
+    return {"aqn.schedule": "kl", "aqn.kl_target_start": target, "aqn.kl_target_end": target}
+
+
+_OFF = {"aqn.schedule": "off"}
+_BF16 = {"model.format": "bf16"}
+# Arm -> what it changes. The settings are those of the paper, in NVFP4 with its noise.
+ARMS: dict[str, dict[str, Any]] = {
+    "bf16-lora": _BF16 | _OFF,
+    "bf16-lora-aqn": _BF16 | _kl(0.01),
+    "nf4-lora": {"model.format": "nf4"} | _OFF,
+    "nvfp4-lora": _OFF,
+    "nvfp4-lora-aqn-paper": {},
+    "nvfp4-lora-aqn-kl0.003": _kl(0.003),
+    "nvfp4-lora-aqn-kl0.01": _kl(0.01),
+    "nvfp4-lora-aqn-kl0.03": _kl(0.03),
+    "nvfp4-lora-aqn-kl0.01-tis": _kl(0.01) | {"aqn.correction": "tis"},
+    "nvfp4-lora-aqn-kl0.01-noisy-forward": _kl(0.01) | {"aqn.correction": "noisy_forward"},
+    # Controls: exploration without noise. The temperature and the factor of the bonus are to be set
+    # so that the entropy is that of the arm with noise.
+    "nvfp4-lora-temperature": _OFF | {"rollout.temperature": 1.1},
+    "nvfp4-lora-entropy": _OFF | {"rl.entropy_coef": 1e-3},
+    "bf16-full": _BF16 | _OFF | {"train.parameters": "full"},
+    # From the start to 65 % in minutes: more steps of one update in place of fewer steps of four.
+    "speedrun": _OFF | {"steps": 60, "rl.updates_per_rollout": 1, "eval.every": 60},
+}
+_RATES, _FULL_RATES = (2e-5, 5e-5, 1e-4), (5e-7, 1e-6, 2e-6)
+# Learning rates of the arms, the best of each arm's grid.
+LEARNING_RATES = dict.fromkeys(ARMS, 5e-5) | {"bf16-full": 1e-6}
+_GRID_SEED = 100  # none of `SEEDS`
+
+_SHORT = {"steps": 50, "eval.every": 50}
+STUDIES: dict[str, list[ConfigOverrides]] = {
+    "schedules": product(
+        {
+            "aqn.schedule": [
+                "off",
+                "constant",
+                "exponential",
+                "linear",
+                "cosine",
+                "logarithmic",
+            ]
+        },
+        {"seed": [0, 1]},
+    ),
+    "ranks": product({"lora.rank": [16, 32, 64]}, {"seed": [0, 1]}),
+}
+
+
+def get_config(preset: str = "nvfp4-lora") -> ConfigDict:
+    """Returns the locked config of an arm or of a study.
+
+    Raises:
+        UserError: there is neither an arm nor a study of this name.
+    """
+    if preset not in ARMS and preset not in STUDIES:
+        raise UserError(
+            f"unknown arm {preset!r}: choose from {', '.join(ARMS)}; or, for a sweep, from "
+            f"{', '.join(STUDIES)}"
+        )
+    config = grpo_gsm8k.get_config("qwen2.5-coder-1.5b")
+    config.update_from_flattened_dict(_SETTINGS)
+    if preset in STUDIES:
+        config.update_from_flattened_dict(_SHORT)
+    else:
+        config.update_from_flattened_dict(ARMS[preset])
+    config.optimizer.learning_rate = LEARNING_RATES.get(preset, LEARNING_RATES["nvfp4-lora"])
+    config.preset = preset
+    return config
+
+
+def get_sweep(preset: str = "nvfp4-lora") -> list[ConfigOverrides]:
+    """Returns the runs of a study, or the grid of learning rates of an arm."""
+    if preset in STUDIES:
+        return STUDIES[preset]
+    rates = _FULL_RATES if ARMS[preset].get("train.parameters") == "full" else _RATES
+    return product({"optimizer.learning_rate": list(rates)}, {"seed": [_GRID_SEED]})

@@ -1,0 +1,262 @@
+"""Runs as one page for a browser: it holds all it shows and asks nothing of the network.
+
+Text of a model reaches the page as JSON in an element that browsers do not execute, and the page's
+own script shows it as text. The page's policy allows that script by its digest, and nothing else.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
+from qerl_jax.run.atomic import write_atomic
+from qerl_jax.show.text import visible
+from qerl_jax.show.view import Condition, View, curves, is_number, parts_of
+
+LIMIT_BYTES = 20_000_000
+_HERE = Path(__file__).parent
+_POINTS = 400  # of a curve; of a longer one each point is the mean of several steps
+_MARGIN_BYTES = 10_000  # for a run's names and notes
+# A completion longer than this is shortened before whole steps are left out.
+_LONGEST_TEXT = 20_000
+_NO_STEP = "<p>no step is logged yet</p>"
+_FIRST_LINES = "<!doctype html>\n<!-- Written by experiments.show. -->\n"
+_COLORS = ("#2166ac", "#d6604d", "#1b7837", "#9970ab", "#bf812d", "#35978f", "#c51b7d", "#4d4d4d")
+
+
+def page(
+    views: Sequence[View],
+    *,
+    conditions: Sequence[Condition] = (),
+    steps: tuple[int, int] | None = None,
+    limit: int = 0,
+    limit_bytes: int = LIMIT_BYTES,
+) -> str:
+    """The page of runs, as HTML.
+
+    Args:
+        views: the runs, side by side.
+        conditions: what completions must fulfill; the page can filter further.
+        steps: first and last step whose completions are shown; None is all.
+        limit: largest number of completions of a step; 0 is all.
+        limit_bytes: largest size of the page as UTF-8. To stay below it, completions are
+            shortened and then whole steps are left out, and the page says so.
+    """
+    style, script = (_HERE.joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    figures = "".join(_figure(key, views) for key in curves(views))
+    fixed = len((style + script + figures).encode()) + _MARGIN_BYTES * len(views)
+    runs, notes = _completions(views, conditions, steps, limit, limit_bytes - fixed)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    title = html.escape(visible(", ".join(view.name for view in views)))
+    heads = "".join(_head(number, view) for number, view in enumerate(views))
+    told = "".join(f"<p class=note>{html.escape(visible(note))}</p>" for note in notes)
+    return (
+        f'{_FIRST_LINES}<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{style}</style></head>\n<body>"
+        f"<header><h1>{title}</h1>{heads}</header>\n"
+        f"<main><details open><summary><h2>Curves</h2></summary>"
+        f"<div class=curves>{figures or _NO_STEP}</div></details>\n"
+        f"<h2>Completions</h2>{told}<noscript><p>Completions need JavaScript.</p></noscript>"
+        "<form id=controls hidden></form><div id=completions></div></main>\n"
+        f'<script type="application/json" id="data">{_script_safe(runs)}</script>\n'
+        f"<script>{script}</script></body></html>\n"
+    )
+
+
+def write_page(path: str, views: Sequence[View], **options: Any) -> Path:
+    """Writes the page of runs into a file, and returns its path.
+
+    Args:
+        path: the file. Only a page that this function wrote is replaced.
+        views: the runs.
+        **options: as `page` takes them.
+
+    Raises:
+        UserError: the file holds something else, or cannot be written.
+    """
+    target = user_path(path)
+    try:
+        if target.exists():
+            with target.open("rb") as file:
+                ours = file.read(len(_FIRST_LINES)) == _FIRST_LINES.encode()
+            if not ours:
+                raise UserError(f"--html={path} exists and is not such a page; choose another name")
+        write_atomic(target, page(views, **options))
+    except OSError as error:
+        raise UserError(f"--html={path} cannot be written: {error.strerror}") from error
+    return target
+
+
+def _head(number: int, view: View) -> str:
+    model = view.config.get("model", {})
+    facts = f"{model.get('source')} in {model.get('format')}, seed {view.config.get('seed')}"
+    color = _COLORS[number % len(_COLORS)]
+    return (
+        f'<p><span class=key style="background:{color}"></span>'
+        f"<b>{html.escape(visible(view.name))}</b> {html.escape(visible(view.state))}; "
+        f"{html.escape(visible(facts))}</p>"
+    )
+
+
+# --- Completions ---------------------------------------------------------------------------------
+
+
+def _completions(
+    views: Sequence[View],
+    conditions: Sequence[Condition],
+    steps: tuple[int, int] | None,
+    limit: int,
+    room: int,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The completions that fit, by run and step, and notes on what is not there."""
+    found: list[dict[int, list[dict[str, Any]]]] = []
+    for view in views:
+        by_step: dict[int, list[dict[str, Any]]] = {}
+        for sample in view.completions:
+            inside = steps is None or steps[0] <= sample["step"] <= steps[1]
+            if inside and all(condition.holds(sample) for condition in conditions):
+                group = by_step.setdefault(sample["step"], [])
+                if not limit or len(group) < limit:
+                    group.append(_plain(sample))
+        found.append(by_step)
+    notes = [_note(view) for view in views if view.completions]
+    if conditions:
+        told = " and ".join(f"{c.name} {c.comparison} {c.value:g}" for c in conditions)
+        notes.append(f"Only completions with {told} are on this page.")
+    logged = sorted({step for by_step in found for step in by_step})
+    if not logged:
+        notes.append("No completions to show: --config.log.completions=N logs N of each step.")
+    kept = logged
+    if _size(found, kept) > room:
+        shortened = sum(_shorten(s) for by_step in found for g in by_step.values() for s in g)
+        if shortened:
+            notes.append(
+                f"{shortened} completions or prompts are cut after {_LONGEST_TEXT:,} characters to "
+                "keep this page small; completions.jsonl holds them whole."
+            )
+    every = 1
+    while kept and _size(found, kept) > room:
+        every *= 2
+        kept = logged[::-1][::every][::-1] if every < len(logged) else []
+    if len(kept) < len(logged):
+        notes.append(
+            f"Completions of {len(logged) - len(kept)} of {len(logged)} steps are left out to keep "
+            "this page small; completions.jsonl holds all, and --step=FROM:TO chooses others."
+        )
+    runs = [
+        {
+            "name": visible(view.name),
+            "color": _COLORS[number % len(_COLORS)],
+            "steps": {str(step): by_step[step] for step in kept if step in by_step},
+        }
+        for number, (view, by_step) in enumerate(zip(views, found, strict=True))
+    ]
+    return runs, notes
+
+
+def _note(view: View) -> str:
+    count = view.config.get("log", {}).get("completions")
+    return (
+        f"{view.name}: the run logged {count} of the {view.sampled} completions of a step; "
+        "--config.log.completions=N logs more."
+    )
+
+
+def _plain(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """A completion as the page needs it: safe texts, and numbers or null."""
+    parts = {visible(k): v if is_number(v) else None for k, v in parts_of(sample).items()}
+    texts = {
+        key: visible(sample[key]) for key in ("prompt", "completion", "answer") if key in sample
+    }
+    numbers = {
+        key: sample[key] if is_number(sample[key]) else None
+        for key in ("reward", "advantage", "tokens")
+        if key in sample
+    }
+    done = {"finished": bool(sample["finished"])} if "finished" in sample else {}
+    return texts | numbers | done | {"parts": parts}
+
+
+def _shorten(sample: dict[str, Any]) -> int:
+    """Cuts the long texts of a completion, and returns their number."""
+    long = [k for k in ("prompt", "completion", "answer") if len(sample.get(k, "")) > _LONGEST_TEXT]
+    for key in long:
+        sample[key] = sample[key][:_LONGEST_TEXT] + " ..."
+    return len(long)
+
+
+def _size(found: Sequence[Mapping[int, list[dict[str, Any]]]], steps: Sequence[int]) -> int:
+    chosen = [[by_step[step] for step in steps if step in by_step] for by_step in found]
+    return len(_script_safe(chosen).encode()) + 20 * len(steps) * len(found)
+
+
+def _script_safe(value: Any) -> str:
+    """JSON that may stand in an element `script`: no text in it can end the element."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+# --- Curves --------------------------------------------------------------------------------------
+
+_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 360, 170, 52, 20, 10
+
+
+def _figure(key: str, views: Sequence[View]) -> str:
+    """A metric of all runs over the steps, as SVG."""
+    series = [_thinned(view.series(key)) for view in views]
+    points = [point for one in series for point in one]
+    low, high = min(v for _, v in points), max(v for _, v in points)
+    first, last = min(s for s, _ in points), max(s for s, _ in points)
+
+    def place(step: float, value: float) -> tuple[float, float]:
+        x = (step - first) / (last - first) if last > first else 0.5
+        y = (value - low) / (high - low) if high > low else 0.5
+        inner = _HEIGHT - _BOTTOM - _TOP
+        return _LEFT + x * (_WIDTH - _LEFT - 8), _TOP + (1 - y) * inner
+
+    lines = []
+    for number, one in enumerate(series):
+        color = _COLORS[number % len(_COLORS)]
+        placed = [place(*point) for point in one]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
+        if len(placed) > 1:
+            lines.append(f'<polyline points="{path}" stroke="{color}"/>')
+        if len(placed) <= 40:
+            lines += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y in placed
+            ]
+    axis = f"M{_LEFT},{_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - 8}"
+    labels = [
+        (_LEFT - 4, _TOP + 4, "end", f"{high:.3g}"),
+        (_LEFT - 4, _HEIGHT - _BOTTOM, "end", f"{low:.3g}" if high > low else ""),
+        (_LEFT, _HEIGHT - 5, "start", f"step {first:.0f}"),
+        (_WIDTH - 8, _HEIGHT - 5, "end", f"{last:.0f}" if last > first else ""),
+    ]
+    texts = "".join(
+        f'<text x="{x}" y="{y}" text-anchor="{anchor}">{text}</text>'
+        for x, y, anchor, text in labels
+    )
+    name = html.escape(visible(key))
+    return (
+        f'<figure><figcaption>{name}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" '
+        f'aria-label="{name}"><path d="{axis}"/>{"".join(lines)}{texts}</svg></figure>'
+    )
+
+
+def _thinned(series: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+    """At most `_POINTS` points, each the mean of as many steps as needed."""
+    size = -(-len(series) // _POINTS) or 1
+    groups = [series[start : start + size] for start in range(0, len(series), size)]
+    return [
+        (statistics.fmean(s for s, _ in group), statistics.fmean(v for _, v in group))
+        for group in groups
+    ]

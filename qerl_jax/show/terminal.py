@@ -1,0 +1,182 @@
+"""Runs on a plain terminal: curves of block characters, then completions step by step."""
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from qerl_jax.run.terminal import format_row
+from qerl_jax.show.text import pad, visible, width, wrap
+from qerl_jax.show.view import Condition, View, curves, is_number, parts_of
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_ASCII = " .:-=+*#%"
+_GAP = " | "
+_LABEL = 26  # columns of the name of a curve
+
+
+def show(
+    views: Sequence[View],
+    write: Callable[[str], object],
+    *,
+    steps: tuple[int, int] | None,
+    conditions: Sequence[Condition] = (),
+    limit: int = 0,
+    columns: int = 80,
+    unicode: bool = True,
+) -> None:
+    """Writes the curves of runs and the completions of some steps.
+
+    Args:
+        views: the runs; two are shown side by side, more below each other.
+        write: receives each line.
+        steps: first and last step whose completions are shown; None is the last step that has any.
+        conditions: what completions must fulfill.
+        limit: largest number of completions of a step; 0 is all.
+        columns: width of the terminal.
+        unicode: whether the terminal can show block characters.
+    """
+    for view in views:
+        model, preset = view.config.get("model", {}), view.config.get("preset", "")
+        write(visible(f"{view.name}: {view.state}"))
+        write(visible(f"  {model.get('source')} in {model.get('format')}, preset {preset}"))
+    write("")
+    for line in _curve_lines(views, columns, _BLOCKS if unicode else _ASCII):
+        write(line)
+    logged = sorted({step for view in views for step in view.steps()})
+    if not logged:
+        write("no completions are logged" + _advice(views))
+        return
+    first, last = steps or (logged[-1], logged[-1])
+    chosen = [step for step in logged if first <= step <= last]
+    if not chosen:
+        write(f"no completions in the steps {first} to {last}; {_steps_with_completions(logged)}")
+        return
+    shown = 0
+    for step in chosen:
+        shown += _show_step(views, write, step, conditions, limit, columns)
+    if conditions and not shown:
+        write("no completion fulfills --where in these steps")
+    if steps is None and len(logged) > 1:
+        write(
+            f"--step=N, --step=FROM:TO and --step=all show more: {_steps_with_completions(logged)}"
+        )
+    write("a step shows the completions that the run logged" + _advice(views))
+
+
+def _steps_with_completions(logged: Sequence[int]) -> str:
+    return f"{len(logged)} steps from {logged[0]} to {logged[-1]} have completions"
+
+
+def _advice(views: Sequence[View]) -> str:
+    counts = [view.config.get("log", {}).get("completions") for view in views]
+    sampled = [view.sampled for view in views]
+    told = ", ".join(f"{count} of {total}" for count, total in zip(counts, sampled, strict=True))
+    return f" ({told} of a step); --config.log.completions=N logs more"
+
+
+def _curve_lines(views: Sequence[View], columns: int, blocks: str) -> list[str]:
+    """A line for each metric and run: first and last value, and the curve."""
+    lines, keys = [], curves(views)
+    end = max((step for view in views for key in keys for step, _ in view.series(key)), default=0)
+    for key in keys:
+        series = [view.series(key) for view in views]
+        values = [value for one in series for _, value in one]
+        low, high = min(values), max(values)
+        for number, one in enumerate(series):
+            name = visible(key if len(views) == 1 else f"{key} ({number + 1})")
+            told = f"{_number(one[0][1])} -> {_number(one[-1][1])}" if one else "not logged"
+            head = f"{pad(name, _LABEL)} {pad(told, 20)} "
+            room = max(8, columns - width(head) - 1)
+            lines.append((head + _bars(one, end, room, (low, high), blocks)).rstrip())
+    if len(views) > 1 and lines:
+        names = ", ".join(f"({number}) {visible(v.name)}" for number, v in enumerate(views, 1))
+        lines.append(f"runs: {names}")
+    return [*lines, ""] if lines else ["no step is logged yet", ""]
+
+
+def _bars(
+    series: Sequence[tuple[int, float]],
+    end: int,
+    columns: int,
+    limits: tuple[float, float],
+    blocks: str,
+) -> str:
+    """A character for each range of steps: the mean of its values; a space without values."""
+    columns = min(columns, end + 1)
+    found: dict[int, list[float]] = {}
+    for step, value in series:
+        found.setdefault(step * columns // (end + 1), []).append(value)
+    low, high = limits
+    text = ""
+    for column in range(columns):
+        if column in found:
+            level = (statistics.fmean(found[column]) - low) / (high - low) if high > low else 0.5
+            text += blocks[1 + min(7, int(level * 8))]
+        else:
+            text += " "
+    return text
+
+
+def _show_step(
+    views: Sequence[View],
+    write: Callable[[str], object],
+    step: int,
+    conditions: Sequence[Condition],
+    limit: int,
+    columns: int,
+) -> int:
+    """Writes the completions of a step, and returns their number."""
+    chosen = []
+    for view in views:
+        samples = [
+            sample
+            for sample in view.completions
+            if sample["step"] == step and all(c.holds(sample) for c in conditions)
+        ]
+        chosen.append(samples[: limit or None])
+    count = sum(map(len, chosen))
+    if conditions and not count:
+        return 0
+    for view in views:
+        for row in view.rows:
+            if row["step"] == step:
+                write(format_row(row, view.config.get("steps") or step))
+    if len(views) == 2:
+        room = max(20, (columns - len(_GAP)) // 2)
+        for left, right in itertools.zip_longest(*chosen):
+            blocks = [_block(sample, step, room) if sample else [] for sample in (left, right)]
+            for one, other in itertools.zip_longest(*blocks, fillvalue=""):
+                write(f"{pad(one, room)}{_GAP}{other}".rstrip())
+            write("")
+        return count
+    for view, samples in zip(views, chosen, strict=True):
+        if len(views) > 1 and samples:
+            write(f"=== {visible(view.name)}")
+        for sample in samples:
+            for line in _block(sample, step, columns):
+                write(line)
+            write("")
+    return count
+
+
+def _block(sample: Mapping[str, Any], step: int, columns: int) -> list[str]:
+    """The lines of a completion: its rewards, prompt, text and expected answer."""
+    parts = ", ".join(f"{name} {_number(value)}" for name, value in parts_of(sample).items())
+    facts = [f"--- step {step}: reward {_number(sample.get('reward'))} ({parts})"]
+    if is_number(sample.get("advantage")):
+        facts.append(f"advantage {sample['advantage']:+.3f}")
+    if is_number(sample.get("tokens")):
+        facts.append(f"{sample['tokens']} tokens")
+    if "finished" in sample:
+        facts.append("finished" if sample["finished"] else "cut off")
+    lines = wrap(visible(", ".join(facts)), columns)
+    for title in ("prompt", "completion", "answer"):
+        if title in sample:
+            lines.append(f"{title}:")
+            lines += [f"  {line}" for line in wrap(visible(sample[title]), columns - 2)]
+    return lines
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if is_number(value) else "-"

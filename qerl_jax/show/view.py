@@ -1,0 +1,215 @@
+"""What there is to see in run folders: rows, curves and completions.
+
+Nothing is written and no lock is taken, so a run may train in the meantime.
+"""
+
+import dataclasses
+import json
+import math
+import operator
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeGuard
+
+from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.metrics import read_evaluations, read_steps
+
+# The curves, in their order; the parts of the reward come after 'reward'.
+_CURVES = (
+    "accuracy",
+    "eval_accuracy",
+    "entropy",
+    "length",
+    "finished",
+    "sigma",
+    "noise_kl",
+    "kl",
+    "loss",
+    "grad_norm",
+    "logprob_diff_mean",
+    "step_seconds",
+    "rollout_tokens_per_second",
+)
+_COMPARISONS = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+    "=": operator.eq,
+}
+_CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>|=)\s*(\S+)\s*")
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """What a run folder shows at one moment.
+
+    Attributes:
+        name: name of the folder, or its path where several folders have the same name.
+        config: the resolved config.
+        rows: rows of the steps.
+        evaluations: greedy accuracy by step; step 0 is before training.
+        completions: logged completions, in the order of the steps.
+        finished: whether the run has taken its steps.
+        age: seconds since the last row was written; None before the first one.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+    evaluations: Mapping[int, float]
+    completions: Sequence[Mapping[str, Any]]
+    finished: bool
+    age: float | None
+
+    @property
+    def state(self) -> str:
+        """How far the run is, such as '12 of 30 steps, last row 8 s ago'."""
+        done = max((row["step"] for row in self.rows), default=0)
+        if self.finished:
+            return f"finished after {done} steps"
+        text = f"{done} of {self.config.get('steps', '?')} steps"
+        return text if self.age is None else f"{text}, last row {_ago(self.age)} ago"
+
+    @property
+    def sampled(self) -> int | None:
+        """Number of completions that a step samples at least; None where the config lacks it."""
+        rollout = self.config.get("rollout", {})
+        try:
+            return int(rollout["prompts_per_step"] * rollout["group_size"])
+        except (KeyError, TypeError):
+            return None
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """Step and value of a metric, where it was logged and is a finite number."""
+        if key == "eval_accuracy":
+            pairs: Iterable[tuple[int, Any]] = sorted(self.evaluations.items())
+        else:
+            pairs = ((row["step"], row.get(key)) for row in self.rows)
+        return [(step, float(value)) for step, value in pairs if is_number(value)]
+
+    def steps(self) -> list[int]:
+        """The steps with logged completions."""
+        return sorted({sample["step"] for sample in self.completions})
+
+
+def open_views(paths: Iterable[str]) -> list[View]:
+    """Reads run folders.
+
+    Raises:
+        UserError: a path is not a run folder, or a file in it is damaged.
+    """
+    folders = [RunFolder(user_path(path)) for path in paths]
+    names = [folder.path.resolve().name for folder in folders]
+    return [
+        _open(folder, name if names.count(name) == 1 else str(folder.path))
+        for folder, name in zip(folders, names, strict=True)
+    ]
+
+
+def _open(folder: RunFolder, name: str) -> View:
+    try:
+        saved = json.loads(folder.config.read_bytes())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder.path} is not a run folder: {folder.config.name} cannot be read"
+        ) from error
+    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+        raise UserError(f"{folder.path} is not a run folder: no run wrote {folder.config.name}")
+    logged, texts = folder.metrics.exists(), folder.completions.exists()
+    return View(
+        name=name,
+        config=saved["config"],
+        rows=_with_step(read_steps(folder.metrics)) if logged else [],
+        evaluations=read_evaluations(folder.metrics) if logged else {},
+        completions=_with_step(read_jsonl(folder.completions)) if texts else [],
+        finished=folder.summary.exists(),
+        age=time.time() - folder.metrics.stat().st_mtime if logged else None,
+    )
+
+
+def _with_step(rows: Iterable[Any]) -> list[dict[str, Any]]:
+    """The rows in the order of their steps, without what no run writes."""
+    found = [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
+    return sorted(found, key=lambda row: row["step"])
+
+
+def curves(views: Sequence[View]) -> list[str]:
+    """The names of the metrics of which a run has a value, in the order in which they are shown."""
+    logged = dict.fromkeys(key for view in views for row in view.rows for key in row)
+    parts = [key for key in logged if key.startswith("reward/")]
+    return [key for key in ("reward", *parts, *_CURVES) if any(view.series(key) for view in views)]
+
+
+def parts_of(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """The rewards of a completion by name, without the weighted sum `reward`."""
+    return {
+        key.removeprefix("reward/"): value
+        for key, value in sample.items()
+        if key.startswith("reward/")
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """A condition on completions.
+
+    Attributes:
+        name: 'reward', the name of a reward, or another number of a completion such as 'tokens'.
+        comparison: '<', '<=', '>', '>=' or '='.
+        value: the number to compare with.
+    """
+
+    name: str
+    comparison: str
+    value: float
+
+    def holds(self, sample: Mapping[str, Any]) -> bool:
+        """Whether a completion fulfills it; one without the number does not."""
+        found = (parts_of(sample) | dict(sample)).get(self.name)
+        return is_number(found) and _COMPARISONS[self.comparison](float(found), self.value)
+
+
+def read_condition(text: str, views: Sequence[View]) -> Condition:
+    """Reads a condition such as 'correctness<1'.
+
+    Raises:
+        UserError: it has another form, or no completion has a number of this name.
+    """
+    found = _CONDITION.fullmatch(text)
+    try:
+        value = float(found[3]) if found else math.nan
+    except ValueError:
+        value = math.nan
+    if found is None or math.isnan(value):
+        raise UserError(
+            f"--where={text}: write a name, a comparison and a number, such as "
+            "--where='correctness<1' or --where='reward>=0.5'"
+        )
+    names = dict.fromkeys(
+        name
+        for view in views
+        for sample in view.completions
+        for name, number in (dict(sample) | parts_of(sample)).items()
+        if is_number(number) and not name.startswith("reward/")
+    )
+    if names and found[1] not in names:
+        raise UserError(
+            f"--where={text}: completions have no number {found[1]!r}; they have {', '.join(names)}"
+        )
+    return Condition(found[1], found[2], value)
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value of a row is a finite number; null and NaN are missing values."""
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{max(0.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

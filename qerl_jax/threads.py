@@ -1,0 +1,69 @@
+"""Work in threads: items that take memory, and times that overlap."""
+
+import concurrent.futures
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+
+def available_cores() -> int:
+    """Returns the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def run_within[Item, Result](
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+    *,
+    size: Callable[[Item], int],
+    limit: int,
+    threads: int,
+) -> Iterator[tuple[Item, Result]]:
+    """Yields each item with function(item), computed in threads, in the order in which they end.
+
+    An item starts when the sizes of all items at work are within the limit together with its own;
+    one that is larger than the limit works alone. Items start in their order.
+
+    Args:
+        function: function from an item to its result.
+        items: the items.
+        size: the bytes that an item holds while it is at work.
+        limit: bytes that all items at work hold at most.
+        threads: number of items that work at the same time at most.
+
+    Raises:
+        Exception: the exception of the first item that fails; items that have not started do not
+            start any more, and those at work are awaited.
+    """
+    working: dict[concurrent.futures.Future[Result], Item] = {}
+
+    def ended() -> Iterator[tuple[Item, Result]]:
+        done, _ = concurrent.futures.wait(working, return_when="FIRST_COMPLETED")
+        for future in [future for future in working if future in done]:
+            item = working.pop(future)
+            yield item, future.result()
+
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            while working and (
+                len(working) == threads or sum(map(size, working.values())) + size(item) > limit
+            ):
+                yield from ended()
+            working[pool.submit(function, item)] = item
+        while working:
+            yield from ended()
+
+
+def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
+    """Returns the length of the union of time spans, so that an instant counts once.
+
+    Args:
+        spans: beginning and end of each span, in seconds.
+    """
+    seconds, reached = 0.0, -math.inf
+    for begin, end in sorted(spans):
+        seconds += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return seconds

@@ -1,0 +1,204 @@
+"""How a run begins: it starts anew, or goes on from its latest checkpoint."""
+
+import dataclasses
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from qerl_jax.data import HELD_OUT, Cursor
+from qerl_jax.data import fingerprint as problems_fingerprint
+from qerl_jax.errors import UserError
+from qerl_jax.live_line import LiveLine
+from qerl_jax.policy.kl_control import SigmaState
+from qerl_jax.rl.train_step import init_state
+from qerl_jax.run.checkpoints import Checkpoints
+from qerl_jax.run.compilations import Compilations
+from qerl_jax.run.folder import OpenRun, record_places
+from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
+from qerl_jax.run.signals import StoppedError
+from qerl_jax.sharding import replicated
+from qerl_jax.training.init_from import begin_from, with_reference
+from qerl_jax.training.setup import Setup
+from qerl_jax.training.start import check_reference, first_trainable
+from qerl_jax.training.step import Progress
+
+
+@dataclasses.dataclass
+class Run:
+    """A run while it trains.
+
+    Attributes:
+        setup: the parts that do not change.
+        folder: the open run folder.
+        checkpoints: saves `progress`.
+        log: writes the rows of metrics.
+        received: signals that ask the run to stop.
+        progress: the part that the steps change.
+        evaluations: greedy accuracy by step, as logged; step 0 is before training.
+        fingerprints: digests of the training and the held-out problems.
+        compilations: what was compiled since the last row of metrics.
+        live: the line of progress on the terminal.
+        written: step of the adapter that this process wrote last, -1 before the first one.
+        drawn: when the curves were drawn last, or the run began, by `time.monotonic`.
+    """
+
+    setup: Setup
+    folder: OpenRun
+    checkpoints: Checkpoints
+    log: MetricsLog
+    received: list[int]
+    progress: Progress
+    evaluations: dict[int, float]
+    fingerprints: dict[str, str]
+    compilations: Compilations
+    live: LiveLine = dataclasses.field(default_factory=LiveLine)
+    written: int = -1
+    drawn: float = dataclasses.field(default_factory=time.monotonic)
+
+    def stop_if_asked(self) -> None:
+        """Raises a StoppedError once a signal has arrived."""
+        if self.received:
+            raise StoppedError(self.received[0])
+
+
+def begin(
+    setup: Setup,
+    folder: OpenRun,
+    checkpoints: Checkpoints,
+    log: MetricsLog,
+    received: list[int],
+    compilations: Compilations,
+) -> Run:
+    """Starts a run, or restores the latest checkpoint and drops the rows after it."""
+    restored = checkpoints.restore_latest(setup.state_shapes)
+    fingerprints = _fingerprints(setup)
+    if restored is None:
+        log.truncate(-1)
+        folder.best.unlink(missing_ok=True)
+        if setup.config.init_from:
+            setup, progress = begin_from(setup, folder, fingerprints)
+        else:
+            trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
+            state = init_state(trainable, setup.optimizer)
+            progress = Progress(step=0, state=state, cursor=Cursor())
+        # Committed to its devices, as a restored state is: both compile to the same programs.
+        state = replicated(progress.state, setup.mesh)
+        progress = dataclasses.replace(progress, state=state)
+    else:
+        setup = with_reference(setup, folder)
+        step, state, meta = restored
+        if meta["fingerprint"] != setup.model.fingerprint:
+            raise UserError(
+                f"the weights of {setup.config.model.source} are not the weights that this run "
+                "began with; restore them or pass another --workdir"
+            )
+        check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
+        _check_problems(setup.config, meta.get("problems", {}), fingerprints)
+        _check_moved(folder, meta)
+        _truncate_log(log, folder, step, meta.get("unlogged"))
+        print(f"resuming after step {step}", flush=True)
+        noise = SigmaState(**meta.get("noise", {}))
+        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]), noise=noise)
+    evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
+    if folder.moved:
+        record_places(folder, setup.config)
+    run = Run(
+        setup,
+        folder,
+        checkpoints,
+        log,
+        received,
+        progress,
+        evaluations,
+        fingerprints,
+        compilations,
+    )
+    if setup.config.init_from and restored is None:
+        save_checkpoint(run)
+        checkpoints.wait()  # From here on the run needs nothing of the other one.
+    return run
+
+
+def save_checkpoint(run: Run) -> None:
+    """Saves a checkpoint of a run in the background.
+
+    Raises:
+        UserError: no disk space, or the previous save failed.
+    """
+    run.checkpoints.save(
+        run.progress.step,
+        run.progress.state,
+        {
+            "cursor": dataclasses.asdict(run.progress.cursor),
+            "noise": dataclasses.asdict(run.progress.noise),
+            "fingerprint": run.setup.model.fingerprint,
+            "reference": run.setup.reference_fingerprint,
+            "problems": run.fingerprints,
+        },
+    )
+
+
+def _check_moved(folder: OpenRun, meta: Mapping[str, Any]) -> None:
+    """Refuses another place of the problems where the checkpoint cannot tell whether they agree."""
+    moved = [field for field in folder.moved if field.startswith("data.")]
+    if moved and "problems" not in meta:
+        raise UserError(
+            f"{folder.path} holds a run of another config ({', '.join(moved)}), and its checkpoint "
+            "is of an earlier version without a fingerprint of the problems; restore these values "
+            "or pass another --workdir"
+        )
+
+
+def _truncate_log(
+    log: MetricsLog, folder: OpenRun, step: int, unlogged: tuple[dict, list[dict]] | None
+) -> None:
+    """Drops the rows after a step.
+
+    Args:
+        log: the rows of the run.
+        folder: the run folder.
+        step: the step of the restored checkpoint.
+        unlogged: row and samples of the step in a checkpoint of an earlier version, which logged a
+            step after its evaluation and was stopped in the evaluation; else None. Once the step is
+            logged, its row stays: it may hold the evaluation, which a longer run does not repeat.
+    """
+    rows = read_steps(folder.metrics) if unlogged and folder.metrics.exists() else []
+    if not unlogged or any(row["step"] == step for row in rows):
+        log.truncate(step)
+        return
+    log.truncate(step - 1)
+    row, samples = unlogged
+    log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
+    log.write_completions(step, samples)
+
+
+def _fingerprints(setup: Setup) -> dict[str, str]:
+    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
+    return {
+        split: problems_fingerprint(prompt.problem for prompt in found)
+        for split, found in prompts.items()
+    }
+
+
+def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Refuses problems that are not the problems of a checkpoint.
+
+    Args:
+        config: the resolved config.
+        saved: fingerprints of the problems by split when the checkpoint was saved; empty in a
+            checkpoint of an earlier version, whose problems are not compared.
+        found: fingerprints of the problems of this start.
+    """
+    source = config.data.path or config.data.source
+    eval_source = config.data.eval_path or config.data.eval_source
+    for split, name, place in (
+        ("train", "training", source),
+        ("eval", "evaluation", source if eval_source in ("", HELD_OUT) else eval_source),
+    ):
+        if saved.get(split, found[split]) != found[split]:
+            raise UserError(
+                f"the {name} problems of {place} are not the problems that this run began with; "
+                "restore them, or pass another --workdir to begin a run with the new ones"
+            )

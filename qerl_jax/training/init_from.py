@@ -1,0 +1,226 @@
+"""A new run that begins where another one is: `init_from` of the config.
+
+The new run takes the other's adapter, optimizer state and position in the data, and counts its own
+steps from 0. All of it lies in its own folder before it trains, so the other run may vanish. The
+other run is only read, whether it is finished, stopped or under way.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from qerl_jax.data import Cursor
+from qerl_jax.errors import UserError
+from qerl_jax.paths import user_path
+from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.trainable import current_policy
+from qerl_jax.rl.train_step import TrainState, init_state
+from qerl_jax.run.checkpoints import read_latest
+from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_origin
+from qerl_jax.sharding import replicated
+from qerl_jax.training.setup import Setup
+from qerl_jax.training.start import fingerprint_of
+from qerl_jax.training.step import Progress
+from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
+
+BEST = ":best"
+# The fields that say what the trained parameters are. A scale of the adapter is one of them:
+# another one would be another policy.
+_SAME = (
+    "model.format",
+    "lora.rank",
+    "lora.alpha",
+    "lora.rslora",
+    "lora.targets",
+    "train.parameters",
+)
+
+
+def check_origin(config: ConfigDict) -> None:
+    """Refuses a run to begin from that does not fit the config, before a model is loaded.
+
+    Args:
+        config: the resolved config; without `init_from` nothing is checked.
+
+    Raises:
+        UserError: the run cannot be read, has nothing to begin from, or trains other parameters.
+    """
+    if not config.init_from:
+        return
+    folder, best = _origin(config.init_from)
+    saved = _saved_config(folder)
+    old, new = flatten(saved), flatten(config_dict(config))
+    changed = {name: (old.get(name), new[name]) for name in _SAME if old.get(name) != new[name]}
+    if new["train.parameters"] == "full":
+        changed = {name: v for name, v in changed.items() if not name.startswith("lora.")}
+    if changed:
+        said = ", ".join(
+            f"{name}: {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in changed.items()
+        )
+        raise UserError(
+            f"init_from={config.init_from}: the run trains other parameters ({said}); keep these "
+            "fields, or begin without its adapter"
+        )
+    if config.train.parameters == "full" and (best or config.rl.kl_coef):
+        what = BEST if best else f"rl.kl_coef={config.rl.kl_coef}"
+        raise UserError(
+            f"init_from={config.init_from} with train.parameters='full' and {what}: a run begins "
+            f"so from the model alone, --config.model.source={folder.model(best=best)}"
+        )
+    if best and not folder.adapter(best=True).is_dir():
+        raise UserError(
+            f"init_from={config.init_from}: the run has no best adapter yet; leave out {BEST} to "
+            "begin from its last checkpoint"
+        )
+
+
+def begin_from(
+    setup: Setup, folder: OpenRun, fingerprints: Mapping[str, str]
+) -> tuple[Setup, Progress]:
+    """Begins a run from another one: reads it, says what is taken over, and records the origin.
+
+    Args:
+        setup: the parts of the new run.
+        folder: the folder of the new run.
+        fingerprints: digests of its problems by split.
+
+    Returns:
+        The setup, whose reference policy is the one that training starts from, and the progress
+        before the first step.
+
+    Raises:
+        UserError: the other run has no readable checkpoint, or has another base.
+    """
+    config = setup.config
+    origin, best = _origin(config.init_from)
+    found = read_latest(origin.checkpoints, setup.state_shapes)
+    if found is None:
+        raise UserError(
+            f"init_from={config.init_from}: the run has no checkpoint yet; it writes one every "
+            "checkpoint.every steps and when SIGTERM stops it"
+        )
+    step, state, meta = found
+    if meta["fingerprint"] != setup.model.fingerprint:
+        raise UserError(
+            f"init_from={config.init_from}: the run was trained on other weights than those of "
+            f"{config.model.source}; pass its --config.model.source"
+        )
+    fresh = _why_a_fresh_optimizer(config, _saved_config(origin), best=best)
+    cursor, why = _cursor(setup, origin, meta, fingerprints)
+    if best:
+        path = origin.adapter(best=True)
+        trained = load_peft_adapter(path, setup.model.config, setup.lora_config)
+        step = json.loads(origin.best.read_text(encoding="utf-8"))["step"]
+        state = dataclasses.replace(state, trainable=trained)
+    if fresh:
+        state = init_state(state.trainable, setup.optimizer)
+    state = _at_step_0(state)
+    print(
+        f"beginning from {'the best adapter' if best else 'the checkpoint'} of step {step} of "
+        f"{origin.path}; {fresh or 'its optimizer state goes on'}; {why}",
+        flush=True,
+    )
+    record_origin(
+        folder,
+        {
+            "run": str(origin.path.resolve()),
+            "step": step,
+            "best": best,
+            "optimizer": not fresh,
+            "cursor": dataclasses.asdict(cursor),
+        },
+    )
+    if config.rl.kl_coef:
+        save_peft_adapter(
+            folder.first_adapter,
+            state.trainable,
+            setup.lora_config,
+            base_model=setup.model.source,
+        )
+    return with_reference(setup, folder), Progress(step=0, state=state, cursor=cursor)
+
+
+def with_reference(setup: Setup, folder: RunFolder) -> Setup:
+    """The setup with the reference policy of a run that began from another one.
+
+    It is the policy that training starts from, whose adapter lies in the folder of the run.
+
+    Args:
+        setup: the parts of the run.
+        folder: the run folder.
+
+    Raises:
+        UserError: the adapter cannot be read.
+    """
+    if not (setup.config.init_from and setup.config.rl.kl_coef):
+        return setup
+    start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.lora_config)
+    reference: tuple[dict, Lora | None] = (current_policy(setup.model.params, start), start.lora)
+    if setup.mesh is not None:
+        reference = replicated(reference, setup.mesh)
+    return dataclasses.replace(
+        setup, reference=reference, reference_fingerprint=fingerprint_of(reference)
+    )
+
+
+def _origin(text: str) -> tuple[RunFolder, bool]:
+    """The folder that `init_from` names, and whether it asks for the best adapter."""
+    path = text.removesuffix(BEST)
+    return RunFolder(user_path(path)), path != text
+
+
+def _saved_config(folder: RunFolder) -> dict[str, Any]:
+    try:
+        saved = json.loads(folder.config.read_bytes())
+        return saved["config"] if saved["schedule_steps"] else {}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"init_from={folder.path} is not a run folder: no run wrote {folder.config}"
+        ) from error
+
+
+def _why_a_fresh_optimizer(config: ConfigDict, saved: Mapping[str, Any], *, best: bool) -> str:
+    """Why the state of the optimizer is not taken over; '' if it is."""
+    if best:
+        return "the optimizer starts anew, as its state is that of the last step"
+    old = saved.get("optimizer", {})
+    new = config_dict(config)["optimizer"]
+    changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    if not changed:
+        return ""
+    said = ", ".join(f"optimizer.{name}" for name in changed)
+    return f"the optimizer starts anew, as {said} changed"
+
+
+def _cursor(
+    setup: Setup, origin: RunFolder, meta: Mapping[str, Any], fingerprints: Mapping[str, str]
+) -> tuple[Cursor, str]:
+    """Where the new run begins in its data, and what to say about it."""
+    if meta.get("problems", {}).get("train") != fingerprints["train"]:
+        return Cursor(), "the training problems are others, so they start at the first"
+    if _saved_config(origin).get("seed") != setup.config.seed:
+        return Cursor(), "their order has another seed, so the problems start at the first"
+    return Cursor(**meta["cursor"]), "its position in the problems goes on"
+
+
+def _at_step_0(state: TrainState) -> TrainState:
+    """The state with the schedule of the learning rate at its beginning.
+
+    Adam's own count stays: it corrects the bias of moments that go on.
+    """
+
+    def begin(part: Any) -> Any:
+        if isinstance(part, optax.ScaleByScheduleState):
+            return part._replace(count=jnp.zeros_like(part.count))
+        return part
+
+    schedules = jax.tree.map(
+        begin, state.opt_state, is_leaf=lambda part: isinstance(part, optax.ScaleByScheduleState)
+    )
+    return dataclasses.replace(state, opt_state=schedules, skipped_in_a_row=jnp.int32(0))

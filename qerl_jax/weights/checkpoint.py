@@ -1,0 +1,197 @@
+"""Sources opened for reading: their tensors are checked, and none of them has been read."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+
+import ml_dtypes
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.model_source import locate
+from qerl_jax.policy.config import ModelConfig, from_hf_config
+from qerl_jax.policy.lora import FUSED
+from qerl_jax.weights import gguf, json_file, names, packed, safetensors, tokenizer
+from qerl_jax.weights.tokenizer import Tokenizer
+
+# Tensors that some checkpoints store and that the policy does not use.
+_IGNORED = (".rotary_emb.inv_freq", *packed.UNUSED)
+_CHUNK_ROWS = 4096  # rows of the head that are compared at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A source opened for reading: its tensors fit the architecture, and none has been read yet.
+
+    Attributes:
+        path: the folder or .gguf file.
+        source: the name that exports write as base_model_name_or_path.
+        config: the architecture.
+        tokenizer: the tokenizer of the model, or None for a folder without a tokenizer.
+        stored: memory-mapped tensors as they lie in the file, by Hugging Face name; packed
+            projections have the names of compressed-tensors.
+        shapes: shape of every tensor by the same names; a GGUF file stores blocks of bytes, whose
+            own shape differs.
+        packed: names of the modules that are stored in NVFP4.
+        read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
+        chunks: function that yields a dense tensor by rows, called as `chunks(name, dtype, memory)`
+            with a function that returns memory of a number of bytes; a chunk may hold it until the
+            next one is asked for.
+    """
+
+    path: pathlib.Path
+    source: str
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    stored: Mapping[str, np.ndarray]
+    shapes: Mapping[str, tuple[int, ...]]
+    packed: frozenset[str]
+    read: Callable[[str, np.dtype], np.ndarray]
+    chunks: Callable[[str, np.dtype, Callable[[int], np.ndarray]], Iterator[np.ndarray]]
+
+
+def open_checkpoint(source: str) -> Checkpoint:
+    """Opens a source for reading and checks that its tensors fit its architecture.
+
+    Args:
+        source: package, file, folder or hub id, as in `load`.
+
+    Raises:
+        UserError: the source cannot be found or read, is incomplete or is not supported.
+    """
+    path, base_model = locate(source)
+    opened = _open_gguf if path.suffix == ".gguf" else _open_folder
+    checkpoint = opened(path, base_model)
+    _check_tensors(checkpoint)
+    return checkpoint
+
+
+def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
+    file = gguf.open_gguf(path)
+    return Checkpoint(
+        path=path,
+        source=source,
+        config=file.config,
+        tokenizer=tokenizer.from_gguf(file.metadata),
+        stored={name: tensor.data for name, tensor in file.tensors.items()},
+        shapes={name: file.shape(name) for name in file.tensors},
+        packed=frozenset(),
+        read=file.read,
+        chunks=lambda name, dtype, memory: iter([file.read(name, dtype)]),
+    )
+
+
+def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
+    hf = json_file.read_object(
+        path / "config.json",
+        remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
+    )
+    try:
+        config = from_hf_config(hf)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+    layout = packed.layout(path, hf)
+    tensors = safetensors.read_folder(path)
+    if layout == packed.MODELOPT:
+        tensors = packed.from_modelopt(path, tensors)
+    modules = frozenset() if layout is None else packed.packed_modules(tensors)
+    if layout is not None and not modules:
+        raise UserError(f"{path}: config.json says that weights are in NVFP4, but none is")
+
+    def dense(name: str) -> np.ndarray:
+        if tensors[name].dtype not in (ml_dtypes.bfloat16, np.float16, np.float32):
+            raise UserError(f"{path}: '{name}' is {tensors[name].dtype}, must be bf16, f16 or f32")
+        return tensors[name]
+
+    def chunks(
+        name: str, dtype: np.dtype, memory: Callable[[int], np.ndarray]
+    ) -> Iterator[np.ndarray]:
+        for rows in safetensors.row_chunks(dense(name), memory):
+            yield rows.astype(dtype, copy=False)
+
+    return Checkpoint(
+        path=path,
+        source=source,
+        config=config,
+        tokenizer=tokenizer.from_folder(path) if _has_tokenizer(path) else None,
+        stored=tensors,
+        shapes={name: tensor.shape for name, tensor in tensors.items()},
+        packed=modules,
+        read=lambda name, dtype: np.array(dense(name), dtype),
+        chunks=chunks,
+    )
+
+
+def _has_tokenizer(path: pathlib.Path) -> bool:
+    return any((path / file).exists() for file in ("tokenizer.json", "vocab.json"))
+
+
+def _check_tensors(checkpoint: Checkpoint) -> None:
+    """Checks the stored tensors against the architecture before any tensor is read."""
+    path, config, shapes = checkpoint.path, checkpoint.config, checkpoint.shapes
+    if config.num_layers > len(shapes):
+        raise UserError(
+            f"{path}: the config asks for {config.num_layers} layers, the checkpoint holds only "
+            f"{len(shapes)} tensors"
+        )
+    _check_packed(checkpoint)
+    expected = names.expected_shapes(config, packed=checkpoint.packed)
+    missing = expected.keys() - shapes.keys()
+    if missing:
+        raise UserError(f"{path}: the checkpoint lacks {_listed(missing)}")
+    for name, shape in expected.items():
+        if shapes[name] != shape:
+            raise UserError(
+                f"{path}: '{name}' has the shape {shapes[name]}, the config asks for {shape}"
+            )
+    if config.tie_embeddings and names.HEAD in shapes:
+        _check_tied_head(checkpoint)
+    surplus = shapes.keys() - expected.keys() - {names.HEAD}
+    surplus = {name for name in surplus if not name.endswith(_IGNORED)}
+    if surplus:
+        raise UserError(
+            f"{path}: the checkpoint holds tensors that a "
+            f"{config.model_type} of this config does not have: {_listed(surplus)}"
+        )
+    if checkpoint.tokenizer is not None and checkpoint.tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has {checkpoint.tokenizer.vocab_size} ids, the "
+            f"embedding only {config.vocab_size} rows"
+        )
+
+
+def _check_tied_head(checkpoint: Checkpoint) -> None:
+    """Checks that a head that is stored beside a tied embedding equals the embedding."""
+    pair = [checkpoint.stored[name] for name in (names.HEAD, names.EMBED)]
+    for row in range(0, max(map(len, pair)), _CHUNK_ROWS):
+        head, embed = (t[row : row + _CHUNK_ROWS].astype(np.float32) for t in pair)
+        if not np.array_equal(head, embed):
+            raise UserError(
+                f"{checkpoint.path}: '{names.HEAD}' differs from '{names.EMBED}' under "
+                "tie_word_embeddings=true; set it to false in config.json, or remove the tensor"
+            )
+
+
+def _check_packed(checkpoint: Checkpoint) -> None:
+    """Checks that every fused group of layer projections is packed as a whole or not at all."""
+    modules = set(checkpoint.packed)
+    for layer in range(checkpoint.config.num_layers):
+        for members in FUSED.values():
+            group = {names.layer_module(layer, member) for member in members}
+            if modules & group and not group <= modules:
+                raise UserError(
+                    f"{checkpoint.path}: {_listed(modules & group)} is in NVFP4 but "
+                    f"{_listed(group - modules)} is not; the policy stores them as one weight, so "
+                    "all must be in NVFP4"
+                )
+            modules -= group
+    if modules:
+        raise UserError(
+            f"{checkpoint.path}: {_listed(modules)} is in NVFP4, which is supported only for the "
+            "projections of the layers: quantize the model again without it"
+        )
+
+
+def _listed(found: set[str]) -> str:
+    first = ", ".join(f"{name!r:.200}" for name in sorted(found)[:3])
+    return first if len(found) <= 3 else f"{first} and {len(found) - 3} more"

@@ -1,0 +1,86 @@
+"""A dry run says what a run would do, refuses what a start would refuse, and leaves nothing."""
+
+import json
+import pathlib
+
+import pytest
+import tiny_run
+
+from qerl_jax import model_source
+from qerl_jax.errors import UserError
+from qerl_jax.run.folder import open_run
+from qerl_jax.training import dry_run
+
+
+@pytest.fixture(autouse=True)
+def no_model_is_loaded(monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("a dry run loads no weights")
+
+    monkeypatch.setattr("qerl_jax.training.setup.load", load)
+
+
+def told(config, **options):
+    parts = []
+    dry_run.dry_run(config, write=parts.append, **options)
+    return "\n".join(parts)
+
+
+def test_config_counts_and_a_prompt(tiny, tmp_path):
+    text = told(tiny.config(), workdir=tmp_path / "run")
+    assert "\nrollout.group_size = 4\n" in text
+    assert f"run folder: {tmp_path / 'run'}, which would be new" in text
+    assert "20 training problems; prompts have 4 to 6 tokens, 5 in the median" in text
+    assert "4 held-out problems; prompts have 4 to 6 tokens" in text
+    first = json.loads(pathlib.Path(tiny.problems).read_text().splitlines()[0])
+    assert f"the first training prompt:\n{first['question']} t1 t2\n" in text
+    assert f"its answer: {first['answer']}\n" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_holds_steps(tiny, tmp_path):
+    with open_run(tmp_path / "run", tiny.config()) as run:
+        run.metrics.write_text('{"step": 1}\n{"step": 2}\n')
+    before = tiny_run.contents(tmp_path / "run")
+    text = told(tiny.config(), workdir=tmp_path / "run")
+    assert f"run folder: {tmp_path / 'run'}, which holds 2 of 4 steps" in text
+    assert tiny_run.contents(tmp_path / "run") == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout.group_size": 1}, "rollout.group_size=1"),
+        ({"data.max_prompt_tokens": 5}, "prompts are over 5 tokens"),
+        ({"rollout.max_new_tokens": 10**6}, "data.max_prompt_tokens . rollout.max_new_tokens ="),
+        ({"model.source": "/absent"}, "/absent"),
+        ({"data.path": "/absent.jsonl"}, "/absent.jsonl"),
+        ({"rl.dynamic_sampling_metric": "acuracy"}, "'acuracy'"),
+        ({"rewards.format.function": "absent:reward"}, "absent"),
+    ],
+)
+def test_what_a_start_refuses(tiny, tmp_path, monkeypatch, changes, words):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=words) as caught:
+        told(tiny.config(changes))
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_hub_is_not_asked_for_weights(tiny, monkeypatch):
+    asked = []
+
+    def snapshot_download(hub_id, *, allow_patterns):
+        asked.append((hub_id, allow_patterns))
+        return str(tiny.model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    config, tokenizer = dry_run.read_description("owner/model")
+    assert config.num_layers == 2
+    assert tokenizer.eos_ids
+    ((hub_id, patterns),) = asked
+    assert hub_id == "owner/model"
+    assert "config.json" in patterns
+    assert not any("safetensors" in pattern for pattern in patterns)
+    model_source.locate("owner/model")
+    assert any("safetensors" in pattern for pattern in asked[1][1])

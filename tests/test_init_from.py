@@ -1,0 +1,210 @@
+"""A run begins from another one, and goes on alone; a moved model or data file is found again."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny_run
+
+from qerl_jax.errors import UserError
+from qerl_jax.run.checkpoints import Checkpoints, read_latest
+from qerl_jax.training import init_from
+from qerl_jax.training.loop import train
+
+CHANGES = {"eval.every": 0, "aqn.schedule": "constant", "aqn.stages": 4}
+
+
+@pytest.fixture(scope="module")
+def origin(tiny, tmp_path_factory):
+    """A finished run of 2 steps; do not write to it."""
+    folder = tmp_path_factory.mktemp("origin") / "run"
+    return train(tiny.config(CHANGES | {"steps": 2}), workdir=folder)
+
+
+class Stopped(BaseException):
+    """Ends a run before its first step."""
+
+
+@pytest.fixture
+def begun(tiny, tmp_path, monkeypatch, capsys):
+    """Begins a run, and returns what it said, its folder, and its first checkpoint."""
+
+    def stop(*_, **__):
+        raise Stopped
+
+    def begin(changes, name="new"):
+        states, save = {}, Checkpoints.save
+
+        def recording(checkpoints, step, state, meta):
+            states[step] = jax.device_get(state), meta
+            save(checkpoints, step, state, meta)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", recording)
+            patch.setattr("qerl_jax.training.loop.take_step", stop)
+            with pytest.raises(Stopped):
+                train(tiny.config(CHANGES | changes), workdir=tmp_path / name)
+        return capsys.readouterr().out, tmp_path / name, *states.get(0, (None, None))
+
+    return begin
+
+
+def same(a, b):
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(x, y) for x, y in pairs)
+
+
+def schedule_counts(state):
+    is_schedule = lambda part: isinstance(part, optax.ScaleByScheduleState)  # noqa: E731
+    parts = jax.tree.leaves(state.opt_state, is_leaf=is_schedule)
+    return [int(part.count) for part in parts if is_schedule(part)]
+
+
+def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
+    before = tiny_run.contents(origin)
+    said, new, state, meta = begun({"init_from": str(origin), "rl.loss": "dapo", "steps": 7})
+    assert tiny_run.contents(origin) == before
+    step, old, old_meta = read_latest(origin / "checkpoints", state)
+    assert step == 2
+    assert same(state.trainable, old.trainable)
+    assert schedule_counts(state) == [0]
+    assert schedule_counts(old) == [2]
+    zeroed = init_from._at_step_0(old)
+    assert same(zeroed.opt_state, state.opt_state)
+    assert not same(old.opt_state, state.opt_state)
+    assert meta["cursor"] == old_meta["cursor"] != {"epoch": 0, "index": 0}
+    assert "beginning from the checkpoint of step 2 of" in said
+    assert "its optimizer state goes on; its position in the problems goes on" in said
+    saved = json.loads((new / "config.json").read_text())
+    assert saved["init_from"] == {
+        "run": str(origin), "step": 2, "best": False, "optimizer": True, "cursor": meta["cursor"],
+    }  # fmt: skip
+
+
+def test_the_new_run_needs_the_other_only_once(origin, tiny, tmp_path, capsys):
+    run = shutil.copytree(origin, tmp_path / "other")
+    config = tiny.config(CHANGES | {"init_from": str(run), "rl.kl_coef": 0.1, "steps": 1})
+    new = train(config, workdir=tmp_path / "new")
+    shutil.rmtree(run)
+    (first,) = tiny_run.results(new)
+    assert first["sigma"] == 0  # The first stage of the noise has none.
+    assert first["kl"] == pytest.approx(0, abs=1e-9)  # measured to the adapter of the other run
+    expected = tiny_run.adapter(origin)
+    assert same(tiny_run.adapter(new, "first_adapter"), expected)
+    assert not same(tiny_run.adapter(new), expected)
+    config.steps = 2
+    train(config, workdir=tmp_path / "new")
+    assert "resuming after step 1" in capsys.readouterr().out
+    assert [row["step"] for row in tiny_run.results(new)] == [1, 2]
+    assert tiny_run.results(new)[1]["kl"] > 1e-4
+
+
+def test_an_optimizer_with_other_fields_starts_anew(origin, begun):
+    said, _, state, meta = begun({"init_from": str(origin), "optimizer.b2": 0.9})
+    assert "the optimizer starts anew, as optimizer.b2 changed" in said
+    assert not any(leaf.any() for leaf in jax.tree.leaves(state.opt_state))
+    assert same(state.trainable.lora, tiny_run.adapter(origin))
+    assert meta["cursor"] != {"epoch": 0, "index": 0}
+
+
+@pytest.mark.parametrize("change", ["data", "seed"])
+def test_other_data_begin_at_the_first_problem(origin, begun, tmp_path, change):
+    problems = tiny_run.write_problems(tmp_path / "others.jsonl", count=12)
+    changes = {"data.path": str(problems)} if change == "data" else {"seed": 7}
+    said, _, _, meta = begun({"init_from": str(origin)} | changes)
+    assert meta["cursor"] == {"epoch": 0, "index": 0}
+    assert ("problems are others" if change == "data" else "another seed") in said
+
+
+def test_the_best_adapter(origin, begun, tmp_path):
+    run = shutil.copytree(origin, tmp_path / "other")
+    with pytest.raises(UserError, match="has no best adapter yet; leave out :best"):
+        begun({"init_from": f"{run}:best"})
+    shutil.copytree(run / "adapter", run / "best_adapter")
+    weights = run / "best_adapter" / "adapter_model.safetensors"
+    (run / "best.json").write_text('{"step": 1, "accuracy": 0.5}')
+    assert weights.exists()
+    said, _, state, _ = begun({"init_from": f"{run}:best"})
+    assert "beginning from the best adapter of step 1 of" in said
+    assert "its state is that of the last step" in said
+    assert same(state.trainable.lora, tiny_run.adapter(run, "best_adapter"))
+    assert not any(leaf.any() for leaf in jax.tree.leaves(state.opt_state))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lora.rank": 2}, r"lora.rank: 4 -> 2"),
+        ({"lora.targets": ("q_proj",)}, r"lora.targets: \["),
+        ({"lora.alpha": 4.0}, r"lora.alpha: 8.0 -> 4.0"),
+        ({"model.format": "bf16"}, r"model.format: \"nvfp4\" -> \"bf16\""),
+        ({"train.parameters": "lora+norms"}, r"train.parameters: \"lora\" -> \"lora\+norms\""),
+        ({"lora.init": "somewhere"}, "both are where the adapter comes from"),
+    ],
+)
+def test_another_adapter_is_refused(origin, begun, tmp_path, changes, words):
+    with pytest.raises(UserError, match=words) as caught:
+        begun({"init_from": str(origin)} | changes)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_base_is_refused(origin, begun, tmp_path):
+    model = tiny_run.write_model(tmp_path / "model", model_type="qwen2")
+    with pytest.raises(UserError, match="trained on other weights"):
+        begun({"init_from": str(origin), "model.source": str(model)})
+
+
+def test_runs_without_anything_to_begin_from(origin, begun, tmp_path):
+    with pytest.raises(UserError, match="is not a run folder"):
+        begun({"init_from": str(tmp_path)})
+    empty = shutil.copytree(origin, tmp_path / "empty")
+    shutil.rmtree(empty / "checkpoints")
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        begun({"init_from": str(empty)})
+
+
+def test_a_full_run_begins_from_a_model(origin, begun, tmp_path):
+    run = shutil.copytree(origin, tmp_path / "other")
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["train"]["parameters"], saved["config"]["model"]["format"] = "full", "bf16"
+    (run / "config.json").write_text(json.dumps(saved))
+    full = {"train.parameters": "full", "model.format": "bf16", "init_from": f"{run}:best"}
+    with pytest.raises(UserError, match=f"--config.model.source={run}/best_model"):
+        begun(full)
+
+
+def test_a_damaged_checkpoint_is_skipped_and_left(origin, begun, tmp_path):
+    run = shutil.copytree(origin, tmp_path / "other")
+    files = (path for path in (run / "checkpoints" / "2").rglob("*") if path.is_file())
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    largest.write_bytes(data)
+    before = tiny_run.contents(run)
+    said, *_ = begun({"init_from": str(run)})
+    assert "beginning from the checkpoint of step 1 of" in said
+    assert tiny_run.contents(run) == before
+
+
+def test_a_moved_model_and_moved_problems_are_found_again(origin, tiny, tmp_path):
+    run = shutil.copytree(origin, tmp_path / "run")
+    moved = dataclasses.replace(
+        tiny,
+        model=shutil.copytree(tiny.model, tmp_path / "model"),
+        problems=shutil.copy(tiny.problems, tmp_path / "moved.jsonl"),
+    )
+    train(moved.config(CHANGES | {"steps": 3}), workdir=run)
+    assert [row["step"] for row in tiny_run.results(run)] == [1, 2, 3]
+    saved = json.loads((run / "config.json").read_text())["config"]
+    assert saved["model"]["source"] == str(tmp_path / "model")
+    assert saved["data"]["path"] == str(tmp_path / "moved.jsonl")
+    before = tiny_run.contents(run)
+    other = tiny_run.write_problems(tmp_path / "other.jsonl", count=9)
+    with pytest.raises(UserError, match=r"the training problems of .*other\.jsonl are not"):
+        train(tiny.config(CHANGES | {"steps": 4, "data.path": str(other)}), workdir=run)
+    assert tiny_run.contents(run) == before

@@ -1,0 +1,84 @@
+"""The commands that an installation has, and configs that are found by name from any directory."""
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from experiments import cli
+from experiments.configs import NAMES, config_file
+from qerl_jax.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+# What an installer writes for an entry point.
+SCRIPT = "import sys\nfrom {module} import {name}\n\nsys.exit({name}())\n"
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """Runs a command as an installer would have written it, in an empty directory."""
+
+    def run(command, *arguments):
+        module, _, name = SCRIPTS[command].partition(":")
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        (tmp_path / "bin" / command).write_text(SCRIPT.format(module=module, name=name))
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        return subprocess.run(
+            [sys.executable, tmp_path / "bin" / command, *arguments],
+            cwd=tmp_path / "empty",
+            env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
+
+
+def test_every_command_of_the_readme_is_installed():
+    assert {f"qerl-{name}" for name in ("train", "evaluate", "sample", "show", "export")} < {
+        *SCRIPTS
+    }
+    for target in SCRIPTS.values():
+        module, _, name = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), name))
+
+
+def test_an_installed_command_finds_its_configs(installed):
+    done = installed("qerl-train", "--config=grpo_gsm8k:qwen2.5-7b,trl", "--print_config")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "preset = qwen2.5-7b-trl\n" in done.stdout
+    done = installed("qerl-train", "--config", "dapo_math:qwen2.5-7b", "--print_config")
+    assert "experiment = dapo_math\n" in done.stdout
+
+
+def test_help_of_installed_commands(installed):
+    for command, words in (
+        ("qerl-train", ["Trains on grade-school arithmetic", "dry_run: ", "Recipes: paper,"]),
+        ("qerl-sweep", ["Trains every run of a sweep", "--only:", "--[no]table:"]),
+        ("qerl-show", ["usage: qerl-show ", "side by side"]),
+    ):
+        done = installed(command, "--help")
+        assert (done.returncode, done.stderr) == (0, "")
+        for word in words:
+            assert word in " ".join(done.stdout.split()), (command, word)
+
+
+def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in NAMES:
+        found = config_file(f"{name}:preset,recipe")
+        assert found == str(ROOT / "experiments" / "configs" / f"{name}.py") + ":preset,recipe"
+    (tmp_path / "grpo_gsm8k").touch()
+    assert config_file("grpo_gsm8k") == "grpo_gsm8k"
+    assert config_file("my.py:large") == "my.py:large"
+    monkeypatch.setenv("HOME", "/home/x")
+    assert config_file("~/my.py:large") == "/home/x/my.py:large"
+    assert cli.with_files(["x", "--config=~/a.py", "-config", "~/b.py:c", "--config.seed=1"]) == [
+        *("x", "--config=/home/x/a.py", "-config", "/home/x/b.py:c", "--config.seed=1")
+    ]
+    with pytest.raises(UserError, match=r"--config=grpo:x: there is no such file, .*dapo_math"):
+        config_file("grpo:x")

@@ -1,0 +1,272 @@
+"""The command `experiments.show`: what it says of runs, and that text of a model stays text."""
+
+import html.parser
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments import show as command
+from qerl_jax.errors import UserError
+from qerl_jax.show.html import page, write_page
+from qerl_jax.show.terminal import show
+from qerl_jax.show.text import visible, width, wrap
+from qerl_jax.show.view import open_views, read_condition
+
+SCRIPT = "<script>alert(1)</script></script><!--<b>"
+CONTROL = "red \x1b[31m bell \x07 \x9b left \u202e half \ud800 end"
+
+
+def sample(step, number, **changes):
+    made = {
+        "step": step,
+        "prompt": f"question {step}.{number}",
+        "completion": f"completion {step}.{number}",
+        "answer": "7",
+        "reward": float(number),
+        "reward/correctness": float(number > 0),
+        "reward/style": None,
+        "advantage": 0.5 - number,
+        "tokens": 3,
+        "finished": True,
+    }
+    return made | changes
+
+
+def write_run(folder, *, steps=3, samples=2, rows=None, **changes):
+    """A run folder as `train` writes it, without a model."""
+    folder.mkdir()
+    config = {"steps": 3, "seed": 0, "preset": "tiny", "log": {"completions": samples}}
+    config |= {"model": {"source": "model", "format": "nvfp4"}}
+    config |= {"rollout": {"prompts_per_step": 4, "group_size": 8}}
+    (folder / "config.json").write_text(json.dumps({"config": config, "schedule_steps": 3}))
+    if rows is None:
+        rows = [{"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 1.0}] + [
+            {"step": n, "reward": n / 10, "reward/correctness": n / 20, "entropy": 1.5}
+            for n in range(1, steps + 1)
+        ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    texts = [sample(n, i, **changes) for n in range(1, steps + 1) for i in range(samples)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(t) + "\n" for t in texts))
+    return folder
+
+
+def printed(*folders, step="", where=(), **options):
+    views = open_views(map(str, folders))
+    conditions = [read_condition(text, views) for text in where]
+    lines = []
+    show(views, lines.append, steps=command._steps(step), conditions=conditions, **options)
+    return "\n".join(lines)
+
+
+def test_the_last_step_and_the_curves(tmp_path):
+    run = write_run(tmp_path / "run")
+    text = printed(run)
+    assert text.startswith("run: 3 of 3 steps, last row ")
+    assert "reward                     0.1 -> 0.3            ▁▅█" in text
+    assert "eval_accuracy              0.25 -> 0.25" in text
+    assert (
+        "--- step 3: reward 1 (correctness 1, style -), advantage -0.500, 3 tokens,\nfinished\n"
+        in text
+    )
+    assert "  completion 3.0\n" in text
+    assert "completion 2.0" not in text
+    assert "(2 of 32 of a step); --config.log.completions=N logs more" in text
+    (run / "summary.json").write_text('{"steps": 3}')
+    assert printed(run).startswith("run: finished after 3 steps")
+
+
+def test_steps_conditions_and_limits_choose_completions(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert "completion 1.1" in printed(run, step="1:2")
+    assert "completion 3.1" not in printed(run, step="1:2")
+    assert "completion 1.1" not in printed(run, step="all", limit=1)
+    text = printed(run, step="all", where=["correctness<1", "reward>=0"])
+    assert [f"completion {n}.0" in text for n in (1, 2, 3)] == [True] * 3
+    assert "completion 1.1" not in text
+    assert "no completion fulfills --where" in printed(run, where=["tokens>3"])
+    assert "no completions in the steps 7 to 9" in printed(run, step="7:9")
+    for condition in ("speed<1", "style<1"):  # A reward that is always missing has no number.
+        with pytest.raises(UserError, match="they have step, reward, advantage, tokens, correct"):
+            printed(run, where=[condition])
+    for condition in ("correctness", "reward<x", "reward<nan", "<1"):
+        with pytest.raises(UserError, match="write a name, a comparison and a number"):
+            printed(run, where=[condition])
+    with pytest.raises(UserError, match="write a step, a range"):
+        command._steps("1:x")
+
+
+def test_two_runs_are_side_by_side(tmp_path):
+    runs = write_run(tmp_path / "a"), write_run(tmp_path / "b", steps=5, completion="other")
+    lines = printed(*runs, step="2", columns=80).splitlines()
+    assert any("completion 2.0" in line and line.endswith(" |   other") for line in lines)
+    assert any(line.startswith("reward (2) ") and "0.1 -> 0.5" in line for line in lines)
+    # The longer run alone has step 5; a third run goes below the others.
+    assert any(line.endswith(" |   other") for line in printed(*runs, step="5").splitlines())
+    third = write_run(tmp_path / "c", completion="third")
+    text = printed(*runs, third, step="2")
+    assert [text.index(f"=== {name}") for name in "abc"] == sorted(
+        text.index(f"=== {name}") for name in "abc"
+    )
+
+
+def test_a_run_under_way_and_damaged_values(tmp_path):
+    run = write_run(tmp_path / "run")
+    nan = '{"step": 4, "reward": NaN, "entropy": null, "reward/correctness": 0.5}\n'
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(nan + '{"step": 5, "rew')
+    with (run / "completions.jsonl").open("a") as file:
+        file.write('{"step": 4, "prompt": "x", "reward": NaN}\n"text"\n{"step": 5, "comp')
+    text = printed(run)
+    assert text.startswith("run: 4 of 3 steps")
+    assert "--- step 4: reward - ()" in text
+    assert "reward                     0.1 -> 0.3" in text
+    before = {path: path.read_bytes() for path in run.iterdir()}
+    data = read_data(page(open_views([str(run)])))
+    assert data[0]["steps"]["4"] == [{"prompt": "x", "reward": None, "parts": {}}]
+    assert {path: path.read_bytes() for path in run.iterdir()} == before
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "completions.jsonl"])
+def test_a_run_without_a_file(tmp_path, name):
+    run = write_run(tmp_path / "run")
+    (run / name).unlink()
+    expected = {"metrics.jsonl": "no step is logged", "completions.jsonl": "no completions are lo"}
+    assert expected[name] in printed(run)
+    assert "no step is logged yet" in page(open_views([str(run)])) or name != "metrics.jsonl"
+
+
+def test_other_folders_are_refused(tmp_path):
+    for path in (tmp_path / "missing", tmp_path):
+        with pytest.raises(UserError, match="is not a run folder"):
+            open_views([str(path)])
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"no run wrote config\.json"):
+        open_views([str(tmp_path)])
+
+
+def test_control_characters_do_not_reach_a_terminal(tmp_path):
+    run = write_run(tmp_path / "run", completion=CONTROL, prompt="a\tb\nc\r")
+    text = printed(run)
+    assert r"red \x1b[31m bell \x07 \x9b left \u202e half \ud800 end" in text
+    assert "  c\\r\n" in text
+    assert all(character == "\n" or character.isprintable() for character in text)
+    assert visible("ok \U0001f468‍\U0001f469 é") == "ok \U0001f468‍\U0001f469 é"
+
+
+def test_lines_fit_their_column():
+    text = "one two three\n日本語日本語 x\n" + "y" * 25 + "\n\n  indented words here"
+    lines = wrap(text, 10)
+    assert all(width(line) <= 10 for line in lines)
+    assert "".join(lines).replace(" ", "") == text.replace(" ", "").replace("\n", "")
+    assert lines[:3] == ["one two", "three", "日本語日本"]
+
+
+class Reader(html.parser.HTMLParser):
+    """The elements of a page, and the text of its data."""
+
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links, self.data, self._inside = [], [], "", False
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        found = dict(attrs)
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        self._inside = found.get("id") == "data"
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+    def handle_data(self, data):
+        self.data += data if self._inside else ""
+
+
+def read(text):
+    reader = Reader()
+    reader.feed(text)
+    return reader
+
+
+def read_data(text):
+    return json.loads(read(text).data)
+
+
+def test_text_of_a_model_stays_text_in_a_page(tmp_path):
+    plain = write_run(tmp_path / "plain")
+    evil = {"completion": SCRIPT, "prompt": "&lt;" + SCRIPT, "answer": CONTROL, SCRIPT: 1}
+    run = write_run(tmp_path / "<i>run", **evil, **{f"reward/{SCRIPT}": 0.5})
+    rows = json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(rows | {"step": 4, f"reward/{SCRIPT}": 0.5}) + "\n")
+    text, expected = (page(open_views([str(folder)])) for folder in (run, plain))
+    found = read(text)
+    # An element more per point and label of the additional curve, and no other kind of element.
+    assert set(found.tags) == set(read(expected).tags)
+    assert found.tags.count("script") == 2
+    assert found.links == []
+    shown = json.loads(found.data)[0]["steps"]["3"][0]
+    assert shown["completion"] == SCRIPT
+    assert shown["prompt"] == "&lt;" + SCRIPT
+    assert shown["parts"][SCRIPT] == 0.5
+    assert "\x1b" not in text
+    text.encode()  # no half of a surrogate pair
+
+
+def test_a_page_asks_nothing_of_the_network(tmp_path):
+    text = page(open_views([str(write_run(tmp_path / "run"))]))
+    assert "default-src 'none'" in text
+    assert "http:" not in text
+    assert "https:" not in text
+    assert "url(" not in text
+    assert "@import" not in text
+    assert "the run logged 2 of the 32 completions of a step" in text
+    assert "--config.log.completions=N logs more" in text
+
+
+@pytest.mark.parametrize("size", [30, 40_000])
+def test_a_page_has_a_limit_and_says_what_is_left_out(tmp_path, size):
+    run = write_run(tmp_path / "run", steps=200, completion="<é日" * (size // 3))
+    whole = page(open_views([str(run)]))
+    limit = 300_000 if size == 30 else 2_000_000
+    if size == 30:
+        limit = len(whole.encode()) - 20_000
+        assert "left out" not in whole
+    text = page(open_views([str(run)]), limit_bytes=limit)
+    assert len(text.encode()) <= limit
+    steps = sorted(map(int, read_data(text)[0]["steps"]))
+    assert steps[-1] == 200
+    assert 0 < len(steps) < 200
+    assert f"Completions of {200 - len(steps)} of 200 steps are left out" in text
+    assert ("400 completions or prompts are cut after 20,000 characters" in text) == (size > 30)
+
+
+def test_a_page_replaces_only_a_page(tmp_path):
+    views = open_views([str(write_run(tmp_path / "run"))])
+    path = write_page(str(tmp_path / "page.html"), views)
+    write_page(str(path), views)
+    path.write_text("<!doctype html> mine")
+    with pytest.raises(UserError, match="is not such a page"):
+        write_page(str(path), views)
+    assert path.read_text() == "<!doctype html> mine"
+    with pytest.raises(UserError, match="cannot be written: No such file"):
+        write_page(str(tmp_path / "missing" / "page.html"), views)
+
+
+def test_the_command(tmp_path):
+    run = write_run(tmp_path / "run", steps=400, completion="日\x1b " * 20)
+    arguments = [sys.executable, "-m", "experiments.show", str(run), "--step=all"]
+    options = {"capture_output": True, "cwd": command.__file__.rpartition("/experiments/")[0]}
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(arguments, env=ascii_only, **options)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"?\\x1b" in done.stdout
+    assert b"0.1 -> 40" in done.stdout
+    piped = f"set -o pipefail; {' '.join(arguments)} | head -1"
+    done = subprocess.run(["bash", "-c", piped], **options)
+    assert (done.returncode, done.stderr) == (141, b"")
+    done = subprocess.run([*arguments[:-1], "--where=x<1"], **options)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"error: --where=x<1: completions have no number 'x'")
