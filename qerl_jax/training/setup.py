@@ -20,9 +20,9 @@ from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.programs import abstract
+from qerl_jax.rollout.shapes import plan_shapes
 from qerl_jax.sharding import make_mesh, replicated
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
-from qerl_jax.training.engines import fit_engines
 from qerl_jax.training.memory_plan import (
     LongestRows,
     MemoryPlan,
@@ -175,7 +175,7 @@ def assemble(
         state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
     plan = _plan_update(config, model, head, reference, state_shapes, prompt_width)
     sampling, eval_sampling = _sampling(config)
-    engine, eval_engine = fit_engines(
+    engine, eval_engine = _fit_engines(
         config,
         model,
         head,
@@ -269,6 +269,53 @@ def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
         stop=tuple(config.rollout.stop),
     )
     return sampling, dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
+
+
+def _fit_engines(
+    config: ConfigDict,
+    model: LoadedModel,
+    head: dict,
+    *,
+    sampling: SamplingConfig,
+    eval_sampling: SamplingConfig,
+    prompt_width: int,
+    evaluates: bool,
+    training_bytes: int,
+) -> tuple[EngineConfig, EngineConfig]:
+    """Options of the engine in steps and in evaluations, with numbers of rows that fit the memory.
+
+    The rows are decided once, while the device holds only the weights: a resumed run decides the
+    same.
+    """
+    engine = EngineConfig(
+        chunk_steps=config.rollout.chunk_steps,
+        max_rows=config.rollout.max_rows,
+        kv_cache_bytes=config.rollout.kv_cache_bytes,
+        kv_cache_dtype=config.rollout.kv_cache_dtype,
+        dequantize=config.rollout.dequantize,
+        prompt_width=prompt_width,
+    )
+
+    def fitting_rows(sampling: SamplingConfig) -> int:
+        shapes = plan_shapes(
+            model.params | head,
+            prompts=-(-config.rollout.prompts_per_step // config.mesh.data),
+            longest=prompt_width,
+            group_size=config.rollout.group_size,
+            config=model.config,
+            sampling=sampling,
+            engine=engine,
+            reserve=training_bytes,
+        )
+        return shapes.batch_sizes[0]
+
+    rows = eval_rows = fitting_rows(sampling)
+    if evaluates and eval_sampling.max_new_tokens > sampling.max_new_tokens:
+        eval_rows = min(rows, fitting_rows(eval_sampling))
+    return (
+        dataclasses.replace(engine, max_rows=rows),
+        dataclasses.replace(engine, max_rows=eval_rows, compact="once"),
+    )
 
 
 def _plan_update(

@@ -88,7 +88,7 @@ def take_step(
     Args:
         setup: model, prompts and options of the run.
         progress: the run before the step; the buffers of its state are donated to the update.
-        executables: compiled rollout programs, as in `engine.generate_steps`.
+        executables: compiled rollout programs, as in `replicas.sample`.
         programs: programs of the update.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
@@ -170,9 +170,8 @@ def take_step(
 
     metrics |= experience.metrics | updates | packing_metrics(batch, packed)
     metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
-    metrics["train_tokens_per_second"] = (
-        float(batch.lengths.sum()) * config.rl.updates_per_rollout / seconds
-    )
+    trained = float(batch.lengths.sum()) * config.rl.updates_per_rollout
+    metrics["train_tokens_per_second"] = trained / seconds
     progress = Progress(step=progress.step + 1, state=state, cursor=cursor, noise=noise_state)
     return StepResult(progress, experience, advantages, metrics)
 
