@@ -50,8 +50,14 @@ def compile_programs(
         executables = compile_operations(arrays, [*updates.values(), *rollouts], on_progress)
         return executables, rl_programs.compiled(updates, executables)
     # The updates run on the whole mesh, and each device has rollouts of its own.
-    found = compile_operations(committed((*policy, setup.rollout_head)), updates.values())
-    executables = compile_operations(arrays, rollouts, on_progress, others=devices[1:])
+    total = len(updates) + len({operation.key for operation in rollouts})
+
+    def after(number: int) -> Callable[[int, int], None] | None:
+        return on_progress and (lambda done, _: on_progress(number + done, total))
+
+    everywhere = committed((*policy, setup.rollout_head))
+    found = compile_operations(everywhere, updates.values(), after(0))
+    executables = compile_operations(arrays, rollouts, after(len(updates)), others=devices[1:])
     executables.compiled += found.compiled
     executables.update(found)
     return executables, rl_programs.compiled(updates, executables)

@@ -237,10 +237,9 @@ def _load_model(config: ConfigDict) -> LoadedModel:
             file=sys.stderr,
             flush=True,
         )
-    print(
-        f"loading {config.model.source} as {config.model.format} on {device.device_kind}",
-        flush=True,
-    )
+    devices = config.mesh.data * config.mesh.tensor
+    kind = f"{devices} x {device.device_kind}" if devices > 1 else device.device_kind
+    print(f"loading {config.model.source} as {config.model.format} on {kind}", flush=True)
     model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
     check_positions(config, model.config)
     return model
