@@ -33,10 +33,10 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments.configs import NAMES, config_file, defaults
 from qerl_jax.errors import UserError, check_unicode, first_line
-from qerl_jax.run.overrides import check_overrides
 from qerl_jax.run.resume import RENAMED
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.describe_config import describe_config
+from qerl_jax.training.overrides import check_overrides
 
 _PRESETS = (
     f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(defaults.MODELS)}. "

@@ -45,11 +45,11 @@ from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import TEMPORARY, write_atomic
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten, lock_holder
 from qerl_jax.run.metrics import read_steps
-from qerl_jax.run.overrides import check_overrides
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
 from qerl_jax.training.describe_config import as_flag
+from qerl_jax.training.overrides import check_overrides
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"

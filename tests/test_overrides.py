@@ -16,9 +16,9 @@ from experiments.configs import grpo_gsm8k
 from qerl_jax.data import load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import LOSSES
-from qerl_jax.run.overrides import NEEDS, check_overrides, need
 from qerl_jax.run.resume import splits_the_loss
 from qerl_jax.training.loop import train
+from qerl_jax.training.overrides import NEEDS, check_overrides, need
 
 # Everything that can be off is off.
 QUIET = {

@@ -14,7 +14,7 @@ from tiny_checkpoints import model_config
 import benchmarks.rollout.__main__ as benchmark
 from experiments import cli, evaluate, export_hf, quantize, sample, show, sweep
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.run.overrides import check_overrides
+from qerl_jax.training.overrides import check_overrides
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
