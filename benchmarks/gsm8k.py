@@ -3,6 +3,7 @@
     uv run --extra cuda python -m benchmarks.gsm8k --arm=nvfp4-lora --seed=0 \
         --model=qwen2.5-coder-1.5b.gguf --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
     uv run python -m benchmarks.gsm8k --collect    # only the rows of the runs that are finished
+    uv run python -m benchmarks.gsm8k --grid=runs/evidence-nvfp4-lora   # a grid of learning rates
 
 The arms are those of experiments/configs/evidence.py. A run lies in runs/evidence/ARM-sSEED
 (`--workdir` names another folder than runs/evidence). Each part is a command of its own:
@@ -158,15 +159,20 @@ def _described(folder: pathlib.Path) -> dict[str, Any] | None:
     def percent(name: str) -> dict[str, float]:
         return {bound: 100 * value for bound, value in figures[name].items()}
 
+    rows = read_jsonl(folder / f"{_TASK}.jsonl")
+    # A digit for each problem, in their order, from which arms are compared problem by problem.
+    greedy = figures["samples"] == 1
+    correct = "".join(str(int(row["correct"] is True)) for row in rows) if greedy else None
     kept = [name for name in figures if name.startswith(("pass@", "maj@"))]
     return {
         "problems": figures["problems"],
         "samples": figures["samples"],
         "max_new_tokens": figures["max_new_tokens"],
         **{name: percent(name) for name in ("accuracy", *kept)},
-        "well_formed": well_formed(read_jsonl(folder / f"{_TASK}.jsonl")),
+        "well_formed": well_formed(rows),
         "finished": 100 * figures["finished"],
         "mean_tokens": figures["mean_tokens"],
+        **({"correct": correct} if greedy else {}),
         "command": without_folders(results["command"]),
         "git": results["git"],
         "device": results["device"],
@@ -230,8 +236,8 @@ def read_results(results: pathlib.Path) -> dict[str, Any]:
     """The content of gsm8k.json, without rows where there is no file yet."""
     path = results / "gsm8k.json"
     if not path.exists():
-        return {"rows": [], "runs": {}}
-    return json.loads(path.read_text(encoding="utf-8"))
+        return {"rows": [], "runs": {}, "grids": {}}
+    return {"grids": {}} | json.loads(path.read_text(encoding="utf-8"))
 
 
 def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
@@ -259,9 +265,54 @@ def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
     for row in content["rows"]:
         row["main"] = row["arm"] == evidence.MAIN
     if content["rows"]:
-        results.mkdir(parents=True, exist_ok=True)
-        write_atomic(results / "gsm8k.json", json.dumps(content, indent=1) + "\n")
+        _write_results(content, results)
     return added
+
+
+def grid_of(sweep: pathlib.Path) -> tuple[str, list[dict[str, Any]]]:
+    """The arm of a sweep over learning rates, and what each rate reached on held-out problems.
+
+    Args:
+        sweep: folder of `experiments.sweep`.
+
+    Raises:
+        UserError: the folder has no finished run.
+    """
+    found, arms = [], set()
+    for path in sorted(sweep.glob("*/summary.json")):
+        about = describe(path.parent)
+        config = about["config"]
+        accuracy = read_evaluations(RunFolder(path.parent).metrics)
+        arms.add(config["preset"])
+        found.append(
+            {
+                "learning_rate": config["optimizer"]["learning_rate"],
+                "seed": config["seed"],
+                "steps": config["steps"],
+                "held_out_start": 100 * accuracy[0],
+                "held_out_end": 100 * accuracy[config["steps"]],
+                "command": about["command"],
+                "git": about["git"],
+                "device": about["device"],
+            }
+        )
+    if len(arms) != 1:
+        raise UserError(f"{sweep} holds finished runs of {sorted(arms)}, a grid is of one arm")
+    return arms.pop(), sorted(found, key=lambda row: row["learning_rate"])
+
+
+def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:
+    """Writes a grid into gsm8k.json, in place of an earlier one of its arm; returns the arm."""
+    arm, rows = grid_of(sweep)
+    content = read_results(results)
+    content["grids"][arm] = rows
+    _write_results(content, results)
+    return arm
+
+
+def _write_results(content: dict[str, Any], results: pathlib.Path) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    write_atomic(results / "gsm8k.json", json.dumps(content, indent=1) + "\n")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -275,6 +326,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--arm", choices=list(evidence.ARMS), help="arm to train")
     add("--seed", type=int, choices=evidence.SEEDS, default=0, help="seed of the run (default: 0)")
     add("--collect", action="store_true", help="only add the rows of finished runs")
+    add("--grid", type=user_path, help="folder of a sweep over an arm's learning rates to add")
     add("--only", default=",".join(PARTS), help=f"parts to run, from {','.join(PARTS)}")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
@@ -291,9 +343,11 @@ def main() -> None:
     args.only = args.only.split(",")
     unknown = [argument for argument in args.rest if not argument.startswith("--config.")]
     unknown += [f"--only={part}" for part in args.only if part not in PARTS]
-    if unknown or bool(args.arm) == args.collect:
-        parser.error(f"unknown {unknown[0]}" if unknown else "pass either --arm or --collect")
+    if unknown or sum(map(bool, (args.arm, args.collect, args.grid))) != 1:
+        parser.error(f"unknown {unknown[0]}" if unknown else "pass --arm, --collect or --grid")
     try:
+        if args.grid:
+            print(f"grid of {add_grid(args.grid, args.results)}", flush=True)
         if args.arm:
             run_parts(args.arm, args.seed, args)
         added = collect(args.workdir, args.results)

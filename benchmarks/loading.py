@@ -33,6 +33,7 @@ import time
 from typing import Any
 
 from experiments import cli
+from qerl_jax.paths import user_path
 
 KEYS = ("model", "stored", "format", "cache", "device")
 CACHES = ("cold", "warm")
@@ -50,10 +51,16 @@ def make_parser() -> argparse.ArgumentParser:
     add("--model", default="qwen2.5-7b", help="name of the shapes (default: qwen2.5-7b)")
     add("--stored", default="bf16", help="bf16 or nvfp4: how the weights are stored")
     add("--format", default="nvfp4", help="weight format on the device (default: nvfp4)")
-    add("--folder", required=True, help="model folder, which is written where it does not exist")
+    add(
+        "--folder",
+        type=user_path,
+        required=True,
+        help="model folder, which is written where it does not exist",
+    )
     add("--cache", default="cold,warm", help="what to measure (default: cold,warm)")
     add(
         "--out",
+        type=user_path,
         default="benchmarks/results/loading.json",
         help="JSON file of the rows (default: benchmarks/results/loading.json)",
     )
@@ -161,7 +168,7 @@ def run(arguments: argparse.Namespace) -> None:
     caches = arguments.cache.split(",")
     if not set(caches) <= set(CACHES):
         raise UserError(f"--cache={arguments.cache}: {' or '.join(CACHES)}, or both with a comma")
-    folder = pathlib.Path(arguments.folder)
+    folder = arguments.folder
     if not folder.exists():
         began = time.perf_counter()
         packed = arguments.stored == "nvfp4"
@@ -180,7 +187,7 @@ def run(arguments: argparse.Namespace) -> None:
             **measured(str(folder), arguments.format),
         }
         print(describe(row), flush=True)
-        merge(pathlib.Path(arguments.out), row, KEYS)
+        merge(arguments.out, row, KEYS)
 
 
 if __name__ == "__main__":

@@ -205,6 +205,7 @@ def measure(
             programs=programs,
             on_rollout=lambda *_: None,
             on_update=lambda: None,
+            on_wait=lambda: None,
         )
         progress = result.progress
         jax.block_until_ready(progress.state)

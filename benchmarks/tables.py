@@ -306,13 +306,31 @@ def with_generated_parts(readme: str) -> str:
     """
     parts = {"speed": speed_text(), "presets": preset_table(), "folders": source_tree(_ROOT)}
     for name, text in parts.items():
-        begin, end = f"<!-- {name}: python -m benchmarks.tables -->", f"<!-- end of {name} -->"
-        before, found, rest = readme.partition(begin)
-        _, closed, after = rest.partition(end)
-        if not found or not closed:
-            raise ValueError(f"README.md has no lines {begin!r} and {end!r}")
-        readme = f"{before}{begin}\n{text}\n{end}{after}"
+        readme = replace_part(readme, name, text, page="README.md")
     return readme
+
+
+def replace_part(
+    text: str, name: str, part: str, *, page: str, command: str = "benchmarks.tables"
+) -> str:
+    """Replaces a generated part of a page, between two marks.
+
+    Args:
+        text: the page.
+        name: name of the part in the marks.
+        part: the new part.
+        page: name of the page in the error.
+        command: module that generates the part.
+
+    Raises:
+        ValueError: the page lacks the marks.
+    """
+    begin, end = f"<!-- {name}: python -m {command} -->", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
+    return f"{before}{begin}\n{part}\n{end}{after}"
 
 
 def main() -> None:

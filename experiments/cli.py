@@ -26,17 +26,18 @@ import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from logging import getLogger
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from experiments.configs import NAMES, config_file, defaults
+from qerl_jax.config.describe import describe_config
+from qerl_jax.config.overrides import check_overrides
+from qerl_jax.config.rewards import name_rewards
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.run.resume import RENAMED
 from qerl_jax.run.signals import StoppedError
-from qerl_jax.training.describe_config import describe_config
-from qerl_jax.training.overrides import check_overrides
 
 _PRESETS = (
     f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(defaults.MODELS)}. "
@@ -91,7 +92,7 @@ def main(
             if flags.FLAGS.print_config:
                 print(describe_config(flags.FLAGS.config), end="")
             elif trains and flags.FLAGS.dry_run:
-                from qerl_jax.training.dry_run import dry_run
+                from qerl_jax.dry_run import dry_run
 
                 dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             else:
@@ -233,11 +234,13 @@ def _parse_flags(
 ) -> list[str]:
     config_flags.DEFINE_config_file(
         "config",
-        default_config,
+        None,
         "config file, FILE.py or FILE.py:PRESET, or the name of an installed config, NAME or "
         f"NAME:PRESET ({', '.join(NAMES)}); --config.FIELD=VALUE sets a field of it. "
         f"{_PRESETS}",
     )
+    take_rewards(flags.FLAGS["config"], argv)
+    flags.FLAGS.set_default("config", default_config)
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
     names = ["config", "workdir", "print_config"]
@@ -254,6 +257,31 @@ def _parse_flags(
         )
     flags.FLAGS.config.lock()  # raises OSError when the file could not be read
     return rest
+
+
+def take_rewards(config_flag: flags.Flag, argv: Sequence[str]) -> None:
+    """Lets the flag of a config file take rewards that the file does not name.
+
+    Args:
+        config_flag: the flag, before it is parsed.
+        argv: the command line, with flags such as --config.rewards.short.function=a:b.
+    """
+    found = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
+    config_flag.parser = _ConfigParser(config_flag.parser, [match[1] for match in found if match])
+
+
+class _ConfigParser(flags.ArgumentParser):
+    """Reads the config file as another parser does, and adds the rewards that flags name."""
+
+    def __init__(self, parser: flags.ArgumentParser, fields: Sequence[str]):
+        self._parser, self._fields = parser, fields
+
+    def parse(self, argument: str) -> Any:
+        """Returns the config of a file, FILE.py or FILE.py:PRESET."""
+        config = self._parser.parse(argument)
+        if isinstance(config, ConfigDict):  # else the file could not be read
+            name_rewards(config, self._fields)
+        return config
 
 
 def with_files(argv: Sequence[str]) -> list[str]:

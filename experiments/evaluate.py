@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("source", metavar="MODEL_OR_RUN", help="run folder, adapter or model to evaluate")
-    add("--tasks", default="", help="comma-separated tasks: a benchmark's name, FILE.jsonl, run")
+    add("--tasks", default="", help="comma-separated tasks: a benchmark's name, FILE, run")
     add(
         "--adapter",
         default="",
@@ -71,8 +71,10 @@ def make_parser() -> argparse.ArgumentParser:
         help="system message ('': the chat template's own)",
     )
     add("--question-suffix", action="append", default=[], help="text appended to each question")
-    add("--judge", action="append", default=[], help="reward MODULE:FUNCTION, 1 is correct")
+    add("--chat-template-args", action="append", default=[], help="variables of the template, JSON")
+    add("--judge", action="append", default=[], help="reward MODULE:FUNCTION or URL, 1 is correct")
     add("--format-judge", action="append", default=[], help="reward for the format ('': none)")
+    add("--token-env", action="append", default=[], help="variable with the token of a URL")
     parser.add_argument(
         "--time-limit", type=float, default=5.0, help="seconds per scored completion (default: 5)"
     )

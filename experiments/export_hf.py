@@ -4,6 +4,7 @@
     uv run python -m experiments.export_hf RUN --format=peft --with-base   # and its NVFP4 base
     uv run python -m experiments.export_hf RUN --format=merged             # one model in bfloat16
     uv run python -m experiments.export_hf RUN --format=nvfp4              # one model in 4 bits
+    uv run python -m experiments.export_hf RUN --format=peft --push=USER/NAME
 
 RUN is a run folder, or the folder of a PEFT adapter. Each export contains the tokenizer, the chat
 template and a model card; the command prints the line that serves it with vLLM.
@@ -14,6 +15,9 @@ quantization. `nvfp4` rounds the sum to 4 bits, which keeps only part of the upd
 measures and prints how much. It starts from the weights before quantization by default, because
 weights that lie on the 4-bit grid are rounded back to their old values (--onto=trained). To serve
 in 4 bits without a loss, serve the adapter over its base.
+
+--push uploads the export with its model card to a new repository of the Hugging Face hub, private
+unless --public is given, with the token of `hf auth login` or HF_TOKEN.
 
 The exported policies are scored on the run's held-out problems; --score-problems=0 skips this.
 """
@@ -60,6 +64,8 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="number of problems to score on (default: all)",
     )
+    add("--push", default="", metavar="USER/NAME", help="upload to the Hugging Face hub")
+    add("--public", action="store_true", help="let everyone see what --push uploads")
     return parser
 
 

@@ -36,6 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--format", default="", help="weight format: nvfp4, mxfp4, nf4, bf16")
     add("--system", help="system message (default: the run's)")
     add("--suffix", help="text appended to the question (default: the run's)")
+    add("--chat-template-args", help="variables of the chat template, JSON (default: the run's)")
     add(
         "--max-new-tokens",
         type=int,

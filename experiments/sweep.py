@@ -1,10 +1,11 @@
-"""Trains every run of a sweep, one after another, and makes one table and one picture.
+"""Trains every run of a sweep, one or several at a time, and makes one table and one picture.
 
     uv run python -m experiments.sweep --config=aqn_ablation
 
     --config=FILE.py[:PRESET]     config file with `get_config()` and `get_sweep()`
     --config.steps=10             field of the config, for all runs
     --workdir=DIR                 folder of the sweep (default: runs/FILE)
+    --gpus=4                      four runs at a time, one on each GPU
     --only=2/4                    every fourth run, starting with the second: a part per machine
     --table                       only the table of the finished runs
 
@@ -18,19 +19,14 @@ resumed. A run that fails does not stop the others; it is named at the end, and 
     RUN/, logs/RUN.log      run folder, and the output of its process
 """
 
-import ctypes
 import glob
 import hashlib
 import importlib.util
 import json
 import os
-import platform
 import re
 import shlex
-import signal
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,26 +35,24 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments import cli
 from experiments.configs import config_file
+from qerl_jax.config.describe import as_flag
+from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
-from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import TEMPORARY, write_atomic
-from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten, lock_holder
-from qerl_jax.run.metrics import read_steps
+from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten
 from qerl_jax.run.plots import plot_sweep
-from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
-from qerl_jax.training.describe_config import as_flag
-from qerl_jax.training.overrides import check_overrides
+from qerl_jax.run.sweep_processes import devices_of, train_all
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
 _LONGEST_NAME = 100
-_POLL_SECONDS = 0.5
 
 _ONLY = flags.DEFINE_string(
     "only", None, "part of the runs, I/N: every N-th run, starting with the I-th"
 )
+_GPUS = flags.DEFINE_integer("gpus", 0, "runs at a time, one on each GPU; 0: one run")
 _TABLE = flags.DEFINE_bool("table", False, "only make the table of the finished runs")
 
 
@@ -72,13 +66,14 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     folder = user_path(workdir or "-".join(["runs/" + Path(stem).stem, *filter(None, [preset])]))
     runs = plan(file, common, folder)
     part = _part(runs, _ONLY.value)
+    devices = devices_of(_GPUS.value, os.environ)
 
     _make_folder(folder)
     whole = ["-m", "experiments.sweep", f"--config={file}", *_as_flags(common)]
     whole.append(f"--workdir={folder}")
     commands = [shlex.join(["python", *part]) for part in (whole, *(run.command for run in runs))]
     write_atomic(folder / "commands.sh", "# " + "\n".join(commands) + "\n")
-    failures = {} if _TABLE.value else _train_all(part, folder)
+    failures = {} if _TABLE.value else train_all(part, folder, devices)
     _write_results(runs, folder)
     for name, reason in failures.items():
         print(f"FAILED {name}: {reason}", file=sys.stderr)
@@ -194,6 +189,7 @@ def _parse(arguments: Sequence[str]) -> ConfigDict:
     argv, values = ["", *cli.with_files(arguments)], flags.FlagValues()
     with cli.config_errors():
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        cli.take_rewards(values["config"], argv)
         values(argv)
         return values.config.lock()
 
@@ -217,115 +213,6 @@ def _part(runs: list[Run], only: str | None) -> list[Run]:
     if not found or not 1 <= int(found[1]) <= int(found[2]):
         raise UserError(f"--only={only}: write it as I/N with I from 1 to N")
     return runs[int(found[1]) - 1 :: int(found[2])]
-
-
-# --- Running them ------------------------------------------------------------------------------
-
-
-def _train_all(runs: list[Run], folder: Path) -> dict[str, str]:
-    """Runs each unfinished run in its own process; returns name and reason of the failures.
-
-    A process per run, because the memory use of one run must not affect the next.
-
-    Raises:
-        StoppedError: SIGTERM or SIGINT arrived; the run has saved.
-    """
-    failures = {}
-    (folder / "logs").mkdir(exist_ok=True)
-    # Later runs reuse the programs of earlier ones. A program is specific to its CPU.
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str((folder / f"programs-{platform.node()}").resolve()),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    } | dict(os.environ)
-    with stop_signals() as received:
-        for number, run in enumerate(runs, start=1):
-            said = f"run {number}/{len(runs)} {run.name}"
-            began = time.perf_counter()
-            _wait_until_free(run, received)
-            if is_finished(run):
-                print(f"{said}: is finished", flush=True)
-                continue
-            log = folder / "logs" / f"{run.name}.log"
-            print(f"{said}: see {log}", flush=True)
-            code = _train(run, log, environment, received, LiveLine())
-            if received:
-                print("the same command continues the sweep", flush=True)
-                raise StoppedError(received[0])
-            minutes = (time.perf_counter() - began) / 60
-            if code or not is_finished(run):
-                failures[run.name] = f"{_reason(code, log)}, see {log}"
-                print(f"{said}: failed after {minutes:.1f} minutes", flush=True)
-            else:
-                print(f"{said}: {_result(run)} after {minutes:.1f} minutes", flush=True)
-    return failures
-
-
-def _wait_until_free(run: Run, received: list[int]) -> None:
-    """Waits for another process that trains in the folder: its sweep may have been killed."""
-    told = False
-    while holder := lock_holder(run.folder):
-        if not told:
-            print(f"{run.name}: waiting for {holder}", flush=True)
-            told = True
-        if received:
-            raise StoppedError(received[0])
-        time.sleep(_POLL_SECONDS)
-
-
-def _train(
-    run: Run, log: Path, environment: dict[str, str], received: list[int], live: LiveLine
-) -> int:
-    """Runs the command and forwards a received stop signal; returns the exit code."""
-    with log.open("a", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            [sys.executable, *run.command],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            # Outside the terminal's process group, so that Ctrl-C reaches it once, from here.
-            start_new_session=True,
-            preexec_fn=_stop_with_parent,
-        )
-    try:
-        told = False
-        while True:
-            try:
-                return process.wait(_POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                live.update(f"{run.name} {_last_step(run)}")
-            if received and not told:
-                process.send_signal(signal.SIGTERM)
-                told = True
-    finally:
-        live.clear()
-        process.kill()
-        process.wait()
-
-
-def _stop_with_parent() -> None:
-    """On Linux, has the kernel send this process SIGTERM when its parent dies."""
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def _last_step(run: Run) -> str:
-    path = RunFolder(run.folder).metrics
-    rows = read_steps(path) if path.exists() else []
-    return f"step {rows[-1]['step'] if rows else 0}/{run.config['steps']}"
-
-
-def _result(run: Run) -> str:
-    row = read_steps(RunFolder(run.folder).metrics)[-1]
-    return f"last reward {row['reward']:.3f}"
-
-
-def _reason(code: int, log: Path) -> str:
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
-    return f"exit code {code}: {lines[-1].strip() if lines else 'no output'}"
 
 
 def _write_results(runs: list[Run], folder: Path) -> None:

@@ -1,8 +1,9 @@
 """QeRL in JAX: reinforcement learning of large language models on a 4-bit policy.
 
-    from qerl_jax import load, generate, train
+    from qerl_jax import load, complete, train
 
-Public names are imported on first use, so importing the package costs nothing.
+docs/python.md shows how they work together. Public names are imported on first use, so importing
+the package costs nothing.
 """
 
 import importlib
@@ -16,13 +17,19 @@ _PUBLIC = {
     "QuantTensor": "qerl_jax.policy.quant",
     "SamplingConfig": "qerl_jax.rollout.config",
     "UserError": "qerl_jax.errors",
+    "complete": "qerl_jax.chat",
     "forward": "qerl_jax.policy.transformer",
     "generate": "qerl_jax.rollout.engine",
     "load": "qerl_jax.weights.load",
+    "numeric_answer": "qerl_jax.rl.rewards",
+    "open_policy": "qerl_jax.evaluation.load_policy",
+    "open_session": "qerl_jax.session",
     "perturb_norms": "qerl_jax.policy.aqn",
     "quantize": "qerl_jax.policy.quant",
+    "score": "qerl_jax.rl.rewards",
     "sigma_schedule": "qerl_jax.policy.aqn",
     "train": "qerl_jax.training.loop",
+    "train_step": "qerl_jax.session",
 }
 
 __all__ = list(_PUBLIC)  # pyrefly: ignore

@@ -1,10 +1,12 @@
 """Problems: their sources, the order in which they are trained on, and how a prompt is written.
 
-A source is a local JSONL file, `reasoning_gym:TASK` (generated, needs no network), or a dataset on
-the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
+A source is a local file or folder, `reasoning_gym:TASK` (generated, needs no network), or a dataset
+on the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
 """
 
 import dataclasses
+import datetime
+import decimal
 import hashlib
 import itertools
 import json
@@ -68,6 +70,7 @@ def load_splits(
     rewards: Sequence[Reward] | None = None,
     levels: Sequence[int] = (),
     max_question_chars: int = 0,
+    fields: Mapping[str, str] | None = None,
     options: Mapping[str, Any] | None = None,
     seed: int = 0,
     size: int = 10_000,
@@ -90,17 +93,20 @@ def load_splits(
 
     Args:
         source: `reasoning_gym:TASK` or a hub id; not used if `path` is set.
-        path: path of a JSONL file of training problems. Each line is an object with `question` and
-            `answer` (or `problem` and `solution`). An answer whose last line is `#### NUMBER`, as
-            in GSM8K, is that number; a solution marks its answer in this way or by `\boxed{}`.
+        path: path of a file or folder of training problems, as in `problem_sources.read_problems`.
+            Each row has `question` (or `problem`, `prompt`) and `answer` (or `solution`). A
+            question is a text or a list of chat messages. An answer whose last line is `####
+            NUMBER`, as in GSM8K, is that number; a solution marks its answer in this way or by
+            `\boxed{}`.
         eval_source: hub id of a dataset with evaluation problems, 'held_out', or ''.
-        eval_path: path of a JSONL file of evaluation problems.
+        eval_path: path of a file or folder of evaluation problems.
         eval_size: largest number of evaluation problems. None takes at most 256, and at most a
             tenth of the training problems if they are held out (of fewer than ten, one).
         rewards: functions that score completions of the problems, as in `Selection`.
         levels: difficulties to train on, compared with the field `level` (`3` or `Level 3`); ()
             selects all.
         max_question_chars: largest length of a training question; 0 means no limit.
+        fields: names of the fields `question`, `answer` and `level`, as in `Selection`.
         options: options of the reasoning_gym task.
         seed: seed of the generated problems.
         size: number of distinct training problems to generate; a task with fewer problems gives
@@ -117,15 +123,15 @@ def load_splits(
         eval_source=eval_source,
         eval_path=eval_path,
         eval_size=eval_size,
-        evaluation=Selection(rewards),
-        training=Selection(rewards, frozenset(levels), max_question_chars),
+        evaluation=Selection(rewards, fields=fields or {}),
+        training=Selection(rewards, frozenset(levels), max_question_chars, fields or {}),
     )
     separate = asked.separate_evaluation()
     if separate and not train:
         return [], separate
     held_out_size = 0 if separate else eval_size
     if path:
-        found = problem_sources.read_jsonl_problems(path, asked.training)
+        found = problem_sources.read_problems(path, asked.training)
         problems, evaluation = _hold_out_last(found, held_out_size)
     elif source.startswith(problem_sources.GENERATED):
         problems, evaluation = _generate(asked, options or {}, held_out_size, seed=seed, size=size)
@@ -172,7 +178,8 @@ class _Asked:
             return []
         count = _MOST_HELD_OUT if self.eval_size is None else self.eval_size
         if self.eval_path:
-            found = problem_sources.read_jsonl_problems(self.eval_path, self.evaluation)[:count]
+            found = problem_sources.read_problems(self.eval_path, self.evaluation, split="test")
+            found = found[:count]
         elif self.eval_source not in ("", HELD_OUT):
             found = self.test_problems(self.eval_source, count)
         else:
@@ -242,7 +249,7 @@ def _load_hub(asked: _Asked, held_out: int | None) -> tuple[list[Problem], list[
     if "test" not in splits:
         return _hold_out_last(problems, held_out)
     if asked.eval_source == HELD_OUT:
-        test = problem_sources.questions_of(splits["test"])
+        test = problem_sources.questions_of(splits["test"], asked.training)
         problems = _without(problems, test, "in the test split")
         return _hold_out_last(problems, held_out)
     count = _MOST_HELD_OUT if held_out is None else held_out
@@ -251,10 +258,23 @@ def _load_hub(asked: _Asked, held_out: int | None) -> tuple[list[Problem], list[
     return _without(problems, _questions(evaluation)), evaluation
 
 
-def fingerprint(problems: Iterable[Problem]) -> str:
-    """SHA-256 of all questions and answers in their order."""
-    text = json.dumps([dataclasses.astuple(problem) for problem in problems])
+def fingerprint(problems: Iterable[Problem], columns: Iterable[str] = ()) -> str:
+    """SHA-256 of all questions and answers in their order, and of columns that rewards read."""
+    names = sorted(columns)
+
+    def identity(problem: Problem) -> list[Any]:
+        found = [[name, problem.columns.get(name)] for name in names]
+        return [problem.question, problem.answer, *([found] if found else [])]
+
+    text = json.dumps([identity(problem) for problem in problems], default=_as_text)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _as_text(value: Any) -> str:
+    """A value that JSON does not have, as the same text in every process."""
+    if isinstance(value, bytes | datetime.date | datetime.time | decimal.Decimal):
+        return str(value)
+    return type(value).__name__
 
 
 # --- The order of training ------------------------------------------------------------------------
@@ -303,18 +323,20 @@ def render_prompt(
     *,
     system_prompt: str = "",
     question_suffix: str = "",
+    chat_template_args: Mapping[str, Any] | None = None,
 ) -> str:
     """Writes a problem as a chat that waits for the assistant.
 
     Args:
         problem: the problem.
         tokenizer: tokenizer with the chat template.
-        system_prompt: the system message; with '' the template decides.
-        question_suffix: text that is appended to the question without a space in between.
+        system_prompt: the system message; with '' the problem or the template decides.
+        question_suffix: text that is appended to the last message without a space in between.
+        chat_template_args: further variables of the chat template.
 
     Raises:
-        UserError: the tokenizer has no chat template, the template rejects the messages, or a text
-            is not valid Unicode.
+        UserError: the tokenizer has no chat template, the template rejects the messages or does not
+            read an argument, a text is not valid Unicode, or there are two system messages.
     """
     for text, name in (
         (system_prompt, "the system message"),
@@ -322,10 +344,22 @@ def render_prompt(
         (question_suffix, "the question suffix"),
     ):
         check_unicode(text, name)
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": problem.question + question_suffix})
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-    tokenizer.check_kept(messages, text)
+    chat = list(problem.messages or [("user", problem.question)])
+    if system_prompt and any(role == "system" for role, _ in chat):
+        raise UserError(
+            f"the problem {problem.question!r:.80} has a system message of its own, and "
+            f"data.system_prompt is {system_prompt!r:.60}: pass --config.data.system_prompt="
+        )
+    role, content = chat.pop()
+    chat.append((role, content + question_suffix))
+    if system_prompt:
+        chat.insert(0, ("system", system_prompt))
+    messages = [{"role": role, "content": content} for role, content in chat]
+    text = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, **(chat_template_args or {})
+    )
+    # A template may leave out the reasoning of an earlier answer, as that of Qwen3 does.
+    tokenizer.check_kept([m for m in messages if m["role"] != "assistant"], text)
     return text
 
 
@@ -335,6 +369,7 @@ def encode_prompts(
     *,
     system_prompt: str = "",
     question_suffix: str = "",
+    chat_template_args: Mapping[str, Any] | None = None,
     max_prompt_tokens: int,
     remedy: str = "instead of data.max_prompt_tokens={limit} pass "
     "--config.data.max_prompt_tokens={longest}",
@@ -344,8 +379,9 @@ def encode_prompts(
     Args:
         problems: the problems to render.
         tokenizer: tokenizer with the chat template.
-        system_prompt: the system message; with '' the template decides.
+        system_prompt: the system message, as in `render_prompt`.
         question_suffix: text that is appended to every question without a space in between.
+        chat_template_args: further variables of the chat template.
         max_prompt_tokens: largest number of tokens in a prompt.
         remedy: advice for the error message; {limit} and {longest} are replaced by the number of
             tokens allowed and the number of tokens in the longest prompt.
@@ -356,7 +392,11 @@ def encode_prompts(
     prompts = []
     for problem in problems:
         text = render_prompt(
-            problem, tokenizer, system_prompt=system_prompt, question_suffix=question_suffix
+            problem,
+            tokenizer,
+            system_prompt=system_prompt,
+            question_suffix=question_suffix,
+            chat_template_args=chat_template_args,
         )
         prompts.append(Prompt(problem, text, tuple(tokenizer.encode(text))))
     lengths = [len(prompt.ids) for prompt in prompts]

@@ -21,6 +21,12 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
     module_name, separator, name = path.partition(":")
     if not separator or not module_name or not name:
         raise UserError(f"{what} {path!r}: write it as package.module:function")
+    if "/" in module_name or module_name.endswith(".py"):
+        stem = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        raise UserError(
+            f"{what} {path!r}: a file path is not an import path; write {stem}:{name}, and start "
+            "in the folder that holds it or add the folder to PYTHONPATH"
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

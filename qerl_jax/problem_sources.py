@@ -1,35 +1,47 @@
-"""Where problems come from: JSONL files, datasets on the Hugging Face hub, and generators."""
+"""Where problems come from: local files, datasets on the Hugging Face hub, and generators."""
 
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from qerl_jax import hub
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.rl.answers import last_boxed
-from qerl_jax.rl.references import can_read, is_prose, needs_answer
 from qerl_jax.rl.rewards import Reward, math_answer, number_only_format
+from qerl_jax.scoring.calls import plain
+from qerl_jax.scoring.references import can_read, is_prose, needs_answer
 
 GENERATED = "reasoning_gym:"
 _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
+_ROLES = ("system", "user", "assistant")
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A question and its short reference answer (`72`, not the solution that leads to it)."""
+    """A question and its short reference answer (`72`, not the solution that leads to it).
+
+    Attributes:
+        question: the question; of a row with several chat messages, all of them as one text.
+        answer: the reference answer.
+        messages: the chat as (role, content), of which a user's message is the last; () where the
+            question is the only message.
+        columns: the whole row that the problem was read from, whose columns reach the rewards.
+    """
 
     question: str
     answer: str
+    messages: tuple[tuple[str, str], ...] = ()
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 class _LeftOutError(Exception):
@@ -45,11 +57,15 @@ class Selection:
             them needs its answer and cannot read it. None stands for `math_answer`.
         levels: difficulties to keep, compared with the field `level`; an empty set keeps all.
         max_question_chars: largest length of a question; 0 means no limit.
+        fields: names of the fields `question`, `answer` and `level` in the rows. A name with dots
+            is one of a nested object, such as `reward_model.ground_truth`. A field that is absent
+            or '' has one of the usual names.
     """
 
     rewards: Sequence[Reward] | None = None
     levels: frozenset[int] = frozenset()
     max_question_chars: int = 0
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def scorers(self) -> list[Reward]:
@@ -65,13 +81,20 @@ class Selection:
             UserError: the row is malformed.
             _LeftOutError: the problem is not kept.
         """
-        question = _field(row, _QUESTION_FIELDS, where)
+        name, value = self._find(row, "question", _QUESTION_FIELDS, where)
+        chat = isinstance(value, list | tuple)
+        messages = _messages(value, f"{where}: {name}") if chat else ()
+        question = _as_text(messages) if chat else _text(value, f"{where}: {name}")
+        if len(messages) == 1:
+            messages = ()
         if not question.strip():
             raise UserError(f"{where}: the question is empty")
         needed = bool(self.scorers)
-        answer = _field(row, _ANSWER_FIELDS, where, default=None if needed else "")
+        name, value = self._find(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
+        answer = _text(value, f"{where}: {name}")
         self._check_level(row, where)
-        return self.keep(Problem(question, _short_answer(answer, "answer" not in row, needed)))
+        answer = _short_answer(answer, name != self.fields.get("answer", "answer"), needed)
+        return self.keep(Problem(question, answer, messages, row))
 
     def keep(self, problem: Problem) -> Problem:
         """Returns a problem that is kept; raises a _LeftOutError for any other."""
@@ -81,17 +104,41 @@ class Selection:
             raise _LeftOutError("an empty answer")
         for scorer in self.scorers:
             if not can_read(scorer, problem.answer):
-                raise _LeftOutError(f"an answer that {scorer.__name__} cannot read")
+                raise _LeftOutError(f"an answer that {plain(scorer).__name__} cannot read")
         return problem
+
+    def _find(
+        self,
+        row: Mapping[str, Any],
+        field: str,
+        usual: Sequence[str],
+        where: str,
+        *,
+        optional: bool = False,
+    ) -> tuple[str, Any]:
+        """Returns name and value of a field; ('', '') if it is optional and absent."""
+        named = self.fields.get(field)
+        for name in [named] if named else usual:
+            value = column(row, name)
+            if value is not None or name in row:
+                return name, value
+        if optional and not named:
+            return "", ""
+        missing = f"{named} (data.fields.{field})" if named else " or ".join(usual)
+        raise UserError(
+            f"{where}: no field {missing}; it has {', '.join(row) or 'none'}"
+            + ("" if named else f": name it, --config.data.fields.{field}=NAME")
+        )
 
     def _check_level(self, row: Mapping[str, Any], where: str) -> None:
         if not self.levels:
             return
-        found = re.fullmatch(r"(?:Level )?([0-9]+)", str(row.get("level")))
+        level = column(row, self.fields.get("level") or "level")
+        found = re.fullmatch(r"(?:Level )?([0-9]+)", str(level))
         if found is None:
             raise UserError(
                 f"{where}: data.levels={sorted(self.levels)}, but the level of this problem is "
-                f"{row.get('level')!r}: a number or 'Level NUMBER' is needed"
+                f"{level!r}: a number or 'Level NUMBER' is needed"
             )
         if int(found[1]) not in self.levels:
             raise _LeftOutError(f"a level other than {', '.join(map(str, sorted(self.levels)))}")
@@ -123,27 +170,48 @@ def _short_answer(text: str, solution: bool, needed: bool) -> str:
     return (text if boxed is None else boxed).strip()
 
 
-def _field(
-    row: Mapping[str, Any], names: Sequence[str], where: str, *, default: str | None = None
-) -> str:
-    name = next((name for name in names if name in row), None)
-    if name is None and default is not None:
-        return default
-    if name is None:
-        raise UserError(
-            f"{where}: no field {' or '.join(names)}; it has {', '.join(row) or 'none'}"
-        )
-    value = row[name]
+def column(row: Mapping[str, Any], name: str) -> Any:
+    """Returns a column of a row, or of an object in it: `a.b` is row['a']['b']; None if absent."""
+    if name in row:
+        return row[name]
+    outer, dot, inner = name.partition(".")
+    nested = row.get(outer)
+    return column(nested, inner) if dot and isinstance(nested, Mapping) else None
+
+
+def _text(value: Any, where: str) -> str:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if number and (isinstance(value, int) or math.isfinite(value)):
         value = str(value)
     if not isinstance(value, str):
         raise UserError(
-            f"{where}: {name} must be a string, not {value!r:.50}: write a string or a finite "
-            "number"
+            f"{where} must be a string, not {value!r:.50}: write a string or a finite number"
         )
-    check_unicode(value, f"{where}: {name}")
+    check_unicode(value, where)
     return value
+
+
+def _messages(value: Sequence[Any], where: str) -> tuple[tuple[str, str], ...]:
+    """Reads chat messages, dicts with 'role' and 'content', of which a user's is the last."""
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise UserError(
+                f"{where}: message {number} is {message!r:.50}: an object with a content and a "
+                f"role of {', '.join(_ROLES)} is needed"
+            )
+        content = _text(message.get("content"), f"{where}: the content of message {number}")
+        messages.append((message["role"], content))
+    if not messages or messages[-1][0] != "user":
+        raise UserError(f"{where}: the last message must be the user's, which the policy answers")
+    return tuple(messages)
+
+
+def _as_text(messages: Sequence[tuple[str, str]]) -> str:
+    """The question of a chat: its only message, or all messages with their roles."""
+    if len(messages) == 1:
+        return messages[0][1]
+    return "\n".join(f"{role}: {content}" for role, content in messages)
 
 
 def _select(rows: Iterable[tuple[str, Mapping[str, Any]]], selection: Selection) -> list[Problem]:
@@ -167,32 +235,85 @@ def print_left_out(count: int, what: str) -> None:
 
 # --- Local files ----------------------------------------------------------------------------------
 
+FILE_TYPES = (".jsonl", ".json", ".parquet")
 
-def read_jsonl_problems(path: str, selection: Selection) -> list[Problem]:
-    """Reads the problems of a JSONL file.
+
+def read_problems(
+    path: str, selection: Selection, *, split: Literal["train", "test"] = "train"
+) -> list[Problem]:
+    """Reads the problems of a local file or folder.
+
+    Args:
+        path: a file of JSON lines, a file `.json` with one array or with lines, a file `.parquet`,
+            or a folder with such files, which are read in the order of their names. In a folder
+            where names begin with `train` or `test`, as in the folders of datasets on the hub, only
+            those that begin with the split are read.
+        selection: which problems are kept.
+        split: the split to read from a folder.
 
     Raises:
-        UserError: the file cannot be read, is empty, or holds a malformed line.
+        UserError: a file cannot be read, there are no problems, or a row is malformed.
     """
-    try:
-        lines = user_path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the problems: {error.strerror}") from error
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{where}: not a JSON object in UTF-8: {error}") from error
-        if not isinstance(row, dict):
-            raise UserError(f"{where}: a JSON object is needed, not {type(row).__name__}")
-        rows.append((where, row))
+    found = user_path(path)
+    rows = [
+        (f"{file if found.is_dir() else path}:{number}", row)
+        for file in (_files(found, split) if found.is_dir() else [found])
+        for number, row in _file_rows(file, str(file) if found.is_dir() else path)
+    ]
     if not rows:
         raise UserError(f"{path}: no problems: the file is empty")
     return _select(rows, selection)
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if file.suffix in FILE_TYPES)
+    if any(file.name.startswith(("train", "test")) for file in files):
+        files = [file for file in files if file.name.startswith(split)]
+    if not files:
+        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
+        raise UserError(
+            f"{folder}: no file of problems for {split} ({', '.join(FILE_TYPES)}); the folder has "
+            f"{inside or 'no files'}"
+        )
+    return files
+
+
+def _file_rows(file: Path, name: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """The numbered rows of a file; `name` is its name in messages."""
+    try:
+        if file.suffix == ".parquet":
+            return enumerate(_parquet_rows(file, name), 1)
+        content = file.read_bytes()
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise UserError(f"{name}: cannot read the problems: {reason}") from error
+    if file.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+        found = enumerate(_json(content, name), 1)
+    else:
+        lines = enumerate(content.splitlines(), 1)
+        found = [(i, _json(line, f"{name}:{i}")) for i, line in lines if line.strip()]
+    rows = list(found)
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"{name}:{number}: a JSON object is needed, not {type(row).__name__}")
+    return rows
+
+
+def _json(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not a JSON object in UTF-8: {error}") from error
+
+
+def _parquet_rows(file: Path, name: str) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(file).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{name}: not a parquet file: {first_line(error)}") from error
 
 
 # --- Generated problems ---------------------------------------------------------------------------
@@ -223,20 +344,21 @@ def generate_problems(
         entries = reasoning_gym.create_dataset(task, **options, seed=seed, size=draws)
     except (AssertionError, TypeError, ValueError) as error:
         raise UserError(f"{source}: options {dict(options)}: {error}") from error
-    answers: dict[str, str] = {}
+    problems: dict[str, Problem] = {}
     for index in range(draws):
         entry = entries[index]
-        if not isinstance(entry["answer"], str):
+        question, answer = entry["question"], entry["answer"]
+        if not isinstance(answer, str):
             raise UserError(f"{source}: its problems have no single answer to compare with")
-        answers.setdefault(entry["question"], entry["answer"])
-        if len(answers) == size:
+        problems.setdefault(question, Problem(question, answer, columns=entry))
+        if len(problems) == size:
             break
-    return list(itertools.starmap(Problem, answers.items()))
+    return list(problems.values())
 
 
 def select_generated(source: str, problems: Iterable[Problem], selection: Selection) -> list:
     """Returns the generated problems that are kept; prints how many are left out, and why."""
-    rows = ((f"{source}:{n}", dataclasses.asdict(p)) for n, p in enumerate(problems, 1))
+    rows = ((f"{source}:{n}", p.columns) for n, p in enumerate(problems, 1))
     return _select(rows, selection)
 
 
@@ -292,7 +414,15 @@ def read_rows(rows: Iterable[Any], where: str, selection: Selection) -> list[Pro
     return _select(((f"{where}:{number}", row) for number, row in enumerate(rows, 1)), selection)
 
 
-def questions_of(rows: Iterable[Mapping[str, Any]]) -> set[str]:
+def questions_of(rows: Iterable[Mapping[str, Any]], selection: Selection) -> set[str]:
     """Returns the questions of a split whose rows may lack answers."""
-    found = (next((row[name] for name in _QUESTION_FIELDS if name in row), None) for row in rows)
-    return {question for question in found if isinstance(question, str)}
+    named = selection.fields.get("question")
+    questions = set()
+    for row in rows:
+        values = (column(row, name) for name in ([named] if named else _QUESTION_FIELDS))
+        value = next((value for value in values if value is not None), None)
+        if isinstance(value, list | tuple):
+            value = _as_text(_messages(value, "the test split"))
+        if isinstance(value, str):
+            questions.add(value)
+    return questions

@@ -37,6 +37,7 @@ RUNS = (
     "test_export_hf",
     "test_config_reads",
     "test_errors",
+    "test_python_page",
     "test_sweep",
     "test_sample",
 )

@@ -126,15 +126,11 @@ def rollouts(count):
         local = sharding.on_device((key, params, lora), devices[0])
         wanted = rollout_operations(*local, prompts=replicas.most(prompts, devices), **how)
         programs = compile_operations(local, wanted, others=devices[1:])
-        seen = []
-        found[temperature], work = replicas.sample(
-            *(key, params, lora, prompts),
-            executables=programs,
-            on_progress=lambda *x, seen=seen: seen.append(x),
-            **how,
-        )
-        found["work"] = work
-        found["progress"] = seen
+        arguments = key, params, lora, prompts
+        *_, before, last = replicas.generate_steps(*arguments, executables=programs, **how)
+        found[temperature] = last.rollout
+        found["before"] = before.ended_rows, before.tokens
+        found["last"] = last.ended_rows, last.tokens, last.statistics
         found["compiled"] = len(programs.compiled), len(programs)
     return found
 

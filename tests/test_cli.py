@@ -1,6 +1,7 @@
 """Flags and errors of the command line, in processes of their own."""
 
 import argparse
+import ast
 import os
 import subprocess
 import sys
@@ -153,3 +154,56 @@ def test_errors_of_a_config_file_say_where(command, tmp_path, source, message):
 def test_a_config_that_exits_keeps_its_code(command, tmp_path):
     (tmp_path / "exits.py").write_text("import sys\ndef get_config():\n    sys.exit(3)\n")
     assert command(f"--config={tmp_path / 'exits.py'}").returncode == 3
+
+
+REWARDS = """
+from ml_collections import ConfigDict
+
+def get_config():
+    reward = {"function": "a:b", "weight": 1.0}
+    return ConfigDict({"steps": 3, "preset": "p", "rewards": {"correctness": reward}}).lock()
+"""
+SHOW = """
+import sys
+from experiments import cli
+from qerl_jax.config.rewards import check_rewards
+
+def run(config, workdir):
+    check_rewards(config)
+    print(config.rewards.to_dict())
+
+cli.main(run, sys.path[0] + "/config.py")
+"""
+
+
+def test_a_reward_is_added_on_the_command_line(command, tmp_path):
+    (tmp_path / "config.py").write_text(REWARDS)
+    (tmp_path / "experiment.py").write_text(SHOW)
+    result = command(
+        "--config.rewards.judge.function=http://host/score",
+        "--config.rewards.judge.token_env=TOKEN",
+        "--config.rewards.judge.retries=5",
+        "--config.rewards.correctness.time_limit=3",
+        "--config.rewards.short.function=c:d",
+        "--config.rewards.short.weight=0.5",
+    )
+    assert (result.stderr, result.returncode) == ("", 0)
+    assert ast.literal_eval(result.stdout) == {
+        "correctness": {"function": "a:b", "weight": 1.0, "time_limit": 3.0},
+        "judge": {"function": "http://host/score", "weight": 1.0, "token_env": "TOKEN"}
+        | {"retries": 5},
+        "short": {"function": "c:d", "weight": 0.5},
+    }
+    for argument, words in (
+        (
+            "--config.rewards.shrt.weight=0.5",
+            "no reward 'shrt' (there are correctness): add it with "
+            "--config.rewards.shrt.function=package.module:function",
+        ),
+        ("--config.rewards.short.wieght=1", "rewards.short has no 'wieght'; it has function, we"),
+        ("--config.rewards.correctness.time_limit=-1", "rewards.correctness.time_limit=-1.0"),
+    ):
+        result = command(argument)
+        assert result.returncode != 0
+        assert words in result.stderr
+        assert result.stderr.count("\n") == 1

@@ -12,10 +12,11 @@ from absl import flags
 from ml_collections import config_flags
 
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
+from qerl_jax.config.describe import describe_config
 from qerl_jax.data import HELD_OUT
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, default_folder
-from qerl_jax.training.describe_config import describe_config
+from qerl_jax.run.resume import moves_only_memory
 from qerl_jax.training.loop import train
 from qerl_jax.training.method import loss_from
 from qerl_jax.training.validate import validate
@@ -292,3 +293,17 @@ def test_texts_of_a_config_are_valid_unicode(field, value, place):
     config.update_from_flattened_dict({field: value})
     with pytest.raises(UserError, match=place):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("field", "moves"),
+    [
+        ("rewards.judge.time_limit", True),
+        ("rewards.judge.retries", True),
+        ("rewards.judge.token_env", True),
+        ("rewards.judge.function", False),
+        ("rewards.judge.weight", False),
+    ],
+)
+def test_how_a_reward_is_asked_may_change_in_a_run(field, moves):
+    assert moves_only_memory(field, grpo_gsm8k.get_config()) == moves

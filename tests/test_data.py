@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import hashlib
 import json
 import re
 import sys
 import types
 
 import ml_collections
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from qerl_jax import data
@@ -116,6 +119,129 @@ def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
     with pytest.raises(UserError, match=re.escape(message)) as error:
         data.load_problems("openai/gsm8k", path=str(path))
     assert "\n" not in str(error.value)
+
+
+ROWS = [
+    {"question": f"q{i}", "answer": f"so\n#### {i}", "tests": [i], "meta": {"gold": f"g{i}"}}
+    for i in range(3)
+]
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS, indent=2), encoding="utf-8-sig")
+
+
+def write_parquet(path):
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "save"),
+    [("a.json", write_json), ("a.parquet", write_parquet), ("a.jsonl", lambda p: write(p, ROWS))],
+)
+def test_local_files_keep_the_columns_of_a_row(tmp_path, name, save):
+    save(tmp_path / name)
+    problems = data.load_problems("", path=str(tmp_path / name))
+    assert problems == numbered(3)
+    assert [problem.columns for problem in problems] == ROWS
+
+
+def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
+    for name, rows in (("train-2.jsonl", ROWS[:1]), ("train-1.jsonl", ROWS[1:2]), ("notes.md", [])):
+        write(tmp_path / name, rows)
+    assert data.load_problems("", path=str(tmp_path)) == [Problem("q1", "1"), Problem("q0", "0")]
+    write(tmp_path / "test-1.jsonl", ROWS[2:])
+    train, test = data.load_splits("", path=str(tmp_path), eval_path=str(tmp_path), eval_size=5)
+    assert (train, test) == ([Problem("q1", "1"), Problem("q0", "0")], [Problem("q2", "2")])
+    (tmp_path / "inner").mkdir()
+    with pytest.raises(UserError, match=r"no file of problems for train .*the folder has no files"):
+        data.load_problems("", path=str(tmp_path / "inner"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", b"[{}, 1]", "a.json:2: a JSON object is needed, not int"),
+        ("a.json", b'[{"question": ', "a.json: not a JSON object in UTF-8"),
+        ("a.json", b"[]", "a.json: no problems: the file is empty"),
+        ("a.parquet", b"PAR1", "a.parquet: not a parquet file"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=re.escape(message)):
+        data.load_problems("", path=str(tmp_path / name))
+
+
+def test_rows_may_name_their_fields(tmp_path):
+    path = write(tmp_path / "a.jsonl", [row | {"hard": 3 - row["tests"][0]} for row in ROWS])
+    fields = {"question": "question", "answer": "meta.gold", "level": "hard"}
+    found = data.load_problems("", path=path, fields=fields, levels=(2, 3))
+    assert found == [Problem("q0", "g0"), Problem("q1", "g1")]
+    with pytest.raises(UserError, match=r"no field meta.lost \(data.fields.answer\); it has quest"):
+        data.load_problems("", path=path, fields={"answer": "meta.lost"})
+    # A named field is an answer as it stands.
+    text = "Add. So it is."
+    path = write(tmp_path / "b.jsonl", [{"question": "q", "gold": text}])
+    (found,) = data.load_problems("", path=path, fields={"answer": "gold"}, rewards=[])
+    assert found.answer == text
+
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "3 + 4?"},
+    {"role": "assistant", "content": "7"},
+    {"role": "user", "content": "And 1 more?"},
+]
+
+
+def test_a_prompt_may_be_a_chat(tmp_path):
+    rows = [{"prompt": CHAT, "answer": "8"}, {"prompt": CHAT[1:2], "answer": "7"}]
+    chat, single = data.load_problems("", path=write(tmp_path / "a.jsonl", rows))
+    assert single == Problem("3 + 4?", "7")
+    assert chat.messages == tuple((m["role"], m["content"]) for m in CHAT)
+    assert chat.question == "system: Be brief.\nuser: 3 + 4?\nassistant: 7\nuser: And 1 more?"
+    assert data.render_prompt(chat, WordTokenizer(), question_suffix=" Go.") == (
+        "<system> Be brief. <user> 3 + 4? <assistant> 7 <user> And 1 more? Go. <assistant>"
+    )
+    with pytest.raises(UserError, match=r"system message of its own.*--config.data.system_prompt="):
+        data.render_prompt(chat, WordTokenizer(), system_prompt="Think.")
+    assert data.render_prompt(single, WordTokenizer(), system_prompt="Think.").startswith("<system")
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "the last message must be the user's"),
+        (CHAT[:3], "the last message must be the user's"),
+        (["hi"], "message 1 is 'hi'"),
+        ([{"role": "tool", "content": "x"}], "role of system, user, assistant"),
+        (
+            [{"role": "user", "content": [{"type": "image"}]}],
+            "the content of message 1 must be a s",
+        ),
+    ],
+)
+def test_bad_chats_are_named(tmp_path, messages, message):
+    path = write(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "8"}])
+    with pytest.raises(UserError, match=f"a.jsonl:1: prompt: .*{message}"):
+        data.load_problems("", path=path)
+
+
+def test_the_fingerprint_has_the_columns_that_rewards_read():
+    plain, tests = Problem("q", "1"), Problem("q", "1", columns={"tests": [1], "id": 7})
+    assert data.fingerprint([plain]) == data.fingerprint([tests])
+    # Checkpoints of earlier versions hold this digest.
+    text = json.dumps([["q", "1"]])
+    assert data.fingerprint([tests]) == hashlib.sha256(text.encode()).hexdigest()
+    other = dataclasses.replace(tests, columns={"tests": [2], "id": 7})
+    assert data.fingerprint([tests], ["tests"]) != data.fingerprint([other], ["tests"])
+    assert data.fingerprint([tests], ["id"]) == data.fingerprint([other], ["id"])
+
+
+def test_generated_problems_have_the_columns_of_their_task():
+    (problem,) = data.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, size=1)
+    assert problem.columns["metadata"]["source_dataset"] == "chain_sum"
 
 
 def test_a_number_of_any_size_is_an_answer(tmp_path):

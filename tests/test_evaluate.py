@@ -1,5 +1,6 @@
 """Evaluations of a tiny model in this process: counting, saving, continuing, refusing."""
 
+import asyncio
 import dataclasses
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from unittest import mock
 
 import jax
@@ -143,7 +145,8 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, rollouts, capsys):
     given = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
     for row in rows:
         assert row.keys() == ROW
-        assert (row["question"], row["gold"]) == dataclasses.astuple(given[row["problem"]])
+        problem = given[row["problem"]]
+        assert (row["question"], row["gold"]) == (problem.question, problem.answer)
         assert row["correct"] == (tiny_run.even_end("", row["completion"], "", 1, True) > 0.5)
         low = tiny_run.low_fraction("", row["completion"], "", row["tokens"], True)
         assert row["format"] == (low > 0.5)
@@ -240,6 +243,17 @@ def test_a_continued_evaluation_is_one_that_was_not_interrupted(
     assert file.read_bytes() == expected
 
 
+def test_stopped_before_a_completion_has_ended(settings, monkeypatch, capsys, recwarn):
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "EngineConfig", small_chunks)
+    stop_at_chunk(1, monkeypatch)
+    with pytest.raises(StoppedError):
+        evaluate(settings(seed=0))  # of the first draws, none ends a completion
+    said = capsys.readouterr().out
+    assert "the same command continues" in said
+    assert "correct so far" not in said
+    assert not recwarn.list
+
+
 def small_chunks(**options):
     return EngineConfig(chunk_steps=2, **options)
 
@@ -254,6 +268,32 @@ def test_two_rollouts_have_the_same_programs_and_the_same_completions(
     assert rollouts == [(8, 9), (5, 9), (3, 9)]
     assert capsys.readouterr().out.count("programs in") == 1
     assert read_jsonl(divided / "problems.jsonl") == read_jsonl(whole / "problems.jsonl")
+
+
+def test_a_signal_while_a_judge_is_waited_for_keeps_the_completions(
+    settings, rollouts, tmp_path, monkeypatch
+):
+    expected = (
+        evaluate(settings(out=str(tmp_path / "whole"), limit=2))[0] / "problems.jsonl"
+    ).read_bytes()
+    rollouts.clear()
+
+    async def judge(prompt, completion, answer, num_tokens, finished):
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_run, "even_end", judge)
+        began = time.perf_counter()
+        with pytest.raises(StoppedError):
+            evaluate(settings(limit=2, time_limit=60.0))
+        assert time.perf_counter() - began < 30
+    rows = read_jsonl(tmp_path / "out" / "problems.jsonl")
+    assert len(rows) == 6
+    assert "correct" not in rows[0]
+    evaluate(settings(limit=2))
+    assert (tmp_path / "out" / "problems.jsonl").read_bytes() == expected
+    assert len(rollouts) == 1  # Nothing was generated again.
 
 
 def test_a_continued_evaluation_keeps_its_rows(settings, rollouts, monkeypatch):

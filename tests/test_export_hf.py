@@ -77,6 +77,7 @@ def test_peft(run, tiny, tmp_path, capsys):
         "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
+        "generation_config.json",
         "tokenizer.json",
         "tokenizer_config.json",
     }
@@ -348,7 +349,7 @@ def test_the_card(run, tmp_path):
 def test_the_card_names_a_base_of_the_hub(tmp_path):
     out = tmp_path / "out"
     described = model_card.Card(
-        name="n", format="peft", folder=out, base="Qwen/Qwen3-0.6B", base_format="nvfp4",
+        name="n", format="peft", folder=str(out), base="Qwen/Qwen3-0.6B", base_format="nvfp4",
         source="Qwen/Qwen3-0.6B", served_base="", onto="trained", rank=48, trained_norms=False,
         run=None, steps=None,
     )  # fmt: skip

@@ -139,6 +139,17 @@ def test_what_moves_only_memory_may_change_and_is_said(tmp_path, capsys):
     ]
 
 
+def test_a_finished_run_keeps_the_values_that_it_ran_with(tmp_path, capsys):
+    begin(tmp_path)
+    (tmp_path / "summary.json").write_text('{"steps": 10}')
+    before = (tmp_path / "config.json").read_bytes()
+    with folder.open_run(tmp_path, make_config(rollout__max_rows=64)):
+        assert capsys.readouterr().out == ""
+        assert (tmp_path / "config.json").read_bytes() == before
+    with folder.open_run(tmp_path, make_config(rollout__max_rows=64, steps=11)):
+        assert capsys.readouterr().out.startswith("changed: rollout.max_rows: 128 -> 64. ")
+
+
 @pytest.mark.parametrize(
     "loss", [{"rl__loss": "bnpo"}, {"rl__loss": "dapo", "rl__aggregation": "micro_batch"}]
 )

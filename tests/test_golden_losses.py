@@ -21,12 +21,14 @@ from qerl_jax.training.validate import validate
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MAX_NEW_TOKENS = 9  # TRL's max_completion_length and verl's loss_scale_factor
 MICRO_BATCH_ROWS = 2
+TRL_OPTIONS = {"sapo": {"sapo_temperature_neg": 2.0}, "opsm": {"off_policy_delta": 0.1}}
 TRL_CLIPS = {"gspo": (0.001, 0.1), "cispo": (1.0, 0.1)}  # the other losses have (0.2, 0.28)
 
 
 def assert_loss(golden, variant, config):
     """Asserts that loss and gradient on the fixed tensors equal those of a variant."""
     mask = golden["mask"].astype(np.float32)
+    rollout = "opsm_rollout_logprobs" if variant.startswith("opsm") else "rollout_logprobs"
     weights = token_weights(
         mask,
         config.aggregation,
@@ -43,7 +45,7 @@ def assert_loss(golden, variant, config):
             weights=weights,
             config=config,
             ref_logprobs=golden["ref_logprobs"],
-            rollout_logprobs=golden["rollout_logprobs"],
+            rollout_logprobs=golden[rollout],
         )[0]
 
     value, grad = jax.value_and_grad(loss)(jnp.asarray(golden["logprobs"]))
@@ -70,7 +72,9 @@ def preset(recipe, changes=None):
 
 
 @pytest.mark.parametrize("variant", ["", "_k3", "_unbiased", "_tis"])
-@pytest.mark.parametrize("name", ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dapo", "bnpo", "dr_grpo", "gspo", "cispo", "sapo", "opsm"]
+)
 def test_losses_of_trl(trl, name, variant):
     clip_low, clip_high = TRL_CLIPS.get(name, (0.2, 0.28))
     config = loss_config(
@@ -80,6 +84,7 @@ def test_losses_of_trl(trl, name, variant):
         kl_coef=0.04 if variant else 0.0,
         kl_grad="unbiased" if variant == "_unbiased" else "k3",
         tis_cap=1.5 if variant == "_tis" else None,
+        **TRL_OPTIONS.get(name, {}),
     )
     assert_loss(trl, name + variant, config)
 
@@ -98,6 +103,8 @@ def test_two_sided_clipping_of_trl_is_the_dual_clip(trl):
         ("seq-mean-token-sum-norm", LossConfig("constant", clip_high=0.2, dual_clip=3.0)),
         # verl gives each token of a sequence its own gradient; the sums are the same.
         ("gspo", loss_config("gspo", clip_low=0.001, clip_high=0.1)),
+        ("gspo", loss_config("gspo_token", clip_low=0.001, clip_high=0.1)),
+        ("gspo_tis", loss_config("gspo_token", clip_low=0.001, clip_high=0.1, tis_cap=2.0)),
         ("cispo", loss_config("cispo", clip_low=10.0, clip_high=0.2)),
         ("cispo_both", loss_config("cispo", clip_low=0.2, clip_high=0.28)),
     ],

@@ -26,35 +26,44 @@ ALLOWED = {
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
+    "scoring": {"rl", "import_path", "errors"},
     "model_source": {"hub", "paths", "errors"},
     "staging": {"errors"},
     "threads": set(),
     "live_line": set(),
     "weights": {"policy", "model_source", "staging", "threads", "live_line"}
     | {"hub", "paths", "errors"},
-    "problem_sources": {"rl", "hub", "paths", "errors"},
+    "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
     "data": {"problem_sources", "rl", "weights", "errors"},
+    "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {"statistics", "threads", "hub", "paths", "errors"},
+    "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
     "show": {"run", "paths", "errors"},
-    "evaluation": {"policy", "rollout", "rl", "weights", "data", "run"}
-    | {"buckets", "import_path", "live_line", "statistics", "hub", "paths", "errors"},
+    "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run"}
+    | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
+    | {"hub", "paths", "errors"},
     "export": {
         "staging",
         "live_line",
         "policy",
         "rollout",
         "rl",
+        "scoring",
         "weights",
         "data",
         "evaluation",
         "run",
         "statistics",
+        "hub",
         "paths",
         "errors",
     },
-    "training": {"policy", "rollout", "rl", "weights", "data", "evaluation", "run"}
-    | {"live_line", "model_source", "paths", "sharding", "errors"},
+    "config": {"run", "rl", "scoring", "errors"},
+    "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
+    | {"config", "live_line", "model_source", "paths", "sharding", "errors"},
+    "session": {"training", "policy", "rollout", "rl", "data", "sharding"},
+    "dry_run": {"training", "policy", "rl", "weights", "data", "run"}
+    | {"model_source", "paths", "errors"},
 }
 
 

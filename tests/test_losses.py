@@ -127,17 +127,25 @@ def by_the_equations(name, new, now, inputs, *, dual_clip, kl_coef, tis_cap):
     for i, length in enumerate(LENGTHS):
         advantage, tokens = float(inputs["advantages"][i]), []
         for t in range(length):
-            if name == "gspo":
+            if name == "gspo_token":  # its value is a constant, its gradient that of the token
+                value = np.exp(sum(now[i, k] - old[i, k] for k in range(length)) / length)
+                ratio = value * np.exp(new[i, t] - now[i, t])
+            elif name == "gspo":
                 ratio = np.exp(sum(new[i, k] - old[i, k] for k in range(length)) / length)
             else:
                 ratio = np.exp(new[i, t] - old[i, t])
             if name == "cispo":
                 weight = min(max(np.exp(now[i, t] - old[i, t]), low), high)
                 loss = -weight * advantage * new[i, t]
+            elif name == "sapo":
+                gate = 1.0 if advantage > 0 else 1.05
+                loss = -4 / gate / (1 + np.exp(-gate * (ratio - 1))) * advantage
             else:
                 loss = -min(ratio * advantage, min(max(ratio, low), high) * advantage)
                 if dual_clip is not None and advantage < 0:
                     loss = min(loss, -dual_clip * advantage)
+            if name == "opsm" and advantage < 0:
+                loss *= np.mean([rollout[i, k] - now[i, k] for k in range(length)]) <= 0.5
             if tis_cap is not None:
                 loss *= min(np.exp(old[i, t] - rollout[i, t]), tis_cap)
             gap = ref[i, t] - new[i, t]
@@ -147,7 +155,7 @@ def by_the_equations(name, new, now, inputs, *, dual_clip, kl_coef, tis_cap):
     def token_mean(rows):
         return sum(map(sum, rows)) / max(1, sum(map(len, rows)))
 
-    if name in ("grpo", "gspo"):
+    if name in ("grpo", "gspo", "gspo_token", "sapo", "opsm"):
         return np.mean([sum(tokens) / max(1, len(tokens)) for tokens in rows])
     if name in ("dapo", "cispo"):
         return token_mean(rows)
@@ -168,7 +176,7 @@ def by_the_equations(name, new, now, inputs, *, dual_clip, kl_coef, tis_cap):
     ],
 )
 def test_losses_by_their_equations(name, options):
-    if name == "cispo":
+    if name in ("cispo", "sapo"):
         options = {k: v for k, v in options.items() if k != "dual_clip"}
     config = losses.loss_config(name, **options)
     case = make_case(config.aggregation)
@@ -282,7 +290,7 @@ def test_gradient_on_policy_is_the_policy_gradient(name):
     assert not gradient[4].any()
     summary = summarize(metrics)
     assert summary["ratio_mean"] == summary["ratio_max"] == 1.0
-    assert summary["clip_fraction"] == 0.0
+    assert summary.get("clip_fraction", 0.0) == 0.0  # 'sapo' clips nothing
 
 
 @pytest.mark.parametrize(
@@ -388,7 +396,7 @@ def test_bfloat16_inputs_are_computed_in_float32():
         ({"name": "ppo"}, "'ppo'.*grpo, dapo"),
         ({"aggregation": "mean"}, "aggregation 'mean'.*token, sequence"),
         ({"dual_clip": 1.0}, "dual_clip is 1.0"),
-        ({"name": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0.*already"),
+        ({"name": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0.*does not clip the ratio"),
         ({"kl_grad": "k1"}, "'k1'.*unbiased"),
         ({"clip_low": -0.1}, "clip_low is -0.1"),
         ({"tis_cap": 0.0}, "tis_cap is 0.0"),
@@ -421,3 +429,31 @@ def test_row_sums_by_hand():
     np.testing.assert_array_equal(losses.row_sums(x, rows), expected)
     gradient = jax.grad(lambda x: (losses.row_sums(x, rows) * jnp.arange(7.0)).sum())(x)
     np.testing.assert_array_equal(gradient, [3.0, 3.0, 3.0, 3.0, 9.0, 9.0, 6.0])
+
+
+def test_the_off_policy_mask_leaves_out_rows_of_a_negative_advantage():
+    """A token without a record counts as no difference; the mask has no gradient."""
+    config = losses.loss_config("opsm")
+    case = make_case("sequence")
+    case.inputs["rollout_logprobs"] = case.logprobs + np.array(
+        [[0.9], [0.9], [0.9], [0.4], [0.9], [0.9]], np.float32
+    )
+    case.inputs["advantages"] = np.array([1, -1, 1, -1, -1, -1], np.float32)
+    case.inputs["rollout_logprobs"][5, 0] = np.nan  # two of three tokens: a mean of 0.6
+    _, gradient, metrics = case.loss(config)
+    assert [bool(row.any()) for row in gradient] == [True, False, False, True, False, False]
+    masked = LENGTHS[1] + LENGTHS[4] + LENGTHS[5]
+    assert summarize(metrics)["off_policy_masked"] == pytest.approx(masked / sum(LENGTHS))
+    case.inputs["rollout_logprobs"][5, 1] = np.nan  # one of three: 0.3
+    assert case.loss(config)[1][5].any()
+    # It applies to every loss, and the KL stays.
+    config = losses.loss_config("dapo", off_policy_delta=0.5, kl_coef=0.1)
+    assert case.loss(config)[1][1].any()
+
+
+@pytest.mark.parametrize("field", ["sapo_temperature_pos", "sapo_temperature_neg"])
+def test_temperatures_and_thresholds_are_positive(field):
+    with pytest.raises(UserError, match=f"{field} is 0.0: it must be greater than 0"):
+        losses.loss_config("sapo", **{field: 0.0})
+    with pytest.raises(UserError, match=r"off_policy_delta is -0.1"):
+        losses.loss_config("grpo", off_policy_delta=-0.1)

@@ -12,6 +12,7 @@ import pytest
 
 from qerl_jax.rl import math_process, rewards
 from qerl_jax.rl.math_process import verify
+from qerl_jax.scoring import score as scoring
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Python computes such integers in C code: no signal handler runs until it is done.
@@ -50,7 +51,7 @@ def test_the_callers_time_limit_ends_the_worker():
     worker = math_process.start()
     named = {"correctness": (rewards.math_answer, 1.0)}
     began = time.perf_counter()
-    scores = rewards.score(named, ["", ""], [ENDLESS, r"\boxed{7}"], ["8", "7"], [1, 1], [1, 1],
+    scores = scoring.score(named, ["", ""], [ENDLESS, r"\boxed{7}"], ["8", "7"], [1, 1], [1, 1],
                            time_limit=1.0)  # fmt: skip
     assert time.perf_counter() - began < 20
     assert "exceeded the time limit" in scores.errors[0]

@@ -1,5 +1,6 @@
 """Steps, rollouts and runs on a mesh: the number of devices does not change the results."""
 
+import collections
 import itertools
 import os
 import pathlib
@@ -15,8 +16,9 @@ from mesh_cases import LENGTHS, SHAPES
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
+from qerl_jax.rollout.engine import Progress
 from qerl_jax.rollout.replicas import _in_threads, deal
-from qerl_jax.run.signals import StoppedError
+from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.training.validate import validate
 
 DEVICES = max(SHAPES)
@@ -67,14 +69,15 @@ def test_the_tokens_of_a_row_do_not_depend_on_its_device(found, count):
 
 
 @pytest.mark.parametrize("count", SHAPES)
-def test_every_device_has_its_own_rollout(found, count):
-    work = found["rollouts"][count]["work"]
-    assert len(work) == count
-    assert min(statistics.live for statistics in work) > 0
-    done, tokens = found["rollouts"][count]["progress"][-1]
+def test_the_progress_is_that_of_all_devices(found, count):
     rollout = found["rollouts"][count][1.0]
-    assert done < len(rollout.lengths)
-    assert 0 < tokens < rollout.lengths.sum()
+    ended, tokens, statistics = found["rollouts"][count]["last"]
+    assert (ended, tokens) == (len(rollout.lengths), rollout.lengths.sum())
+    assert statistics.live == rollout.lengths.sum() - len(rollout.lengths)
+    assert statistics.prefilled_prompts == count * -(-len(LENGTHS) // count)
+    ended_before, tokens_before = found["rollouts"][count]["before"]
+    assert ended_before < ended
+    assert 0 < tokens_before < tokens
 
 
 def test_programs_are_compiled_once_for_all_devices(found):
@@ -126,7 +129,8 @@ def part(ended):
             for step in itertools.count():
                 if step == fails_after:
                     raise UserError("no memory")
-                yield step
+                work = Statistics(prefilled_prompts=1, decoded=step, live=step)
+                yield Progress(1, 0, step, work, rollout=np.array([step]))
         finally:
             ended.append(number)
 
@@ -136,17 +140,16 @@ def part(ended):
 def test_a_rollout_that_fails_ends_the_others(part, ended):
     parts = [lambda n=n: part(n, 3 if n == 1 else None) for n in range(3)]
     with pytest.raises(UserError, match="no memory"):
-        _in_threads(parts, lambda _: None)
+        collections.deque(_in_threads(parts), maxlen=0)
     assert sorted(ended) == [0, 1, 2]
 
 
-def test_a_signal_ends_all_rollouts(part, ended):
-    def report(latest):
-        if all(step is not None and step > 2 for step in latest):
-            raise StoppedError(15)
-
-    with pytest.raises(StoppedError):
-        _in_threads([lambda n=n: part(n) for n in range(3)], report)
+def test_the_rollouts_end_with_their_reader(part, ended):
+    steps = _in_threads([lambda n=n: part(n) for n in range(3)])
+    seen = {number: step.tokens for number, step in itertools.islice(steps, 100)}
+    assert seen
+    assert not ended
+    steps.close()
     assert sorted(ended) == [0, 1, 2]
 
 

@@ -154,7 +154,7 @@ def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
 def test_tracker_gets_config_rows_and_finish(tmp_path, monkeypatch, name):
     calls = []
     fake = types.SimpleNamespace(
-        init=lambda **kw: calls.append(("init", kw["name"], kw["config"])),
+        init=lambda **kw: calls.append(("init", kw["name"], kw["config"], kw["project"])),
         log=lambda row, step: calls.append(("log", row, step)),
         finish=lambda: calls.append(("finish",)),
     )
@@ -163,10 +163,26 @@ def test_tracker_gets_config_rows_and_finish(tmp_path, monkeypatch, name):
     with open_log(tmp_path, **{name: True}) as log:
         log.write({"step": 1, "entropy": np.float32(0.5), "kl": math.nan})
     assert calls == [
-        ("init", "r", {"seed": 0}),
+        ("init", "r", {"seed": 0}, "qerl-jax"),
         ("log", {"rollout/entropy": 0.5}, 1),
         ("finish",),
     ]
+
+
+def test_wandb_gets_a_project_a_group_and_a_table_of_completions(tmp_path, monkeypatch):
+    calls = []
+    fake = types.SimpleNamespace(
+        init=lambda **kw: calls.append((kw["project"], kw["group"])),
+        log=lambda row, step: calls.append((row, step)),
+        Table=lambda *, columns, data: (columns, data),
+        finish=lambda: None,
+    )
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with open_log(tmp_path, wandb=True, project="p", group="g") as log:
+        log.write_completions(3, [{"prompt": "a", "reward": math.nan}, {"prompt": "b", "x": 1}])
+        log.write_completions(4, [])
+    table = ["step", "prompt", "reward", "x"], [[3, "a", None, None], [3, "b", None, 1]]
+    assert calls == [("p", "g"), ({"completions": table}, 3)]
 
 
 def test_format_row():

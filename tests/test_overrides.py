@@ -12,13 +12,14 @@ from ml_collections import ConfigDict, config_flags
 from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
+from experiments import cli
 from experiments.configs import grpo_gsm8k
+from qerl_jax.config.overrides import NEEDS, check_overrides, need
 from qerl_jax.data import load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import LOSSES
 from qerl_jax.run.resume import splits_the_loss
 from qerl_jax.training.loop import train
-from qerl_jax.training.overrides import NEEDS, check_overrides, need
 
 # Everything that can be off is off.
 QUIET = {
@@ -76,6 +77,7 @@ MODES = {
     "one stage": {"steps": 3, "aqn.stages": 1, "aqn.correction": "noisy_forward", "eval.every": 0},
     "two stages": {"steps": 3, "aqn.stages": 2, "aqn.kl_every": 0, "eval.every": 0},
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
+    "gdpo": QUIET | {"rl.advantage": "gdpo"},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
@@ -93,6 +95,9 @@ OTHERS = {
     "data.eval_source": "absent/absent",
     "data.options": {"absent": 1},
     "data.eval_path": "absent.jsonl",
+    "data.fields.question": "absent",
+    "data.fields.answer": "absent",
+    "data.fields.level": "absent",
     "rollout.temperature_end": 0.5,
     "rollout.dequantize": "step",
     "aqn.stages": 2,
@@ -108,8 +113,11 @@ OTHERS = {
     "aqn.kl_rows": 1,
     "rl.clip_low": 0.1,
     "rl.clip_high": 0.1,
+    "rl.sapo_temperature_pos": 3.0,
+    "rl.sapo_temperature_neg": 3.0,
     "rl.dual_clip": 3.0,
     "rl.kl_grad": "unbiased",
+    "rl.advantage_scale": "batch",
     "rl.advantage_eps": 0.3,
     "rl.dynamic_sampling_rounds": 1,
     "rl.dynamic_sampling_metric": "total",
@@ -120,7 +128,10 @@ OTHERS = {
     "eval.max_new_tokens": 1,
 }
 PROFILE = {"profile.start", "profile.stop"}  # These write files and change no result.
-SOURCES = {"data.source", "data.eval_source", "data.options"}  # A tiny model reads no text.
+TRACKED = {"log.project", "log.group"}  # These name a run at a service.
+# A tiny model reads no text, and its problems have the usual fields.
+SOURCES = {"data.source", "data.eval_source", "data.options", "data.fields"}
+SOURCES |= {f"data.fields.{name}" for name in ("question", "answer", "level")}
 
 
 def with_changes(config, changes):
@@ -159,16 +170,24 @@ def unread(config):
 def test_the_table_names_fields():
     config = grpo_gsm8k.get_config()
     known = fields(config) | {name for name in config if isinstance(config[name], ConfigDict)}
+    known |= {field.rpartition(".")[0] for field in fields(config)}
     assert set(NEEDS) <= known
-    assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE
+    assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE | TRACKED
     assert need("data.options.max_terms") is NEEDS["data.options"]
 
 
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
     configs = [with_changes(tiny.config(), changes) for changes in (BUSY, *MODES.values())]
     for field, (_, holds) in NEEDS.items():
-        if field not in SOURCES:
+        if field not in SOURCES | TRACKED:
             assert {holds(config) for config in configs} == {False, True}, field
+
+
+@pytest.mark.parametrize("service", ["wandb", "trackio"])
+def test_a_project_needs_a_service(tiny, service):
+    with pytest.raises(UserError, match=r"log\.project .needs log\.wandb or log\.trackio"):
+        check_overrides(tiny.config(), ["log.project"])
+    check_overrides(tiny.config({f"log.{service}": True}), sorted(TRACKED))
 
 
 @pytest.mark.parametrize("mode", SOME_SLOW)
@@ -299,7 +318,8 @@ def documented_commands():
 
 def parsed(experiment, arguments):
     """The config of a command line, and the fields that the command line sets."""
-    argv, values = ["", *(a for a in arguments if a.startswith("--config"))], FlagValues()
+    given = [argument for argument in arguments if argument.startswith("--config")]
+    argv, values = ["", *cli.with_files(given)], FlagValues()
     default = f"experiments/configs/{experiment}.py"
     config_flags.DEFINE_config_file("config", default, flag_values=values, sys_argv=argv)
     values(argv)

@@ -194,6 +194,26 @@ def test_terminated_and_then_killed(uninterrupted, interrupted, tiny):
     assert_same(run, uninterrupted)
 
 
+@pytest.mark.slow  # programs of other shapes compile; test_folder has the rule
+def test_stopped_and_resumed_in_less_memory(uninterrupted, interrupted, tiny, capsys):
+    run = interrupted(terminate, at=STEP_3)
+    (last,) = steps(run)[-1:]
+    less = {"train.buffer_tokens": 64, "train.recompute": "all", "rollout.max_rows": 3}
+    capsys.readouterr()
+    train(tiny.config(CHANGES | less), workdir=run)
+    said, *more = capsys.readouterr().out.splitlines()
+    assert said.startswith("changed: rollout.max_rows: 0 -> 3, train.buffer_tokens: 0 -> 64, ")
+    assert "no longer bit for bit" in said
+    assert f"resuming after step {last}" in more
+    found, expected = tiny_run.results(run), tiny_run.results(uninterrupted)
+    assert found[:last] == expected[:last]
+    # The next step samples the same completions and has the same loss, up to rounding.
+    for name in ("reward", "length", "entropy", "grad_norm"):
+        assert found[last][name] == pytest.approx(expected[last][name], rel=1e-3)
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert (run / "summary.json").exists()
+
+
 def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monkeypatch):
     accuracies = {0: 0.1, 2: 0.5, 4: 0.3, 6: 0.4}
     changes = CHANGES | {"rl.dynamic_sampling": False}
@@ -416,7 +436,9 @@ def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
             out, err = process.communicate(timeout=60)
         finally:
             process.kill()
-        return process.returncode, out, err
+        # On a slow machine the loading of the weights shows its progress.
+        said = [line for line in err.splitlines() if line and not line.startswith("load")]
+        return process.returncode, out, said
 
     code, _, _ = start(signal.SIGKILL, STEP_3)
     assert code == -signal.SIGKILL
@@ -427,9 +449,9 @@ def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
     assert code == 128 + signal.SIGTERM
     last = steps(run)[-1]
     assert f"saved after step {last};" in out
-    assert err.strip() == "SIGTERM: saving and stopping"
+    assert err == ["SIGTERM: saving and stopping"]
     code, out, err = start(None, 1000)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, [])
     assert f"resuming after step {last}\n" in out
     assert f"finished after 6 steps: {run}/adapter" in out
     assert_same(run, uninterrupted)

@@ -15,6 +15,8 @@ import pytest
 
 from qerl_jax.errors import UserError
 from qerl_jax.rl import answers, rewards
+from qerl_jax.scoring import calls
+from qerl_jax.scoring import score as scoring
 
 
 def call(reward, completion, answer="18"):
@@ -24,7 +26,7 @@ def call(reward, completion, answer="18"):
 def score(functions, count=1, time_limit=0.2):
     texts = ["text"] * count
     named = {name: (function, 1.0) for name, function in functions.items()}
-    return rewards.score(
+    return scoring.score(
         named, texts, texts, texts, [3] * count, [True] * count, time_limit=time_limit
     )
 
@@ -297,7 +299,7 @@ def test_math_answer(completion, answer, value):
 @pytest.mark.parametrize("completion", [r"\boxed{7}", "7", r"\boxed{???}"])
 def test_math_answer_is_missing_where_the_reference_cannot_be_read(completion, answer):
     named = {"correctness": (rewards.math_answer, 1.0)}
-    scores = rewards.score(named, [""], [completion], [answer], [3], [True], time_limit=0)
+    scores = scoring.score(named, [""], [completion], [answer], [3], [True], time_limit=0)
     assert np.isnan(scores.total).all()
     (line,) = scores.errors
     assert f"math-verify cannot read the answer {answer!r}: use exact_answer" in line
@@ -386,7 +388,7 @@ def test_long_adversarial_completions_are_read_in_linear_time(reward, completion
 def test_math_answer_stays_under_the_time_limit(power):
     start = time.perf_counter()
     named = {"correctness": (rewards.math_answer, 1.0)}
-    rewards.score(named, [""], [rf"\boxed{{{power}}}"], ["7"], [3], [True], time_limit=0.3)
+    scoring.score(named, [""], [rf"\boxed{{{power}}}"], ["7"], [3], [True], time_limit=0.3)
     assert time.perf_counter() - start < 3
 
 
@@ -394,7 +396,7 @@ def test_scores_are_weighted_sums_of_the_rewards_that_are_present():
     length = lambda prompt, completion, answer, num_tokens, finished: num_tokens  # noqa: E731
     not_for_long = lambda p, c, a, num_tokens, f: None if num_tokens > 2 else True  # noqa: E731
     texts = ["", "", ""]
-    scores = rewards.score(
+    scores = scoring.score(
         {"length": (length, 0.5), "short": (not_for_long, 2.0)},
         texts,
         texts,
@@ -413,7 +415,7 @@ def test_scores_are_weighted_sums_of_the_rewards_that_are_present():
 def test_arguments_reach_the_reward():
     seen = []
     named = {"spy": (lambda *arguments: seen.append(arguments), 1.0)}
-    scores = rewards.score(
+    scores = scoring.score(
         named, ["p"], ["c"], ["a"], np.array([7]), np.array([False]), time_limit=1.0
     )
     assert seen == [("p", "c", "a", 7, False)]
@@ -514,7 +516,7 @@ def test_keyboard_interrupt_passes_through():
 def test_unequal_lengths_are_refused():
     named = {"r": (rewards.numeric_answer, 1.0)}
     with pytest.raises(ValueError, match="zip"):
-        rewards.score(named, ["p"], ["c", "c"], ["1"], [1], [True], time_limit=1.0)
+        scoring.score(named, ["p"], ["c", "c"], ["1"], [1], [True], time_limit=1.0)
 
 
 @pytest.mark.parametrize(
@@ -531,7 +533,7 @@ def test_unequal_lengths_are_refused():
     ],
 )
 def test_resolve_built_in(name):
-    assert rewards.resolve(f"qerl_jax.rl.rewards:{name}") is getattr(rewards, name)
+    assert calls.resolve(f"qerl_jax.rl.rewards:{name}") is getattr(rewards, name)
 
 
 @pytest.mark.parametrize(
@@ -546,12 +548,11 @@ def test_resolve_built_in(name):
 )
 def test_resolve_names_what_is_missing(path, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        rewards.resolve(path)
+        calls.resolve(path)
 
 
 def test_import_is_light():
-    code = (
-        "import sys, qerl_jax.rl.rewards; print({'jax', 'math_verify', 'sympy'} & set(sys.modules))"
-    )
+    heavy = {"jax", "math_verify", "sympy", "httpx2"}
+    code = f"import sys, qerl_jax.scoring.score; print({heavy} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert output.stdout.strip() == "set()"

@@ -105,6 +105,7 @@ def test_two_runs_are_side_by_side(tmp_path):
     assert any(line.startswith("reward (2) ") and "0.1 -> 0.5" in line for line in lines)
     # The longer run alone has step 5; a third run goes below the others.
     assert any(line.endswith(" |   other") for line in printed(*runs, step="5").splitlines())
+    assert any("completion 3.0" in line for line in printed(*runs).splitlines())
     third = write_run(tmp_path / "c", completion="third")
     text = printed(*runs, third, step="2")
     assert [text.index(f"=== {name}") for name in "abc"] == sorted(

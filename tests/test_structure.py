@@ -7,6 +7,7 @@ import ast
 import collections
 import functools
 import pathlib
+import re
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 PRODUCT = ("qerl_jax", "pallas_kernels", "experiments", "benchmarks")
@@ -105,6 +106,17 @@ def test_pages_are_short():
 
 def test_jax_is_used_through_its_public_modules():
     assert private_imports(product()) == []
+
+
+# A path of the user that is taken as it is: `~` stays in it, see `qerl_jax.paths.user_path`.
+PLAIN_PATH = re.compile(r"type=(?:pathlib\.)?Path\b|\bPath\((?:arguments|args|config)\.")
+
+
+def test_the_home_folder_is_expanded_in_paths_of_the_user():
+    assert {path for path, text in product().items() if PLAIN_PATH.search(text)} == set()
+    for text in ("type=pathlib.Path,", "type=Path)", "Path(arguments.out)", "Path(config.source)"):
+        assert PLAIN_PATH.search(text)
+    assert not PLAIN_PATH.search("type=user_path, Path(arguments)")
 
 
 def test_no_test_module_imports_another():

@@ -5,6 +5,8 @@ import json
 
 import datasets
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from experiments.configs.grpo_gsm8k import get_config
@@ -20,6 +22,8 @@ from qerl_jax.evaluation.tasks import (
 from qerl_jax.rl import rewards
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import config_dict
+from qerl_jax.scoring.calls import resolve
+from qerl_jax.scoring.url import UrlReward
 
 REWARDS = "qerl_jax.rl.rewards:"
 ROWS = {
@@ -281,3 +285,38 @@ def test_the_extracted_answer_is_the_one_that_is_scored(scorer):
         found = extracted_answer(text, REWARDS + scorer)
         correct = getattr(rewards, scorer)("", text, "7", 1, True)
         assert correct == float(found == "7"), text
+
+
+def test_a_run_is_judged_by_its_own_rewards(run, file):
+    """With their time limits and tokens, and with the arguments of its chat template."""
+    url = "http://127.0.0.1:1/score"
+    judge = {"function": url, "weight": 1.0, "time_limit": 60.0, "token_env": "JUDGE", "retries": 5}
+    run["rewards"]["correctness"] = judge
+    run["data"]["chat_template_args"] = {"enable_thinking": False}
+    path = file("a long story", name="mine.jsonl")
+    (task,) = make(path, run=run)
+    assert task.scorer == url
+    assert task.options["scorer"] == {"time_limit": 60.0, "token_env": "JUDGE", "retries": 5}
+    assert task.options["format_scorer"] == {}
+    assert task.chat_template_args == {"enable_thinking": False}
+    # The command line decides over the run.
+    arguments = {"scorer": ["http://127.0.0.1:2/"], "token_env": ["OTHER"]}
+    (task,) = make(path, run=run, chat_template_args=["{}"], **arguments)
+    assert task.options["scorer"] == {"token_env": "OTHER"}
+    assert task.chat_template_args == {}
+    with pytest.raises(UserError, match=r"--token-env=OTHER: no scorer is a URL"):
+        make(path, token_env=["OTHER"])
+    with pytest.raises(UserError, match=r"--chat-template-args=\[1\]: a JSON object is needed"):
+        make(path, chat_template_args=["[1]"])
+    assert isinstance(resolve(task.scorer, retries=1), UrlReward)
+
+
+@pytest.mark.parametrize("name", ["mine.json", "mine.parquet"])
+def test_files_of_other_kinds_are_tasks(tmp_path, name):
+    rows = [{"question": "q", "answer": "7"}]
+    if name.endswith("json"):
+        (tmp_path / name).write_text(json.dumps(rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / name)
+    (task,) = make(str(tmp_path / name))
+    assert (task.name, task.problems) == ("mine", [Problem("q", "7")])

@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from tiny_checkpoints import VOCAB, write_tokenizer
 
-from qerl_jax.data import Problem, render_prompt
+from qerl_jax.data import Problem, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.weights import tokenizer
 
@@ -267,6 +267,33 @@ def test_a_chat_template_is_found_in_every_place(tmp_path, place):
 def test_template_functions_and_variables(tmp_path, template, rendered):
     write_tokenizer(tmp_path, chat_template=template)
     assert tokenizer.from_folder(tmp_path).apply_chat_template(MESSAGES) == rendered
+
+
+# The end of the template of Qwen3.
+THINKING = (
+    "{{ messages[0].content }}{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>{% endif %}"
+)
+
+
+def test_arguments_of_a_template(tmp_path):
+    write_tokenizer(tmp_path, chat_template=THINKING)
+    tokens = tokenizer.from_folder(tmp_path)
+    assert tokens.apply_chat_template(MESSAGES, enable_thinking=True) == "t3 t4"
+    arguments = {"enable_thinking": False}
+    expected = "t3 t4<think>\n\n</think>"
+    assert tokens.apply_chat_template(MESSAGES, **arguments) == expected
+    problem = Problem("t3 t4", "1")
+    assert render_prompt(problem, tokens, chat_template_args=arguments) == expected
+    (prompt,) = encode_prompts(
+        [problem], tokens, chat_template_args=arguments, max_prompt_tokens=99
+    )
+    assert prompt.text == expected
+    message = r"does not read thinking of data.chat_template_args; it reads enable_thinking"
+    with pytest.raises(UserError, match=message):
+        tokens.apply_chat_template(MESSAGES, thinking=False)
+    with pytest.raises(UserError, match="does not read tools of"):
+        tokens.apply_chat_template(MESSAGES, tools=[])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Whole runs of a tiny model, in this process."""
 
+import asyncio
 import math
 import shutil
 import time
@@ -20,11 +21,11 @@ from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.rl.programs import compiled
-from qerl_jax.rl.rewards import Scores
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.scoring.score import Scores
 from qerl_jax.training import collect
 from qerl_jax.training.loop import train
 from qerl_jax.training.validate import check_extension, how_to_train_on
@@ -36,6 +37,7 @@ ALWAYS = {
     "sampled_groups", "rewards_missing", "loss", "grad_norm", "update_skipped", "clip_fraction",
     "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max", "train_entropy",
     "rollout_tokens", "rollout_live_share", "rollout_seconds", "rollout_tokens_per_second",
+    "reward_seconds",
     "train_seconds", "train_tokens_per_second", "step_seconds", "remaining_seconds",
     "compiled_programs", "compile_seconds", "forwarded_fraction", "packed_tokens", "update_buffers",
 }  # fmt: skip
@@ -418,7 +420,9 @@ def test_groups_are_informative_by_the_metric(metric, informative):
     done = types.SimpleNamespace(
         scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int))
     )
-    options = types.SimpleNamespace(prompts_per_step=2, group_size=2, rounds=1, metric=metric)
+    options = types.SimpleNamespace(
+        prompts_per_step=2, group_size=2, rounds=1, metric=metric, advantage="grpo"
+    )
     rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, options)
     assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 
@@ -515,7 +519,7 @@ def test_a_step_without_any_reward_is_told(tiny, tmp_path, capsys):
     assert capsys.readouterr().err.splitlines() == [line] * 2
 
 
-def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
+def test_rewards_that_all_fail_save_and_end_the_run(tiny, tmp_path, capsys):
     calls = iter(range(1000))
 
     def failing(*_):
@@ -528,8 +532,73 @@ def test_rewards_that_all_fail_end_the_run(tiny, tmp_path):
     with pytest.raises(UserError, match=words):
         train(config, workdir=folder, rewards={"failing": (failing, 1.0)})
     assert len(tiny_run.results(folder)) == 1
+    assert "saved after step 1; the same command continues" in capsys.readouterr().out
     train(config, workdir=folder, rewards={"failing": (tiny_run.low_fraction, 1.0)})
+    assert "resuming after step 1" in capsys.readouterr().out
+    with pytest.raises(UserError, match=words):  # In the first step there is nothing to save.
+        train(config, workdir=tmp_path / "new", rewards={"failing": (failing, 1.0)})
+    assert "saved" not in capsys.readouterr().out
+    changed = tiny.config({"eval.every": 0, "steps": 1, "seed": 5})
+    train(changed, workdir=tmp_path / "new", rewards={"low": (tiny_run.low_fraction, 1.0)})
     assert len(tiny_run.results(folder)) == 4
+
+
+async def waiting(prompt, completion, answer, num_tokens, finished, question):
+    """A reward that waits, and gets a column of its row."""
+    await asyncio.sleep(0.2)
+    assert question in prompt
+    return tiny_run.low_fraction(prompt, completion, answer, num_tokens, finished)
+
+
+def test_rewards_that_wait_train_the_same_with_any_advantage(tiny, tmp_path):
+    """The same rewards give the same steps, however they are called; all wait at once."""
+
+    def lists(completions, num_tokens):
+        pairs = zip(completions, num_tokens, strict=True)
+        return [tiny_run.low_fraction("", text, "", n, True) for text, n in pairs]
+
+    found = {}
+    for advantage in ("grpo", "gdpo"):
+        for name, reward in (
+            ("waits", waiting),
+            ("lists", lists),
+            ("plain", tiny_run.low_fraction),
+        ):
+            config = tiny.config({"eval.every": 0, "steps": 1, "rl.advantage": advantage})
+            rewards = {"low": (reward, 1.0), "even": (tiny_run.even_end, 0.5)}
+            run = train(config, workdir=tmp_path / advantage / name, rewards=rewards)
+            (found[advantage, name],) = tiny_run.results(run)
+            (row,) = read_steps(run / "metrics.jsonl")
+            assert (row["reward_seconds"] > 0.19) == (name == "waits")
+            assert row["reward_seconds"] < 0.8  # 8 completions that waited one by one take 1.6 s
+        assert found[advantage, "waits"] == found[advantage, "lists"] == found[advantage, "plain"]
+    assert found["grpo", "plain"]["grad_norm"] != found["gdpo", "plain"]["grad_norm"]
+
+
+def test_a_reward_whose_column_is_missing_ends_the_run_at_once(tiny, tmp_path):
+    def needy(prompt, completion, answer, num_tokens, finished, tests):
+        return 1.0
+
+    config = tiny.config({"eval.every": 0})
+    with pytest.raises(UserError, match=r"'needy' takes the argument 'tests', a column that 24 of"):
+        train(config, workdir=tmp_path / "run", rewards={"needy": (needy, 1.0)})
+
+
+def test_a_token_is_nowhere_in_the_run_folder(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "s3cr3t-t0ken")
+    config = tiny.config({"eval.every": 0, "steps": 1})
+    judge = {"function": "http://127.0.0.1:9/", "weight": 1.0, "token_env": "JUDGE_TOKEN"}
+    with config.unlocked():
+        config.rewards.judge = judge | {"retries": 0, "time_limit": 5.0}
+    run = train(config, workdir=tmp_path / "run")
+    (row,) = tiny_run.results(run)
+    assert row["rewards_missing"] == 8
+    assert row["reward/judge"] is None
+    assert all(b"s3cr3t" not in data for data in tiny_run.contents(run).values())
+    monkeypatch.delenv("JUDGE_TOKEN")
+    with pytest.raises(UserError, match="the environment variable that its token_env names"):
+        train(config, workdir=tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from qerl_jax.training.loop import train
 from qerl_jax.training.setup import prepare
 
 MODULE = """
+import jax.numpy as jnp
 import numpy as np
 
 def triangle(*, sigma_start, sigma_end, stages, total_steps):
@@ -30,6 +31,18 @@ def surprising(mask, advantages, logprobs):
 
 def short(prompt, completion, answer, num_tokens, finished):
     return 1.0 - num_tokens / 6 if finished else None
+
+def pg(ratio, advantages, logprobs, mask):
+    return -ratio * advantages * mask
+
+def asymmetric(ratio, advantages, logprobs, mask):
+    return jnp.where(advantages > 0, -ratio * advantages, -0.5 * logprobs * advantages)
+
+def total(ratio, advantages, logprobs, mask):
+    return (ratio * advantages).sum()
+
+def on_numpy(ratio, advantages, logprobs, mask):
+    return np.asarray(ratio) * 2
 
 def constant(mask, advantages, logprobs):
     return 1.0
@@ -149,3 +162,41 @@ def test_bad_weights(module, function, words):
 def test_an_unknown_weight_is_named_at_once(module, name):
     with pytest.raises(UserError, match=f"loss weight '{name}'"):
         losses.loss_config("grpo", aggregation=name)
+
+
+def test_an_own_loss_trains(tiny, tmp_path, module):
+    """The plain policy gradient is GRPO where nothing is clipped, and another loss is another."""
+    changes = {"steps": 2, "eval.every": 0, "rl.updates_per_rollout": 1}
+    found = {}
+    for name, aggregation in (
+        ("grpo", ""),
+        (f"{module}:pg", "sequence"),
+        (f"{module}:asymmetric", ""),
+        ("dapo", ""),
+    ):
+        config = tiny.config(changes | {"rl.loss": name, "rl.aggregation": aggregation})
+        rows = tiny_run.results(train(config, workdir=tmp_path / name))
+        assert ("clip_fraction" in rows[0]) == (":" not in name)
+        found[name] = [row["grad_norm"] for row in rows]
+    assert found[f"{module}:pg"] == pytest.approx(found["grpo"], rel=1e-5)
+    assert found[f"{module}:asymmetric"] != pytest.approx(found["dapo"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("total", r"returned the shape \(\) for 4 tokens"),
+        ("on_numpy", "failed: TracerArrayConversionError"),
+        ("of_two", "failed: TypeError"),
+        ("absent", "has no function"),
+    ],
+)
+def test_a_bad_loss_is_refused_before_training(module, function, words):
+    with pytest.raises(UserError, match=rf"loss '{module}:{function}'.*{words}") as caught:
+        losses.loss_config(f"{module}:{function}")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_own_loss_has_no_dual_clip(module):
+    with pytest.raises(UserError, match="does not clip the ratio"):
+        losses.loss_config(f"{module}:pg", dual_clip=3.0)

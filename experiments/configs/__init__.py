@@ -6,9 +6,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 
 _FOLDER = Path(__file__).parent
-NAMES = tuple(
-    sorted(p.stem for p in _FOLDER.glob("*.py") if p.stem not in ("__init__", "defaults"))
-)
+_TABLES = ("__init__", "defaults", "recipes")  # These are no configs.
+NAMES = tuple(sorted(p.stem for p in _FOLDER.glob("*.py") if p.stem not in _TABLES))
 
 
 def config_file(text: str) -> str:

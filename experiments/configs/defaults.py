@@ -19,6 +19,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from experiments.configs.recipes import RECIPES
 from qerl_jax.errors import UserError
 
 STAND_IN = "smollm2-135m"  # the model that needs no hub and no GPU
@@ -59,6 +60,9 @@ _MEMORY = {
     "qwen2.5-72b": (16, "step"),
 }
 
+# Family -> variables of its chat template.
+_TEMPLATE_ARGS = {"qwen3": {"enable_thinking": True}}
+
 # Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
 SUMS: dict[str, Any] = {
     "steps": 30,
@@ -84,121 +88,6 @@ SUMS: dict[str, Any] = {
     "eval.every": 10,
     "eval.problems": 32,
     "checkpoint.every": 10,
-}
-
-# Recipe -> the values that it sets in place of the experiment's.
-RECIPES: dict[str, dict[str, Any]] = {
-    # QeRL, arXiv 2510.11696, Table 4 and appendix E: the experiment as it is.
-    "paper": {},
-    # The paper's recipe for the first run on a GPU: few steps and short completions.
-    "first_run": {
-        "steps": 100,
-        "rollout.max_new_tokens": 1024,
-        "rl.overlong_buffer": 0,
-        "eval.every": 25,
-        "checkpoint.every": 10,
-    },
-    # QeRL's released code at commit e8c6e79 (2025-11-27), training/dapo_*_nvfp4_single_gpu.sh. Its
-    # "DAPO" has no dynamic sampling and takes the mean over the tokens of a micro-batch. The noise
-    # here is the noise that the code is written to add, on every norm; the code searches for norm
-    # classes that vLLM's model does not have, and adds none. Its AdamW has moments of 8 bits; its
-    # warm-up is a tenth of the run, here of 600 steps. Its sizes are
-    # --config.rollout.prompts_per_step=1 --config.rollout.group_size=2
-    # --config.rollout.max_new_tokens=2048 --config.lora.rank=16 --config.lora.alpha=16
-    # --config.train.micro_batch_rows=2.
-    "reference_code": {
-        "aqn.schedule": "reference",
-        "aqn.stages": 10,
-        "aqn.sigma_start": 1e-2,
-        "aqn.sigma_end": 1e-4,
-        "aqn.form": "additive",
-        "aqn.final_norm": True,
-        "aqn.correction": "none",
-        "rl.loss": "bnpo",
-        "rl.aggregation": "",
-        "rl.clip_low": 0.2,
-        "rl.clip_high": 0.28,
-        "rl.dual_clip": 0.0,
-        "rl.kl_coef": 0.0,
-        "rl.kl_grad": "k3",
-        "rl.advantage_scale": "group",
-        "rl.advantage_eps": 1e-4,
-        "rl.updates_per_rollout": 1,
-        "rl.dynamic_sampling": False,
-        "rl.mask_truncated": True,
-        "rl.overlong_buffer": 0,
-        "optimizer.learning_rate": 1e-5,
-        "optimizer.schedule": "cosine",
-        "optimizer.final_fraction": 0.0,
-        "optimizer.warmup_steps": 60,
-        "optimizer.b1": 0.9,
-        "optimizer.b2": 0.99,
-        "optimizer.eps": 1e-8,
-        "optimizer.weight_decay": 0.1,
-        "optimizer.max_grad_norm": 0.2,
-        "train.parameters": "lora+norms",
-    },
-    # TRL 1.16.0: the defaults of its GRPOConfig, made for training all weights; LoRA usually takes
-    # ten times the learning rate.
-    "trl": {
-        "aqn.schedule": "off",
-        "aqn.correction": "none",
-        "rl.loss": "dapo",
-        "rl.aggregation": "",
-        "rl.clip_low": 0.2,
-        "rl.clip_high": 0.2,
-        "rl.dual_clip": 0.0,
-        "rl.kl_coef": 0.0,
-        "rl.kl_grad": "unbiased",
-        "rl.advantage_scale": "group",
-        "rl.advantage_eps": 1e-4,
-        "rl.updates_per_rollout": 1,
-        "rl.dynamic_sampling": False,
-        "rl.mask_truncated": False,
-        "rl.overlong_buffer": 0,
-        "optimizer.learning_rate": 1e-6,
-        "optimizer.schedule": "linear",
-        "optimizer.final_fraction": 0.0,
-        "optimizer.warmup_steps": 0,
-        "optimizer.b1": 0.9,
-        "optimizer.b2": 0.999,
-        "optimizer.eps": 1e-8,
-        "optimizer.weight_decay": 0.0,
-        "optimizer.max_grad_norm": 1.0,
-    },
-    # verl 0.9.1: the defaults of its actor with what its documentation sets for GRPO (use_kl_loss).
-    # It splits a rollout into mini-batches and takes an update on each; here all are one update.
-    "verl": {
-        "aqn.schedule": "off",
-        "aqn.correction": "none",
-        "rl.loss": "dapo",
-        "rl.aggregation": "",
-        "rl.clip_low": 0.2,
-        "rl.clip_high": 0.2,
-        "rl.dual_clip": 3.0,
-        "rl.kl_coef": 1e-3,
-        "rl.kl_grad": "k3_clipped",
-        "rl.advantage_scale": "group",
-        "rl.advantage_eps": 1e-6,
-        "rl.updates_per_rollout": 1,
-        "rl.dynamic_sampling": False,
-        "rl.mask_truncated": False,
-        "rl.overlong_buffer": 0,
-        "optimizer.learning_rate": 1e-6,
-        "optimizer.schedule": "constant",
-        "optimizer.warmup_steps": 0,
-        "optimizer.b1": 0.9,
-        "optimizer.b2": 0.999,
-        "optimizer.eps": 1e-8,
-        "optimizer.weight_decay": 0.01,
-        "optimizer.max_grad_norm": 1.0,
-    },
-    # The paper's recipe with another loss: Dr. GRPO, arXiv 2503.20783;
-    "dr_grpo": {"rl.loss": "dr_grpo", "rl.aggregation": "", "rl.advantage_scale": "none"},
-    # GSPO, arXiv 2507.18071, with the clip ranges of its section 5.1;
-    "gspo": {"rl.loss": "gspo", "rl.aggregation": "", "rl.clip_low": 3e-4, "rl.clip_high": 4e-4},
-    # CISPO, arXiv 2506.13585, with the weight at most 5, as in ScaleRL (arXiv 2510.13786).
-    "cispo": {"rl.loss": "cispo", "rl.aggregation": "", "rl.clip_low": 1.0, "rl.clip_high": 4.0},
 }
 
 
@@ -287,10 +176,17 @@ def _fields(model: str) -> ConfigDict:
     # split chooses the best adapter; a hub id: its test split; '': the source's own test split, or
     # held-out problems if it has none.
     c.data.eval_source = "held_out"
-    # Local JSONL files (question, answer, optionally level) for training and evaluation; they
-    # replace the sources.
+    # Local files or folders for training and evaluation, which replace the sources: .jsonl, .json
+    # (an array) or .parquet. Rewards get the columns of a row that they have arguments for.
     c.data.path = ""
     c.data.eval_path = ""
+    # Names of the fields in files and hub datasets; a name with dots is nested, such as
+    # reward_model.ground_truth. '': question, problem or prompt (a text, or a list of chat
+    # messages); answer or solution; level.
+    c.data.fields = ConfigDict()
+    c.data.fields.question = ""
+    c.data.fields.answer = ""
+    c.data.fields.level = ""
     # Difficulties to train on, by the problems' field `level`, such as (3, 4, 5). (): all.
     c.data.levels = ()
     c.data.max_question_chars = 0  # Longer questions are not trained on. 0: no limit
@@ -298,6 +194,9 @@ def _fields(model: str) -> ConfigDict:
     c.data.options = ConfigDict()
     c.data.system_prompt = ""
     c.data.question_suffix = ""  # appended to every question
+    # Further variables of the chat template. That of Qwen3 has enable_thinking, which the presets
+    # set: True trains the thinking mode, in which the model writes its <think> part itself.
+    c.data.chat_template_args = ConfigDict(_TEMPLATE_ARGS.get(model.partition("-")[0], {}))
     c.data.max_prompt_tokens = 320  # A longer prompt is an error.
 
     c.rollout = ConfigDict()
@@ -329,10 +228,14 @@ def _fields(model: str) -> ConfigDict:
     # rollout, which needs memory for a dense copy while it lasts; 'step' does not, and is slower.
     c.rollout.dequantize = dequantize
 
-    # Name -> function(prompt, completion, answer, num_tokens, finished) and its weight in the sum.
-    # The reward named 'correctness' is the accuracy.
+    # Name -> function and its weight in the sum, and optionally time_limit; for a URL also retries
+    # and token_env. qerl_jax/scoring/calls.py lists the forms of a reward, docs/rewards.md
+    # explains them. The reward named 'correctness' is the accuracy.
+    #   --config.rewards.NAME.function=package.module:function    adds one
     c.rewards = ConfigDict()
-    c.reward_time_limit = 5.0  # Seconds per completion; after that the reward is missing.
+    # Seconds for a call of a reward without a time_limit: of one completion, or of the step where
+    # the reward takes lists or is a URL. After that the reward is missing. 0: no limit
+    c.reward_time_limit = 5.0
 
     # Adaptive quantization noise: Gaussian noise on the norm scales while sampling.
     c.aqn = ConfigDict()
@@ -363,8 +266,17 @@ def _fields(model: str) -> ConfigDict:
     # 'grpo': mean over each completion, then over rows; 'dapo': mean over all tokens; 'bnpo': over
     # those of each micro-batch; 'dr_grpo': sum over rows * max_new_tokens, with
     # advantage_scale='none'; 'gspo': one ratio for a completion, with clip ranges around 4e-4;
-    # 'cispo': the ratio clipped as a weight, where clip_low=1.0 sets no lower bound.
+    # 'gspo_token': the same, with gradients of the tokens' own ratios; 'cispo': the ratio clipped
+    # as a weight, where clip_low=1.0 sets no lower bound; 'sapo': a sigmoid of the ratio in place
+    # of the clip; 'opsm': grpo with off_policy_delta=0.5; or 'package.module:function', a function
+    # of JAX, f(ratio, advantages, logprobs, mask), that returns the loss of each token.
     c.rl.loss = "grpo"
+    c.rl.sapo_temperature_pos = 1.0  # of the sigmoid, where the advantage is positive
+    c.rl.sapo_temperature_neg = 1.05
+    # A completion with a negative advantage is left out where the policy that sampled gives its
+    # tokens a mean log-probability more than this above the trained policy's (the off-policy
+    # sequence mask of DeepSeek-V3.2). 0: the loss's own
+    c.rl.off_policy_delta = 0.0
     # '': the loss's own; or 'token', 'sequence', 'sequence_sum', 'constant', 'micro_batch', or
     # 'package.module:function': a custom function of (mask, advantages, logprobs) that returns the
     # weight of each token in the loss.
@@ -375,6 +287,9 @@ def _fields(model: str) -> ConfigDict:
     c.rl.kl_coef = 0.0  # KL to the policy that training starts from, with the adapter of lora.init
     c.rl.kl_grad = "k3"  # or 'k3_clipped' (no gradient beyond a KL of 10), 'unbiased'
     c.rl.entropy_coef = 0.0  # factor of the entropy bonus, averaged as the loss is
+    # 'grpo': of the weighted sum of the rewards; 'gdpo' (arXiv 2601.05242): each reward is
+    # normalized within its group, then summed, then normalized over the batch.
+    c.rl.advantage = "grpo"
     c.rl.advantage_scale = "group"  # divide by the deviation within the 'group', 'batch', or 'none'
     c.rl.advantage_eps = 1e-4  # added to the standard deviation
     c.rl.updates_per_rollout = 4  # optimizer updates on each rollout, each on all of its rows
@@ -435,6 +350,8 @@ def _fields(model: str) -> ConfigDict:
     c.log.tensorboard = True
     c.log.wandb = False
     c.log.trackio = False
+    c.log.project = "qerl-jax"  # project at wandb and trackio
+    c.log.group = ""  # group of runs there, such as the name of a sweep; '': none
 
     c.profile = ConfigDict()  # a jax.profiler trace of the steps start..stop; 0, 0: off
     c.profile.start = 0

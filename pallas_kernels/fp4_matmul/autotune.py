@@ -302,7 +302,7 @@ def main() -> None:
         "--rank", type=int, default=32, help="rank of each projection's adapter, which must fit"
     )
     parser.add_argument(
-        "--out", type=pathlib.Path, help="table; by default the device's table in tuned/"
+        "--out", type=benchmark.user_path, help="table; by default the device's table in tuned/"
     )
     args = parser.parse_args()
     device = jax.devices()[0]

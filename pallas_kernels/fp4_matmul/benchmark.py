@@ -291,7 +291,7 @@ def shapes(names: str) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _user_path(text: str) -> pathlib.Path:
+def user_path(text: str) -> pathlib.Path:
     """The path with `~` at its start expanded, which a shell leaves as it is in `--out=~/FILE`."""
     try:
         return pathlib.Path(text).expanduser()
@@ -309,7 +309,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--impls", default="nvfp4,nvfp4_lora32,bf16,xla", help="implementations of the list above"
     )
-    parser.add_argument("--out", type=_user_path, required=True, help="JSON file of the rows")
+    parser.add_argument("--out", type=user_path, required=True, help="JSON file of the rows")
     parser.add_argument(
         "--bandwidth",
         type=float,

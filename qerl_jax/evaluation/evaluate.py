@@ -33,7 +33,7 @@ from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
 from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
-from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.aot import compile_rollout
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -45,6 +45,7 @@ from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
+from qerl_jax.scoring.calls import check_columns, resolve
 from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.load import LoadedModel
 
@@ -122,8 +123,13 @@ def _user_cache() -> Path:
 
 
 def _resolve(task: Task) -> dict[str, Reward]:
-    scorers = {"correct": resolve(task.scorer)}
-    return scorers | ({"format": resolve(task.format_scorer)} if task.format_scorer else {})
+    scorers = {"correct": resolve(task.scorer, **task.options.get("scorer", {}))}
+    if task.format_scorer:
+        options = task.options.get("format_scorer", {})
+        scorers["format"] = resolve(task.format_scorer, **options)
+    for name, scorer in scorers.items():
+        check_columns(f"{task.name}: {name}", scorer, [found.columns for found in task.problems])
+    return scorers
 
 
 def _prompts(model: LoadedModel, task: Task, limit: int) -> list[Prompt]:
@@ -133,6 +139,7 @@ def _prompts(model: LoadedModel, task: Task, limit: int) -> list[Prompt]:
         model.tokenizer,
         system_prompt=task.system_prompt,
         question_suffix=task.question_suffix,
+        chat_template_args=task.chat_template_args,
         max_prompt_tokens=sys.maxsize,
     )
     positions, lengths = model.config.max_position, [len(prompt.ids) for prompt in prompts]
@@ -200,7 +207,7 @@ def _complete(
     wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
     found = read_jsonl(path) if path.exists() else []
     rows: _Rows = {(row["problem"], row["sample"]): row for row in found}
-    rows |= _scored(job, [row for place, row in rows.items() if place in wanted])
+    rows |= _scored(job, [row for place, row in rows.items() if place in wanted], received)
     _write_rows(path, rows)  # This drops an incomplete last line.
     incomplete = {problem for problem, _ in wanted - rows.keys()}
     problems = [problem for problem in longest_first if problem in incomplete]
@@ -216,7 +223,7 @@ def _complete(
             together = problems[first : first + size]
             for drafts in _completions(job, together, engine, executables, watch):
                 new = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
-                rows |= _append(job, path, new)
+                rows |= _append(job, path, new, received)
                 correct = [rows[place]["correct"] is True for place in wanted & rows.keys()]
                 rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
                 began = time.perf_counter()
@@ -230,11 +237,16 @@ def _complete(
     return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
 
 
-def _append(job: _Job, path: Path, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
-    """Scores completions and appends them to the file."""
-    new = _scored(job, drafts)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(_lines(new))
+def _append(
+    job: _Job, path: Path, drafts: Sequence[Mapping[str, Any]], received: list[int]
+) -> _Rows:
+    """Scores completions and appends them to the file, without scores where a signal arrives."""
+    new: _Rows = {(draft["problem"], draft["sample"]): dict(draft) for draft in drafts}
+    try:
+        new = _scored(job, drafts, received)
+    finally:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(_lines(new))
     return new
 
 
@@ -333,7 +345,8 @@ def _completions(
         try:
             on_progress(step.ended_rows, step.tokens)
         except StoppedError:
-            yield take(step.rollout)
+            if ended := take(step.rollout):
+                yield ended
             raise
 
 
@@ -366,11 +379,17 @@ def _sampling(job: _Job) -> SamplingConfig:
     )
 
 
-def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
+def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) -> _Rows:
     """Returns completions with their extracted answer and their scores.
 
-    The scores 'correct' and 'format' are True, False, or None where the score is missing.
+    The scores 'correct' and 'format' are True, False, or None where the score is missing. A signal
+    that arrives while a scorer works ends the scoring.
     """
+
+    def on_wait() -> None:
+        if received:
+            raise StoppedError(received[0])
+
     scores = score_completions(
         job.scorers,
         [job.prompts[draft["problem"]] for draft in drafts],
@@ -378,6 +397,7 @@ def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]]) -> _Rows:
         [draft["tokens"] for draft in drafts],
         [draft["finished"] for draft in drafts],
         time_limit=job.config.time_limit,
+        on_wait=on_wait,
     )
     rows: _Rows = {}
     for i, draft in enumerate(drafts):

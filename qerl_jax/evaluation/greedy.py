@@ -3,6 +3,7 @@
 `evaluate` uses the same parts: what a run reports is what the command measures.
 """
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +13,12 @@ import numpy as np
 
 from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rl.rewards import Reward, Scores, score
-from qerl_jax.rollout import replicas
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.replicas import generate_steps
+from qerl_jax.scoring.score import Scores, score
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -49,6 +51,7 @@ def greedy_accuracy(
     engine: EngineConfig = DEFAULT_ENGINE,
     executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    on_wait: Callable[[], None] | None = None,
 ) -> GreedyScore:
     """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 
@@ -61,11 +64,12 @@ def greedy_accuracy(
         time_limit: time limit for one call of the reward in seconds.
         sampling: limits of the completions; its temperature is ignored.
         engine: settings of the engine.
-        executables: compiled programs, as in `replicas.sample`.
+        executables: compiled programs, as in `replicas.generate_steps`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
+        on_wait: as in `score.Scoring`.
     """
-    rollout, _ = replicas.sample(
+    steps = generate_steps(
         jax.random.key(0),
         model.params,
         lora,
@@ -75,8 +79,12 @@ def greedy_accuracy(
         tokenizer=model.tokenizer,
         engine=engine,
         executables=executables,
-        on_progress=on_progress,
     )
+    with contextlib.closing(steps):
+        for step in steps:
+            if on_progress is not None and step.ended_rows < step.rows:
+                on_progress(step.ended_rows, step.tokens)
+    rollout = step.rollout
     scores = score_completions(
         {"correct": correctness},
         prompts,
@@ -84,6 +92,7 @@ def greedy_accuracy(
         rollout.lengths,
         rollout.finished,
         time_limit=time_limit,
+        on_wait=on_wait,
     )
     return GreedyScore(
         accuracy=float(passed(scores.parts["correct"]).mean()),
@@ -99,6 +108,7 @@ def score_completions(
     finished: Sequence[bool] | np.ndarray,
     *,
     time_limit: float,
+    on_wait: Callable[[], None] | None = None,
 ) -> Scores:
     """Scores completions, one per prompt, and prints a warning for each kind of failure.
 
@@ -108,7 +118,8 @@ def score_completions(
         completions: B completions as text.
         lengths: B completion lengths in tokens.
         finished: B flags, True where the completion ended by itself.
-        time_limit: time limit for one call of a reward in seconds.
+        time_limit: time limit for one call of a reward in seconds, for rewards without their own.
+        on_wait: as in `score.Scoring`.
 
     Returns:
         The scores, unweighted.
@@ -120,7 +131,9 @@ def score_completions(
         [prompt.problem.answer for prompt in prompts],
         lengths,
         finished,
+        columns=[prompt.problem.columns for prompt in prompts],
         time_limit=time_limit,
+        on_wait=on_wait,
     )
     for error in scores.errors:
         print(f"warning: {error}", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ class Policy:
         model: base with the norms that were trained together with the adapter, if any.
         lora: LoRA of the policy, or None.
         lora_config: options of the LoRA, or None.
+        trained: the adapter as it was read, with the norms that were trained with it, or None.
         adapter: folder of the adapter, or None.
         adapter_sha256: digest of the adapter's weights as they were read, or None; a run under way
             replaces them with every checkpoint.
@@ -36,6 +37,7 @@ class Policy:
     model: LoadedModel
     lora: Lora | None
     lora_config: LoraConfig | None
+    trained: Trainable | None
     adapter: pathlib.Path | None
     adapter_sha256: str | None
     run: dict[str, Any] | None
@@ -92,6 +94,7 @@ def open_policy(
             model=model,
             lora=None,
             lora_config=None,
+            trained=None,
             adapter=None,
             adapter_sha256=None,
             run=run,
@@ -102,6 +105,7 @@ def open_policy(
         model=dataclasses.replace(model, params=current_policy(model.params, trained)),
         lora=trained.lora,
         lora_config=lora_config,
+        trained=trained,
         adapter=folder,
         adapter_sha256=digest,
         run=run,

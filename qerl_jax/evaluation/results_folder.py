@@ -28,11 +28,11 @@ _SAME_SETTINGS = (
 )  # fmt: skip
 _SAME_TASK = (
     "problems_sha256", "system_prompt", "question_suffix", "max_new_tokens", "stop",
-    "kv_cache_dtype",
+    "kv_cache_dtype", "chat_template_args",
 )  # fmt: skip
 _OVERRIDDEN = _SAME_TASK[1:4]  # the settings of a task that `TaskOverrides` has
 # Settings of a task in results of earlier versions, which did not save them.
-_EARLIER = {"stop": [], "kv_cache_dtype": ""}
+_EARLIER = {"stop": [], "kv_cache_dtype": "", "chat_template_args": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,8 @@ class EvaluateConfig:
         seed: seed of the samples.
         limit: number of problems to take from the start of each task; 0 takes all.
         max_rows: number of rows that decode together; 0 is the number that fits into memory.
-        time_limit: time limit for one call of a scorer in seconds.
+        time_limit: time limit for one call of a scorer in seconds; a reward of a run keeps the
+            limit that the run gave it.
         out: folder of the results, with a subfolder per policy if there are several; '' names the
             folder after the policy and the settings.
     """
@@ -142,6 +143,7 @@ def open_folder(
             "max_new_tokens": task.max_new_tokens,
             "stop": list(task.stop),
             "kv_cache_dtype": task.kv_cache_dtype,
+            "chat_template_args": dict(task.chat_template_args),
             "judge": task.scorer,
             "format_judge": task.format_scorer,
         }
@@ -188,6 +190,8 @@ def _named_folder(
         return user_path(config.out) / (name if len(config.adapters) > 1 else "")
     same = {key: settings[key] for key in _SAME_SETTINGS}
     same |= {key: getattr(config.overrides, key) for key in ("data", *_OVERRIDDEN)}
+    if config.overrides.chat_template_args:
+        same["chat_template_args"] = config.overrides.chat_template_args
     digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
     mode = "greedy" if settings["temperature"] == 0 else f"samples{config.samples}"
     if policy.run is not None:

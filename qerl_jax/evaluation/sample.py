@@ -12,6 +12,7 @@ import jax
 from qerl_jax.data import Problem, encode_prompts
 from qerl_jax.errors import UserError, check_limits, memory_errors
 from qerl_jax.evaluation.load_policy import Policy, open_policy
+from qerl_jax.evaluation.tasks import template_arguments
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
@@ -35,6 +36,8 @@ class SampleConfig:
         format: format of the weights, as in `open_policy`.
         system: system message; None is the system message of the run, or of the chat template.
         suffix: text that is appended to the question; None is the suffix of the run, or ''.
+        chat_template_args: further variables of the chat template, as a JSON object; None are those
+            of the run.
         max_new_tokens: limit on new tokens; None is the limit of the run's evaluations, or 512.
         temperature: sampling temperature; 0 is greedy.
         top_p: cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
@@ -48,6 +51,7 @@ class SampleConfig:
     format: str = ""
     system: str | None = None
     suffix: str | None = None
+    chat_template_args: str | None = None
     max_new_tokens: int | None = None
     temperature: float = 0.0
     top_p: float = 1.0
@@ -171,11 +175,15 @@ def _prompt(
     data = run.get("data", {})
     system = data.get("system_prompt", "") if config.system is None else config.system
     suffix = data.get("question_suffix", "") if config.suffix is None else config.suffix
+    arguments = data.get("chat_template_args", {})
+    if config.chat_template_args is not None:
+        arguments = template_arguments(config.chat_template_args)
     (prompt,) = encode_prompts(
         [Problem(config.question, "")],
         model.tokenizer,
         system_prompt=system,
         question_suffix=suffix,
+        chat_template_args=arguments,
         max_prompt_tokens=sys.maxsize,
     )
     limit = config.max_new_tokens or run.get("eval", {}).get("max_new_tokens", _MAX_NEW_TOKENS)

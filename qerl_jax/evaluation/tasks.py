@@ -1,10 +1,12 @@
 r"""Tasks of an evaluation: problems, the prompt around them, and the scorers of completions.
 
-The name of a task is a benchmark of the table below, a JSONL file, or `run` for the problems that a
-run held out. A benchmark comes from the Hugging Face hub, or from a local copy of its fields.
+The name of a task is a benchmark of the table below, a file of problems, or `run` for the problems
+that a run held out. A benchmark comes from the Hugging Face hub, or from a local copy of its
+fields.
 """
 
 import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -14,6 +16,7 @@ from typing import Any
 from qerl_jax.data import HELD_OUT, Problem, fingerprint, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.import_path import import_function
+from qerl_jax.problem_sources import FILE_TYPES
 from qerl_jax.rl import rewards
 from qerl_jax.rl.answers import (
     completion_number,
@@ -25,6 +28,8 @@ from qerl_jax.rl.answers import (
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.scoring.calls import columns_read
+from qerl_jax.scoring.url import UrlReward, is_url
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -73,12 +78,14 @@ class Task:
         problems: all problems of the task.
         system_prompt: system message; '' leaves it to the chat template.
         question_suffix: text that is appended to every question.
-        scorer: import path of the reward that decides whether a completion is correct.
-        format_scorer: import path of the reward that decides whether a completion has the right
-            format; '' scores no format.
+        scorer: import path or URL of the reward that decides whether a completion is correct.
+        format_scorer: import path or URL of the reward that decides whether a completion has the
+            right format; '' scores no format.
         max_new_tokens: limit on new tokens per completion.
         stop: strings that end a completion.
         kv_cache_dtype: dtype of the stored keys and values, as in `EngineConfig`.
+        chat_template_args: further variables of the chat template.
+        options: further arguments of `calls.resolve` for `scorer` and `format_scorer`.
     """
 
     name: str
@@ -91,6 +98,8 @@ class Task:
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     kv_cache_dtype: str = ""
+    chat_template_args: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def fingerprint(self) -> str:
@@ -112,6 +121,8 @@ class TaskOverrides:
         format_scorer: import paths of rewards that decide whether the format is right; '' scores no
             format.
         max_new_tokens: limits on new tokens per completion.
+        chat_template_args: further variables of the chat template, as a JSON object.
+        token_env: names of environment variables with the token for scorers that are URLs.
     """
 
     data: Sequence[str] = ()
@@ -120,6 +131,29 @@ class TaskOverrides:
     scorer: Sequence[str] = ()
     format_scorer: Sequence[str] = ()
     max_new_tokens: Sequence[str] = ()
+    chat_template_args: Sequence[str] = ()
+    token_env: Sequence[str] = ()
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """Reads the arguments of a chat template from the command line.
+
+    Args:
+        text: a JSON object.
+
+    Raises:
+        UserError: the text is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"--chat-template-args={text}: a JSON object is needed, such as "
+            """'{"enable_thinking": false}'"""
+        )
+    return found
 
 
 def make_tasks(
@@ -141,8 +175,8 @@ def make_tasks(
     Problems whose answer the scorer needs and cannot read are left out and counted on the screen.
 
     Args:
-        names: names of `BENCHMARKS`, files that end in .jsonl, or 'run'. Without names, the task is
-            'run' if the policy comes from a run, and GSM8K otherwise.
+        names: names of `BENCHMARKS`, files that end in .jsonl, .json or .parquet, or 'run'. Without
+            names, the task is 'run' if the policy comes from a run, and GSM8K otherwise.
         run: config of the run that the policy comes from, or None.
         overrides: settings that replace the settings of the tasks.
         folder: folder of that run. The problems that it held out are compared with the problems
@@ -155,8 +189,8 @@ def make_tasks(
         UserError: a task does not exist, its problems cannot be loaded, or a setting is invalid.
     """
     names = names or ([RUN] if run is not None else ["gsm8k"])
-    files = {Path(name).stem: name for name in names if name.endswith(".jsonl")}
-    short = [Path(name).stem if name.endswith(".jsonl") else name for name in names]
+    files = {Path(name).stem: name for name in names if name.endswith(FILE_TYPES)}
+    short = [Path(name).stem if name.endswith(FILE_TYPES) else name for name in names]
     for name in short:
         if short.count(name) > 1:
             raise UserError(f"--tasks={','.join(names)}: {name} occurs twice; rename a file")
@@ -222,6 +256,9 @@ def _make_task(
             "max_new_tokens": str(benchmark.max_new_tokens),
         }
     settings |= chosen
+    if "chat_template_args" in chosen:
+        settings["chat_template_args"] = template_arguments(chosen["chat_template_args"])
+    settings["options"] = _scorer_options(settings, chosen)
     if settings.get("scorer") == "":
         raise UserError(f"{name}: it has no scorer; pass --judge=MODULE:FUNCTION")
     # Without a scorer, the answers decide.
@@ -247,11 +284,28 @@ def _make_task(
     )
 
 
+def _scorer_options(
+    settings: dict[str, Any], chosen: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """Returns the options of the scorers: those of the run, or of the command line."""
+    token, options = settings.pop("token_env", ""), settings.pop("options", {})
+    found = {}
+    for name in ("scorer", "format_scorer"):
+        found[name] = {} if name in chosen else dict(options.get(name, {}))
+        if token and is_url(settings.get(name, "")):
+            found[name]["token_env"] = token
+    if token and not any("token_env" in of_one for of_one in found.values()):
+        raise UserError(f"--token-env={token}: no scorer is a URL; leave it out")
+    return found
+
+
 def _reader(scorer: str) -> Reward:
     """Returns a scorer, or where it cannot be imported a function that may need any answer.
 
     The scorers that are called are imported again, which raises the error.
     """
+    if is_url(scorer):
+        return UrlReward(scorer)
     try:
         return import_function(scorer, what="reward")
     except UserError:
@@ -287,7 +341,7 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
         raise UserError(
             "the run held out no problems (eval.every=0); pass a benchmark or a file with --tasks"
         )
-    functions = [reward["function"] for reward in run["rewards"].values()]
+    readers = [_reader(reward["function"]) for reward in run["rewards"].values()]
     try:
         problems = load_problems(
             data["source"],
@@ -296,9 +350,10 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
             eval_path=data["eval_path"],
             split="eval",
             eval_size=size or None,
-            rewards=[_reader(function) for function in functions],
+            rewards=readers,
             levels=data.get("levels", ()),
             max_question_chars=data.get("max_question_chars", 0),
+            fields=data.get("fields"),
             options=data["options"],
         )
     except UserError as error:
@@ -309,7 +364,8 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
     if folder is not None:
         saved = read_latest_meta(RunFolder(folder).checkpoints).get("problems", {}).get("eval")
         # A run without evaluations has the fingerprint of no problems.
-        if run["eval"]["every"] and saved not in (None, fingerprint(problems)):
+        columns = columns_read(readers, [problem.columns for problem in problems])
+        if run["eval"]["every"] and saved not in (None, fingerprint(problems, columns)):
             raise UserError(
                 f"the problems that {folder} held out have changed since, so that it may have "
                 "trained on some of them; restore them, or pass them as a file: "
@@ -321,6 +377,11 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
 def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of tasks that a run decides."""
     functions = {name: reward["function"] for name, reward in run["rewards"].items()}
+    options = {
+        field: {k: v for k, v in run["rewards"][name].items() if k not in ("function", "weight")}
+        for field, name in (("scorer", "correctness"), ("format_scorer", "format"))
+        if name in functions
+    }
     return {
         "system_prompt": run["data"]["system_prompt"],
         "question_suffix": run["data"]["question_suffix"],
@@ -329,6 +390,8 @@ def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
         "stop": tuple(run["rollout"].get("stop", ())),
         "kv_cache_dtype": run["rollout"].get("kv_cache_dtype", ""),
+        "chat_template_args": run["data"].get("chat_template_args", {}),
+        "options": options,
     }
 
 

@@ -54,7 +54,7 @@ class Card:
     Attributes:
         name: name of the run or the adapter.
         format: format of the export: 'peft', 'merged' or 'nvfp4'.
-        folder: folder of the export.
+        folder: folder of the export, or the repository of the hub that it is uploaded to.
         base: hub id or path of the base.
         base_format: format of the base's weights under the adapter; in a run also the format during
             the training.
@@ -73,7 +73,7 @@ class Card:
 
     name: str
     format: str
-    folder: Path
+    folder: str
     base: str
     base_format: str
     source: str
@@ -113,7 +113,7 @@ def model_card(card: Card) -> str:
 def serve_lines(card: Card) -> list[str]:
     """Returns the commands that serve an export with vLLM."""
     if card.format != "peft":
-        return [f"vllm serve {shlex.quote(str(card.folder))}"]
+        return [f"vllm serve {shlex.quote(card.folder)}"]
     if card.base_format not in ("nvfp4", "bf16"):
         form = FORMAT_NAMES[card.base_format]
         return [f"# vLLM cannot serve this base in {form}: export with --format=merged"]
@@ -222,6 +222,11 @@ def _about(card: Card) -> list[str]:
         lines.append(f"The system message was {json.dumps(data['system_prompt'])}.")
     if data.get("question_suffix"):
         lines.append(f"Each question was followed by {json.dumps(data['question_suffix'])}.")
+    if arguments := data.get("chat_template_args"):
+        lines.append(
+            f"The chat template was rendered with {json.dumps(arguments)}; vLLM takes it as "
+            "`chat_template_kwargs` of a request."
+        )
     if stop := ({} if card.run is None else card.run["config"]["rollout"]).get("stop"):
         lines.append(f"Completions ended at the stop strings {json.dumps(stop)}.")
     return lines
@@ -240,7 +245,7 @@ def _about_foreign(card: Card) -> list[str]:
 
 
 def _python(card: Card) -> str:
-    folder = json.dumps(str(card.folder))
+    folder = json.dumps(card.folder)
     names = ["AutoModelForCausalLM", "AutoTokenizer"]
     lines = [""]
     if card.format == "peft":

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,9 @@ from qerl_jax.live_line import LiveLine
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rl.rewards import resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
+from qerl_jax.scoring.calls import resolve
 from qerl_jax.weights.load import LoadedModel
 
 _PROBE_PROMPTS = 8
@@ -101,13 +102,14 @@ def open_held_out_set(
         policy.model.tokenizer,
         system_prompt=task.system_prompt,
         question_suffix=task.question_suffix,
+        chat_template_args=task.chat_template_args,
         max_prompt_tokens=run["data"]["max_prompt_tokens"],
     )
     rollout = run["rollout"]
     accuracy = functools.partial(
         greedy_accuracy,
         prompts=prompts,
-        correctness=resolve(task.scorer),
+        correctness=resolve(task.scorer, **task.options.get("scorer", {})),
         time_limit=run["reward_time_limit"],
         sampling=SamplingConfig(max_new_tokens=task.max_new_tokens, stop=task.stop),
         engine=EngineConfig(
@@ -187,12 +189,13 @@ def _probe_prompts(policy: Policy, held_out: HeldOutSet | None) -> list[Sequence
     tokenizer = policy.model.tokenizer
     if tokenizer.chat_template is None:
         return [tokenizer.encode(question) for question in _QUESTIONS]
-    data = {} if policy.run is None else policy.run["config"]["data"]
+    data: dict[str, Any] = {} if policy.run is None else policy.run["config"]["data"]
     prompts = encode_prompts(
         [Problem(question, "") for question in _QUESTIONS],
         tokenizer,
         system_prompt=data.get("system_prompt", ""),
         question_suffix=data.get("question_suffix", ""),
+        chat_template_args=data.get("chat_template_args", {}),
         max_prompt_tokens=policy.model.config.max_position,
     )
     return [prompt.ids for prompt in prompts]

@@ -24,6 +24,7 @@ from qerl_jax.export.model_card import (
     model_card,
     serve_lines,
 )
+from qerl_jax.export.push import check_push, push
 from qerl_jax.export.scores import (
     HeldOutSet,
     Probe,
@@ -63,6 +64,9 @@ class ExportConfig:
         with_base: whether the NVFP4 base is also written, next to the adapter, as OUT-base.
         score_problems: number of held-out problems of the run to score on; None is all of them, if
             there are any; 0 runs no policy at all.
+        push: repository of the Hugging Face hub to upload to, USER/NAME; '' uploads nothing. A base
+            goes to USER/NAME-base.
+        public: whether everyone may see the repository.
     """
 
     source: str
@@ -74,6 +78,8 @@ class ExportConfig:
     onto: str = ""
     with_base: bool = False
     score_problems: int | None = None
+    push: str = ""
+    public: bool = False
 
 
 def export(config: ExportConfig) -> Path:
@@ -94,6 +100,8 @@ def export(config: ExportConfig) -> Path:
     base_out = out.with_name(f"{out.name}-base") if config.with_base else None
     for folder in filter(None, (out, base_out)):
         check_free(folder)
+    if config.push:
+        check_push([config.push, *([_base_name(config.push)] if base_out else [])])
     policy = _open(config, config.base_format)
     _check_policy(config, policy)
     if config.format == "peft":
@@ -105,8 +113,17 @@ def export(config: ExportConfig) -> Path:
     if card.divergences:
         print(f"KL of the trained policy to:\n{divergence_table(card.divergences)}", flush=True)
     print(f"{out}: complete" if base_out is None else f"{out}, {base_out}: complete")
+    if config.push:
+        if base_out is not None:
+            print(push(base_out, _base_name(config.push), public=config.public), flush=True)
+        print(push(out, config.push, public=config.public), flush=True)
     print("\n".join(serve_lines(card)), flush=True)
     return out
+
+
+def _base_name(name: str) -> str:
+    """The repository of the base of an adapter that is uploaded as `name`."""
+    return f"{name}-base"
 
 
 def _validate(config: ExportConfig) -> None:
@@ -116,6 +133,8 @@ def _validate(config: ExportConfig) -> None:
         raise UserError(f"--onto={config.onto}: must be one of {', '.join(ONTO)}")
     if config.score_problems is not None:
         check_limits({"--score-problems": (config.score_problems, 0)})
+    if config.public and not config.push:
+        raise UserError("--public: nothing is uploaded without --push=USER/NAME")
     if config.format == "peft" and config.onto:
         raise UserError(f"--onto={config.onto}: --format=peft merges nothing; leave it out")
     if config.format != "peft" and config.with_base:
@@ -157,15 +176,14 @@ def _check_policy(config: ExportConfig, policy: Policy) -> None:
 
 
 def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: Path | None) -> Card:
-    assert policy.adapter is not None
     assert policy.lora_config is not None
-    base = policy.base
-    trained = peft.load_peft_adapter(policy.adapter, base.config, policy.lora_config)
+    base, trained = policy.base, policy.trained
+    assert trained is not None
     base_model = base.source
     if base_out is not None:
         # The trained norms go into the base, so that vLLM accepts the adapter.
         trained = dataclasses.replace(trained, params={})
-        base_model = str(base_out.resolve())
+        base_model = _base_name(config.push) if config.push else str(base_out.resolve())
     card = _new_card(config, policy, out, base_out, trained_norms=bool(trained.params))
     if base_out is not None:
         card.kept |= norms_kept(base.params, policy.model.params)
@@ -254,17 +272,23 @@ def _new_card(
     return Card(
         name=source.resolve().name,
         format=config.format,
-        folder=out,
+        folder=config.push or str(out),
         base=base.source,
         base_format=base.format,
         source=config.base or named,
-        served_base=served if base_out is None else str(base_out),
+        served_base=_served_base(config, served, base_out),
         onto=onto,
         rank=0 if policy.lora_config is None else policy.lora_config.rank,
         trained_norms=trained_norms,
         run=policy.run,
         steps=steps,
     )
+
+
+def _served_base(config: ExportConfig, served: str, base_out: Path | None) -> str:
+    if base_out is None:
+        return served
+    return _base_name(config.push) if config.push else str(base_out)
 
 
 def _open(config: ExportConfig, format: str) -> Policy:

@@ -247,6 +247,6 @@ def _noisy_stages(name: str, start: float, end: float, stages: int) -> np.ndarra
         case "off":
             return 0.0
     raise UserError(
-        f"unknown noise schedule {name!r}: choose from {', '.join(SCHEDULES)}, "
+        f"unknown noise schedule {name!r}: choose from {', '.join(SCHEDULES)}, kl, "
         "or name a factory as 'package.module:function'"
     )

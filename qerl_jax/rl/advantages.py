@@ -1,10 +1,13 @@
 """Group-relative advantages."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from qerl_jax.errors import UserError
 
 SCALES = ("group", "batch", "none")
+ADVANTAGES = ("grpo", "gdpo")
 
 
 def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 1e-4) -> np.ndarray:
@@ -48,3 +51,42 @@ def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 
     highest = np.where(present, rewards, -np.inf).max(axis=1, keepdims=True)
     lowest = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
     return np.where(highest > lowest, advantages, 0.0).astype(np.float32)
+
+
+def gdpo_advantages(
+    rewards: Mapping[str, np.ndarray], weights: Mapping[str, float], *, eps: float = 1e-4
+) -> np.ndarray:
+    """Returns GDPO's advantage of each completion (arXiv 2601.05242, Eq. 4 to 6).
+
+    Each reward is normalized within its group, the results are summed with their weights, and the
+    sums are normalized over the batch:
+
+        A = (S - mean of S) / (standard deviation of S + eps),    S = sum of w_n A_n,
+
+    where A_n are the advantages of `group_advantages` for the reward n. Rewards whose sum is equal
+    thus stay apart. A missing reward adds 0 to S; a completion without any reward with a weight
+    has advantage 0, and so have the completions of a group in which every reward is equal.
+
+    Args:
+        rewards: [P, G] rewards by name; a value that is not finite is a missing reward.
+        weights: weights of the rewards by name; a reward without one, or of weight 0, is left out.
+        eps: constant that is added to the standard deviations.
+
+    Returns:
+        float32 [P, G] advantages.
+
+    Raises:
+        UserError: no reward has a weight.
+    """
+    used = {name: weight for name, weight in weights.items() if weight}
+    if not used:
+        raise UserError("rl.advantage='gdpo': no reward has a weight")
+    parts = {name: group_advantages(rewards[name], scale="group", eps=eps) for name in used}
+    present = np.any([np.isfinite(rewards[name]) for name in used], axis=0)
+    informative = np.any([part.any(axis=1) for part in parts.values()], axis=0)
+    weighted = [weight * parts[name].astype(np.float64) for name, weight in used.items()]
+    sums = np.sum(weighted, axis=0)
+    found = sums[present]
+    std = found.std(ddof=1) if len(found) > 1 else 0.0
+    advantages = (sums - (found.mean() if len(found) else 0.0)) / (std + eps)
+    return np.where(present & informative[:, None], advantages, 0.0).astype(np.float32)

@@ -149,8 +149,7 @@ def _predicting_states(params, lora, buffer, *, config, recompute=()):
 
 
 def _chosen_and_entropy(params, hidden, ids, temperature, *, entropy_gradient=False):
-    logits = transformer.logits(params, hidden) / temperature
-    return _choose(logits, ids, entropy_gradient)
+    return _choose(_tempered_logits(params, hidden, temperature), ids, entropy_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -199,7 +198,12 @@ _choose.defvjp(_choose_fwd, _choose_bwd)
 
 
 def _log_softmax(params, hidden, temperature):
-    return jax.nn.log_softmax(transformer.logits(params, hidden) / temperature)
+    return jax.nn.log_softmax(_tempered_logits(params, hidden, temperature))
+
+
+def _tempered_logits(params, hidden, temperature):
+    # As in the sampler, to the bit.
+    return transformer.logits(params, hidden) * (1.0 / temperature)
 
 
 def _map_chunks(function, args, *, count, vocab_size):

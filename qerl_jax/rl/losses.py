@@ -14,6 +14,15 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.import_path import import_function, user_errors
+from qerl_jax.rl.objectives import (
+    OBJECTIVES,
+    Metrics,
+    check_custom_loss,
+    masked,
+    off_policy_mask,
+    row_sums,
+    token_loss,
+)
 
 # The named losses differ in these fields of LossConfig only.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -22,17 +31,18 @@ LOSSES: dict[str, dict[str, Any]] = {
     "bnpo": {"aggregation": "micro_batch"},  # what QeRL's released code calls DAPO
     "dr_grpo": {"aggregation": "constant"},  # arXiv 2503.20783, with advantage_scale 'none'
     "gspo": {"aggregation": "sequence", "ratio": "sequence"},  # arXiv 2507.18071, Eq. 5
+    "gspo_token": {"aggregation": "sequence", "ratio": "sequence_token"},  # the same, Eq. 13
     "cispo": {"aggregation": "token", "objective": "clipped_weight"},  # arXiv 2506.13585, Eq. 4
+    "sapo": {"aggregation": "sequence", "objective": "soft_gate"},  # arXiv 2511.20347, Eq. 5
+    # arXiv 2512.02556, Eq. 7: GRPO with the off-policy sequence mask; delta as TRL suggests it.
+    "opsm": {"aggregation": "sequence", "off_policy_delta": 0.5},
 }
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "micro_batch")
-RATIOS = ("token", "sequence")
-OBJECTIVES = ("clipped_ratio", "clipped_weight")
+RATIOS = ("token", "sequence", "sequence_token")
 KL_GRADS = ("k3", "k3_clipped", "unbiased")
 
 _K3_CLIP = 10.0  # the bound that verl uses
-
-Metrics = dict[str, jax.Array | tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,16 +53,22 @@ class LossConfig:
         aggregation: how the token losses become one: a name that `token_weights` lists, or the
             import path 'package.module:function' of a user function, as in `custom_weights`.
         ratio: granularity of the probability ratio between the new and the old policy: 'token' for
-            one ratio per token, or 'sequence' for the geometric mean over the tokens of a row.
+            one ratio per token, 'sequence' for the geometric mean over the tokens of a row, or
+            'sequence_token' for the value of that mean with the gradient of the token's own ratio.
         objective: form of the loss of a token. 'clipped_ratio' is PPO's clipped surrogate;
             'clipped_weight' is REINFORCE weighted with the clipped ratio, in which every token
-            keeps a gradient.
+            keeps a gradient; 'soft_gate' is SAPO's sigmoid of the ratio. The import path
+            'package.module:function' names a user function, as in `objectives.custom_loss`.
         clip_low: distance from 1 at which the ratio is clipped from below, at 1 - clip_low; 1 or
             more never clips.
         clip_high: distance from 1 at which the ratio is clipped from above, at 1 + clip_high; a
             value larger than clip_low is DAPO's clip-higher.
         dual_clip: largest factor that a negative advantage is multiplied with (arXiv 1912.09729),
             above 1; None sets no bound. Only 'clipped_ratio' takes one.
+        sapo_temperature_pos: temperature of 'soft_gate' where the advantage is positive.
+        sapo_temperature_neg: the same where it is not.
+        off_policy_delta: mean difference of log-probabilities, in nats, beyond which a row with a
+            negative advantage is masked, as in `objectives.off_policy_mask`; None masks none.
         kl_coef: factor of the KL to the reference policy; 0 leaves the KL out.
         kl_grad: how the KL is estimated. 'k3' is the plain estimator, whose gradient differs from
             the gradient of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond 10.
@@ -68,37 +84,43 @@ class LossConfig:
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
+    sapo_temperature_pos: float = 1.0
+    sapo_temperature_neg: float = 1.05
+    off_policy_delta: float | None = None
     kl_coef: float = 0.0
     kl_grad: str = "k3"
     tis_cap: float | None = None
     entropy_coef: float = 0.0
 
     def __post_init__(self):
-        custom = ":" in self.aggregation
-        if custom:
+        if ":" in self.aggregation:
             import_function(self.aggregation, what="loss weight")
+        if ":" in self.objective:
+            check_custom_loss(self.objective)
         for name, choices in {
-            "aggregation": (self.aggregation,) if custom else AGGREGATIONS,
+            "aggregation": AGGREGATIONS,
             "ratio": RATIOS,
-            "objective": OBJECTIVES,
+            "objective": tuple(OBJECTIVES),
             "kl_grad": KL_GRADS,
         }.items():
-            if getattr(self, name) not in choices:
+            if ":" not in getattr(self, name) and getattr(self, name) not in choices:
                 raise UserError(
                     f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}"
                 )
         for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
             if getattr(self, name) < 0.0:
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 0")
-        if self.tis_cap is not None and self.tis_cap <= 0.0:
-            raise UserError(f"tis_cap is {self.tis_cap}: it must be greater than 0")
+        for name in ("tis_cap", "sapo_temperature_pos", "sapo_temperature_neg", "off_policy_delta"):
+            value = getattr(self, name)
+            if value is not None and not value > 0.0:
+                raise UserError(f"{name} is {value}: it must be greater than 0")
         if self.dual_clip is not None:
             if self.dual_clip <= 1.0:
                 raise UserError(f"dual_clip is {self.dual_clip}: it must be greater than 1")
-            if self.objective == "clipped_weight":
+            if self.objective != "clipped_ratio":
                 raise UserError(
-                    f"dual_clip is {self.dual_clip}, but the weight of this loss is clipped "
-                    "already: leave it out (rl.dual_clip=0)"
+                    f"dual_clip is {self.dual_clip}, but this loss does not clip the ratio as PPO "
+                    "does: leave it out (rl.dual_clip=0)"
                 )
 
 
@@ -106,9 +128,10 @@ def loss_config(name: str, *, aggregation: str = "", **options) -> LossConfig:
     """Returns the config of a named loss.
 
     Args:
-        name: name of the loss, a key of `LOSSES`.
+        name: name of the loss, a key of `LOSSES`, or the import path 'package.module:function' of a
+            user function, whose losses are averaged over all tokens.
         aggregation: aggregation that replaces the one in `LOSSES`; '' keeps it.
-        **options: fields of LossConfig that `LOSSES` leaves open.
+        **options: fields of LossConfig; None keeps what `LOSSES` says.
 
     Returns:
         The config.
@@ -116,12 +139,18 @@ def loss_config(name: str, *, aggregation: str = "", **options) -> LossConfig:
     Raises:
         UserError: the name is unknown, or an option is out of range.
     """
-    if name not in LOSSES:
-        raise UserError(f"unknown loss {name!r}: choose from {', '.join(LOSSES)}")
-    row = dict(LOSSES[name])
+    if ":" in name:
+        row: dict[str, Any] = {"aggregation": "token", "objective": name}
+    elif name in LOSSES:
+        row = dict(LOSSES[name])
+    else:
+        raise UserError(
+            f"unknown loss {name!r}: choose from {', '.join(LOSSES)}, or name a function, "
+            "package.module:function"
+        )
     if aggregation:
         row["aggregation"] = aggregation
-    return LossConfig(**row, **options)
+    return LossConfig(**row | {key: value for key, value in options.items() if value is not None})
 
 
 def token_weights(
@@ -244,11 +273,15 @@ def policy_loss(
     ratio='sequence', exp of the mean of new - old over the tokens of the row), and
     c(r) = clip(r, 1 - clip_low, 1 + clip_high). The loss of a token is
 
-        w L + kl_coef KL - entropy_coef H
+        M w L + kl_coef KL - entropy_coef H
 
-                             L = -min(r A, c(r) A)            'clipped_ratio'
-                             L = -stop_gradient(c(r)) A new   'clipped_weight'
+                             L = -min(r A, c(r) A)                 'clipped_ratio'
+                             L = -stop_gradient(c(r)) A new        'clipped_weight'
+                             L = -sigmoid(g (r - 1)) 4 / g A       'soft_gate'
+                             L = f(r, A, new, mask)                a user function
 
+    where g is sapo_temperature_pos if A > 0, else sapo_temperature_neg. M is 0 for a row that
+    off_policy_delta masks, else 1.
     KL is the estimate that kl_grad selects, and H the entropy of the distribution that the token
     was drawn from, as in PPO (arXiv 1707.06347, Eq. 9). With dual_clip, L is at most -dual_clip A
     if A is negative. The factor w = min(exp(old - rollout), tis_cap) corrects for a policy that
@@ -265,12 +298,12 @@ def policy_loss(
         advantages: [M] advantages.
         mask: [M] mask, 1 for the tokens in the loss.
         weights: [M] weights of the tokens, from `token_weights`.
-        rows: int32 [M] row of each token, ascending; a row is complete. Only ratio='sequence'
-            reads it.
+        rows: int32 [M] row of each token, ascending; a row is complete. Only the ratios of a
+            sequence and off_policy_delta read it.
         config: definition of the loss.
         ref_logprobs: [M] log-probabilities under the reference policy; needed if kl_coef is not 0.
-        rollout_logprobs: [M] log-probabilities that the sampler recorded; needed if tis_cap is
-            set. NaN marks a token without a record, whose w is 1.
+        rollout_logprobs: [M] log-probabilities that the sampler recorded; needed if tis_cap or
+            off_policy_delta is set. NaN marks a token without a record, whose w is 1.
         entropies: [M] entropies of the policy that is trained, in nats, with their gradient; needed
             if entropy_coef is not 0.
 
@@ -282,127 +315,87 @@ def policy_loss(
 
     Raises:
         ValueError: ref_logprobs, rollout_logprobs or entropies are needed but missing.
+        UserError: a user function fails.
     """
-    if config.kl_coef and ref_logprobs is None:
-        raise ValueError(f"kl_coef={config.kl_coef} needs ref_logprobs")
-    if config.tis_cap is not None and rollout_logprobs is None:
-        raise ValueError(f"tis_cap={config.tis_cap} needs rollout_logprobs")
-    if config.entropy_coef and entropies is None:
-        raise ValueError(f"entropy_coef={config.entropy_coef} needs entropies")
+    _check_given(config, ref_logprobs, rollout_logprobs, entropies)
     in_loss = mask > 0
-    logprobs = _masked(logprobs, in_loss)
-    old = jax.lax.stop_gradient(
-        logprobs if old_logprobs is None else _masked(old_logprobs, in_loss)
-    )
-    log_ratio = logprobs - old
-    if config.ratio == "sequence":
-        length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
-        log_ratio = row_sums(log_ratio, rows) / length
-    ratio = jnp.exp(log_ratio)
+    logprobs = masked(logprobs, in_loss)
+    old = jax.lax.stop_gradient(logprobs if old_logprobs is None else masked(old_logprobs, in_loss))
+    ratio = jnp.exp(_log_ratio(logprobs, old, in_loss, rows, config.ratio))
     tokens = in_loss.sum().astype(jnp.float32)
-    token_loss, metrics = _clipped_loss(logprobs, ratio, advantages, in_loss, tokens, config)
+    options = {name: getattr(config, name) for name in OBJECTIVES.get(config.objective, ())}
+    loss, metrics = token_loss(
+        logprobs, ratio, advantages, in_loss, tokens, objective=config.objective, **options
+    )
+    if config.off_policy_delta is not None and rollout_logprobs is not None:
+        keep = off_policy_mask(
+            logprobs, rollout_logprobs, advantages, in_loss, rows, delta=config.off_policy_delta
+        )
+        metrics["off_policy_masked"] = (masked(1.0 - keep, in_loss).sum(), tokens)
+        loss = loss * keep
     if rollout_logprobs is not None:
-        recorded = in_loss & ~jnp.isnan(rollout_logprobs)
-        difference = jnp.where(recorded, old - rollout_logprobs, 0.0).astype(jnp.float32)
-        distance = jnp.abs(difference)
-        metrics["logprob_diff_mean"] = (distance.sum(), recorded.sum().astype(jnp.float32))
-        metrics["logprob_diff_max"] = distance.max()
+        difference, difference_metrics = _rollout_difference(old, rollout_logprobs, in_loss)
+        metrics |= difference_metrics
         if config.tis_cap is not None:
             importance = jnp.minimum(jnp.exp(difference), config.tis_cap)
-            token_loss = token_loss * importance
-            metrics["tis_weight"] = (_masked(importance, in_loss).sum(), tokens)
+            loss = loss * importance
+            metrics["tis_weight"] = (masked(importance, in_loss).sum(), tokens)
     if ref_logprobs is not None:
-        kl = k3(logprobs, jax.lax.stop_gradient(_masked(ref_logprobs, in_loss)))
+        kl = k3(logprobs, jax.lax.stop_gradient(masked(ref_logprobs, in_loss)))
         metrics["kl"] = (kl.sum(), tokens)
         if config.kl_grad == "k3_clipped":
             kl = jnp.minimum(kl, _K3_CLIP)
         elif config.kl_grad == "unbiased":
             kl = kl * ratio
-        token_loss = token_loss + config.kl_coef * kl
+        loss = loss + config.kl_coef * kl
     if entropies is not None:
-        token_loss = token_loss - config.entropy_coef * _masked(entropies, in_loss)
-    return (weights * token_loss).sum(), jax.lax.stop_gradient(metrics)
+        loss = loss - config.entropy_coef * masked(entropies, in_loss)
+    return (weights * loss).sum(), jax.lax.stop_gradient(metrics)
 
 
-@jax.custom_vjp
-def row_sums(x: jax.Array, rows: jax.Array) -> jax.Array:
-    """Sums the tokens of each row, and repeats the sum for each of its tokens.
-
-    The order of the sums is fixed, which scatter-adds on a GPU do not promise.
-
-    Args:
-        x: float32 [M] values.
-        rows: int32 [M] row of each value, ascending.
-
-    Returns:
-        float32 [M] sums.
-    """
-
-    def add(left, right):
-        (left_row, left_sum), (right_row, right_sum) = left, right
-        return right_row, right_sum + jnp.where(left_row == right_row, left_sum, 0.0)
-
-    _, partial = jax.lax.associative_scan(add, (rows, x))
-    last = jnp.searchsorted(rows, rows, side="right") - 1
-    return partial[last]
-
-
-def _row_sums_fwd(x, rows):
-    return row_sums(x, rows), rows
-
-
-def _row_sums_bwd(rows, gradient):
-    return row_sums(gradient, rows), None  # The map is symmetric.
-
-
-row_sums.defvjp(_row_sums_fwd, _row_sums_bwd)
-
-
-def _masked(x: jax.Array, in_loss: jax.Array) -> jax.Array:
-    """Returns `x` in float32, with 0 outside the mask.
-
-    Masking comes before any exp: a masked position must not become inf * 0 in the loss or in its
-    gradient.
-    """
-    return jnp.where(in_loss, x, 0.0).astype(jnp.float32)
-
-
-def _clipped_loss(
-    logprobs: jax.Array,
-    ratio: jax.Array,
-    advantages: jax.Array,
-    in_loss: jax.Array,
-    tokens: jax.Array,
+def _check_given(
     config: LossConfig,
+    ref_logprobs: jax.Array | None,
+    rollout_logprobs: jax.Array | None,
+    entropies: jax.Array | None,
+) -> None:
+    """Raises a ValueError where an array that the loss needs is not given."""
+    for field, needed, given in (
+        ("kl_coef", "ref_logprobs", ref_logprobs),
+        ("tis_cap", "rollout_logprobs", rollout_logprobs),
+        ("off_policy_delta", "rollout_logprobs", rollout_logprobs),
+        ("entropy_coef", "entropies", entropies),
+    ):
+        if getattr(config, field) and given is None:
+            raise ValueError(f"{field}={getattr(config, field)} needs {needed}")
+
+
+def _log_ratio(
+    logprobs: jax.Array, old: jax.Array, in_loss: jax.Array, rows: jax.Array, granularity: str
+) -> jax.Array:
+    """Returns log r of `policy_loss` [M]."""
+    log_ratio = logprobs - old
+    if granularity == "token":
+        return log_ratio
+    length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
+    log_ratio = row_sums(log_ratio, rows) / length
+    if granularity == "sequence":
+        return log_ratio
+    own = logprobs - jax.lax.stop_gradient(logprobs)  # 0, with the gradient of the token
+    return jax.lax.stop_gradient(log_ratio) + own
+
+
+def _rollout_difference(
+    old: jax.Array, rollout_logprobs: jax.Array, in_loss: jax.Array
 ) -> tuple[jax.Array, Metrics]:
-    """Returns L of `policy_loss` [M] and the metrics of the ratio and its clipping.
-
-    The clip fractions count the tokens whose gradient the clip removes. In 'clipped_weight' the
-    clip removes no gradient, so they count the tokens whose ratio it changes.
-    """
-    advantages = advantages.astype(jnp.float32)
-    clipped_ratio = jnp.clip(ratio, 1.0 - config.clip_low, 1.0 + config.clip_high)
-    low = in_loss & (ratio < 1.0 - config.clip_low)
-    high = in_loss & (ratio > 1.0 + config.clip_high)
-    if config.objective == "clipped_weight":
-        token_loss = -jax.lax.stop_gradient(clipped_ratio) * advantages * logprobs
-    else:
-        token_loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
-        low, high = low & (advantages < 0), high & (advantages > 0)
-
-    metrics: Metrics = {
-        "clip_fraction": ((low | high).sum().astype(jnp.float32), tokens),
-        "clip_fraction_low": (low.sum().astype(jnp.float32), tokens),
-        "clip_fraction_high": (high.sum().astype(jnp.float32), tokens),
-        "ratio_mean": (_masked(ratio, in_loss).sum(), tokens),
-        "ratio_max": _masked(ratio, in_loss).max(),
+    """Returns old - rollout [M], 0 for tokens without a record, and its metrics."""
+    recorded = in_loss & ~jnp.isnan(rollout_logprobs)
+    difference = jnp.where(recorded, old - rollout_logprobs, 0.0).astype(jnp.float32)
+    distance = jnp.abs(difference)
+    return difference, {
+        "logprob_diff_mean": (distance.sum(), recorded.sum().astype(jnp.float32)),
+        "logprob_diff_max": distance.max(),
     }
-    if config.dual_clip is not None:
-        bound = -config.dual_clip * advantages
-        beyond = in_loss & (advantages < 0) & (token_loss > bound)
-        metrics["clip_fraction_dual"] = (beyond.sum().astype(jnp.float32), tokens)
-        token_loss = jnp.where(advantages < 0, jnp.minimum(token_loss, bound), token_loss)
-    return token_loss, metrics
 
 
 def add_metrics(total: Metrics, part: Metrics) -> Metrics:

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import queue
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any
 
 import jax
@@ -23,14 +23,15 @@ import numpy as np
 from qerl_jax import sharding
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.completions import Rollout
+from qerl_jax.rollout import engine as engine_lib
+from qerl_jax.rollout.completions import Completions, Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
-from qerl_jax.rollout.engine import Progress, generate_steps
+from qerl_jax.rollout.engine import Progress
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.scheduler import Statistics
 
 
-def sample(
+def generate_steps(
     key: jax.Array,
     params: dict,
     lora: Lora | None,
@@ -42,9 +43,11 @@ def sample(
     engine: EngineConfig,
     group_size: int = 1,
     executables: Executables | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[Rollout, list[Statistics]]:
-    """Samples `group_size` completions of every prompt on all devices of the policy.
+) -> Generator[Progress, None, Rollout]:
+    """Samples as `engine.generate_steps` does, on all devices of the policy.
+
+    It yields the progress of all devices after every chunk of one of them. Close it: until then the
+    devices go on.
 
     Args:
         key: as in `engine.generate`.
@@ -57,14 +60,10 @@ def sample(
         engine: settings of the engine; its bounds of rows and memory are those of one device.
         group_size: G, number of completions of each prompt.
         executables: as in `engine.generate_steps`, with those of the other devices as `replicas`.
-        on_progress: called with the number of completions that have ended and the number of
-            sampled tokens, after every chunk but the last. What it raises ends the rollout.
-
-    Returns:
-        The completions in the order of the prompts, and the work of each device.
 
     Raises:
         UserError: as in `engine.generate`.
+        RuntimeError: a program is missing from the executables.
     """
     devices = sharding.devices_of(params)
     shares = deal([len(prompt) for prompt in prompts], len(devices))
@@ -74,7 +73,7 @@ def sample(
 
     def steps_on(number: int) -> Generator[Progress, None, Rollout]:
         own_key, own_params, own_lora = sharding.on_device((key, params, lora), devices[number])
-        return generate_steps(
+        return engine_lib.generate_steps(
             own_key,
             own_params,
             own_lora,
@@ -88,26 +87,37 @@ def sample(
             executables=programs[number],
         )
 
-    total = len(prompts) * group_size
-
-    def report(latest: Sequence[Progress | None]) -> None:
-        found = [step for step in latest if step is not None]
-        ended = sum(step.ended_rows for step in found)
-        if on_progress is not None and ended < total:
-            on_progress(ended, sum(step.tokens for step in found))
-
     if len(devices) == 1:
-        for step in steps_on(0):
-            report([step])
-        return step.rollout, [step.statistics]
+        return (yield from steps_on(0))
+    rows = [(i[:, None] * group_size + np.arange(group_size)).reshape(-1) for i in shares]
+    rollout = Completions(len(prompts) * group_size, sampling, tokenizer).rollout
     used = [number for number, share in enumerate(shares) if len(share)] or [0]
-    last = _in_threads([lambda number=number: steps_on(number) for number in used], report)
-    rows = [shares[number][:, None] * group_size + np.arange(group_size) for number in used]
-    order = np.argsort(np.concatenate([part.reshape(-1) for part in rows]))
-    rollout = jax.tree.map(
-        lambda *parts: np.concatenate(parts)[order], *(step.rollout for step in last)
+    latest: dict[int, Progress] = {}
+    steps = _in_threads([lambda number=number: steps_on(number) for number in used])
+    with contextlib.closing(steps):
+        for part, step in steps:
+            latest[part] = step
+            whole, new = jax.tree.leaves(rollout), jax.tree.leaves(step.rollout)
+            for array, values in zip(whole, new, strict=True):
+                array[rows[used[part]]] = values
+            yield _together(latest.values(), rollout)
+    return rollout
+
+
+def _together(parts: Collection[Progress], rollout: Rollout) -> Progress:
+    """Returns the progress of all devices."""
+    work = [part.statistics for part in parts]
+    return Progress(
+        rows=len(rollout.lengths),
+        ended_rows=sum(part.ended_rows for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        statistics=Statistics(
+            prefilled_prompts=sum(one.prefilled_prompts for one in work),
+            decoded=sum(one.decoded for one in work),
+            live=sum(one.live for one in work),
+        ),
+        rollout=rollout,
     )
-    return rollout, [step.statistics for step in last]
 
 
 def most(prompts: Sequence[Any], devices: Sequence[Any]) -> int:
@@ -141,39 +151,40 @@ def deal(lengths: Sequence[int], count: int) -> list[np.ndarray]:
 
 def _in_threads(
     parts: Sequence[Callable[[], Generator[Progress, None, Rollout]]],
-    report: Callable[[Sequence[Progress | None]], None],
-) -> list[Progress]:
-    """Runs each part in a thread, reports in this one, and returns the last progress of each.
+) -> Generator[tuple[int, Progress]]:
+    """Runs each part in a thread, and yields what it makes with the number of the part.
 
-    Dispatching a chunk and waiting for one both leave Python's interpreter to the other threads. If
-    a part or the report raises, the other parts end after their current chunk.
+    Dispatching a chunk and waiting for one both leave Python's interpreter to the other threads.
+    Arrays are copied, because their part writes to them while this thread reads. If a part raises,
+    or if the generator is closed, the parts end after their current chunk.
     """
-    latest: list[Progress | None] = [None] * len(parts)
-    events: queue.SimpleQueue[concurrent.futures.Future | None] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[int, Progress] | concurrent.futures.Future] = (
+        queue.SimpleQueue()
+    )
     stop = threading.Event()
 
-    def run(number: int) -> Progress:
+    def run(number: int) -> None:
         with contextlib.closing(parts[number]()) as steps:
             for step in steps:
-                latest[number] = step
-                events.put(None)
+                events.put((number, _copied(step)))
                 if stop.is_set():
                     break
-        return step
 
     with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
-        futures = [pool.submit(run, number) for number in range(len(parts))]
-        for future in futures:
-            future.add_done_callback(events.put)
+        for number in range(len(parts)):
+            pool.submit(run, number).add_done_callback(events.put)
         try:
             running = len(parts)
             while running:
                 event = events.get()
-                if event is None:
-                    report(latest)
-                else:
+                if isinstance(event, concurrent.futures.Future):
                     event.result()
                     running -= 1
+                else:
+                    yield event
         finally:
             stop.set()
-    return [future.result() for future in futures]
+
+
+def _copied(step: Progress) -> Progress:
+    return dataclasses.replace(step, rollout=jax.tree.map(np.copy, step.rollout))

@@ -44,7 +44,8 @@ def sample(
         Log-probabilities and entropies belong to softmax(logits / temperature) before top-k and
         top-p: the distribution that the trainer computes with.
     """
-    scaled = logits / temperature
+    # XLA may store the results of a division, which it counts as expensive; a product it repeats.
+    scaled = logits * (1.0 / temperature)
     blocks = _in_blocks(scaled)
     log_masses, top, log_total, entropies = _summary(blocks)
     if greedy:

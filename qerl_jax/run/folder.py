@@ -399,8 +399,8 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
         if any(field not in old for field in refused):
             remedy += "; a field that was absent then is of a later version"
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}{said}")
-    if not allowed:
-        return moved
+    if not allowed or (folder.finished_steps() or 0) >= config.steps:
+        return moved  # A finished run takes no step with new values.
     changes = ", ".join(f"{field}: {change}" for field, change in allowed.items())
     print(
         f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "

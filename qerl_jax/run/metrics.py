@@ -39,8 +39,22 @@ _SECTIONS = {
         "sampled_groups",
         "rewards_missing",
     ),
-    "rollout": ("length", "finished", "entropy", "rollout_tokens", "rollout_live_share"),
-    "noise": ("sigma", "perturbed_norms", "noise_kl"),
+    "rollout": (
+        "length",
+        "finished",
+        "entropy",
+        "temperature",
+        "rollout_tokens",
+        "rollout_live_share",
+    ),
+    "noise": (
+        "sigma",
+        "perturbed_norms",
+        "noise_kl",
+        "noise_kl_target",
+        "sigma_at_bound",
+        "noise_kl_not_finite",
+    ),
     "eval": ("eval_accuracy", "eval_accuracy_before", "eval_truncated"),
 }
 _SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
@@ -55,6 +69,8 @@ class MetricsLog:
         wandb: also log to Weights & Biases.
         trackio: also log to trackio.
         run_name: name of the run at these services; the same name resumes it.
+        project: project of the run at these services.
+        group: group of the run at these services; '' is no group.
 
     Raises:
         UserError: the package of a wanted service is missing.
@@ -68,31 +84,24 @@ class MetricsLog:
         wandb: bool,
         trackio: bool,
         run_name: str,
+        project: str = "qerl-jax",
+        group: str = "",
     ):
         self._folder = RunFolder(Path(folder))
         self._tensorboard = tensorboard
         self._purge_step: int | None = None
         self._writer: Any = None
         self._trackers: list[ModuleType] = []
+        self._wandb: ModuleType | None = None
+        options: dict[str, Any] = {"project": project, "name": run_name, "resume": "allow"}
+        options |= {"config": _saved_config(self._folder)} | ({"group": group} if group else {})
         if wandb:
-            module = _optional_module("wandb")
-            module.init(
-                project="qerl-jax",
-                name=run_name,
-                id=run_name,
-                resume="allow",
-                dir=str(folder),
-                config=_saved_config(self._folder),
-            )
-            self._trackers.append(module)
+            self._wandb = _optional_module("wandb")
+            self._wandb.init(id=run_name, dir=str(folder), **options)
+            self._trackers.append(self._wandb)
         if trackio:
             module = _optional_module("trackio")
-            module.init(
-                project="qerl-jax",
-                name=run_name,
-                resume="allow",
-                config=_saved_config(self._folder),
-            )
+            module.init(**options)
             self._trackers.append(module)
 
     def __enter__(self) -> "MetricsLog":
@@ -134,6 +143,11 @@ class MetricsLog:
         """Appends sample completions of a step: prompt, completion, answer, reward, ..."""
         rows = [{"step": step} | _json_value(sample, "sample") for sample in samples]
         _append(self._folder.completions, rows)
+        if self._wandb is not None and rows:
+            columns = list(dict.fromkeys(key for row in rows for key in row))
+            cells = [[row.get(key) for key in columns] for row in rows]
+            table = self._wandb.Table(columns=columns, data=cells)
+            self._wandb.log({"completions": table}, step=step)
 
     def close(self) -> None:
         """Flushes and closes TensorBoard, W&B and trackio."""

@@ -1,6 +1,7 @@
 """Which fields of a config may change when a run goes on."""
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +33,9 @@ MEMORY_AND_TIME: dict[str, Callable[[ConfigDict], bool] | None] = {
     "train.remat": None,  # of earlier versions, which saved it
 }
 
+# A server that was too slow, or out of reach, must not end a run for good.
+_HOW_A_REWARD_IS_ASKED = re.compile(r"rewards\.[^.]+\.(time_limit|retries|token_env)")
+
 # Fields of earlier versions, and the fields that took their place. `train.micro_batch_rows` is
 # still there, but sets only the denominators of a loss.
 RENAMED = {"train.remat": "train.recompute", "train.micro_batch_rows": "train.buffer_tokens"}
@@ -49,6 +53,8 @@ def is_free(field: str) -> bool:
 
 def moves_only_memory(field: str, config: ConfigDict) -> bool:
     """Whether a field of this config moves only memory or time."""
+    if _HOW_A_REWARD_IS_ASKED.fullmatch(field):
+        return True
     if field not in MEMORY_AND_TIME:
         return False
     changes_loss = MEMORY_AND_TIME[field]

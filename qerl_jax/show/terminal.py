@@ -30,7 +30,8 @@ def show(
     Args:
         views: the runs; two are shown side by side, more below each other.
         write: receives each line.
-        steps: first and last step whose completions are shown; None is the last step that has any.
+        steps: first and last step whose completions are shown; None is the last step of which all
+            runs have some, or else the last of all.
         conditions: what completions must fulfill.
         limit: largest number of completions of a step; 0 is all.
         columns: width of the terminal.
@@ -47,7 +48,9 @@ def show(
     if not logged:
         write("no completions are logged" + _advice(views))
         return
-    first, last = steps or (logged[-1], logged[-1])
+    shared = set(logged).intersection(*(view.steps() for view in views))
+    latest = max(shared or logged)
+    first, last = steps or (latest, latest)
     chosen = [step for step in logged if first <= step <= last]
     if not chosen:
         write(f"no completions in the steps {first} to {last}; {_steps_with_completions(logged)}")

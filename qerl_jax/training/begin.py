@@ -8,7 +8,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.data import HELD_OUT, Cursor
-from qerl_jax.data import fingerprint as problems_fingerprint
 from qerl_jax.errors import UserError
 from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
@@ -20,6 +19,7 @@ from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.sharding import replicated
 from qerl_jax.training.init_from import begin_from, with_reference
+from qerl_jax.training.problems import fingerprints as problem_fingerprints
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress
@@ -73,7 +73,8 @@ def begin(
 ) -> Run:
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
     restored = checkpoints.restore_latest(setup.state_shapes)
-    fingerprints = _fingerprints(setup)
+    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
+    fingerprints = problem_fingerprints(prompts, setup.collect.rewards)
     if restored is None:
         log.truncate(-1)
         folder.best.unlink(missing_ok=True)
@@ -172,14 +173,6 @@ def _truncate_log(
     row, samples = unlogged
     log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
     log.write_completions(step, samples)
-
-
-def _fingerprints(setup: Setup) -> dict[str, str]:
-    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
-    return {
-        split: problems_fingerprint(prompt.problem for prompt in found)
-        for split, found in prompts.items()
-    }
 
 
 def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:

@@ -1,5 +1,6 @@
 """The first half of a step: sample completions and score them."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +12,20 @@ from qerl_jax.data import Cursor, Prompt, next_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.rewards import Reward, Scores, overlong_penalty, score
-from qerl_jax.rollout import replicas
+from qerl_jax.rl.rewards import Reward, overlong_penalty
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize, live_fraction
+from qerl_jax.rollout.engine import Progress, live_fraction
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.replicas import generate_steps
 from qerl_jax.rollout.scheduler import Statistics
+from qerl_jax.scoring.score import Completion, Scores, Scoring
 from qerl_jax.weights.load import LoadedModel
+
+
+class NoRewardError(UserError):
+    """Every reward of every completion of a rollout is missing: nothing can be learned from it."""
+
 
 TOTAL = "total"  # the metric of dynamic sampling that is the weighted sum of all rewards
 
@@ -33,7 +40,7 @@ class CollectConfig:
         sampling: options of the completions.
         engine: options of the engine.
         rewards: function and weight by name.
-        time_limit: seconds for one call of a reward function.
+        time_limit: seconds for one call of a reward without a limit of its own.
         overlong_buffer: number of tokens before the limit where the length penalty begins; 0
             turns it off.
         overlong_weight: factor of the length penalty, which is -1 at the limit.
@@ -42,6 +49,7 @@ class CollectConfig:
         metric: name of the reward that must differ within an informative group, as in
             `dynamic_sampling_metric`.
         data_seed: seed of the order of the prompts.
+        advantage: 'grpo' or 'gdpo'; with 'gdpo' a group is informative if any reward differs.
     """
 
     prompts_per_step: int
@@ -55,6 +63,13 @@ class CollectConfig:
     rounds: int
     metric: str
     data_seed: int
+    advantage: str = "grpo"
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weights of the parts of the total, the length penalty included, by name."""
+        weights = {name: weight for name, (_, weight) in self.rewards.items()}
+        return weights | ({"overlong": self.overlong_weight} if self.overlong_buffer else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +156,11 @@ def collect(
     config: CollectConfig,
     executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    on_wait: Callable[[], None] | None = None,
 ) -> tuple[Experience, Cursor]:
     """Samples and scores the completions of a step.
+
+    A completion is scored as soon as it has ended, while the others are still decoded.
 
     With several rounds, groups without any difference in the metric are replaced by groups of
     further prompts, until there are P informative groups or the rounds are used up. Missing groups
@@ -157,23 +175,26 @@ def collect(
         prompts: the training prompts.
         cursor: position of the next prompt.
         config: options.
-        executables: compiled rollout programs, as in `replicas.sample`.
+        executables: compiled rollout programs, as in `replicas.generate_steps`.
         on_progress: called with the number of finished rows of a rollout and the number of tokens
             of all rounds, after every chunk but the last of a rollout.
+        on_wait: called while rewards work, as in `score.Scoring`.
 
     Returns:
         The experience, and the cursor after it.
 
     Raises:
-        UserError: every reward of every completion of a rollout failed.
+        NoRewardError: every reward of every completion of a rollout failed.
     """
 
     def sample(index: int, cursor: Cursor, tokens: int) -> tuple[_Round, Cursor]:
         drawn, cursor = next_problems(
             prompts, cursor, config.prompts_per_step, seed=config.data_seed
         )
+        rows = [prompt for prompt in drawn for _ in range(config.group_size)]
+        texts = _Texts(rows, model, config)
         started = time.perf_counter()
-        rollout, costs = replicas.sample(
+        steps = generate_steps(
             jax.random.fold_in(key, index),
             params,
             lora,
@@ -184,16 +205,59 @@ def collect(
             engine=config.engine,
             group_size=config.group_size,
             executables=executables,
-            on_progress=on_progress and (lambda ended, new: on_progress(ended, tokens + new)),
         )
-        seconds = time.perf_counter() - started
-        rows = [prompt for prompt in drawn for _ in range(config.group_size)]
-        texts = detokenize(rollout, model.tokenizer.decode)
-        scores = _score(rows, texts, rollout, config)
-        return _Round(rows, texts, rollout, scores, costs, seconds), cursor
+        with (
+            contextlib.closing(steps),
+            Scoring(
+                config.rewards, len(rows), time_limit=config.time_limit, on_wait=on_wait
+            ) as scoring,
+        ):
+            for step in steps:
+                if on_progress is not None and step.ended_rows < step.rows:
+                    on_progress(step.ended_rows, tokens + step.tokens)
+                scoring.add(texts.ended(step))
+            seconds = time.perf_counter() - started
+            scores = _checked(scoring.finish(), step.rollout, config)
+        made = [texts.found[row] for row in range(len(rows))]
+        return _Round(rows, made, step.rollout, scores, [step.statistics], seconds), cursor
 
     rounds, informative, cursor = _sample_rounds(sample, cursor, config)
     return _choose(_concatenate(rounds), informative, config), cursor
+
+
+class _Texts:
+    """The completions of a rollout as text, each from when it has ended.
+
+    Attributes:
+        found: texts by row.
+    """
+
+    def __init__(self, prompts: list[Prompt], model: LoadedModel, config: CollectConfig):
+        self.found: dict[int, str] = {}
+        self._prompts, self._tokenizer = prompts, model.tokenizer
+        self._limit = config.sampling.max_new_tokens
+
+    def ended(self, step: Progress) -> dict[int, Completion]:
+        """Returns the completions that have ended since the last call, by row."""
+        rollout = step.rollout
+        ended = rollout.finished | (rollout.lengths == self._limit)
+        if step.ended_rows == step.rows:
+            ended = np.ones(step.rows, bool)
+        new = {}
+        for row in np.flatnonzero(ended).tolist():
+            if row in self.found:
+                continue
+            length, prompt = int(rollout.lengths[row]), self._prompts[row]
+            self.found[row] = self._tokenizer.decode(rollout.tokens[row, :length].tolist())
+            new[row] = Completion(
+                prompt.text,
+                self.found[row],
+                prompt.problem.answer,
+                length,
+                bool(rollout.finished[row]),
+                prompt.problem.columns,
+            )
+        return new
 
 
 def _sample_rounds(
@@ -219,9 +283,23 @@ def _sample_rounds(
         tokens = sum(int(done.rollout.lengths.sum()) for done in rounds)
         done, cursor = sample(len(rounds), cursor, tokens)
         rounds.append(done)
-        values = [done.scores.parts.get(config.metric, done.scores.total) for done in rounds]
-        informative = _differ(np.concatenate(values), config.group_size)
+        informative = np.concatenate([_informative(done.scores, config) for done in rounds])
     return rounds, informative, cursor
+
+
+def _informative(scores: Scores, config: CollectConfig) -> np.ndarray:
+    """Returns bool [groups]: whether the metric of dynamic sampling differs within a group."""
+    if config.metric in scores.parts:
+        return _differ(scores.parts[config.metric], config.group_size)
+    return _total_differs(scores, config)
+
+
+def _total_differs(scores: Scores, config: CollectConfig) -> np.ndarray:
+    """Returns bool [groups]: whether the advantages of a group are not all 0."""
+    if config.advantage == "grpo":
+        return _differ(scores.total, config.group_size)
+    parts = [scores.parts[name] for name, weight in config.weights.items() if weight]
+    return np.any([_differ(part, config.group_size) for part in parts], axis=0)
 
 
 def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
@@ -231,18 +309,19 @@ def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
 
 def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> Experience:
     """P of the sampled groups: informative ones first, each kind in the order of sampling."""
-    metrics = _metrics(sampled.rollout, sampled.scores, config.group_size) | {
+    metrics = _metrics(sampled.rollout, sampled.scores, config) | {
         "rollout_tokens": int(sampled.rollout.lengths.sum()),
         "rollout_live_share": live_fraction(sampled.costs),
         "rollout_seconds": sampled.seconds,
+        "reward_seconds": sampled.scores.seconds,
         "rollout_tokens_per_second": float(sampled.rollout.lengths.sum()) / sampled.seconds,
     }
     groups = np.sort(np.argsort(~informative, stable=True)[: config.prompts_per_step])
     rows = (groups[:, None] * config.group_size + np.arange(config.group_size)).reshape(-1)
-    scores = Scores(
+    scores = dataclasses.replace(
+        sampled.scores,
         total=sampled.scores.total[rows],
         parts={name: values[rows] for name, values in sampled.scores.parts.items()},
-        errors=sampled.scores.errors,
     )
     return Experience(
         prompts=[sampled.prompts[row] for row in rows],
@@ -253,21 +332,11 @@ def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> 
     )
 
 
-def _score(
-    prompts: list[Prompt], texts: list[str], rollout: Rollout, config: CollectConfig
-) -> Scores:
-    scores = score(
-        config.rewards,
-        [prompt.text for prompt in prompts],
-        texts,
-        [prompt.problem.answer for prompt in prompts],
-        rollout.lengths,
-        rollout.finished,
-        time_limit=config.time_limit,
-    )
+def _checked(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
+    """Refuses scores of which all are missing; adds the length penalty."""
     if np.isnan(scores.total).all():
         if scores.errors:
-            raise UserError(
+            raise NoRewardError(
                 f"no completion has a reward, nothing can be learned: {scores.errors[0]}; fix it "
                 "and run the same command again"
             )
@@ -280,10 +349,10 @@ def _score(
     penalty = np.array(
         [overlong_penalty(int(n), limit, config.overlong_buffer) for n in rollout.lengths]
     )
-    return Scores(
+    return dataclasses.replace(
+        scores,
         total=scores.total + config.overlong_weight * penalty,
         parts=scores.parts | {"overlong": penalty},
-        errors=scores.errors,
     )
 
 
@@ -300,15 +369,16 @@ def _concatenate(rounds: list[_Round]) -> _Round:
                 for name in scores[0].parts
             },
             errors=[error for part in scores for error in part.errors],
+            seconds=sum(part.seconds for part in scores),
         ),
         costs=[cost for done in rounds for cost in done.costs],
         seconds=sum(done.seconds for done in rounds),
     )
 
 
-def _metrics(rollout: Rollout, scores: Scores, group_size: int) -> dict[str, float]:
+def _metrics(rollout: Rollout, scores: Scores, config: CollectConfig) -> dict[str, float]:
     tokens = max(1, int(rollout.lengths.sum()))
-    groups = scores.total.reshape(-1, group_size)
+    groups = scores.total.reshape(-1, config.group_size)
     metrics = {
         "reward": _mean(scores.total),
         "reward_std": float(np.mean([_std(group) for group in groups])),
@@ -317,7 +387,7 @@ def _metrics(rollout: Rollout, scores: Scores, group_size: int) -> dict[str, flo
         "length": float(rollout.lengths.mean()),
         "finished": float(rollout.finished.mean()),
         "entropy": float(rollout.entropies.sum() / tokens),
-        "advantage_zero_groups": float(np.mean(~_differ(scores.total, group_size))),
+        "advantage_zero_groups": float(np.mean(~_total_differs(scores, config))),
         "sampled_groups": len(groups),
         "rewards_missing": int(sum(np.isnan(values).sum() for values in scores.parts.values())),
     }

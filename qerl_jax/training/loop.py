@@ -18,11 +18,12 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
+from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
@@ -32,6 +33,7 @@ from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import format_row
 from qerl_jax.training.begin import Run, begin
+from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
@@ -67,13 +69,12 @@ def train(
 
     Raises:
         UserError: the config asks for something that cannot be done.
-            A program that is missing after the first step is one too; the last whole step is saved.
+            A program that is missing after the first step is one too, and completions of which none
+            has a reward; the last whole step is saved.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
-    rewards = rewards or {
-        name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
-    }
+    rewards = rewards or configured_rewards(config)
     with (
         memory_errors(
             "lower --config.train.buffer_tokens or, if it was the rollout that did not fit, "
@@ -98,6 +99,8 @@ def train(
                 tensorboard=config.log.tensorboard,
                 wandb=config.log.wandb,
                 trackio=config.log.trackio,
+                project=config.log.project,
+                group=config.log.group,
                 run_name=f"{folder.path.name}-{fingerprint(config)}",
             ) as log,
             stop_signals() as received,
@@ -106,11 +109,13 @@ def train(
             run = begin(setup, folder, checkpoints, log, received, compilations)
             try:
                 _train_steps(run)
-            except (StoppedError, MissingProgramError) as error:
+            except (StoppedError, MissingProgramError, NoRewardError) as error:
+                if isinstance(error, NoRewardError) and not run.progress.step:
+                    raise  # There is nothing to save, and the run may begin with other rewards.
                 save(run, stops=True)
                 step = run.progress.step
                 print(f"saved after step {step}; the same command continues", flush=True)
-                if isinstance(error, StoppedError):
+                if isinstance(error, StoppedError | NoRewardError):
                     raise
                 raise UserError(
                     f"{error}; after the first step a run compiles nothing: please report this "
@@ -144,6 +149,7 @@ def _train_steps(run: Run) -> None:
                     config.rollout.prompts_per_step * config.rollout.group_size,
                 ),
                 on_update=lambda label=label: run.live.update(f"{label} update"),
+                on_wait=run.stop_if_asked,
             )
             if number == config.profile.stop:
                 trace.close()
@@ -196,6 +202,7 @@ def _evaluate(run: Run, executables: Executables) -> None:
         engine=setup.eval_engine,
         executables=executables,
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
+        on_wait=run.stop_if_asked,
     )
     seconds = time.perf_counter() - began
     if step and score.accuracy > best_so_far(run):

@@ -1,13 +1,14 @@
 """The problems of a run: read, rendered as prompts, and checked against the model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Problem, Prompt, encode_prompts, load_splits
+from qerl_jax.data import Problem, Prompt, encode_prompts, fingerprint, load_splits
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rl.rewards import Reward
+from qerl_jax.scoring.calls import check_columns, columns_read
 from qerl_jax.weights.tokenizer import Tokenizer
 
 
@@ -17,7 +18,8 @@ def load_problems(
     """Loads the problems by split, 'train' and, with evaluations, 'eval'.
 
     Raises:
-        UserError: they cannot be read, or there is no reward that evaluates them.
+        UserError: they cannot be read, lack a column that a reward needs, or there is no reward
+            that evaluates them.
     """
     train, evaluation = load_splits(
         config.data.source,
@@ -28,11 +30,17 @@ def load_problems(
         rewards=[function for function, _ in rewards.values()],
         levels=tuple(config.data.levels),
         max_question_chars=config.data.max_question_chars,
+        fields=dict(config.data.fields.items()),
         options=config.data.options.to_dict(),
     )
     if config.eval.every and evaluation and "correctness" not in rewards:
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
-    return {"train": train} | ({"eval": evaluation} if config.eval.every else {})
+    problems = {"train": train} | ({"eval": evaluation} if config.eval.every else {})
+    for name, (reward, _) in rewards.items():
+        for split, found in problems.items():
+            if split == "train" or name == "correctness":
+                check_columns(name, reward, [problem.columns for problem in found])
+    return problems
 
 
 def encode_problems(
@@ -49,9 +57,27 @@ def encode_problems(
             tokenizer,
             system_prompt=config.data.system_prompt,
             question_suffix=config.data.question_suffix,
+            chat_template_args=config.data.chat_template_args.to_dict(),
             max_prompt_tokens=config.data.max_prompt_tokens,
         )
         for split, found in problems.items()
+    }
+
+
+def fingerprints(
+    prompts: Mapping[str, Iterable[Prompt]], rewards: Mapping[str, tuple[Reward, float]]
+) -> dict[str, str]:
+    """Digests of the problems by split, with the columns that the rewards read.
+
+    Args:
+        prompts: prompts by split.
+        rewards: function and weight by name.
+    """
+    read = {split: [prompt.problem for prompt in found] for split, found in prompts.items()}
+    functions = [reward for reward, _ in rewards.values()]
+    return {
+        split: fingerprint(problems, columns_read(functions, [p.columns for p in problems]))
+        for split, problems in read.items()
     }
 
 

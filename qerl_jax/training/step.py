@@ -27,13 +27,14 @@ from qerl_jax.policy import aqn, kl_control
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
-from qerl_jax.rl.advantages import group_advantages
+from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.scoring.score import Scores
 from qerl_jax.training.collect import Experience, collect
 from qerl_jax.training.setup import Setup
 
@@ -82,19 +83,22 @@ def take_step(
     programs: UpdatePrograms,
     on_rollout: Callable[[int, int], None],
     on_update: Callable[[], None],
+    on_wait: Callable[[], None],
 ) -> StepResult:
     """Takes one step.
 
     Args:
         setup: model, prompts and options of the run.
         progress: the run before the step; the buffers of its state are donated to the update.
-        executables: compiled rollout programs, as in `replicas.sample`.
+        executables: compiled rollout programs, as in `replicas.generate_steps`.
         programs: programs of the update.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
+        on_wait: called while rewards work, as in `score.Scoring`.
 
     Raises:
-        UserError: the noise is rounded away, or no completion has a reward.
+        UserError: the noise is rounded away.
+        NoRewardError: no completion has a reward.
     """
     config, trainable = setup.config, progress.state.trainable
     key = jax.random.fold_in(setup.key, progress.step)
@@ -128,16 +132,13 @@ def take_step(
         config=dataclasses.replace(setup.collect, sampling=sampling),
         executables=executables,
         on_progress=on_rollout,
+        on_wait=on_wait,
     )
     on_update()
     began = time.perf_counter()
 
     # --- 4. Advantages --------------------------------------------------------------------------
-    advantages = group_advantages(
-        experience.scores.total.reshape(-1, config.rollout.group_size),
-        scale=config.rl.advantage_scale,
-        eps=config.rl.advantage_eps,
-    ).reshape(-1)
+    advantages = _advantages(setup, experience.scores)
 
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
@@ -174,6 +175,16 @@ def take_step(
     metrics["train_tokens_per_second"] = trained / seconds
     progress = Progress(step=progress.step + 1, state=state, cursor=cursor, noise=noise_state)
     return StepResult(progress, experience, advantages, metrics)
+
+
+def _advantages(setup: Setup, scores: Scores) -> np.ndarray:
+    """The advantages [B] of the completions of a step."""
+    rl, group_size = setup.config.rl, setup.config.rollout.group_size
+    if rl.advantage == "gdpo":
+        parts = {name: part.reshape(-1, group_size) for name, part in scores.parts.items()}
+        return gdpo_advantages(parts, setup.collect.weights, eps=rl.advantage_eps).reshape(-1)
+    total = scores.total.reshape(-1, group_size)
+    return group_advantages(total, scale=rl.advantage_scale, eps=rl.advantage_eps).reshape(-1)
 
 
 def _batch(setup: Setup, experience: Experience, advantages: np.ndarray) -> TrainBatch:

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from qerl_jax.config.rewards import check_rewards
 from qerl_jax.errors import UserError, check_limits, check_unicode
 from qerl_jax.policy import aqn, kl_control
-from qerl_jax.rl.advantages import SCALES
+from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.sharding import check_mesh
@@ -47,6 +48,9 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "aqn.kl_every": (0,),
     "aqn.kl_rows": (1,),
     "rl.entropy_coef": (0,),
+    "rl.sapo_temperature_pos": (1e-6,),
+    "rl.sapo_temperature_neg": (1e-6,),
+    "rl.off_policy_delta": (0,),
     "rl.advantage_eps": (0,),
     "rl.updates_per_rollout": (1,),
     "rl.dynamic_sampling_rounds": (1,),
@@ -77,6 +81,7 @@ _CHOICES = {
     "rollout.dequantize": ("once", "step"),
     "aqn.form": aqn.FORMS,
     "aqn.correction": ("none", "tis", "noisy_forward"),
+    "rl.advantage": ADVANTAGES,
     "rl.advantage_scale": SCALES,
 }
 
@@ -89,19 +94,7 @@ def validate(config: ConfigDict) -> None:
     """
     _check_texts(config.to_dict(), "")
     check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
-    for name, reward in config.rewards.to_dict().items():
-        if not isinstance(reward, dict) or reward.keys() != {"function", "weight"}:
-            raise UserError(
-                f"rewards.{name}={reward!r}: give it a function and a weight, "
-                "{'function': 'package.module:function', 'weight': 1.0}"
-            )
-        check_limits({f"rewards.{name}.weight": (reward["weight"], -1e6, 1e6)})
-    weights = {name: reward["weight"] for name, reward in config.rewards.to_dict().items()}
-    if not any(weights.values()):
-        raise UserError(
-            f"no reward has a weight ({', '.join(weights) or 'no rewards'}), nothing can be "
-            "learned: set one, such as rewards.correctness.weight=1"
-        )
+    check_rewards(config)
     for name, choices in _CHOICES.items():
         if _field(config, name) not in choices:
             raise UserError(
@@ -123,11 +116,16 @@ def validate(config: ConfigDict) -> None:
             "does not divide by the standard deviation, pass rl.advantage_scale=none; or, for its "
             "denominator alone, rl.loss=grpo with rl.aggregation=constant"
         )
+    if config.rl.loss == "dr_grpo" and config.rl.advantage == "gdpo":
+        raise UserError(
+            "rl.loss='dr_grpo' with rl.advantage='gdpo', which divides by standard deviations: "
+            "pass rl.loss=grpo with rl.aggregation=constant for the denominator of Dr. GRPO"
+        )
     clip = max(config.rl.clip_low, config.rl.clip_high)
     clips = config.rl.updates_per_rollout > 1  # The ratio of the first update is 1.
-    if clips and config.rl.loss == "gspo" and clip > _WIDEST_SEQUENCE_CLIP:
+    if clips and config.rl.loss in ("gspo", "gspo_token") and clip > _WIDEST_SEQUENCE_CLIP:
         raise UserError(
-            f"rl.loss='gspo' with rl.clip_low={config.rl.clip_low}, "
+            f"rl.loss={config.rl.loss!r} with rl.clip_low={config.rl.clip_low}, "
             f"rl.clip_high={config.rl.clip_high}: the ratio of a whole sequence stays so close to "
             f"1 that nothing beyond {_WIDEST_SEQUENCE_CLIP} is ever clipped; the paper has "
             "rl.clip_low=3e-4, rl.clip_high=4e-4"

@@ -10,6 +10,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.sandbox
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
@@ -20,8 +21,8 @@ from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 
 # Tokens that end a turn or a document in the supported families. In a GGUF file they end a reply
 # beside the named ones, whatever their type, as for llama.cpp. In a folder only the named tokens
-# end a reply, as for transformers' generate() and vLLM, which serve the folder: these are used
-# where it names none.
+# end a reply, as for transformers' generate() and vLLM, which serve the folder: there these are
+# used where the files name none.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -67,33 +68,44 @@ class Tokenizer:
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        **arguments: Any,
     ) -> str:
         """Renders a conversation.
 
         Args:
             messages: dicts with 'role' and 'content'.
             add_generation_prompt: whether to append the beginning of the assistant's reply.
+            **arguments: further variables of the template, such as Qwen3's `enable_thinking`.
 
         Raises:
-            UserError: the tokenizer has no chat template, or the template rejects the messages.
+            UserError: the tokenizer has no chat template, the template rejects the messages, or it
+                does not read an argument.
         """
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
+        variables = {"messages": messages, "tools": None, "documents": None}
+        variables |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
         try:
-            return _compile_template(self.chat_template).render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special_tokens,
-            )
+            read = _variables(self.chat_template) if arguments else frozenset()
+            unread = [name for name in arguments if name not in read or name in variables]
+            if not unread:
+                return _compile_template(self.chat_template).render(**variables, **arguments)
         except Exception as error:  # a template is a program and can raise any class
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             message = " ".join(str(error).split())  # syntax errors quote their lines
             raise UserError(
                 f"{self._template_place}the chat template failed: {kind}{message:.300}"
             ) from error
+        others = sorted(read - variables.keys())
+        raise UserError(
+            f"{self._template_place}the chat template does not read {', '.join(unread)} of "
+            f"data.chat_template_args; it reads {', '.join(others) or 'no argument'}: leave out "
+            "the others, --config.data.chat_template_args={} leaves out all"
+        )
 
     def check_kept(self, messages: Sequence[Mapping[str, str]], text: str) -> None:
         """Checks that a rendered conversation holds the text of its messages.
@@ -388,21 +400,30 @@ class _Generation(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-@functools.lru_cache
-def _compile_template(source: str) -> jinja2.Template:
-    """Compiles a chat template with the functions that templates expect.
+def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """The environment of chat templates.
 
-    The environment is sandboxed, because templates come with the weights and are not trusted.
+    It is sandboxed, because templates come with the weights and are not trusted.
     """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    functions: dict[str, Any] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-    }
-    return environment.from_string(source, globals=functions)
+    return environment
+
+
+@functools.lru_cache
+def _variables(source: str) -> frozenset[str]:
+    """Returns the names that a chat template reads and does not set."""
+    environment = _template_environment()
+    names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return frozenset(names - _FUNCTIONS.keys())
+
+
+@functools.lru_cache
+def _compile_template(source: str) -> jinja2.Template:
+    """Compiles a chat template with the functions that templates expect."""
+    return _template_environment().from_string(source, globals=_FUNCTIONS)
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
@@ -421,3 +442,6 @@ def _strftime_now(form):
 
 def _raise_exception(message):
     raise jinja2.TemplateError(message)
+
+
+_FUNCTIONS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

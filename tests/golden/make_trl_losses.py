@@ -4,8 +4,11 @@ The inputs are logprobs, old_logprobs, ref_logprobs, rollout_logprobs and mask (
 is masked out, one token has no rollout log-probability) and advantages [B] (one is 0). Ratios lie
 on both sides of both clip bounds. For each VARIANT, `VARIANT.loss` is the loss and `VARIANT.grad`
 [B, C] its gradient with respect to logprobs. LOSS is grpo, dapo, bnpo (in micro-batches of two
-rows), dr_grpo (completions of at most 9 tokens), gspo (importance_sampling_level="sequence") or
-cispo (epsilon_high=1.1; TRL bounds the ratio itself by it, and has no lower bound):
+rows), dr_grpo (completions of at most 9 tokens), gspo (importance_sampling_level="sequence"), cispo
+(epsilon_high=1.1; TRL bounds the ratio itself by it, and has no lower bound), sapo (with
+sapo_temperature_neg=2) or opsm (loss_type="grpo" with off_policy_mask_threshold=0.1; its
+log-probabilities of the sampler are opsm_rollout_logprobs, by which one of the two rows with a
+negative advantage is masked, and one with a positive advantage would be):
 
     LOSS              beta = 0
     LOSS_k3           beta = 0.04, use_bias_correction_kl=False
@@ -51,6 +54,8 @@ LOSSES = {
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence"}
     | {"epsilon": 0.001, "epsilon_high": 0.1},
     "cispo": {"loss_type": "cispo", "epsilon_high": 1.1},
+    "sapo": {"loss_type": "sapo", "sapo_temperature_neg": 2.0},
+    "opsm": {"loss_type": "grpo", "off_policy_mask_threshold": 0.1},
 }
 KLS = {
     "": {"beta": 0.0},
@@ -100,6 +105,7 @@ def make_inputs():
         "old_logprobs": old_logprobs,
         "ref_logprobs": ref_logprobs,
         "rollout_logprobs": rollout_logprobs,
+        "opsm_rollout_logprobs": rollout_logprobs + 0.5 * torch.eye(len(lengths))[:, 3:4],
         "mask": (torch.arange(shape[1]) < lengths[:, None]).int(),
         "advantages": torch.tensor([1.2, -0.7, 0.9, -1.1, 0.4, 0.0]),
     }
@@ -116,7 +122,8 @@ def trl_loss(inputs, args, *, tis, micro_batches, num_tokens, accelerator):
         importance_sampling_level=args.importance_sampling_level,
         max_completion_length=args.max_completion_length,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=args.off_policy_mask_threshold,
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         use_vllm=tis,
         vllm_importance_sampling_correction=tis,
         aux_loss_enabled=False,
@@ -142,6 +149,7 @@ def trl_loss(inputs, args, *, tis, micro_batches, num_tokens, accelerator):
         "num_items_in_batch": num_tokens,
         "old_per_token_logps": inputs["old_logprobs"],
         "ref_per_token_logps": inputs["ref_logprobs"],
+        "sampling_per_token_logps": inputs["rollout_logprobs"],
     }
     if tis:
         difference = (inputs["old_logprobs"] - inputs["rollout_logprobs"]) * mask
@@ -168,6 +176,8 @@ def main():
     arrays = {name: value.numpy() for name, value in make_inputs().items()}
     for name in variants:
         inputs = make_inputs()
+        if name.startswith("opsm"):
+            inputs["rollout_logprobs"] = inputs["opsm_rollout_logprobs"]
         inputs["logprobs"].requires_grad_()
         micro_batches = MICRO_BATCHES if args[name].loss_type == "bnpo" else 1
         rows = len(inputs["mask"]) // micro_batches

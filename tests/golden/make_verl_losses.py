@@ -14,6 +14,8 @@ respect to logprobs:
     seq-mean-token-sum     no KL, loss_agg_mode seq-mean-token-sum
     seq-mean-token-sum-norm    no KL, loss_agg_mode seq-mean-token-sum-norm, loss_scale_factor=9
     gspo                   loss_mode gspo, seq-mean-token-mean, clip ratios 0.001 and 0.1
+    gspo_tis               the same with the importance weights of dapo_tis, which tell apart the
+                           gradients of the tokens of a sequence
     cispo                  loss_mode cispo, clip ratios 10 and 0.2, as in verl's example
     cispo_both             loss_mode cispo, clip ratios 0.2 and 0.28
 
@@ -55,6 +57,9 @@ VARIANTS = {
     "seq-mean-token-sum-norm": NO_KL
     | {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 9},
     "gspo": NO_KL
+    | {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}
+    | {"clip_ratio_low": 0.001, "clip_ratio_high": 0.1},
+    "gspo_tis": NO_KL
     | {"policy_loss": {"loss_mode": "gspo"}, "loss_agg_mode": "seq-mean-token-mean"}
     | {"clip_ratio_low": 0.001, "clip_ratio_high": 0.1},
     "cispo": NO_KL

@@ -10,6 +10,8 @@ import re
 from qerl_jax.rl import rewards
 from qerl_jax.rl.answers import last_boxed, marked_number
 from qerl_jax.rl.rewards import Reward
+from qerl_jax.scoring.calls import call_of, plain
+from qerl_jax.scoring.url import UrlReward
 
 _NUMBERS = (rewards.numeric_answer, rewards.boxed_answer, rewards.tagged_answer)
 _ANSWER_POSITION = 2  # of the arguments (prompt, completion, answer, num_tokens, finished)
@@ -25,8 +27,15 @@ def needs_answer(reward: Reward) -> bool:
     """Returns whether a reward uses its reference answer.
 
     A function written in Python uses it if its code loads the argument. Any other callable, and a
-    function that takes its arguments as `*args`, is assumed to use it.
+    function that takes its arguments as `*args`, is assumed to use it; a server, to do without
+    where a row has none.
     """
+    reward = plain(reward)
+    if isinstance(reward, UrlReward):
+        return False
+    call = call_of(reward)
+    if call.takes_lists:
+        return "answers" in call.lists
     code = getattr(reward, "__code__", None)
     position = _ANSWER_POSITION + inspect.ismethod(reward)
     if code is None or position >= code.co_argcount:
@@ -46,6 +55,7 @@ def can_read(reward: Reward, answer: str) -> bool:
     without a number. Every other reward takes any text.
     Example: `math_answer` reads `\frac{1}{2}` and `no solution`, not `Let x = 2. Then it holds.`
     """
+    reward = plain(reward)
     if reward not in (*_NUMBERS, rewards.math_answer):
         return True
     if answer.endswith("####"):

@@ -27,10 +27,15 @@ _SEVERAL_UPDATES: _Need = (
     "rl.updates_per_rollout of at least 2 (the ratio of the first update is 1)",
     lambda c: c.rl.updates_per_rollout > 1,
 )
+_CLIPS: _Need = (
+    f"a loss that clips, rl.loss other than 'sapo' and a function; and {_SEVERAL_UPDATES[0]}",
+    lambda c: c.rl.loss != "sapo" and ":" not in c.rl.loss and _SEVERAL_UPDATES[1](c),
+)
 _ADAPTER: _Need = (
     "an adapter: train.parameters other than 'full'",
     lambda c: c.train.parameters != "full",
 )
+_TRACKER: _Need = ("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _EVALUATION: _Need = ("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
 
 # The fields that not every run reads; the name of a section stands for all its fields.
@@ -40,6 +45,10 @@ NEEDS: dict[str, _Need] = {
     "data.options": (
         "generated problems: data.source='reasoning_gym:TASK', an empty data.path",
         lambda c: not c.data.path and c.data.source.startswith("reasoning_gym:"),
+    ),
+    "data.fields": (
+        "a file or a hub dataset: generated problems have fixed fields",
+        lambda c: bool(c.data.path) or not c.data.source.startswith("reasoning_gym:"),
     ),
     "data.eval_source": (
         "evaluations: eval.every above 0; and an empty data.eval_path",
@@ -81,16 +90,19 @@ NEEDS: dict[str, _Need] = {
         "noise, and aqn.kl_every above 0",
         lambda c: c.aqn.kl_every > 0 and _NOISE[1](c),
     ),
-    "rl.clip_low": _SEVERAL_UPDATES,
-    "rl.clip_high": _SEVERAL_UPDATES,
+    "rl.clip_low": _CLIPS,
+    "rl.clip_high": _CLIPS,
+    "rl.sapo_temperature_pos": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
+    "rl.sapo_temperature_neg": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
     "rl.dual_clip": (
         _SEVERAL_UPDATES[0],
         lambda c: c.rl.dual_clip == 0 or _SEVERAL_UPDATES[1](c),
     ),
     "rl.kl_grad": ("rl.kl_coef above 0", lambda c: c.rl.kl_coef > 0),
+    "rl.advantage_scale": ("rl.advantage='grpo'", lambda c: c.rl.advantage == "grpo"),
     "rl.advantage_eps": (
-        "rl.advantage_scale other than 'none'",
-        lambda c: c.rl.advantage_scale != "none",
+        "rl.advantage_scale other than 'none', or rl.advantage='gdpo'",
+        lambda c: c.rl.advantage_scale != "none" or c.rl.advantage == "gdpo",
     ),
     "rl.dynamic_sampling_rounds": ("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling),
     "rl.dynamic_sampling_metric": ("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling),
@@ -106,6 +118,8 @@ NEEDS: dict[str, _Need] = {
     ),
     "eval.problems": _EVALUATION,
     "eval.max_new_tokens": _EVALUATION,
+    "log.project": _TRACKER,
+    "log.group": _TRACKER,
     "profile.start": ("profile.start not after steps", lambda c: c.profile.start <= c.steps),
     "profile.stop": ("profile.start from 1 to steps", lambda c: 1 <= c.profile.start <= c.steps),
 }

@@ -9,15 +9,16 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config.describe import describe_config
+from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.data import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.model_source import locate
 from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig, from_hf_config
-from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.folder import RunFolder, default_folder
 from qerl_jax.run.metrics import read_steps
-from qerl_jax.training.describe_config import describe_config
 from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.setup import check_method
@@ -46,9 +47,7 @@ def dry_run(
         UserError: the run could not start.
     """
     validate(config)
-    rewards = rewards or {
-        name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
-    }
+    rewards = rewards or configured_rewards(config)
     folder = RunFolder(default_folder(config) if workdir is None else user_path(workdir))
     if not folder.checkpoints.is_dir():
         check_origin(config)

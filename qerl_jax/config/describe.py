@@ -7,12 +7,14 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 
+_TABLES = ("data.options", "data.chat_template_args")
+
 
 def describe_config(config: ConfigDict) -> str:
     """The fields of a config as sorted lines `name = value`.
 
-    A value is written as a flag takes it: `aqn.form = additive` is --config.aqn.form=additive. The
-    table `data.options` is one line, as its keys depend on the task.
+    A value is written as a flag takes it: `aqn.form = additive` is --config.aqn.form=additive. A
+    table of `_TABLES` is one line, as its keys depend on the task or the model.
     """
     fields = sorted(_fields(config.to_dict(), ""))
     return "".join(f"{name} = {as_flag(name, value)}\n" for name, value in fields)
@@ -41,7 +43,7 @@ def as_flag(field: str, value: Any) -> str:
 def _fields(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in config.items():
         path = prefix + name
-        if isinstance(value, dict) and path != "data.options":
+        if isinstance(value, dict) and path not in _TABLES:
             yield from _fields(value, f"{path}.")
         else:
             yield path, value

