@@ -16,7 +16,8 @@ of one device. Several meshes are measured one after the other, in the order giv
 compare.
 
 Every measurement prints a line and at once writes its row to --out. A run replaces the rows of the
-same model, format, lengths and device. Times are medians over the steps after the first:
+same model, format, lengths and device. Times are medians over the steps after the first; a step
+after the first that compiles anything ends the command. The columns are:
 
     rollout_s, update_s, step_s  seconds of sampling, of everything from scored completions to the
         new adapter, and from the start of a step to the next
@@ -34,7 +35,7 @@ import json
 import pathlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from experiments import cli
@@ -175,6 +176,35 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, data: int) ->
     )
 
 
+def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Takes steps and returns their metrics with their `step_seconds`.
+
+    Args:
+        step: takes a step to its end and returns its metrics.
+        number: number of steps.
+
+    Raises:
+        UserError: a step after the first compiled something, so its time is no measurement.
+    """
+    from qerl_jax.errors import UserError
+    from qerl_jax.run.compilations import counted
+
+    rows = []
+    with counted() as compilations:
+        for index in range(number):
+            began = time.perf_counter()
+            metrics = step()
+            rows.append(metrics | {"step_seconds": time.perf_counter() - began})
+            late = compilations.take()
+            if index and late["compiled_programs"]:
+                raise UserError(
+                    f"step {index + 1} compiled {late['compiled_programs']} programs in "
+                    f"{late['compile_seconds']:.1f} s, so its time is no measurement; nothing may "
+                    "be compiled after the first step: please report it with this command"
+                )
+    return rows
+
+
 def measure(
     arguments: argparse.Namespace, model: str, format: str, data: int = 1
 ) -> dict[str, Any]:
@@ -195,9 +225,10 @@ def measure(
     began = time.perf_counter()
     executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
     compiled = time.perf_counter() - began
-    progress, rows = Progress(step=0, state=state, cursor=Cursor()), []
-    for _ in range(arguments.steps + 1):
-        began = time.perf_counter()
+    progress = Progress(step=0, state=state, cursor=Cursor())
+
+    def step() -> dict[str, Any]:
+        nonlocal progress
         result = take_step(
             setup,
             progress,
@@ -209,7 +240,9 @@ def measure(
         )
         progress = result.progress
         jax.block_until_ready(progress.state)
-        rows.append(result.metrics | {"step_seconds": time.perf_counter() - began})
+        return result.metrics
+
+    rows = timed_steps(step, arguments.steps + 1)
 
     def median(name: str) -> float:
         return statistics.median(row[name] for row in rows[1:])

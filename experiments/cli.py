@@ -36,6 +36,7 @@ from qerl_jax.config.describe import describe_config
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.rewards import name_rewards
 from qerl_jax.errors import UserError, check_unicode, first_line
+from qerl_jax.run.device_memory import take_memory
 from qerl_jax.run.resume import RENAMED
 from qerl_jax.run.signals import StoppedError
 
@@ -94,6 +95,7 @@ def main(
             elif trains and flags.FLAGS.dry_run:
                 from qerl_jax.dry_run import dry_run
 
+                take_memory()
                 dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             else:
                 run(flags.FLAGS.config, flags.FLAGS.workdir)
@@ -147,6 +149,7 @@ def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
                 f"To {instead}",
                 flush=True,
             )
+        take_memory()
         from qerl_jax.training.loop import train
 
         train(config, workdir=workdir)
@@ -164,7 +167,7 @@ def run_command(
     Args:
         parser: the parser of the arguments.
         run: the command. Import JAX inside it, so that `--help` and mistyped arguments answer at
-            once.
+            once. Before it begins, this process takes its part of the GPU's memory.
         argv: the arguments; None takes the arguments of the process.
     """
     _quiet()
@@ -175,6 +178,7 @@ def run_command(
         _check_arguments(sys.argv[1:] if argv is None else argv)
     arguments = parser.parse_args(argv)
     with _one_line_errors():
+        take_memory()
         run(arguments)
 
 

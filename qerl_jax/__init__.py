@@ -26,7 +26,7 @@ _PUBLIC = {
     "open_session": "qerl_jax.session",
     "perturb_norms": "qerl_jax.policy.aqn",
     "quantize": "qerl_jax.policy.quant",
-    "score": "qerl_jax.rl.rewards",
+    "score": "qerl_jax.scoring.score",
     "sigma_schedule": "qerl_jax.policy.aqn",
     "train": "qerl_jax.training.loop",
     "train_step": "qerl_jax.session",

@@ -12,10 +12,11 @@ from ml_collections import ConfigDict
 from qerl_jax.config.describe import describe_config
 from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.data import Prompt
-from qerl_jax.errors import UserError
+from qerl_jax.memory.report import check_fits, describe
+from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.model_source import locate
 from qerl_jax.paths import user_path
-from qerl_jax.policy.config import ModelConfig, from_hf_config
+from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.folder import RunFolder, default_folder
 from qerl_jax.run.metrics import read_steps
@@ -23,8 +24,8 @@ from qerl_jax.training.init_from import check_origin
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.setup import check_method
 from qerl_jax.training.validate import validate
-from qerl_jax.weights import json_file, tokenizer
-from qerl_jax.weights.load import open_checkpoint
+from qerl_jax.weights import tokenizer
+from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
 from qerl_jax.weights.tokenizer import Tokenizer
 
 
@@ -60,6 +61,10 @@ def dry_run(
     prompts = encode_problems(config, tokens, problems)
     write(_describe_prompts(prompts))
     first = prompts["train"][0]
+    width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
+    plan = plan_run(config, architecture, this_device(), prompt=width)
+    write(describe(plan, config, architecture))
+    check_fits(plan, config, architecture)
     write(f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n")
     write("dry run: nothing was started and no folder was made")
 
@@ -78,11 +83,7 @@ def read_description(source: str) -> tuple[ModelConfig, Tokenizer]:
         checkpoint = open_checkpoint(source)
         assert checkpoint.tokenizer is not None, "a GGUF file holds its tokenizer"
         return checkpoint.config, checkpoint.tokenizer
-    try:
-        architecture = from_hf_config(json_file.read_object(path / "config.json"))
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from error
-    return architecture, tokenizer.from_folder(path)
+    return read_architecture(str(path)), tokenizer.from_folder(path)
 
 
 def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]]) -> str:

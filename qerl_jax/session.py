@@ -12,10 +12,11 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.data import Cursor
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.rewards import Reward, resolve
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.sharding import replicated
@@ -62,9 +63,7 @@ def open_session(
         UserError: the config asks for something that cannot be done.
     """
     validate(config)
-    rewards = rewards or {
-        name: (resolve(reward.function), reward.weight) for name, reward in config.rewards.items()
-    }
+    rewards = rewards or configured_rewards(config)
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)
     state = replicated(init_state(trainable, setup.optimizer), setup.mesh)
@@ -93,5 +92,6 @@ def train_step(session: Session) -> tuple[Session, StepResult]:
         programs=session.programs,
         on_rollout=lambda rows, tokens: None,
         on_update=lambda: None,
+        on_wait=lambda: None,
     )
     return dataclasses.replace(session, progress=result.progress), result

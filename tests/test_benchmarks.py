@@ -9,6 +9,7 @@ import sys
 import textwrap
 import types
 
+import jax
 import numpy as np
 import pytest
 import tiny_model
@@ -23,6 +24,7 @@ from benchmarks import (
     source_tree,
     tables,
 )
+from benchmarks.step import timed_steps
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.scoring.calls import call_of
@@ -279,3 +281,16 @@ def test_between_two_columns_the_slowest_layer_counts():
     assert result_tables.slowest_between_columns({"rows": rows}) == (
         "40 tokens take at most 1.05x of 64"
     )
+
+
+def test_a_step_that_compiles_is_no_measurement():
+    def step():
+        new = jax.jit(lambda x: x + 1.0)
+        return {"loss": float(new(1.0))}
+
+    (row,) = timed_steps(step, 1)
+    assert row["loss"] == 2.0
+    assert row["step_seconds"] > 0
+    with pytest.raises(UserError, match=r"step 2 compiled \d+ programs in .* no measurement"):
+        timed_steps(step, 2)
+    assert len(timed_steps(dict, 3)) == 3

@@ -19,6 +19,7 @@ import tiny_run
 from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
+import qerl_jax.training.setup
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
@@ -27,9 +28,9 @@ from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export import scores
+from qerl_jax.memory.run_plan import plan_run
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rollout import shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize, generate, generate_steps
 from qerl_jax.run.folder import open_run
@@ -606,22 +607,19 @@ def test_the_scores_of_an_export_end_at_the_stop_strings(run, monkeypatch):
     assert all("t1" not in text.rpartition(" ")[0] for text in texts)
 
 
-def test_a_run_evaluates_in_the_rows_that_fit(tiny, monkeypatch):
-    """Fewer rows fit if the completions of an evaluation may be longer than in a rollout."""
+def test_a_run_evaluates_in_the_rows_of_its_plan(tiny, monkeypatch):
     config = tiny.config({"eval.problems": 8})
 
-    widths = []
+    def few_rows(*arguments, **options):
+        plan = plan_run(*arguments, **options)
+        evaluation = dataclasses.replace(plan.evaluation, rows=2, prefill_prompts=1)
+        rollout = dataclasses.replace(plan.rollout, rows=3)
+        return dataclasses.replace(plan, rollout=rollout, evaluation=evaluation)
 
-    def rows_left(*_, positions, **__):
-        widths.append(positions)
-        return 8 if positions == widths[0] else 2
-
-    monkeypatch.setattr(shapes, "rows_left", rows_left)
-    for longer, rows in ((0, 8), (8, 2)):
-        config.eval.max_new_tokens = config.rollout.max_new_tokens + longer
-        setup = prepare(config, {"correctness": (tiny_run.even_end, 1.0)}, schedule_steps=4)
-        assert setup.collect.engine.max_rows == 8
-        assert setup.eval_engine.max_rows == rows
+    monkeypatch.setattr(qerl_jax.training.setup, "plan_run", few_rows)
+    setup = prepare(config, {"correctness": (tiny_run.even_end, 1.0)}, schedule_steps=4)
+    assert setup.collect.engine.max_rows == 3
+    assert (setup.eval_engine.max_rows, setup.eval_engine.prefill_prompts) == (2, 1)
 
 
 def test_base_and_adapter_are_compared(run, tmp_path, capsys):

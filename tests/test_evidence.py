@@ -13,6 +13,7 @@ from benchmarks import evidence as page
 from benchmarks import gsm8k, pictures, speedrun
 from benchmarks.gsm8k import RESULTS
 from experiments.configs import evidence
+from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, flatten
 from qerl_jax.training.method import method_of

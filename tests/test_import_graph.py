@@ -27,6 +27,7 @@ ALLOWED = {
     "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
     "scoring": {"rl", "import_path", "errors"},
+    "memory": {"policy", "rollout", "rl", "errors"},
     "model_source": {"hub", "paths", "errors"},
     "staging": {"errors"},
     "threads": set(),
@@ -60,9 +61,9 @@ ALLOWED = {
     },
     "config": {"run", "rl", "scoring", "errors"},
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
-    | {"config", "live_line", "model_source", "paths", "sharding", "errors"},
-    "session": {"training", "policy", "rollout", "rl", "data", "sharding"},
-    "dry_run": {"training", "policy", "rl", "weights", "data", "run"}
+    | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"},
+    "session": {"training", "config", "policy", "rollout", "rl", "data", "sharding"},
+    "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"model_source", "paths", "errors"},
 }
 

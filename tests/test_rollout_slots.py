@@ -286,7 +286,7 @@ POSITIONS = 16 + 24  # the longest prompt in its bucket, and its completion
 POSITION = 2 * 1 * 2 * 16 * 4  # keys and values, layers, heads, dimensions, bytes
 
 
-def plan(*, prompts=3, longest=9, group_size=4, reserve=0, **options):
+def plan(*, prompts=3, longest=9, group_size=4, **options):
     config, params, _ = policy()
     sampling, engine, _ = configs({"max_new_tokens": 24, "chunk_steps": 4} | options)
     return shapes.plan_shapes(
@@ -297,7 +297,6 @@ def plan(*, prompts=3, longest=9, group_size=4, reserve=0, **options):
         config=config,
         sampling=sampling,
         engine=engine,
-        reserve=reserve,
     )
 
 
@@ -323,35 +322,43 @@ def test_an_8_bit_cache_takes_a_quarter_of_the_memory(chunks):
     assert plan(kv_cache_bytes=four, kv_cache_dtype="float8").batch_sizes[0] == 4
 
 
-def test_rows_follow_from_what_the_device_has_left(monkeypatch):
-    class Device:
-        def memory_stats(self):
-            return {"bytes_limit": 400_000, "bytes_in_use": 150_000}
+def prefill_of(prompts):
+    config, _, _ = policy()
+    dtype = jnp.dtype(jnp.float32)
+    return shapes.prefill_bytes(config, prompts=prompts, width=16, dtype=dtype, compute=dtype)
 
-    monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
+
+def test_rows_follow_from_what_the_device_has_left(monkeypatch):
+    memory = {"bytes_limit": 10**9, "bytes_in_use": 0}
+    device = mock.Mock(memory_stats=lambda: memory)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
     row = POSITIONS * POSITION + 4 * 4 * 48
-    prompts = 9 * 16 * POSITION
-    assert (360_000 - 150_000 - prompts) // row == 15
-    assert plan(prompts=9).batch_sizes[0] == 12
+    assert plan(prompts=9).batch_sizes[0] == 36
+    memory["bytes_in_use"] = 9 * 10**8 - prefill_of(9) - 15 * row
+    assert plan(prompts=9).batch_sizes[0] == 12  # of 15
     assert plan(prompts=3).batch_sizes[0] == 12
-    assert plan(prompts=9, reserve=7 * row).batch_sizes[0] == 8
+    memory["bytes_in_use"] += 7 * row
+    assert plan(prompts=9).batch_sizes[0] == 8
     # A given number of rows or bytes is not compared with the device's memory.
     assert plan(prompts=9, max_rows=33).batch_sizes[0] == 33
     assert plan(prompts=9, kv_cache_bytes=10**9).batch_sizes[0] == 36
 
 
 def test_a_device_with_memory_for_one_row_or_none(monkeypatch):
-    needed = POSITIONS * POSITION + 4 * 4 * 48 + 16 * POSITION
-    memory = {"bytes_limit": 400_000, "bytes_in_use": 360_000 - needed}
+    needed = POSITIONS * POSITION + 4 * 4 * 48 + prefill_of(1)
+    memory = {"bytes_limit": 10**6, "bytes_in_use": 900_000 - needed}
     device = mock.Mock(memory_stats=lambda: memory)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert (plan(prompts=9).batch_sizes, plan(prompts=9).prefill_batch) == ((1,), 1)
-    with pytest.raises(UserError, match="beside the policy and what trains it"):
-        plan(prompts=9, reserve=1)
     memory["bytes_in_use"] += 1
     with pytest.raises(UserError, match=f"no memory for one row of {POSITIONS} positions") as e:
         plan(prompts=9)
     assert "\n" not in str(e.value)
+
+
+def test_a_prefill_has_at_most_the_given_number_of_prompts():
+    assert plan(prompts=9, prefill_prompts=4).prefill_batch == 3  # three of three
+    assert plan(prompts=9).prefill_batch == 9
 
 
 def test_a_chunk_holds_the_cache_once():

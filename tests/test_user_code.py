@@ -86,7 +86,7 @@ def test_custom_functions_run_from_the_command_line(tiny, tmp_path):
     result = subprocess.run(
         command, cwd=config.parent, env=environment, capture_output=True, text=True
     )
-    assert (result.returncode, result.stderr) == (0, "")
+    assert result.returncode == 0, result.stderr  # Slow loading says so there.
     rows = tiny_run.results(tmp_path / "run")
     assert [row["sigma"] for row in rows] == [0.0, 0.25, 0.25, 0.0]
     assert [row["noise_kl"] > 0 for row in rows] == [False, True, True, False]

@@ -282,13 +282,19 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
     batch = max(config.batches)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    position = shapes.position_bytes(subject.config, plan.dtype)
+    prefill = shapes.prefill_bytes(
+        subject.config,
+        prompts=plan.prefill_batch,
+        width=plan.prompt_widths[-1],
+        dtype=plan.dtype,
+        compute=subject.params["embed_tokens"].dtype,
+    )
     fitting = shapes.rows_left(
         subject.params,
         positions=plan.cache_positions,
         config=subject.config,
         engine=engine_of(config, batch),
-        reserve=plan.prefill_batch * plan.prompt_widths[-1] * position,
+        reserve=prefill,
     )
     if fitting is not None and fitting < batch:
         raise UserError(

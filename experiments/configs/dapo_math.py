@@ -66,7 +66,4 @@ def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
     )
     if preset.partition(",")[0] in _HARDEST_FROM:
         config.data.source = config.data.source.replace("level_3_4_5", "level_4_5")
-    if config.rollout.max_rows:
-        # The rows are twice as long as the rows that the memory table assumes.
-        config.rollout.max_rows = max(config.rollout.group_size, config.rollout.max_rows // 2)
     return config

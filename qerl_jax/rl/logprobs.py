@@ -206,6 +206,11 @@ def _tempered_logits(params, hidden, temperature):
     return transformer.logits(params, hidden) * (1.0 / temperature)
 
 
+def logits_chunk(vocab_size: int) -> int:
+    """Returns how many tokens have their logits in memory at a time."""
+    return max(1, _CHUNK_BYTES // (4 * vocab_size))
+
+
 def _map_chunks(function, args, *, count, vocab_size):
     """Applies `function` to arrays [M, ...] in chunks, to bound the logits in memory.
 
@@ -213,7 +218,7 @@ def _map_chunks(function, args, *, count, vocab_size):
     and chunks that begin at `count` or later are not computed: their results are zeros.
     """
     total = args[0].shape[0]
-    chunks = -(-total // max(1, _CHUNK_BYTES // (4 * vocab_size)))
+    chunks = -(-total // logits_chunk(vocab_size))
     if chunks == 1:
         return function(*args)
     size = -(-total // chunks)

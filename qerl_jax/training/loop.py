@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.memory.report import out_of_memory
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward
@@ -76,10 +77,7 @@ def train(
     validate(config)
     rewards = rewards or configured_rewards(config)
     with (
-        memory_errors(
-            "lower --config.train.buffer_tokens or, if it was the rollout that did not fit, "
-            "--config.rollout.max_rows; a run that has begun goes on with the new value"
-        ),
+        memory_errors("the weights do not fit beside what else it holds: free it"),
         open_run(workdir, config) as folder,
         Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
     ):
@@ -93,6 +91,7 @@ def train(
             check_origin(config)
         setup = prepare(config, rewards, schedule_steps=folder.schedule_steps)
         with (
+            memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
             programs_in(folder.programs),
             MetricsLog(
                 folder.path,

@@ -4,7 +4,6 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import optax
@@ -12,6 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
+from qerl_jax.memory.report import check_fits
+from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
@@ -20,19 +21,12 @@ from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.programs import abstract
-from qerl_jax.rollout.shapes import plan_shapes
 from qerl_jax.sharding import make_mesh, replicated
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
-from qerl_jax.training.memory_plan import (
-    LongestRows,
-    MemoryPlan,
-    device_bytes,
-    plan_update,
-    recomputation,
-)
 from qerl_jax.training.method import Method, method_of
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
+from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
 
 
@@ -53,7 +47,7 @@ class Setup:
         eval_sampling: options of the completions of an evaluation.
         eval_engine: options of the engine in an evaluation.
         update: static options of the update, with its loss.
-        memory: memory of an update, and the size of its buffers.
+        memory: the plan of the memory: how many rows decode together, the size of the buffers.
         optimizer: the optimizer with its schedule.
         optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
@@ -75,7 +69,7 @@ class Setup:
     eval_sampling: SamplingConfig
     eval_engine: EngineConfig
     update: UpdateConfig
-    memory: MemoryPlan
+    memory: RunPlan
     optimizer: optax.GradientTransformation
     optimizer_key: str
     state_shapes: TrainState
@@ -101,6 +95,9 @@ def prepare(
     method = check_method(config, rewards, schedule_steps=schedule_steps)
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
     problems = load_problems(config, rewards)
+    if (device := this_device()).pool is not None:
+        architecture = read_architecture(config.model.source)
+        check_fits(plan_run(config, architecture, device), config, architecture)
     model = _load_model(config)
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
@@ -173,18 +170,11 @@ def assemble(
         params, head, reference = replicated((model.params, head, reference), mesh)
         model = dataclasses.replace(model, params=params)
         state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
-    plan = _plan_update(config, model, head, reference, state_shapes, prompt_width)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    plan = plan_run(config, model.config, this_device(), prompt=prompt_width, weights=size)
+    check_fits(plan, config, model.config)
     sampling, eval_sampling = _sampling(config)
-    engine, eval_engine = _fit_engines(
-        config,
-        model,
-        head,
-        sampling=sampling,
-        eval_sampling=eval_sampling,
-        prompt_width=prompt_width,
-        evaluates=bool(prompts.get("eval")),
-        training_bytes=_training_bytes(state_shapes),
-    )
+    engine, eval_engine = _engines(config, plan, prompt_width)
     return Setup(
         config=config,
         model=model,
@@ -212,7 +202,7 @@ def assemble(
         update=UpdateConfig(
             model=model.config,
             loss=method.loss,
-            recompute=plan.recompute,
+            recompute=plan.update.recompute,
         ),
         memory=plan,
         optimizer=optimizer,
@@ -270,90 +260,28 @@ def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
     return sampling, dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
 
 
-def _fit_engines(
-    config: ConfigDict,
-    model: LoadedModel,
-    head: dict,
-    *,
-    sampling: SamplingConfig,
-    eval_sampling: SamplingConfig,
-    prompt_width: int,
-    evaluates: bool,
-    training_bytes: int,
+def _engines(
+    config: ConfigDict, plan: RunPlan, prompt_width: int
 ) -> tuple[EngineConfig, EngineConfig]:
     """Options of the engine in steps and in evaluations, with numbers of rows that fit the memory.
 
-    The rows are decided once, while the device holds only the weights: a resumed run decides the
-    same.
+    The rows are decided once, by the plan: a resumed run decides the same.
     """
     engine = EngineConfig(
         chunk_steps=config.rollout.chunk_steps,
-        max_rows=config.rollout.max_rows,
+        max_rows=plan.rollout.rows,
+        prefill_prompts=plan.rollout.prefill_prompts,
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
-        dequantize=config.rollout.dequantize,
+        dequantize=plan.rollout.dequantize,
         prompt_width=prompt_width,
     )
-
-    def fitting_rows(sampling: SamplingConfig) -> int:
-        shapes = plan_shapes(
-            model.params | head,
-            prompts=-(-config.rollout.prompts_per_step // config.mesh.data),
-            longest=prompt_width,
-            group_size=config.rollout.group_size,
-            config=model.config,
-            sampling=sampling,
-            engine=engine,
-            reserve=training_bytes,
-        )
-        return shapes.batch_sizes[0]
-
-    rows = eval_rows = fitting_rows(sampling)
-    if evaluates and eval_sampling.max_new_tokens > sampling.max_new_tokens:
-        eval_rows = min(rows, fitting_rows(eval_sampling))
-    return (
-        dataclasses.replace(engine, max_rows=rows),
-        dataclasses.replace(engine, max_rows=eval_rows, compact="once"),
+    if not plan.evaluation:
+        return engine, engine
+    evaluation = plan.evaluation
+    return engine, dataclasses.replace(
+        engine,
+        max_rows=evaluation.rows,
+        prefill_prompts=evaluation.prefill_prompts,
+        compact="once",
     )
-
-
-def _plan_update(
-    config: ConfigDict,
-    model: LoadedModel,
-    head: dict,
-    reference: tuple[dict, Lora | None],
-    state: TrainState,
-    prompt_width: int,
-) -> MemoryPlan:
-    """The buffers of the update that fit the device beside everything else."""
-
-    def size(tree: Any) -> int:
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-    rows = LongestRows(
-        prompt=prompt_width,
-        new_tokens=config.rollout.max_new_tokens,
-        group_size=config.rollout.group_size,
-        prompts=config.rollout.prompts_per_step,
-        devices=config.mesh.data,
-    )
-    return plan_update(
-        model.config,
-        rows,
-        weights=size((model.params | head, reference[1])),
-        training=size(state) + 2 * size(state.trainable),
-        itemsize=model.params["embed_tokens"].dtype.itemsize,
-        buffer_tokens=config.train.buffer_tokens,
-        recompute=recomputation(config.train.recompute),
-        device_bytes=device_bytes(),
-    )
-
-
-def _training_bytes(state: TrainState) -> int:
-    """Bytes of training on the device during a rollout, without the weights before training.
-
-    The trained parameters count twice: a rollout also has a copy that is rounded to the policy's
-    dtype, which takes at most as many bytes.
-    """
-    leaves = jax.tree.leaves((state, state.trainable))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)

@@ -10,12 +10,12 @@ from ml_collections import ConfigDict
 
 from qerl_jax.config.rewards import check_rewards
 from qerl_jax.errors import UserError, check_limits, check_unicode
+from qerl_jax.memory.update_plan import recomputation
 from qerl_jax.policy import aqn, kl_control
 from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.sharding import check_mesh
-from qerl_jax.training.memory_plan import recomputation
 from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1
@@ -78,7 +78,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
 
 _CHOICES = {
     "model.dtype": tuple(DTYPES),
-    "rollout.dequantize": ("once", "step"),
+    "rollout.dequantize": ("auto", "once", "step"),
     "aqn.form": aqn.FORMS,
     "aqn.correction": ("none", "tis", "noisy_forward"),
     "rl.advantage": ADVANTAGES,

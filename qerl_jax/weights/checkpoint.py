@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -66,6 +67,19 @@ def open_checkpoint(source: str) -> Checkpoint:
     return checkpoint
 
 
+def read_architecture(source: str) -> ModelConfig:
+    """Reads the architecture of a model and nothing else; a hub is asked for the small files alone.
+
+    Args:
+        source: package, file, folder or hub id, as in `load.load`.
+
+    Raises:
+        UserError: the source cannot be found or read, or is not supported.
+    """
+    path, _ = locate(source, weights=False)
+    return gguf.open_gguf(path).config if path.suffix == ".gguf" else _read_config(path)[1]
+
+
 def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
     file = gguf.open_gguf(path)
     return Checkpoint(
@@ -82,14 +96,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
 
 
 def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
-    hf = json_file.read_object(
-        path / "config.json",
-        remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
-    )
-    try:
-        config = from_hf_config(hf)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+    hf, config = _read_config(path)
     layout = packed.layout(path, hf)
     tensors = safetensors.read_folder(path)
     if layout == packed.MODELOPT:
@@ -120,6 +127,18 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         read=lambda name, dtype: np.array(dense(name), dtype),
         chunks=chunks,
     )
+
+
+def _read_config(path: pathlib.Path) -> tuple[dict[str, Any], ModelConfig]:
+    """The config.json of a folder, and its architecture."""
+    hf = json_file.read_object(
+        path / "config.json",
+        remedy="pass a model folder that transformers saved, a .gguf file or a hub id",
+    )
+    try:
+        return hf, from_hf_config(hf)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def _has_tokenizer(path: pathlib.Path) -> bool:

@@ -1,23 +1,25 @@
-"""How a run uses the memory of its device: bytes by arithmetic, before anything is compiled.
+"""The memory of an update by arithmetic, before anything is compiled.
 
 The plan chooses the size of the update's buffers and what their backward pass computes again. It
 depends on the config, the architecture and the size of the device alone, so a resumed run makes the
-same choice.
+same choice. `run_plan.py` is the plan of a whole run.
 """
 
 import dataclasses
 
-import jax
 import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.transformer import PRODUCTS
+from qerl_jax.rl.logprobs import logits_chunk
 from qerl_jax.rl.packing import layout
 
 # What 'auto' computes again, from the least to the most memory saved. The results of the MLP's
-# first product are by far the largest.
+# first product are by far the largest. Moving the inputs of the
+# layers to the host as well frees nothing: XLA ends each copy as late as it may, and keeps the
+# input on the device until then (72B, 12 layers, 4480 tokens: 4.26 GB with and without).
 RECOMPUTATIONS: tuple[tuple[str, ...], ...] = (
     (),
     ("gate_up_proj",),
@@ -30,7 +32,6 @@ _TOKENS_OF_A_CALL = 400  # what a call costs besides its tokens: dequantized wei
 _MULTIPLE = 128  # tokens of a tile of the attention kernel
 _CPU_BUFFER = 512  # tokens; on a CPU the mask of the attention is dense
 _CPU_MULTIPLE = 8
-_USABLE = 0.92  # fraction of the device that a plan fills
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,56 +55,56 @@ class LongestRows:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of an update.
+    """Bytes of an update on one buffer, beside weights and training state.
 
     Attributes:
-        weights: weights before training, with the copy of the head for rollouts.
-        training: trained parameters, state of the optimizer, and two gradients.
-        update: activations and temporary arrays of one buffer.
+        activations: what the forward pass keeps for the backward pass.
+        head: temporary arrays of the head on one chunk of the tokens.
+        layer: temporary arrays of the backward pass of one layer.
         buffer_tokens: positions of a buffer.
         recompute: products that the backward pass computes again.
     """
 
-    weights: int
-    training: int
-    update: int
+    activations: int
+    head: int
+    layer: int
     buffer_tokens: int
     recompute: tuple[str, ...]
 
     @property
-    def peak(self) -> int:
-        """Bytes that an update takes at its peak."""
-        return self.weights + self.training + self.update
+    def bytes(self) -> int:
+        """Bytes of the largest moment: the head runs before the backward pass of the layers."""
+        return self.activations + max(self.head, self.layer)
 
 
 def plan_update(
     config: ModelConfig,
     rows: LongestRows,
     *,
-    weights: int,
-    training: int,
+    adapter: int,
     itemsize: int,
     buffer_tokens: int,
     recompute: tuple[str, ...] | None,
-    device_bytes: int | None,
+    free: int | None,
 ) -> MemoryPlan:
     """Chooses the buffers of the update.
 
     Args:
         config: architecture of the policy.
         rows: the longest rows that a step may sample.
-        weights: bytes of the weights on the device.
-        training: bytes of trained parameters, optimizer state and gradients.
+        adapter: bytes of the adapter in the dtype of the computation.
         itemsize: bytes of an activation.
         buffer_tokens: wanted size of a buffer; 0 chooses it.
         recompute: wanted recomputation; None chooses it.
-        device_bytes: memory of the device; None where it is unknown, as on a CPU.
+        free: bytes of the device beside weights and training state; None where they are unknown,
+            as on a CPU.
 
     Returns:
-        The plan. Without a known memory a buffer is about one group.
+        The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
+        plan that needs the least memory.
 
     Raises:
-        UserError: a row does not fit into the wanted size, or nothing fits into the device.
+        UserError: a row does not fit into the wanted size.
     """
     longest = rows.prompt - 1 + rows.new_tokens
     if buffer_tokens and buffer_tokens < longest:
@@ -113,32 +114,26 @@ def plan_update(
         )
 
     def plan(tokens: int, again: tuple[str, ...]) -> MemoryPlan:
-        update = update_bytes(config, tokens=tokens, recompute=again, itemsize=itemsize)
-        return MemoryPlan(weights, training, update, tokens, again)
+        return update_memory(
+            config, tokens=tokens, recompute=again, itemsize=itemsize, adapter=adapter
+        )
 
-    if device_bytes is None:
+    if free is None:
         group = rows.prompt - 1 + rows.group_size * rows.new_tokens
         size = _rounded_up(max(longest, min(group, _CPU_BUFFER)), _CPU_MULTIPLE)
         return plan(buffer_tokens or size, recompute or ())
-    usable = int(_USABLE * device_bytes)
     least = _rounded_up(buffer_tokens or longest, _MULTIPLE)
     largest = least if buffer_tokens else max(least, _LARGEST_BUFFER)
     choices = RECOMPUTATIONS if recompute is None else (recompute,)
     costs: dict[MemoryPlan, float] = {}
     for size in range(least, largest + 1, _MULTIPLE):
+        found = [plan(size, again) for again in choices]
+        fitting = [one for one in found if one.bytes <= free]
+        if not fitting:
+            break
         positions = _computed_positions(rows, size)
-        for again in choices:
-            found = plan(size, again)
-            if found.peak <= usable:
-                costs[found] = positions * _relative_time(config, again)
-    if costs:
-        return min(costs, key=lambda found: costs[found])
-    found = plan(least, choices[-1])
-    raise UserError(
-        f"an update with a buffer of {least} tokens takes {found.peak / 1e9:.1f} GB "
-        f"({weights / 1e9:.1f} GB of it weights), the device has {device_bytes / 1e9:.1f} GB: "
-        "lower rollout.max_new_tokens or train.buffer_tokens, or take a smaller model"
-    )
+        costs |= {one: positions * _relative_time(config, one.recompute) for one in fitting}
+    return min(costs, key=lambda found: costs[found]) if costs else plan(least, choices[-1])
 
 
 def _computed_positions(rows: LongestRows, size: int) -> float:
@@ -185,16 +180,20 @@ def recomputation(value: str) -> tuple[str, ...] | None:
     return tuple(name for name in PRODUCTS if name in names)
 
 
-def update_bytes(
-    config: ModelConfig, *, tokens: int, recompute: tuple[str, ...], itemsize: int
-) -> int:
-    """Returns the bytes of activations and temporary arrays of an update on one buffer.
+def update_memory(
+    config: ModelConfig, *, tokens: int, recompute: tuple[str, ...], itemsize: int, adapter: int
+) -> MemoryPlan:
+    """Returns the bytes of an update on one buffer.
+
+    They are those that XLA's memory analysis gives for the compiled program, to 1 %: it keeps the
+    results of the products of every layer and the adapter in the dtype of the computation.
 
     Args:
         config: architecture of the policy.
         tokens: positions of the buffer.
         recompute: products of a layer that the backward pass computes again.
         itemsize: bytes of an activation.
+        adapter: bytes of the adapter in the dtype of the computation.
     """
     heads = config.num_heads * config.head_dim
     kv_heads = config.num_kv_heads * config.head_dim
@@ -205,21 +204,21 @@ def update_bytes(
         "gate_up_proj": 2 * config.mlp_dim,
     }
     kept = config.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
-    # One layer while its backward pass runs: results, gradients, inputs of the products.
-    layer = 2 * sum(widths.values()) + 2 * config.mlp_dim + 6 * config.embed_dim
-    dense = 2 * itemsize * 2 * config.mlp_dim * config.embed_dim  # a dequantized weight, twice
-    states = 4 * tokens * itemsize * config.embed_dim  # final states and their gradients
-    activations = tokens * itemsize * (config.num_layers * kept + layer)
-    return activations + states + dense + HEAD_BYTES
-
-
-HEAD_BYTES = 4 * (256 << 20)  # logits of a chunk, their gradient, and copies of them
-
-
-def device_bytes() -> int | None:
-    """Returns the bytes that this process may use on its device; None where it is unknown."""
-    memory = jax.local_devices()[0].memory_stats() or {}
-    return memory.get("bytes_limit")
+    # One layer while its backward pass runs: the MLP's results or their gradients, some states,
+    # and the dequantized weights of the MLP.
+    layer = 3 * tokens * (config.mlp_dim + config.embed_dim)
+    layer += 3 * config.mlp_dim * config.embed_dim
+    # Final states and their gradients; the logits of a chunk in float32, and their gradient; a copy
+    # of the head, which XLA makes for the backward pass.
+    logits = min(logits_chunk(config.vocab_size), tokens) * config.vocab_size
+    head = itemsize * (4 * tokens + config.vocab_size) * config.embed_dim
+    return MemoryPlan(
+        activations=adapter + itemsize * tokens * config.num_layers * kept,
+        head=head + (4 + itemsize) * logits,
+        layer=itemsize * layer,
+        buffer_tokens=tokens,
+        recompute=recompute,
+    )
 
 
 def _rounded_up(number: int, multiple: int) -> int:

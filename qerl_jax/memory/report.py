@@ -1,0 +1,165 @@
+"""What follows from the plan of a run: whether it fits, what would, and the plan as text."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from qerl_jax.errors import UserError
+from qerl_jax.memory.run_plan import Device, RunPlan, plan_run
+from qerl_jax.memory.update_plan import plan_update
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.rollout.shapes import cache_dtype, row_bytes
+
+_LESS = 0.9  # part of the bytes of an update that the next smaller one may take
+
+
+def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
+    """Refuses a run that does not fit into the memory of its device.
+
+    Args:
+        plan: the plan of the run.
+        config: the resolved config.
+        model: architecture of the policy.
+
+    Raises:
+        UserError: the run does not fit; the message says what would.
+    """
+    if plan.fits:
+        return
+    assert plan.device.pool is not None
+    assert plan.device.usable is not None
+    what = f"this run takes {_gb(plan.peak)} GB, {_gb(plan.weights)} GB of it weights"
+    longest = largest_length(config, model, plan.device)
+    if longest:
+        remedy = f"--config.rollout.max_new_tokens={longest} fits"
+    elif config.train.buffer_tokens or config.train.recompute != "auto":
+        remedy = "leave out train.buffer_tokens and train.recompute, or take a smaller model"
+    elif config.model.format == "bf16":
+        remedy = "pass --config.model.format=nvfp4, or take a smaller model"
+    else:
+        remedy = "take a smaller model or a larger card"
+    raise UserError(
+        f"{what}, and may take {_gb(plan.device.usable)} GB of the {_gb(plan.device.pool)} GB that "
+        f"JAX has: {remedy}"
+    )
+
+
+def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
+    """Returns what to lower where a run that fits by its plan is out of memory all the same.
+
+    Args:
+        plan: the plan of the run.
+        config: the resolved config.
+        model: architecture of the policy.
+    """
+    tokens, again = plan.update.buffer_tokens, plan.update.recompute
+    smaller = None
+    if plan.device.pool is not None:
+        smaller = plan_update(
+            model,
+            plan.longest,
+            adapter=plan.rollout.policy_copy,
+            itemsize=jnp.dtype(config.model.dtype).itemsize,
+            buffer_tokens=0,
+            recompute=None,
+            free=int(_LESS * plan.update.bytes),
+        )
+    buffer = "lower --config.train.buffer_tokens"
+    if smaller and smaller.bytes < plan.update.bytes:
+        buffer = f"pass --config.train.buffer_tokens={smaller.buffer_tokens} (now {tokens})"
+        if smaller.recompute != again:
+            names = ",".join(smaller.recompute) or "none"
+            buffer += f" with --config.train.recompute={names}"
+    rows = plan.rollout.rows
+    fewer = f"={max(1, 3 * rows // 4)} (now {rows})"
+    return (
+        f"{buffer}; or, if it was the rollout that did not fit, --config.rollout.max_rows{fewer}; "
+        "a run that has begun goes on with the new value"
+    )
+
+
+def largest_length(config: ConfigDict, model: ModelConfig, device: Device) -> int:
+    """Returns the largest rollout.max_new_tokens that fits, 0 if none does.
+
+    Rows that do not decode together wait, so the length is bounded by one row and one buffer.
+    """
+
+    def fits(new_tokens: int) -> bool:
+        other = config.copy_and_resolve_references()
+        with other.unlocked():
+            other.rollout.max_new_tokens = new_tokens
+            other.eval.max_new_tokens = new_tokens
+            # The smallest buffer that holds a row.
+            other.train.buffer_tokens = config.data.max_prompt_tokens - 1 + new_tokens
+        return plan_run(other, model, device).fits
+
+    return _largest(fits, model.max_position - config.data.max_prompt_tokens)
+
+
+def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int | None:
+    """Returns how many rows could decode together; None where the memory is unknown."""
+    usable = plan.device.usable
+    if usable is None:
+        return None
+    rollout = plan.rollout
+    free = usable - plan.weights - plan.training - rollout.policy_copy - rollout.dense_copy
+    free -= rollout.temporary
+    dtype = cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
+    return max(0, free // row_bytes(model, positions=rollout.positions, dtype=dtype))
+
+
+def describe(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
+    """Returns a plan as lines of text.
+
+    Args:
+        plan: the plan of the run.
+        config: the resolved config.
+        model: architecture of the policy.
+    """
+    rollout, update = plan.rollout, plan.update
+    again = ", ".join(update.recompute) or "none"
+    rows = [
+        ("weights", plan.weights, config.model.format),
+        ("adapter and optimizer", plan.training, f"train.parameters={config.train.parameters}"),
+        (
+            "keys and values",
+            rollout.cache,
+            f"{rollout.rows} of {rollout.all_rows} rows decode together, {rollout.positions} "
+            "positions each",
+        ),
+        (
+            "rest of a rollout",
+            rollout.bytes - rollout.cache,
+            f"prefill of {rollout.prefill_prompts} prompts, logits, copies of what is trained",
+        ),
+        ("gradient", plan.gradient, ""),
+        (
+            "one update buffer",
+            update.activations + max(0, update.layer - update.head),
+            f"{update.buffer_tokens} tokens; recompute: {again}",
+        ),
+        ("head chunk", update.head, ""),
+        ("peak", plan.peak, f"rollout {_gb(plan.rollout_peak)}, update {_gb(plan.update_peak)}"),
+    ]
+    lines = [f"{name:<22}{_gb(size):>7} GB  {said}".rstrip() for name, size, said in rows]
+    if plan.device.usable is not None:
+        verdict = "fits into" if plan.fits else "does not fit into"
+        lines.append(
+            f"{verdict} {_gb(plan.device.usable)} GB, of the {_gb(plan.device.pool or 0)} GB that "
+            "JAX has"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number from 1 to a limit that fits, if all smaller ones do; 0 if none does."""
+    least, most = 0, max(0, limit)
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f}"

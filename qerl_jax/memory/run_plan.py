@@ -1,0 +1,279 @@
+"""The memory of a run by arithmetic: what fits is known before anything is loaded or compiled.
+
+A run decides by this plan how many rows decode together and how large the buffers of an update are;
+`experiments.plan` prints it for any card. It depends on the config, the architecture and the memory
+alone, so a resumed run makes the same choices.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from pallas_kernels import fp4_matmul
+from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
+from qerl_jax.policy import sizes
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.rollout.shapes import (
+    cache_dtype,
+    fit_rows,
+    position_bytes,
+    prefill_bytes,
+    row_bytes,
+    row_positions,
+)
+
+# Part of the pool that a plan fills: the pool needs its free memory in one piece.
+_USABLE = 0.95
+# What packed weights take of the pool, by their bytes: they are made from arrays of other sizes,
+# and JAX's allocator hands out pieces that are up to twice too large. 1.19 to 1.28 was measured
+# with models of 1.5B to 32B.
+_PACKED_SPREAD = 1.22
+_EVAL_PROBLEMS = 256  # problems of an evaluation that does not name their number, at most
+_KERNEL_FORMATS = ("nvfp4", "mxfp4")  # formats that the Hopper kernel reads
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What a plan needs to know of a device.
+
+    Attributes:
+        pool: bytes that the run may use; None where they are unknown, as on a CPU.
+        reads_packed: whether a kernel reads packed weights.
+    """
+
+    pool: int | None
+    reads_packed: bool
+
+    @property
+    def usable(self) -> int | None:
+        """Bytes of the pool that a plan fills."""
+        return None if self.pool is None else int(_USABLE * self.pool)
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutPlan:
+    """Bytes of a rollout or an evaluation, beside what the run always holds, and its sizes.
+
+    Attributes:
+        policy_copy: trained parameters in the dtype of the policy.
+        dense_copy: dense copy of packed weights.
+        cache: keys and values of the rows that decode together.
+        temporary: prompts in a prefill, or the logits of the rows.
+        rows: number of rows that decode together, 0 if not one fits.
+        all_rows: number of all rows, as far as the plan knows it.
+        prefill_prompts: number of prompts in one prefill.
+        positions: cache positions of a row.
+        dequantize: 'once' or 'step', as in `EngineConfig`.
+    """
+
+    policy_copy: int
+    dense_copy: int
+    cache: int
+    temporary: int
+    rows: int
+    all_rows: int
+    prefill_prompts: int
+    positions: int
+    dequantize: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes at the peak of the rollout."""
+        return self.policy_copy + self.dense_copy + self.cache + self.temporary
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPlan:
+    """Bytes of a run, and the sizes that follow from them.
+
+    Attributes:
+        device: the device that the run is planned for.
+        longest: the longest rows that a step may sample.
+        weights: weights before training, with the copy of the head for rollouts.
+        training: trained parameters in float32 and the state of the optimizer.
+        gradient: gradient of an update, which is added up over buffers.
+        rollout: a rollout of a step.
+        evaluation: a rollout of an evaluation, or None where the run does not evaluate.
+        update: an update on one buffer.
+    """
+
+    device: Device
+    longest: LongestRows
+    weights: int
+    training: int
+    gradient: int
+    rollout: RolloutPlan
+    evaluation: RolloutPlan | None
+    update: MemoryPlan
+
+    @property
+    def rollout_peak(self) -> int:
+        """Bytes at the peak of rollouts, those of evaluations included."""
+        parts = [part.bytes for part in (self.rollout, self.evaluation) if part]
+        return self.weights + self.training + max(parts)
+
+    @property
+    def update_peak(self) -> int:
+        """Bytes at the peak of an update."""
+        return self.weights + self.training + self.gradient + self.update.bytes
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of the run."""
+        return max(self.rollout_peak, self.update_peak)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits into the memory of the device."""
+        usable = self.device.usable
+        rows = [part.rows for part in (self.rollout, self.evaluation) if part]
+        return usable is None or (min(rows) > 0 and self.peak <= usable)
+
+    @property
+    def buffer_tokens(self) -> int:
+        """Positions of a buffer of the update."""
+        return self.update.buffer_tokens
+
+
+def this_device() -> Device:
+    """Returns the default device of this process."""
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return Device(memory.get("bytes_limit"), fp4_matmul.supports_device())
+
+
+def plan_run(
+    config: ConfigDict,
+    model: ModelConfig,
+    device: Device,
+    *,
+    prompt: int = 0,
+    weights: int = 0,
+) -> RunPlan:
+    """Plans the memory of a run.
+
+    Args:
+        config: the resolved config.
+        model: architecture of the policy.
+        device: one of the devices that the run is planned for; config.mesh says how many there are.
+        prompt: tokens of the longest prompt; 0 takes data.max_prompt_tokens.
+        weights: bytes of the weights; 0 computes them from model.format.
+
+    Returns:
+        The plan. Where the run does not fit (`RunPlan.fits`), it is the plan that needs the least
+        memory.
+
+    Raises:
+        UserError: a row is longer than train.buffer_tokens, or it does not fit into
+            rollout.kv_cache_bytes.
+    """
+    compute, devices = jnp.dtype(config.model.dtype), config.mesh.data
+    prompt = prompt or config.data.max_prompt_tokens
+    lora = {"rank": config.lora.rank, "targets": tuple(config.lora.targets)}
+    trained = sizes.trained_numbers(model, parameters=config.train.parameters, **lora)
+    full = config.train.parameters == "full"
+    if full:
+        policy_copy = compute.itemsize * trained
+    else:
+        policy_copy = sizes.fused_adapter_bytes(model, **lora, itemsize=compute.itemsize)
+    training = 3 * 4 * trained
+    if config.lora.init and config.rl.kl_coef and not full:
+        training += 4 * trained  # the adapter that the KL is measured to
+    # Where all parameters are trained, the gradient of a buffer is there beside the total.
+    gradient = 4 * trained * (2 if full else 1)
+    weights = weights or sizes.weight_bytes(
+        model, format=config.model.format, itemsize=compute.itemsize
+    )
+    weights += sizes.head_copy_bytes(model, config.rollout.head_format)
+    if device.pool is not None:
+        weights += int((_PACKED_SPREAD - 1) * sizes.packed_bytes(model, config.model.format))
+    free = None if device.usable is None else device.usable - weights - training
+    longest = LongestRows(
+        prompt=prompt,
+        new_tokens=config.rollout.max_new_tokens,
+        group_size=config.rollout.group_size,
+        prompts=config.rollout.prompts_per_step,
+        devices=devices,
+    )
+    update = plan_update(
+        model,
+        longest,
+        adapter=policy_copy,
+        itemsize=compute.itemsize,
+        buffer_tokens=config.train.buffer_tokens,
+        recompute=recomputation(config.train.recompute),
+        free=None if free is None else free - gradient,
+    )
+    plan = functools.partial(
+        _plan_rollout, config, model, device, prompt=prompt, policy_copy=policy_copy, free=free
+    )
+    number = -(-config.rollout.prompts_per_step // devices)
+    rollout = plan(
+        config.rollout.max_new_tokens, number, config.rollout.group_size, config.rollout.max_rows
+    )
+    evaluation = None
+    if config.eval.every:
+        problems = config.eval.problems or _EVAL_PROBLEMS
+        share = -(-problems // devices)
+        evaluation = plan(config.eval.max_new_tokens, share, 1, max(1, rollout.rows))
+    return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
+
+
+def _plan_rollout(
+    config: ConfigDict,
+    model: ModelConfig,
+    device: Device,
+    new_tokens: int,
+    prompts: int,
+    group_size: int,
+    max_rows: int,
+    *,
+    prompt: int,
+    policy_copy: int,
+    free: int | None,
+) -> RolloutPlan:
+    """The largest rollout that fits; one of no rows, with the bytes of one, if none does."""
+    compute = jnp.dtype(config.model.dtype)
+    dtype = cache_dtype(config.rollout.kv_cache_dtype, compute)
+    dequantize, dense_copy = _dequantize(config, model, device)
+    width, positions = row_positions(prompt, new_tokens)
+    rows, prefill = fit_rows(
+        model,
+        EngineConfig(max_rows=max_rows, kv_cache_bytes=config.rollout.kv_cache_bytes),
+        rows=prompts * group_size,
+        prompts=prompts,
+        width=width,
+        positions=positions,
+        dtype=dtype,
+        compute=compute,
+        free=None if free is None else max(0, free - policy_copy - dense_copy),
+    )
+    prefilled = prefill_bytes(model, prompts=prefill, width=width, dtype=dtype, compute=compute)
+    logits = row_bytes(model, positions=0, dtype=dtype)
+    return RolloutPlan(
+        policy_copy=policy_copy,
+        dense_copy=dense_copy,
+        cache=max(1, rows) * positions * position_bytes(model, dtype),
+        temporary=max(prefilled, max(1, rows) * logits),
+        rows=rows,
+        all_rows=prompts * group_size,
+        prefill_prompts=prefill,
+        positions=positions,
+        dequantize=dequantize,
+    )
+
+
+def _dequantize(config: ConfigDict, model: ModelConfig, device: Device) -> tuple[str, int]:
+    """How a rollout dequantizes weights that no kernel reads, and the bytes of its dense copy."""
+    compute, format = jnp.dtype(config.model.dtype), config.model.format
+    by_kernel = device.reads_packed and format in _KERNEL_FORMATS and compute == jnp.bfloat16
+    if format == "bf16" or by_kernel:
+        return "once", 0
+    dense = sizes.dense_layers_bytes(model, compute.itemsize)
+    chosen = config.rollout.dequantize
+    if chosen == "auto":
+        chosen = "once" if device.pool is None or 3 * dense <= device.pool else "step"
+    return chosen, dense if chosen == "once" else dense // model.num_layers

@@ -1,0 +1,55 @@
+"""How much of a GPU a command takes: from free and total bytes and the environment."""
+
+import pytest
+
+from qerl_jax.run import device_memory
+from qerl_jax.run.device_memory import FRACTION, settings, take_memory
+
+GB = 10**9
+OLD = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+def test_a_free_gpu_is_taken_without_a_word():
+    assert settings(84 * GB, 85 * GB, {}) == ({FRACTION: "0.92"}, None)
+
+
+@pytest.mark.parametrize(("free", "part"), [(78 * GB, "0.89"), (40 * GB, "0.46"), (GB, "0.01")])
+def test_less_than_the_pool_is_taken_with_one_line(free, part):
+    chosen, line = settings(free, 85 * GB, {})
+    assert chosen == {FRACTION: part}
+    assert float(part) * 85 * GB <= free
+    assert f"{free / GB:.1f} of the GPU's 85.0 GB are free, 78.2 GB are wanted" in line
+    assert FRACTION in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize("name", [FRACTION, OLD])
+def test_the_part_of_the_user_wins(name):
+    assert settings(84 * GB, 85 * GB, {name: "0.5"}) == ({}, None)
+    chosen, line = settings(40 * GB, 85 * GB, {name: "0.5"})
+    assert not chosen
+    assert f"42.5 GB are wanted by {name}=0.5" in line
+    assert settings(40 * GB, 85 * GB, {name: "half"}) == ({}, None)  # JAX says what is wrong
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}],
+)
+def test_without_a_pool_nothing_is_wanted(environment):
+    assert settings(GB, 85 * GB, environment) == ({}, None)
+
+
+def test_the_fullest_gpu_counts_and_the_line_is_printed(monkeypatch, capsys):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    for name in (*device_memory._FRACTIONS, *device_memory._OTHERS):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(device_memory.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(device_memory, "_gpu_memory", lambda: [(85 * GB, 85 * GB), (GB, 85 * GB)])
+    monkeypatch.setattr(device_memory.os, "environ", environment := {})
+    take_memory()
+    assert environment == {FRACTION: "0.01"}
+    assert capsys.readouterr().err.count("\n") == 1
+    monkeypatch.setattr(device_memory.os, "environ", environment := {"JAX_PLATFORMS": "cpu"})
+    take_memory()
+    assert environment == {"JAX_PLATFORMS": "cpu"}

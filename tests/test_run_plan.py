@@ -1,0 +1,213 @@
+"""The plan of a run: its bytes against those measured, what fits, and what is refused."""
+
+import functools
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from benchmarks.rollout.random_policy import random_params
+from experiments.configs import dapo_math, defaults, grpo_gsm8k
+from experiments.plan import CARDS
+from qerl_jax.errors import UserError
+from qerl_jax.memory.report import (
+    check_fits,
+    describe,
+    largest_length,
+    largest_rows,
+    out_of_memory,
+)
+from qerl_jax.memory.run_plan import Device, plan_run
+from qerl_jax.policy import sizes
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import LoraConfig, init
+from qerl_jax.policy.trainable import trained_params
+from qerl_jax.run.device_memory import POOL
+
+RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
+MEASURED = json.loads((RESULTS / "step.json").read_text())["rows"]
+GB = 10**9
+CPU = Device(None, reads_packed=False)
+
+
+def card(name):
+    memory, hopper = CARDS[name]
+    return Device(int(POOL * memory), hopper)
+
+
+H100 = card("h100-80gb")
+
+
+def planned(model, device=H100, experiment=grpo_gsm8k, prompt=0, **changes):
+    config = experiment.get_config(model)
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(changes)
+    return plan_run(config, ARCHITECTURES[model], device, prompt=prompt), config
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['format']}")
+def test_the_peak_is_the_measured_one(row):
+    plan, _ = planned(
+        row["model"],
+        prompt=row["prompt"],
+        model__format=row["format"],
+        lora__rank=row["lora_rank"],
+        rollout__prompts_per_step=row["batch"] // row["group"],
+        rollout__group_size=row["group"],
+        rollout__max_new_tokens=row["new_tokens"],
+        eval__every=0,
+        train__buffer_tokens=row["buffer_tokens"],
+        train__recompute=row["recompute"],
+    )
+    assert 0.97 * row["peak_gb"] < plan.peak / GB < 1.10 * row["peak_gb"]
+
+
+def test_the_measured_rows_are_of_all_sizes():
+    assert {"qwen2.5-coder-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"} <= {
+        row["model"] for row in MEASURED
+    }
+
+
+def nbytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("format", ["bf16", "nvfp4", "mxfp4", "nf4"])
+@pytest.mark.parametrize("model", ["qwen2.5-7b", "qwen3-0.6b", "smollm2-135m"])
+def test_the_weights_are_those_of_a_policy(model, format):
+    config = ARCHITECTURES[model]
+    key = jax.random.key(0, impl="threefry2x32")
+    params = jax.eval_shape(functools.partial(random_params, config=config, format=format), key)
+    assert sizes.weight_bytes(config, format=format, itemsize=2) == nbytes(params)
+    layers = [layer[name] for layer in params["layers"] for name in layer if "_proj" in name]
+    assert sizes.packed_bytes(config, format) == (nbytes(layers) if format != "bf16" else 0)
+    if format == "bf16":
+        assert sizes.dense_layers_bytes(config, 2) == nbytes(layers)
+
+
+@pytest.mark.parametrize("parameters", ["lora", "lora+norms", "full"])
+def test_the_trained_numbers_are_those_of_a_policy(parameters):
+    config, lora = ARCHITECTURES["qwen3-0.6b"], LoraConfig(rank=8, alpha=8.0)
+    key = jax.random.key(0, impl="threefry2x32")
+    params = jax.eval_shape(functools.partial(random_params, config=config, format="bf16"), key)
+    trained = jax.eval_shape(functools.partial(trained_params, parameters=parameters), params)
+    if parameters != "full":
+        trained = trained, jax.eval_shape(lambda: init(key, config, lora))
+    found = sizes.trained_numbers(config, parameters=parameters, rank=8, targets=lora.targets)
+    assert 4 * found == nbytes(trained)
+
+
+@pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
+@pytest.mark.parametrize("model", defaults.MODELS)
+def test_every_preset_starts(model, name):
+    plan, _ = planned(model, card(name))
+    assert plan.fits
+    assert plan.rollout.rows >= min(4, plan.rollout.all_rows)
+    assert plan.peak <= card(name).usable
+
+
+def test_the_target_of_32b_fits_an_h100():
+    lengths = {"rollout__max_new_tokens": 4096, "eval__every": 0, "prompt": 256}
+    step = {"rollout__prompts_per_step": 1, "rollout__group_size": 8}
+    small, _ = planned("qwen2.5-32b", Device(int(45 * GB / 0.95), True), **lengths | step)
+    assert small.fits
+    assert small.rollout.rows == 8
+    step["rollout__prompts_per_step"] = 4
+    large, _ = planned("qwen2.5-32b", **lengths | step)
+    assert large.fits
+    assert large.rollout.rows == 32
+
+
+def test_what_does_not_fit_is_refused_with_what_would():
+    plan, config = planned("qwen2.5-72b", experiment=dapo_math)
+    assert not plan.fits
+    model = ARCHITECTURES["qwen2.5-72b"]
+    with pytest.raises(UserError, match=r"this run takes .* GB, .* weights") as error:
+        check_fits(plan, config, model)
+    fitting = largest_length(config, model, H100)
+    assert str(error.value).endswith(f"--config.rollout.max_new_tokens={fitting} fits")
+    assert planned(
+        "qwen2.5-72b", experiment=dapo_math, rollout__max_new_tokens=fitting, rl__overlong_buffer=0
+    )[0].fits
+    assert not planned("qwen2.5-72b", experiment=dapo_math, rollout__max_new_tokens=fitting + 128)[
+        0
+    ].fits
+    for device, format, remedy in (
+        (card("a100-40gb"), "nvfp4", "take a smaller model or a larger card"),
+        (H100, "bf16", "pass --config.model.format=nvfp4"),
+    ):
+        plan, config = planned("qwen2.5-72b", device, model__format=format)
+        with pytest.raises(UserError, match=remedy):
+            check_fits(plan, config, model)
+
+
+def test_the_sizes_of_a_user_are_kept_and_refused_where_they_do_not_fit():
+    plan, _ = planned("qwen2.5-7b", rollout__max_rows=48, train__buffer_tokens=5000)
+    assert (plan.rollout.rows, plan.buffer_tokens) == (48, 5120)
+    plan, config = planned("qwen2.5-32b", train__recompute="none", train__buffer_tokens=12288)
+    assert not plan.fits
+    with pytest.raises(UserError, match="max_new_tokens="):
+        check_fits(plan, config, ARCHITECTURES["qwen2.5-32b"])
+
+
+def test_without_a_kernel_a_third_of_the_memory_may_be_a_dense_copy():
+    assert planned("qwen2.5-7b", card("a100-80gb"))[0].rollout.dequantize == "once"
+    plan, _ = planned("qwen2.5-32b", card("a100-80gb"))
+    assert plan.rollout.dequantize == "step"
+    assert planned("qwen2.5-32b", rollout__dequantize="once")[0].rollout.dense_copy == 0
+    assert planned("qwen2.5-7b", model__format="nf4")[0].rollout.dense_copy > 10 * GB
+
+
+def test_a_longer_evaluation_has_fewer_rows():
+    plan, _ = planned("qwen2.5-32b", eval__max_new_tokens=16384)
+    assert 0 < plan.evaluation.rows < plan.rollout.rows
+    assert planned("qwen2.5-32b", eval__every=0)[0].evaluation is None
+
+
+def test_out_of_memory_names_the_next_smaller_sizes():
+    plan, config = planned("qwen2.5-32b")
+    said = out_of_memory(plan, config, ARCHITECTURES["qwen2.5-32b"])
+    tokens = int(said.split("train.buffer_tokens=")[1].split()[0])
+    again = said.split("train.recompute=")[1].split(";")[0] if "recompute" in said else "none"
+    smaller, _ = planned("qwen2.5-32b", train__buffer_tokens=tokens, train__recompute=again)
+    assert smaller.update.bytes < 0.91 * plan.update.bytes
+    assert f"max_rows={3 * plan.rollout.rows // 4} (now {plan.rollout.rows})" in said
+    assert "\n" not in said
+
+
+def test_on_a_cpu_everything_fits():
+    plan, config = planned(defaults.STAND_IN, CPU)
+    model = ARCHITECTURES[defaults.STAND_IN]
+    check_fits(plan, config, model)
+    assert plan.rollout.rows == plan.rollout.all_rows
+    assert largest_rows(plan, config, model) is None
+    assert "fit" not in describe(plan, config, model)
+    assert "lower --config.train.buffer_tokens" in out_of_memory(plan, config, model)
+
+
+def test_the_plan_as_text():
+    plan, config = planned("qwen2.5-32b")
+    text = describe(plan, config, ARCHITECTURES["qwen2.5-32b"])
+    for part in ("weights", "adapter and optimizer", "keys and values", "one update buffer"):
+        assert f"\n{part}" in f"\n{text}"
+    assert f"{plan.rollout.rows} of 128 rows" in text
+    assert f"{plan.peak / GB:.1f} GB" in text
+
+
+def test_the_command():
+    command = [sys.executable, "-m", "experiments.plan", "--json", "--memory-gb=60"]
+    command.append("--config=experiments/configs/dapo_math.py:qwen2.5-72b")
+    result = subprocess.run(
+        command, cwd=RESULTS.parents[1], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: this run takes ")
+    assert result.stderr.count("\n") == 1
+    found = json.loads(result.stdout)
+    assert not found["fits"]
+    assert found["usable"] < POOL * 60 * GB < found["peak"]
+    wanted = {"weights", "training", "rollout", "update", "largest_rows", "largest_new_tokens"}
+    assert wanted <= found.keys()

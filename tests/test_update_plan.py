@@ -1,0 +1,99 @@
+"""The plan of an update's memory: its bytes, and the buffers that it chooses."""
+
+import dataclasses
+
+import pytest
+
+from qerl_jax.errors import UserError
+from qerl_jax.memory.update_plan import (
+    RECOMPUTATIONS,
+    LongestRows,
+    plan_update,
+    recomputation,
+    update_memory,
+)
+from qerl_jax.policy import sizes
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.transformer import PRODUCTS
+
+GB = 10**9
+ROWS = LongestRows(prompt=100, new_tokens=2048, group_size=8, prompts=1)
+
+
+def plan(model="qwen2.5-7b", rows=ROWS, **changes):
+    options = {
+        "adapter": GB // 4,
+        "itemsize": 2,
+        "buffer_tokens": 0,
+        "recompute": None,
+        "free": 65 * GB,
+    }
+    return plan_update(ARCHITECTURES[model], rows, **options | changes)
+
+
+@pytest.mark.parametrize(
+    ("model", "layers", "tokens", "recompute", "measured"),
+    # temp_size_in_bytes of `train_step.add_gradient` with NVFP4 weights and LoRA of rank 32,
+    # compiled for a Hopper GPU without one by jax 0.11.2; some with fewer layers than the model.
+    [
+        ("qwen2.5-7b", 28, 4224, (), 14457130008),
+        ("qwen2.5-14b", 48, 4224, (), 22955357720),
+        ("qwen2.5-32b", 64, 2176, (), 24972041240),
+        ("qwen2.5-32b", 8, 8448, ("gate_up_proj",), 5688530448),
+        ("qwen2.5-32b", 8, 4480, PRODUCTS, 2598328312),
+        ("qwen2.5-72b", 12, 4480, PRODUCTS, 4255368184),
+    ],
+)
+def test_the_bytes_are_those_of_the_compiled_program(model, layers, tokens, recompute, measured):
+    config = dataclasses.replace(ARCHITECTURES[model], num_layers=layers)
+    targets = LoraConfig(rank=32, alpha=32.0).targets
+    adapter = sizes.fused_adapter_bytes(config, rank=32, targets=targets, itemsize=2)
+    found = update_memory(config, tokens=tokens, recompute=recompute, itemsize=2, adapter=adapter)
+    assert 0.98 * measured < found.bytes < 1.03 * measured
+
+
+def test_a_buffer_suits_the_longest_batch():
+    found = plan()
+    # Two rows and their prompt, rounded up to tiles of 128.
+    assert (found.buffer_tokens, found.recompute) == (4224, ())
+    assert found.buffer_tokens >= 99 + 2 * 2048
+    assert found.bytes == found.activations + max(found.head, found.layer)
+
+
+def test_less_memory_computes_more_again():
+    free = (120, 24, 10)
+    found = [plan("qwen2.5-32b", free=n * GB) for n in free]
+    saved = [RECOMPUTATIONS.index(p.recompute) for p in found]
+    assert saved == sorted(saved)
+    assert all(p.bytes <= n * GB for p, n in zip(found, free, strict=True))
+    assert found[-1].recompute == PRODUCTS
+    # Where nothing fits, it is what needs the least memory.
+    least = plan("qwen2.5-32b", free=GB)
+    assert (least.buffer_tokens, least.recompute) == (2176, PRODUCTS)
+    assert least.bytes > GB
+
+
+def test_a_wanted_size_is_kept():
+    found = plan(buffer_tokens=3000, recompute=("o_proj",))
+    assert (found.buffer_tokens, found.recompute) == (3072, ("o_proj",))
+    with pytest.raises(UserError, match=r"buffer_tokens=2146 is less than the 2147 tokens"):
+        plan(buffer_tokens=2146)
+
+
+def test_on_a_cpu_a_buffer_is_about_a_group():
+    short = LongestRows(prompt=41, new_tokens=16, group_size=8, prompts=8)
+    assert plan(rows=short, free=None).buffer_tokens == 168
+    long = dataclasses.replace(short, new_tokens=300)
+    assert plan(rows=long, free=None).buffer_tokens == 512
+    longest = dataclasses.replace(short, new_tokens=600)
+    assert plan(rows=longest, free=None).buffer_tokens == 640
+
+
+def test_recomputation():
+    assert recomputation("auto") is None
+    assert recomputation("none") == ()
+    assert recomputation("all") == PRODUCTS
+    assert recomputation("o_proj, qkv_proj") == ("qkv_proj", "o_proj")
+    with pytest.raises(UserError, match=r"'mlp': choose .*gate_up_proj"):
+        recomputation("mlp")
