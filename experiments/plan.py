@@ -54,8 +54,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         check_limits({"--memory-gb": (_MEMORY.value, 0.001, 1e6)})
         memory = int(1e9 * _MEMORY.value)
         name = f"{_MEMORY.value:g} GB"
-    from qerl_jax.training.overrides import check_overrides
-
+    from qerl_jax.config.overrides import check_overrides
     from qerl_jax.memory import report, run_plan
     from qerl_jax.run.device_memory import POOL
     from qerl_jax.training.validate import validate
