@@ -7,7 +7,6 @@ import pathlib
 
 import numpy as np
 import pytest
-from qerl_jax.training.overrides import check_overrides
 
 from benchmarks import evidence as page
 from benchmarks import gsm8k, pictures, speedrun
