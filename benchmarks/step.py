@@ -3,12 +3,17 @@ r"""Measures a GRPO step: seconds of rollout and update, and the memory that it 
     python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4,bf16
     python -m benchmarks.step --model=qwen2.5-coder-1.5b --prompts=16 --new-tokens=512 --updates=4
     python -m benchmarks.step --model=qwen2.5-7b --mean-length=512
+    python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --mesh=data=1 --mesh=data=2
 
 The weights are random, made on the device in the shapes of the model, and the steps are those of a
 run: `training.step.take_step` with every program compiled ahead. Random weights never end a
 completion, so every row has --new-tokens. With --mean-length, one in that many token ids ends a
 completion: lengths then are geometric with this mean, cut at --new-tokens. Rewards are drawn at
 random, so no group has equal rewards and nothing is left out.
+
+With --mesh=data=N the rows of a step are dealt out to the first N devices, and --prompts are those
+of one device. Several meshes are measured one after the other, in the order given, so that they
+compare.
 
 Every measurement prints a line and at once writes its row to --out. A run replaces the rows of the
 same model, format, lengths and device. Times are medians over the steps after the first; a step
@@ -17,8 +22,10 @@ after the first that compiles anything ends the command. The columns are:
     rollout_s, update_s, step_s  seconds of sampling, of everything from scored completions to the
         new adapter, and from the start of a step to the next
     update_tokens_per_s   prompt and completion tokens of all rows, times updates, by update_s
+    samples_per_s         completions of a step by step_s
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
-    peak_gb, plan_gb      largest memory of the process, and what the plan of the update says
+    peak_gb, plan_gb      largest memory of the process on a device, which includes what was
+        measured before, and what the plan of the update says
 """
 
 import argparse
@@ -50,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="qwen2.5-7b", help="comma-separated models (default: qwen2.5-7b)")
     add("--format", default="nvfp4,bf16", help="comma-separated weight formats")
-    add("--prompts", type=int, default=1, help="prompts of a step (default: 1)")
+    add("--prompts", type=int, default=1, help="prompts of a step on each device (default: 1)")
     add("--group", type=int, default=8, help="completions per prompt (default: 8)")
     add("--prompt", type=int, default=100, help="tokens per prompt (default: 100)")
     add("--new-tokens", type=int, default=2048, help="limit of a completion (default: 2048)")
@@ -59,6 +66,12 @@ def make_parser() -> argparse.ArgumentParser:
     add("--lora-rank", type=int, default=32, help="rank of the adapter (default: 32)")
     add("--buffer-tokens", type=int, default=0, help="as train.buffer_tokens (default: the plan's)")
     add("--recompute", default="auto", help="as train.recompute (default: auto)")
+    add(
+        "--mesh",
+        action="append",
+        type=_mesh,
+        help="devices, such as data=2; may be repeated (default: data=1)",
+    )
     add("--max-rows", type=int, default=0, help="largest decode batch (default: what fits)")
     add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
     add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
@@ -69,6 +82,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="JSON file of the rows (default: benchmarks/results/step.json)",
     )
     return parser
+
+
+def _mesh(text: str) -> int:
+    """The number of devices that 'data=N' names."""
+    axis, _, number = text.partition("=")
+    if axis != "data" or not number.isdecimal() or not int(number):
+        raise argparse.ArgumentTypeError(f"{text!r}: write data=N with N of at least 1")
+    return int(number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +114,7 @@ class _RandomText:
         return ""
 
 
-def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
+def _setup(arguments: argparse.Namespace, model: str, format: str, data: int) -> Any:
     """The parts of a run with random weights, prompts and rewards."""
     import jax
     import numpy as np
@@ -102,18 +123,21 @@ def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
     from experiments.configs.grpo_gsm8k import get_config
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
+    from qerl_jax.sharding import make_mesh
     from qerl_jax.training.method import method_of
     from qerl_jax.training.setup import assemble
     from qerl_jax.weights.load import LoadedModel
 
-    config = get_config(model)
+    mesh = make_mesh(data, 1, jax.devices()[:data])
+    config, prompts = get_config(model), arguments.prompts * data
     config.update_from_flattened_dict(
         {
             "seed": arguments.seed,
             "steps": arguments.steps + 1,
             "model.format": format,
             "lora.rank": arguments.lora_rank,
-            "rollout.prompts_per_step": arguments.prompts,
+            "mesh.data": data,
+            "rollout.prompts_per_step": prompts,
             "rollout.group_size": arguments.group,
             "rollout.max_new_tokens": arguments.new_tokens,
             "rollout.max_rows": arguments.max_rows,
@@ -128,7 +152,7 @@ def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
     architecture = ARCHITECTURES[model]
     ends = architecture.vocab_size // arguments.mean_length if arguments.mean_length else 0
     params = random_params(jax.random.key(arguments.seed, impl="rbg"), architecture, format=format)
-    ids = rng.integers(0, architecture.vocab_size, (arguments.prompts, arguments.prompt))
+    ids = rng.integers(0, architecture.vocab_size, (prompts, arguments.prompt))
     return assemble(
         config,
         {"random": (lambda *_: float(rng.standard_normal()), 1.0)},
@@ -148,6 +172,7 @@ def _setup(arguments: argparse.Namespace, model: str, format: str) -> Any:
             ]
         },
         method=method_of(config, arguments.steps + 1),
+        mesh=mesh,
     )
 
 
@@ -180,20 +205,23 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
     return rows
 
 
-def measure(arguments: argparse.Namespace, model: str, format: str) -> dict[str, Any]:
-    """Takes the steps of one model and returns their row."""
+def measure(
+    arguments: argparse.Namespace, model: str, format: str, data: int = 1
+) -> dict[str, Any]:
+    """Takes the steps of one model on some devices and returns their row."""
     import jax
 
     from benchmarks.rollout.results import origin
     from qerl_jax.data import Cursor
     from qerl_jax.rl.train_step import init_state
+    from qerl_jax.sharding import devices_of, replicated
     from qerl_jax.training.compile import compile_programs
     from qerl_jax.training.start import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
-    setup = _setup(arguments, model, format)
+    setup = _setup(arguments, model, format, data)
     trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
-    state = jax.device_put(init_state(trainable, setup.optimizer), jax.devices()[0])
+    state = replicated(init_state(trainable, setup.optimizer), setup.mesh)
     began = time.perf_counter()
     executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
     compiled = time.perf_counter() - began
@@ -218,13 +246,14 @@ def measure(arguments: argparse.Namespace, model: str, format: str) -> dict[str,
     def median(name: str) -> float:
         return statistics.median(row[name] for row in rows[1:])
 
-    memory = jax.local_devices()[0].memory_stats() or {}
-    peak = memory.get("peak_bytes_in_use")
+    memory = [device.memory_stats() or {} for device in devices_of(setup.model.params)]
+    peak = max((found["peak_bytes_in_use"] for found in memory if found), default=None)
     update, updates = median("train_seconds"), arguments.updates
+    batch, seconds = arguments.prompts * data * arguments.group, median("step_seconds")
     return {
         "model": model,
         "format": format,
-        "batch": arguments.prompts * arguments.group,
+        "batch": batch,
         "prompt": arguments.prompt,
         "new_tokens": arguments.new_tokens,
         "mean_length": arguments.mean_length,
@@ -233,7 +262,8 @@ def measure(arguments: argparse.Namespace, model: str, format: str) -> dict[str,
         "lora_rank": arguments.lora_rank,
         "rollout_s": median("rollout_seconds"),
         "update_s": update,
-        "step_s": median("step_seconds"),
+        "step_s": seconds,
+        "samples_per_s": batch / seconds,
         "update_tokens_per_s": median("train_tokens_per_second"),
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
         "update_buffers": median("update_buffers"),
@@ -242,8 +272,8 @@ def measure(arguments: argparse.Namespace, model: str, format: str) -> dict[str,
         "compile_s": compiled,
         "peak_gb": None if peak is None else peak / 1e9,
         "plan_gb": setup.memory.peak / 1e9,
-        "devices": 1,
-        "mesh": "data=1,tensor=1",
+        "devices": data,
+        "mesh": f"data={data},tensor=1",
         "device": jax.devices()[0].device_kind,
         **origin("benchmarks.step"),
     }
@@ -253,7 +283,8 @@ def describe(row: dict[str, Any]) -> str:
     """A row as one line of text."""
     peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
     return (
-        f"{row['model']} {row['format']} {row['batch']} x {row['prompt']}+{row['new_tokens']}: "
+        f"{row['model']} {row['format']} {row['mesh']} {row['batch']} x "
+        f"{row['prompt']}+{row['new_tokens']}: {row['samples_per_s']:.2f} samples/s, "
         f"rollout {row['rollout_s']:.2f} s, update {row['update_s']:.2f} s, step "
         f"{row['step_s']:.2f} s; {row['update_tokens_per_s']:,.0f} tokens/s in the update, "
         f"{row['trained_tokens_per_s']:,.0f} trained; {row['update_buffers']:.0f} buffers of "
@@ -275,8 +306,10 @@ def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
+    import jax
+
     from benchmarks.rollout.subject import check_names
-    from qerl_jax.errors import check_limits
+    from qerl_jax.errors import UserError, check_limits
 
     models, formats = arguments.model.split(","), arguments.format.split(",")
     check_names(models, formats)
@@ -291,8 +324,14 @@ def run(arguments: argparse.Namespace) -> None:
             "--steps": (arguments.steps, 1),
         }
     )
-    for model, format in itertools.product(models, formats):
-        row = measure(arguments, model, format)
+    meshes = arguments.mesh or [1]
+    if max(meshes) > len(jax.devices()):
+        raise UserError(
+            f"--mesh=data={max(meshes)} needs {max(meshes)} devices, this process has "
+            f"{len(jax.devices())}"
+        )
+    for model, format, data in itertools.product(models, formats, meshes):
+        row = measure(arguments, model, format, data)
         print(describe(row), flush=True)
         merge(arguments.out, row)
 

@@ -150,7 +150,7 @@ def _training_section() -> str:
 
 def _step_section() -> str:
     rows = _read("step.json")["rows"]
-    header = ["model", "weights", "completions", "updates", "rollout s", "update s"]
+    header = ["model", "weights", "GPUs", "completions", "updates", "rollout s", "update s"]
     header += ["step s", "update tokens/s", "buffers", "peak GB", "plan GB", "commit"]
 
     def line(row: dict) -> list[str]:
@@ -158,6 +158,7 @@ def _step_section() -> str:
         return [
             row["model"],
             row["format"],
+            str(row["devices"]),
             f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']}",
             str(row["updates"]),
             *(f"{row[name]:.2f}" for name in ("rollout_s", "update_s", "step_s")),

@@ -7,9 +7,10 @@ import subprocess
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.fp4_matmul import layout
 
@@ -42,29 +43,40 @@ device_description_str: "NVIDIA H200"
 
 
 @contextlib.contextmanager
-def compiler():
-    """Yields a function that compiles another, jitted or not, for abstract arguments."""
+def compiler(devices=1):
+    """Yields a function that compiles another, jitted or not, for abstract arguments.
+
+    With several devices it compiles for their mesh, which is its attribute `mesh`, and arguments
+    with a sharding keep it.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # they ask a driver
         patch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
         before = jax.config.jax_platforms
         jax.config.update("jax_platforms", "cpu")
         topology = topologies.get_topology_desc(
-            platform="cuda", target_config=_H200, topology="1x1x1"
+            platform="cuda", target_config=_H200, topology=f"1x1x{devices}"
         )
-        sharding = NamedSharding(topologies.make_mesh(topology, (1,), ("d",)), PartitionSpec())
+        concrete = Mesh(np.array(topology.devices).reshape(devices, 1), ("data", "tensor"))
+        sharding = NamedSharding(concrete, PartitionSpec())
         device = AbstractDevice("NVIDIA H200", 132, "gpu")
-        mesh = AbstractMesh((1,), ("d",), axis_types=(AxisType.Auto,), abstract_device=device)
+        mesh = AbstractMesh(
+            (devices, 1), concrete.axis_names, (AxisType.Auto,) * 2, abstract_device=device
+        )
 
         def compiled(function, *args, options=None, **static):
             function = function if hasattr(function, "trace") else jax.jit(function)
             args = jax.tree.map(
-                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args
+                lambda a: jax.ShapeDtypeStruct(
+                    a.shape, a.dtype, sharding=getattr(a, "sharding", None) or sharding
+                ),
+                args,
             )
             with jax.sharding.use_abstract_mesh(mesh):
                 lowered = function.trace(*args, **static).lower(lowering_platforms=("cuda",))
                 return lowered.compile(compiler_options=options)
 
+        compiled.mesh = concrete
         yield compiled
         jax.config.update("jax_platforms", before)
 

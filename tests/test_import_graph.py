@@ -22,9 +22,10 @@ ALLOWED = {
     "hub": set(),
     "import_path": {"errors"},
     "buckets": set(),
+    "sharding": {"errors"},
     "policy": {"import_path", "errors"},
-    "rollout": {"policy", "buckets", "threads", "errors"},
-    "rl": {"policy", "rollout", "buckets", "import_path", "errors"},
+    "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
+    "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
     "scoring": {"rl", "import_path", "errors"},
     "memory": {"policy", "rollout", "rl", "errors"},
     "model_source": {"hub", "paths", "errors"},
@@ -60,8 +61,8 @@ ALLOWED = {
     },
     "config": {"run", "rl", "scoring", "errors"},
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
-    | {"config", "memory", "live_line", "model_source", "paths", "errors"},
-    "session": {"training", "config", "policy", "rollout", "rl", "data"},
+    | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"},
+    "session": {"training", "config", "policy", "rollout", "rl", "data", "sharding"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"model_source", "paths", "errors"},
 }

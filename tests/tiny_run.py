@@ -122,10 +122,10 @@ class Tiny:
         }
 
 
-def write_tiny(folder, compile_cache):
-    """Writes the inputs of runs."""
+def write_tiny(folder, compile_cache, **changes):
+    """Writes the inputs of runs; `changes` are those of `write_model`."""
     return Tiny(
-        model=write_model(folder / "model"),
+        model=write_model(folder / "model", **changes),
         problems=write_problems(folder / "problems.jsonl"),
         compile_cache=compile_cache,
     )

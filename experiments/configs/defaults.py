@@ -314,6 +314,13 @@ def _fields(model: str) -> ConfigDict:
     # that of the loss 'bnpo'.
     c.train.micro_batch_rows = 8
 
+    # Devices of the run, data x tensor of them. A run may go on with another number.
+    c.mesh = ConfigDict()
+    # Devices that the rows of a step are dealt out to; it divides rollout.prompts_per_step. Every
+    # device has a copy of the weights.
+    c.mesh.data = 1
+    c.mesh.tensor = 1  # devices that a weight is cut into; only 1 so far
+
     c.eval = ConfigDict()  # greedy accuracy; the best adapter is kept
     c.eval.every = 100  # steps; 0: off
     # 0: 256, but at most a tenth of the training problems if they are held out of them.

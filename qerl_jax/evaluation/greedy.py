@@ -3,6 +3,7 @@
 `evaluate` uses the same parts: what a run reports is what the command measures.
 """
 
+import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,9 @@ from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize, generate_steps
+from qerl_jax.rollout.engine import detokenize
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.replicas import generate_steps
 from qerl_jax.scoring.score import Scores, score
 from qerl_jax.weights.load import LoadedModel
 
@@ -62,12 +64,12 @@ def greedy_accuracy(
         time_limit: time limit for one call of the reward in seconds.
         sampling: limits of the completions; its temperature is ignored.
         engine: settings of the engine.
-        executables: compiled programs, as in `engine.generate_steps`.
+        executables: compiled programs, as in `replicas.generate_steps`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
         on_wait: as in `score.Scoring`.
     """
-    for step in generate_steps(
+    steps = generate_steps(
         jax.random.key(0),
         model.params,
         lora,
@@ -77,9 +79,11 @@ def greedy_accuracy(
         tokenizer=model.tokenizer,
         engine=engine,
         executables=executables,
-    ):
-        if on_progress is not None and step.ended_rows < step.rows:
-            on_progress(step.ended_rows, step.tokens)
+    )
+    with contextlib.closing(steps):
+        for step in steps:
+            if on_progress is not None and step.ended_rows < step.rows:
+                on_progress(step.ended_rows, step.tokens)
     rollout = step.rollout
     scores = score_completions(
         {"correct": correctness},

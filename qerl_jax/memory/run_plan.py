@@ -158,7 +158,7 @@ def plan_run(
     Args:
         config: the resolved config.
         model: architecture of the policy.
-        device: the device that the run is planned for.
+        device: one of the devices that the run is planned for; config.mesh says how many there are.
         prompt: tokens of the longest prompt; 0 takes data.max_prompt_tokens.
         weights: bytes of the weights; 0 computes them from model.format.
 
@@ -170,7 +170,7 @@ def plan_run(
         UserError: a row is longer than train.buffer_tokens, or it does not fit into
             rollout.kv_cache_bytes.
     """
-    compute = jnp.dtype(config.model.dtype)
+    compute, devices = jnp.dtype(config.model.dtype), config.mesh.data
     prompt = prompt or config.data.max_prompt_tokens
     lora = {"rank": config.lora.rank, "targets": tuple(config.lora.targets)}
     trained = sizes.trained_numbers(model, parameters=config.train.parameters, **lora)
@@ -196,6 +196,7 @@ def plan_run(
         new_tokens=config.rollout.max_new_tokens,
         group_size=config.rollout.group_size,
         prompts=config.rollout.prompts_per_step,
+        devices=devices,
     )
     update = plan_update(
         model,
@@ -209,14 +210,15 @@ def plan_run(
     plan = functools.partial(
         _plan_rollout, config, model, device, prompt=prompt, policy_copy=policy_copy, free=free
     )
-    number = config.rollout.prompts_per_step
+    number = -(-config.rollout.prompts_per_step // devices)
     rollout = plan(
         config.rollout.max_new_tokens, number, config.rollout.group_size, config.rollout.max_rows
     )
     evaluation = None
     if config.eval.every:
         problems = config.eval.problems or _EVAL_PROBLEMS
-        evaluation = plan(config.eval.max_new_tokens, problems, 1, max(1, rollout.rows))
+        share = -(-problems // devices)
+        evaluation = plan(config.eval.max_new_tokens, share, 1, max(1, rollout.rows))
     return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
 
 

@@ -43,12 +43,14 @@ class LongestRows:
         new_tokens: largest number of tokens of a completion.
         group_size: completions of a prompt.
         prompts: prompts of a step.
+        devices: devices that the buffers are dealt out to.
     """
 
     prompt: int
     new_tokens: int
     group_size: int
     prompts: int
+    devices: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,7 @@ def plan_update(
 
 
 def _computed_positions(rows: LongestRows, size: int) -> float:
-    """Positions that an update computes with buffers of a size.
+    """Positions that a device computes in an update with buffers of a size.
 
     They are those of the longest batch, what each call costs besides, and half a buffer of padding,
     because a batch of shorter rows ends anywhere in its last buffer.
@@ -143,7 +145,7 @@ def _computed_positions(rows: LongestRows, size: int) -> float:
     groups = np.repeat(np.arange(rows.prompts), rows.group_size)
     ones = np.ones_like(groups)
     parts = layout((rows.prompt - 1) * ones, rows.new_tokens * ones, groups, buffer_tokens=size)
-    return len(parts) * (size + _TOKENS_OF_A_CALL) + size / 2
+    return -(-len(parts) // rows.devices) * (size + _TOKENS_OF_A_CALL) + size / 2
 
 
 def _relative_time(config: ModelConfig, again: tuple[str, ...]) -> float:

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh
 
 from qerl_jax.policy import aqn
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rl import train_step
+from qerl_jax.rl import data_parallel, train_step
 from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import TrainState, UpdateConfig
 from qerl_jax.rollout.programs import (
@@ -25,6 +26,7 @@ from qerl_jax.rollout.programs import (
     abstract,
     committed,
 )
+from qerl_jax.sharding import dealt
 
 _Program = Callable[..., Any]
 
@@ -49,9 +51,12 @@ class UpdatePrograms:
 
 
 def _functions(
-    config: UpdateConfig, optimizer: optax.GradientTransformation
+    config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None
 ) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The jitted functions and their static arguments by name."""
+    if mesh is not None:
+        found = data_parallel.functions(config, optimizer, mesh)
+        return {name: (function, {}) for name, function in found.items()}
     update, policy = {"config": config}, {"config": config.model}
     return {
         "zero_totals": (train_step.zero_totals, update),
@@ -62,12 +67,20 @@ def _functions(
     }
 
 
-def jitted(config: UpdateConfig, optimizer: optax.GradientTransformation) -> UpdatePrograms:
-    """Returns programs that jit compiles when they are first called."""
+def jitted(
+    config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+) -> UpdatePrograms:
+    """Returns programs that jit compiles when they are first called.
+
+    Args:
+        config: static options.
+        optimizer: optimizer.
+        mesh: mesh of the run, or None for one device.
+    """
     return UpdatePrograms(
         **{
             name: functools.partial(function, **static)
-            for name, (function, static) in _functions(config, optimizer).items()
+            for name, (function, static) in _functions(config, optimizer, mesh).items()
         }
     )
 
@@ -83,6 +96,7 @@ def operations(
     config: UpdateConfig,
     optimizer: optax.GradientTransformation,
     optimizer_key: Hashable,
+    mesh: Mesh | None = None,
 ) -> dict[str, Operation]:
     """Returns the operations that the updates of a run need, by name.
 
@@ -96,18 +110,21 @@ def operations(
         config: static options.
         optimizer: optimizer.
         optimizer_key: identity of the optimizer across processes.
+        mesh: mesh of the run, on which all arrays are replicated, or None for one device.
     """
     state, params, noise, reference = abstract(committed((state, params, noise, reference)))
     buffer = empty_buffer(buffer_tokens)
     if reference is not None:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
+    if mesh is not None:
+        buffer = data_parallel.abstract_buffer(buffer, mesh)
     bare = dataclasses.replace(buffer, ref_logprobs=None)
-    functions, temperature = _functions(config, optimizer), np.float32(1)
+    functions, temperature = _functions(config, optimizer, mesh), np.float32(1)
 
     def totals() -> Any:
         function, static = functions["zero_totals"]
         found = function.eval_shape(state.trainable, **static)
-        return abstract(found, state.skipped_in_a_row.sharding)
+        return abstract(found, dealt(mesh) if mesh else state.skipped_in_a_row.sharding)
 
     arguments: dict[str, Callable[[], tuple]] = {
         "zero_totals": lambda: (state.trainable,),
@@ -124,7 +141,9 @@ def operations(
             *(params, params, state.trainable.lora),
             *(bare, temperature),
         )
-    identity = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
+    identity: tuple = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
+    if mesh is not None:
+        identity = *identity, tuple(mesh.shape.items())
     return {
         name: Operation(*functions[name], arguments[name], (name, *identity)) for name in arguments
     }

@@ -6,7 +6,7 @@ import gc
 import pathlib
 import threading
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -94,6 +94,8 @@ def compile_operations(
     policy: Any,
     operations: Iterable[Operation],
     on_progress: Callable[[int, int], None] | None = None,
+    *,
+    others: Sequence[jax.Device] = (),
 ) -> Executables:
     """Loads programs from the executable cache, and compiles those that are not in it.
 
@@ -104,9 +106,11 @@ def compile_operations(
         operations: operations of one or several rollouts of this policy; those with equal keys are
             compiled once.
         on_progress: called with the number of programs that are ready and the number of all.
+        others: devices that get the programs too, as `replicas`, where the policy is on one device.
+            Nothing is lowered or compiled for them.
     """
     by_key = {operation.key: operation for operation in operations}
-    with _Compiler(policy, list(by_key), on_progress) as compiler:
+    with _Compiler(policy, list(by_key), on_progress, others) as compiler:
         compiler.load_cached()
         with _garbage_collector_off():
             compiler.compile_missing(by_key)
@@ -125,8 +129,11 @@ class _Compiler:
         policy: Any,
         keys: list[Hashable],
         on_progress: Callable[[int, int], None] | None,
+        others: Sequence[jax.Device],
     ) -> None:
         self.executables = Executables()
+        self.executables.replicas = [Executables() for _ in others]
+        self._others = others
         self._keys = keys
         self._paths = executable_cache.paths(keys, policy)
         self._devices = list(executable_cache.devices_of(policy))
@@ -136,7 +143,7 @@ class _Compiler:
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "_Compiler":
-        if self._paths:
+        if self._paths or self._others:
             self._stack.enter_context(executable_cache.jax_cache_off())
         self._stack.enter_context(_compiling_threads(self._compiled_in))
         self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
@@ -152,7 +159,7 @@ class _Compiler:
         if cached:
             fp4_matmul.load_kernel()
         for key in cached:
-            self._submit(key, executable_cache.load, self._paths[key], self._devices)
+            self._submit(key, self._load, key)
         self._take(concurrent.futures.as_completed(list(self._pending)))
 
     def compile_missing(self, operations: dict[Hashable, Operation]) -> None:
@@ -170,13 +177,24 @@ class _Compiler:
     def _take(self, futures: Iterable[concurrent.futures.Future]) -> None:
         for future in futures:
             key = self._pending.pop(future)
-            if (program := future.result()) is None:  # A file that cannot be loaded.
+            program, *copies = future.result()
+            if program is None:  # A file that cannot be loaded.
                 continue
-            self.executables[key] = program
+            for executables, one in zip(
+                [self.executables, *self.executables.replicas], [program, *copies], strict=True
+            ):
+                executables[key] = one
             if self._on_progress is not None:
                 self._on_progress(len(self.executables), len(self._keys))
 
-    def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def _load(self, key: Hashable) -> list[jax.stages.Compiled | None]:
+        """Loads a program for each device; the first is None where the file cannot be loaded."""
+        program = executable_cache.load(self._paths[key], self._devices)
+        if program is None or not self._others:
+            return [program]
+        return [program, *self._copies(self._paths[key].read_bytes())]
+
+    def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
         """Compiles a program and caches it, unless JAX had it in memory or in its own cache."""
         here = threading.get_ident()
         self._compiled_in.discard(here)
@@ -185,12 +203,15 @@ class _Compiler:
             self.executables.compiled.append(key)
             if key in self._paths:
                 _save(program, self._paths[key])
-        return program
+        return [program, *(self._copies(executable_cache.dumps(program)) if self._others else ())]
+
+    def _copies(self, content: bytes) -> list[jax.stages.Compiled]:
+        return [executable_cache.loads_on(content, device) for device in self._others]
 
 
 def _save(program: jax.stages.Compiled, path: pathlib.Path) -> None:
     try:
-        executable_cache.save(program, path)
+        executable_cache.save(executable_cache.dumps(program), path)
     except Exception as error:  # A full disk, or a program that the backend cannot serialize.
         warnings.warn(f"a compiled program is not cached: {error}", stacklevel=2)
 

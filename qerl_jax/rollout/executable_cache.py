@@ -10,6 +10,7 @@ every writer of the folder must be trusted. Files are never deleted.
 
 import contextlib
 import hashlib
+import io
 import os
 import pathlib
 import pickle
@@ -21,8 +22,10 @@ from typing import Any
 
 import jax
 import jaxlib
+import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from jaxlib import xla_client
 
 from pallas_kernels import device, fp4_matmul
 
@@ -106,16 +109,21 @@ def jax_cache_off() -> Generator[None]:
         compilation_cache.reset_cache()
 
 
-def save(program: jax.stages.Compiled, path: pathlib.Path) -> None:
-    """Writes a program to its file, which appears complete or not at all."""
+def dumps(program: jax.stages.Compiled) -> bytes:
+    """Serializes a program, which must not come from JAX's cache."""
     serialized, *treedefs = serialize_executable.serialize(program)
     trees = [jax.tree.unflatten(treedef, range(treedef.num_leaves)) for treedef in treedefs]
+    return pickle.dumps((serialized, trees))
+
+
+def save(content: bytes, path: pathlib.Path) -> None:
+    """Writes a serialized program to its file, which appears complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # Containers may share the names of their hosts and processes.
     writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
     unfinished = path.with_name(f"{path.name}.{writer}")
     try:
-        unfinished.write_bytes(pickle.dumps((serialized, trees)))
+        unfinished.write_bytes(content)
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -132,3 +140,34 @@ def load(path: pathlib.Path, devices: list[jax.Device]) -> jax.stages.Compiled |
     except Exception as error:  # A broken file, or a program that the driver refuses.
         warnings.warn(f"{path.name}: compiling again ({error})", stacklevel=2)
         return None
+
+
+def loads_on(content: bytes, device: jax.Device) -> jax.stages.Compiled:
+    """Returns a serialized program of one device for another device of the same kind.
+
+    The device is an option of the compilation, and XLA takes other options with a compiled program:
+    the code is the same. `deserialize_and_load` has no argument for them.
+    """
+    serialized, trees = pickle.loads(content)
+    in_tree, out_tree = map(jax.tree.structure, trees)
+    unpickler = _OnDevice(io.BytesIO(serialized), device.client, [device])
+    unloaded, arguments, no_kwargs = unpickler.load()
+    return jax.stages.Compiled(
+        unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs
+    )
+
+
+class _OnDevice(serialize_executable._JaxPjrtUnpickler):
+    """Reads a program of one device for another one."""
+
+    def persistent_load(self, pid: tuple) -> Any:
+        (device,) = self.execution_devices
+        if pid[0] == "device":
+            return device
+        if pid[0] != "exec":
+            return super().persistent_load(pid)
+        options = xla_client.CompileOptions()
+        options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+        return self.backend.deserialize_executable(
+            pid[1], executable_devices=self.execution_devices, compile_options=options
+        )

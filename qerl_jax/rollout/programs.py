@@ -63,11 +63,13 @@ class Executables(dict[Hashable, Callable[..., Any]]):
 
     Attributes:
         compiled: keys of the programs that were compiled and not loaded from a cache.
+        replicas: the same programs on the other devices of a policy that several devices hold.
     """
 
     def __init__(self, programs: Any = (), compiled: Iterable[Hashable] = ()) -> None:
         super().__init__(programs)
         self.compiled = list(compiled)
+        self.replicas: list[Executables] = []
 
     def __missing__(self, key: Hashable) -> Callable[..., Any]:
         raise MissingProgramError(

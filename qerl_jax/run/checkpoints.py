@@ -70,6 +70,7 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
+        state = jax.tree.map(_one_copy, state)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         require_free_space(self._folder, num_bytes + _MARGIN_BYTES)
         custom: dict[str, Any] = {"crc32": _crc32(state), "meta": meta}
@@ -216,6 +217,17 @@ def require_free_space(path: str | Path, num_bytes: int) -> None:
             f"no disk space: {path} needs {num_bytes / 1e9:.2f} GB and has {free / 1e9:.2f} GB "
             "free; free some and run the same command again"
         )
+
+
+def _one_copy(leaf: Any) -> Any:
+    """Returns an array that several devices hold as the first of them does.
+
+    Of such an array Orbax would cut a part from each device, and compile programs to do so.
+    """
+    shared = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+    if shared and leaf.is_fully_replicated:
+        return leaf.addressable_shards[0].data
+    return leaf
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

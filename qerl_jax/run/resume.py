@@ -28,6 +28,8 @@ MEMORY_AND_TIME: dict[str, Callable[[ConfigDict], bool] | None] = {
     "train.buffer_tokens": None,
     "train.recompute": None,
     "train.micro_batch_rows": splits_the_loss,
+    "mesh.data": None,
+    "mesh.tensor": None,
     "train.remat": None,  # of earlier versions, which saved it
 }
 

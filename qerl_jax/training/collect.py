@@ -1,5 +1,6 @@
 """The first half of a step: sample completions and score them."""
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,9 @@ from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, overlong_penalty
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
+from qerl_jax.rollout.engine import Progress, live_fraction
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.replicas import generate_steps
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.scoring.score import Completion, Scores, Scoring
 from qerl_jax.weights.load import LoadedModel
@@ -167,12 +169,13 @@ def collect(
     Args:
         key: key of all draws of this step.
         model: architecture and tokenizer.
-        params: parameters of the policy that samples, noise included.
+        params: parameters of the policy that samples, noise included, on one device or
+            replicated.
         lora: adapter of the policy, or None.
         prompts: the training prompts.
         cursor: position of the next prompt.
         config: options.
-        executables: compiled rollout programs, as in `engine.generate_steps`.
+        executables: compiled rollout programs, as in `replicas.generate_steps`.
         on_progress: called with the number of finished rows of a rollout and the number of tokens
             of all rounds, after every chunk but the last of a rollout.
         on_wait: called while rewards work, as in `score.Scoring`.
@@ -203,9 +206,12 @@ def collect(
             group_size=config.group_size,
             executables=executables,
         )
-        with Scoring(
-            config.rewards, len(rows), time_limit=config.time_limit, on_wait=on_wait
-        ) as scoring:
+        with (
+            contextlib.closing(steps),
+            Scoring(
+                config.rewards, len(rows), time_limit=config.time_limit, on_wait=on_wait
+            ) as scoring,
+        ):
             for step in steps:
                 if on_progress is not None and step.ended_rows < step.rows:
                     on_progress(step.ended_rows, tokens + step.tokens)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from qerl_jax import sharding
 from qerl_jax.evaluation.greedy import greedy
 from qerl_jax.policy import aqn
 from qerl_jax.policy.trainable import current_policy
@@ -33,27 +34,42 @@ def compile_programs(
         on_progress: called with the number of programs that are ready and the number of all.
 
     Returns:
-        The programs of rollouts and evaluations, and those of updates.
+        The programs of rollouts and evaluations, with those of the other devices of a mesh as
+        `replicas`, and the programs of updates.
     """
     trainable = state.trainable
     policy = setup.key, current_policy(setup.model.params, trainable), trainable.lora
     updates = _update_operations(setup, state) if trains else {}
-    wanted = list(updates.values())
-    if trains:
-        wanted += _rollout_operations(setup, policy)
+    devices = sharding.devices_of(setup.model.params)
+    local, head = sharding.on_device((policy, setup.rollout_head), devices[0])
+    rollouts = _rollout_operations(setup, local, head, len(devices)) if trains else []
     if evaluates:
-        wanted += _evaluation_operations(setup, policy)
-    executables = compile_operations(committed((*policy, setup.rollout_head)), wanted, on_progress)
+        rollouts += _evaluation_operations(setup, local, len(devices))
+    arrays = committed((*local, head))
+    if setup.mesh is None:
+        executables = compile_operations(arrays, [*updates.values(), *rollouts], on_progress)
+        return executables, rl_programs.compiled(updates, executables)
+    # The updates run on the whole mesh, and each device has rollouts of its own.
+    total = len(updates) + len({operation.key for operation in rollouts})
+
+    def after(number: int) -> Callable[[int, int], None] | None:
+        return on_progress and (lambda done, _: on_progress(number + done, total))
+
+    everywhere = committed((*policy, setup.rollout_head))
+    found = compile_operations(everywhere, updates.values(), after(0))
+    executables = compile_operations(arrays, rollouts, after(len(updates)), others=devices[1:])
+    executables.compiled += found.compiled
+    executables.update(found)
     return executables, rl_programs.compiled(updates, executables)
 
 
-def _rollout_operations(setup: Setup, policy: tuple) -> list[Operation]:
+def _rollout_operations(setup: Setup, policy: tuple, head: dict, devices: int) -> list[Operation]:
     key, params, lora = policy
     return rollout_operations(
         key,
-        params | setup.rollout_head,
+        params | head,
         lora,
-        prompts=setup.collect.prompts_per_step,
+        prompts=-(-setup.collect.prompts_per_step // devices),
         config=setup.model.config,
         sampling=setup.collect.sampling,
         tokenizer=setup.model.tokenizer,
@@ -62,10 +78,10 @@ def _rollout_operations(setup: Setup, policy: tuple) -> list[Operation]:
     )
 
 
-def _evaluation_operations(setup: Setup, policy: tuple) -> list[Operation]:
+def _evaluation_operations(setup: Setup, policy: tuple, devices: int) -> list[Operation]:
     return rollout_operations(
         *policy,
-        prompts=len(setup.eval_prompts),
+        prompts=-(-len(setup.eval_prompts) // devices),
         config=setup.model.config,
         sampling=greedy(setup.eval_sampling),
         tokenizer=setup.model.tokenizer,
@@ -82,6 +98,8 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
             form=config.aqn.form,
             final_norm=config.aqn.final_norm,
         )
+        if setup.mesh is not None:
+            noise = sharding.replicated(noise, setup.mesh)
     return rl_programs.operations(
         state,
         setup.model.params,
@@ -92,4 +110,5 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
         config=setup.update,
         optimizer=setup.optimizer,
         optimizer_key=setup.optimizer_key,
+        mesh=setup.mesh,
     )

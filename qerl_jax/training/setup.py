@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
@@ -19,6 +20,8 @@ from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
+from qerl_jax.rollout.programs import abstract
+from qerl_jax.sharding import make_mesh, replicated
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.method import Method, method_of
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
@@ -51,6 +54,7 @@ class Setup:
         sigma: sigma of the noise by step, or the KL that it should cause.
         temperature: sampling temperature by step.
         key: key of the run.
+        mesh: devices of the run, which all hold the model; None for one device.
     """
 
     config: ConfigDict
@@ -72,6 +76,7 @@ class Setup:
     sigma: optax.Schedule | KlTarget
     temperature: Callable[[int], float]
     key: jax.Array
+    mesh: Mesh | None
 
 
 def prepare(
@@ -88,6 +93,7 @@ def prepare(
         UserError: the config asks for something that cannot be done.
     """
     method = check_method(config, rewards, schedule_steps=schedule_steps)
+    mesh = make_mesh(config.mesh.data, config.mesh.tensor)
     problems = load_problems(config, rewards)
     if (device := this_device()).pool is not None:
         architecture = read_architecture(config.model.source)
@@ -95,7 +101,7 @@ def prepare(
     model = _load_model(config)
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
-    return assemble(config, rewards, model, prompts, method=method)
+    return assemble(config, rewards, model, prompts, method=method, mesh=mesh)
 
 
 def check_method(
@@ -137,6 +143,7 @@ def assemble(
     prompts: Mapping[str, list[Prompt]],
     *,
     method: Method,
+    mesh: Mesh | None,
 ) -> Setup:
     """Makes the parts of a run around a loaded model and encoded prompts.
 
@@ -146,6 +153,7 @@ def assemble(
         model: the model before training.
         prompts: prompts by split, 'train' and, with evaluations, 'eval'.
         method: the parts that need no model, from `method.method_of`.
+        mesh: devices of the run, as `config.mesh` describes them; None for one device.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -158,6 +166,10 @@ def assemble(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
     reference = reference_policy(config, model, lora_config, key)
+    if mesh is not None:
+        params, head, reference = replicated((model.params, head, reference), mesh)
+        model = dataclasses.replace(model, params=params)
+        state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     plan = plan_run(config, model.config, this_device(), prompt=prompt_width, weights=size)
     check_fits(plan, config, model.config)
@@ -199,6 +211,7 @@ def assemble(
         sigma=method.sigma,
         temperature=method.temperature,
         key=key,
+        mesh=mesh,
     )
 
 
@@ -214,10 +227,9 @@ def _load_model(config: ConfigDict) -> LoadedModel:
             file=sys.stderr,
             flush=True,
         )
-    print(
-        f"loading {config.model.source} as {config.model.format} on {device.device_kind}",
-        flush=True,
-    )
+    devices = config.mesh.data * config.mesh.tensor
+    kind = f"{devices} x {device.device_kind}" if devices > 1 else device.device_kind
+    print(f"loading {config.model.source} as {config.model.format} on {kind}", flush=True)
     model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
     check_positions(config, model.config)
     return model

@@ -29,6 +29,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
+from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import TrainState
@@ -89,7 +90,7 @@ def take_step(
     Args:
         setup: model, prompts and options of the run.
         progress: the run before the step; the buffers of its state are donated to the update.
-        executables: compiled rollout programs, as in `engine.generate_steps`.
+        executables: compiled rollout programs, as in `replicas.generate_steps`.
         programs: programs of the update.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
@@ -142,7 +143,8 @@ def take_step(
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
     teaching = rows_that_teach(batch, setup.update.loss)
-    buffers = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
+    packed = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
+    buffers = deal_buffers(packed, setup.mesh)
     divisor = np.float32(temperature)  # of the logits, an argument of every program
     noise_state, metrics = _measure_noise(
         setup, progress, programs, (noisy, clean, trainable.lora), batch, divisor, sigma=sigma
@@ -167,11 +169,10 @@ def take_step(
     )
     seconds = time.perf_counter() - began
 
-    metrics |= experience.metrics | updates | packing_metrics(batch, buffers)
+    metrics |= experience.metrics | updates | packing_metrics(batch, packed)
     metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
-    metrics["train_tokens_per_second"] = (
-        float(batch.lengths.sum()) * config.rl.updates_per_rollout / seconds
-    )
+    trained = float(batch.lengths.sum()) * config.rl.updates_per_rollout
+    metrics["train_tokens_per_second"] = trained / seconds
     progress = Progress(step=progress.step + 1, state=state, cursor=cursor, noise=noise_state)
     return StepResult(progress, experience, advantages, metrics)
 
@@ -280,5 +281,8 @@ def _noise_kl(
     rows = np.zeros(len(batch.lengths), bool)
     rows[::stride][:count] = True
     buffers = pack(batch, rows, buffer_tokens=setup.memory.buffer_tokens)
-    total = sum(float(programs.buffer_kl(*policies, buffer, temperature)) for buffer in buffers)
+    dealt = deal_buffers(buffers, setup.mesh)
+    total = sum(
+        float(np.asarray(programs.buffer_kl(*policies, x, temperature)).sum()) for x in dealt
+    )
     return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))

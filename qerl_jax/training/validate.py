@@ -15,6 +15,7 @@ from qerl_jax.policy import aqn, kl_control
 from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
+from qerl_jax.sharding import check_mesh
 from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1
@@ -68,6 +69,8 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "eval.every": (0,),
     "eval.problems": (0,),
     "eval.max_new_tokens": (1,),
+    "mesh.data": (1, 2**20),
+    "mesh.tensor": (1, 2**20),
     "checkpoint.every": (1,),
     "checkpoint.keep": (1,),
     "log.completions": (0,),
@@ -135,6 +138,7 @@ def validate(config: ConfigDict) -> None:
     cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     check_head_format(config.rollout.head_format)
     recomputation(config.train.recompute)
+    check_mesh(config.mesh.data, config.mesh.tensor, prompts=config.rollout.prompts_per_step)
     if config.rollout.head_format and config.train.parameters == "full":
         raise UserError(
             f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "

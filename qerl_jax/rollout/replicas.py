@@ -1,0 +1,190 @@
+"""A rollout on all devices that hold the policy.
+
+Each device takes a share of the prompts and runs a rollout of its own, with its own slots and its
+own compaction, from a thread of its own. The devices meet only when all of them have ended: no
+device waits in a chunk for another one's batch or prefill, and their programs are those of a
+rollout on one device, compiled once (`aot.compile_operations`). One program over all devices would
+wait for the longest batch in every chunk, and all devices would prefill when one has free slots.
+
+The samples of a row depend on the key and on the row, not on the device.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import queue
+import threading
+from collections.abc import Callable, Collection, Generator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from qerl_jax import sharding
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import Lora
+from qerl_jax.rollout import engine as engine_lib
+from qerl_jax.rollout.completions import Completions, Rollout
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
+from qerl_jax.rollout.engine import Progress
+from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.scheduler import Statistics
+
+
+def generate_steps(
+    key: jax.Array,
+    params: dict,
+    lora: Lora | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    tokenizer: Tokenizer,
+    engine: EngineConfig,
+    group_size: int = 1,
+    executables: Executables | None = None,
+) -> Generator[Progress, None, Rollout]:
+    """Samples as `engine.generate_steps` does, on all devices of the policy.
+
+    It yields the progress of all devices after every chunk of one of them. Close it: until then the
+    devices go on.
+
+    Args:
+        key: as in `engine.generate`.
+        params: the policy, on one device or replicated.
+        lora: its adapter, or None.
+        prompts: P lists of token ids.
+        config: as in `engine.generate`.
+        sampling: as in `engine.generate`.
+        tokenizer: as in `engine.generate`.
+        engine: settings of the engine; its bounds of rows and memory are those of one device.
+        group_size: G, number of completions of each prompt.
+        executables: as in `engine.generate_steps`, with those of the other devices as `replicas`.
+
+    Raises:
+        UserError: as in `engine.generate`.
+        RuntimeError: a program is missing from the executables.
+    """
+    devices = sharding.devices_of(params)
+    shares = deal([len(prompt) for prompt in prompts], len(devices))
+    engine = dataclasses.replace(engine, prompts=max(engine.prompts, most(prompts, devices)))
+    programs = [None] * len(devices) if executables is None else [executables]
+    programs += [] if executables is None else executables.replicas
+
+    def steps_on(number: int) -> Generator[Progress, None, Rollout]:
+        own_key, own_params, own_lora = sharding.on_device((key, params, lora), devices[number])
+        return engine_lib.generate_steps(
+            own_key,
+            own_params,
+            own_lora,
+            [prompts[i] for i in shares[number]],
+            config=config,
+            sampling=sampling,
+            tokenizer=tokenizer,
+            engine=engine,
+            group_size=group_size,
+            prompt_ids=shares[number].tolist(),
+            executables=programs[number],
+        )
+
+    if len(devices) == 1:
+        return (yield from steps_on(0))
+    rows = [(i[:, None] * group_size + np.arange(group_size)).reshape(-1) for i in shares]
+    rollout = Completions(len(prompts) * group_size, sampling, tokenizer).rollout
+    used = [number for number, share in enumerate(shares) if len(share)] or [0]
+    latest: dict[int, Progress] = {}
+    steps = _in_threads([lambda number=number: steps_on(number) for number in used])
+    with contextlib.closing(steps):
+        for part, step in steps:
+            latest[part] = step
+            whole, new = jax.tree.leaves(rollout), jax.tree.leaves(step.rollout)
+            for array, values in zip(whole, new, strict=True):
+                array[rows[used[part]]] = values
+            yield _together(latest.values(), rollout)
+    return rollout
+
+
+def _together(parts: Collection[Progress], rollout: Rollout) -> Progress:
+    """Returns the progress of all devices."""
+    work = [part.statistics for part in parts]
+    return Progress(
+        rows=len(rollout.lengths),
+        ended_rows=sum(part.ended_rows for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        statistics=Statistics(
+            prefilled_prompts=sum(one.prefilled_prompts for one in work),
+            decoded=sum(one.decoded for one in work),
+            live=sum(one.live for one in work),
+        ),
+        rollout=rollout,
+    )
+
+
+def most(prompts: Sequence[Any], devices: Sequence[Any]) -> int:
+    """Returns the largest number of prompts that a device takes."""
+    return -(-len(prompts) // len(devices))
+
+
+def deal(lengths: Sequence[int], count: int) -> list[np.ndarray]:
+    """Deals prompts out by their expected work.
+
+    Before it is sampled, only the length of its prompt is known of a completion, and a longer
+    question tends to have a longer answer. The prompts are dealt out from the longest to the
+    shortest, in turns that alternate in direction.
+
+    Args:
+        lengths: number of tokens of each prompt.
+        count: number of shares.
+
+    Returns:
+        The indices of the prompts of each share, ascending. Their numbers differ by one at most.
+    """
+    order = np.argsort(-np.asarray(lengths), kind="stable")
+    shares: list[list[int]] = [[] for _ in range(count)]
+    for start in range(0, len(order), count):
+        turn = order[start : start + count]
+        numbers = range(count) if start // count % 2 == 0 else range(count - 1, -1, -1)
+        for number, prompt in zip(numbers, turn, strict=False):
+            shares[number].append(int(prompt))
+    return [np.sort(np.array(share, int)) for share in shares]
+
+
+def _in_threads(
+    parts: Sequence[Callable[[], Generator[Progress, None, Rollout]]],
+) -> Generator[tuple[int, Progress]]:
+    """Runs each part in a thread, and yields what it makes with the number of the part.
+
+    Dispatching a chunk and waiting for one both leave Python's interpreter to the other threads.
+    Arrays are copied, because their part writes to them while this thread reads. If a part raises,
+    or if the generator is closed, the parts end after their current chunk.
+    """
+    events: queue.SimpleQueue[tuple[int, Progress] | concurrent.futures.Future] = (
+        queue.SimpleQueue()
+    )
+    stop = threading.Event()
+
+    def run(number: int) -> None:
+        with contextlib.closing(parts[number]()) as steps:
+            for step in steps:
+                events.put((number, _copied(step)))
+                if stop.is_set():
+                    break
+
+    with concurrent.futures.ThreadPoolExecutor(len(parts)) as pool:
+        for number in range(len(parts)):
+            pool.submit(run, number).add_done_callback(events.put)
+        try:
+            running = len(parts)
+            while running:
+                event = events.get()
+                if isinstance(event, concurrent.futures.Future):
+                    event.result()
+                    running -= 1
+                else:
+                    yield event
+        finally:
+            stop.set()
+
+
+def _copied(step: Progress) -> Progress:
+    return dataclasses.replace(step, rollout=jax.tree.map(np.copy, step.rollout))

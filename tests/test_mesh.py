@@ -1,0 +1,189 @@
+"""Steps, rollouts and runs on a mesh: the number of devices does not change the results."""
+
+import collections
+import itertools
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from mesh_cases import LENGTHS, SHAPES
+
+from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax import sharding
+from qerl_jax.errors import UserError
+from qerl_jax.rollout.engine import Progress
+from qerl_jax.rollout.replicas import _in_threads, deal
+from qerl_jax.rollout.scheduler import Statistics
+from qerl_jax.training.validate import validate
+
+DEVICES = max(SHAPES)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What `mesh_cases` finds on simulated devices."""
+    path = tmp_path_factory.mktemp("mesh") / "found"
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
+    environment = {
+        "XLA_FLAGS": flags,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "True",
+    }
+    command = [sys.executable, str(pathlib.Path(__file__).with_name("mesh_cases.py")), str(path)]
+    subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL)
+    return pickle.loads(path.read_bytes())
+
+
+def assert_near(a, b, rtol=1e-5, atol=1e-6):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol, atol)
+
+
+def assert_same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+@pytest.mark.parametrize("count", SHAPES[1:])
+def test_a_step_does_not_depend_on_the_number_of_devices(found, count):
+    alone, ours = found["steps"][1], found["steps"][count]
+    assert float(alone["metrics"]["grad_norm"]) > 0.1
+    assert abs(float(alone["metrics"]["loss"])) > 1e-3
+    assert_near(ours, alone)
+
+
+@pytest.mark.parametrize("count", SHAPES[1:])
+def test_the_tokens_of_a_row_do_not_depend_on_its_device(found, count):
+    alone, ours = found["rollouts"][1], found["rollouts"][count]
+    for temperature in (0.0, 1.0):
+        for name in ("tokens", "lengths", "finished"):
+            assert_same(getattr(ours[temperature], name), getattr(alone[temperature], name))
+        assert_near(ours[temperature].logprobs, alone[temperature].logprobs, 1e-4, 1e-5)
+    assert len(np.unique(alone[1.0].tokens, axis=0)) == 2 * len(LENGTHS)
+
+
+@pytest.mark.parametrize("count", SHAPES)
+def test_the_progress_is_that_of_all_devices(found, count):
+    rollout = found["rollouts"][count][1.0]
+    ended, tokens, statistics = found["rollouts"][count]["last"]
+    assert (ended, tokens) == (len(rollout.lengths), rollout.lengths.sum())
+    assert statistics.live == rollout.lengths.sum() - len(rollout.lengths)
+    assert statistics.prefilled_prompts == count * -(-len(LENGTHS) // count)
+    ended_before, tokens_before = found["rollouts"][count]["before"]
+    assert ended_before < ended
+    assert 0 < tokens_before < tokens
+
+
+def test_programs_are_compiled_once_for_all_devices(found):
+    compiled, programs = found["rollouts"][DEVICES]["compiled"]
+    assert compiled <= programs == found["rollouts"][1]["compiled"][1]
+
+
+@pytest.mark.parametrize("shapes", list(itertools.permutations(SHAPES, 2)))
+def test_a_checkpoint_is_restored_on_another_number_of_devices(found, shapes):
+    assert_same(found["checkpoints"][shapes], found["checkpoints"]["saved"])
+
+
+@pytest.mark.parametrize("name", [DEVICES, "4 to 1"])
+def test_a_run_does_not_depend_on_the_number_of_devices(found, name):
+    alone, ours = found["runs"][1], found["runs"][name]
+    assert_near(ours["rows"], alone["rows"], atol=5e-6)
+    assert ours["evaluations"] == alone["evaluations"]
+    assert_near(ours["adapter"], alone["adapter"], 1e-4, 1e-5)
+
+
+def test_a_mesh_compiles_nothing_after_the_first_step(found):
+    assert found["runs"][DEVICES]["compiled"][1:] == [0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
+def test_prompts_are_dealt_out_by_length(count):
+    lengths = np.random.default_rng(count).integers(5, 60, 16)
+    shares = deal(lengths, count)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(16))
+    counts = [len(share) for share in shares]
+    assert max(counts) - min(counts) <= 1
+    if 16 % (2 * count) == 0:
+        sums = [lengths[share].sum() for share in shares]
+        assert max(sums) - min(sums) <= lengths.max()
+
+
+@pytest.fixture
+def ended():
+    """The numbers of the parts that have ended."""
+    return []
+
+
+@pytest.fixture
+def part(ended):
+    """Makes an endless rollout, which fails after a number of steps if one is given."""
+
+    def make(number, fails_after=None):
+        try:
+            for step in itertools.count():
+                if step == fails_after:
+                    raise UserError("no memory")
+                work = Statistics(prefilled_prompts=1, decoded=step, live=step)
+                yield Progress(1, 0, step, work, rollout=np.array([step]))
+        finally:
+            ended.append(number)
+
+    return make
+
+
+def test_a_rollout_that_fails_ends_the_others(part, ended):
+    parts = [lambda n=n: part(n, 3 if n == 1 else None) for n in range(3)]
+    with pytest.raises(UserError, match="no memory"):
+        collections.deque(_in_threads(parts), maxlen=0)
+    assert sorted(ended) == [0, 1, 2]
+
+
+def test_the_rollouts_end_with_their_reader(part, ended):
+    steps = _in_threads([lambda n=n: part(n) for n in range(3)])
+    seen = {number: step.tokens for number, step in itertools.islice(steps, 100)}
+    assert seen
+    assert not ended
+    steps.close()
+    assert sorted(ended) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "message"),
+    [
+        (3, 1, r"mesh\.data=3 x mesh\.tensor=1 are 3 devices.* process has 2: pass mesh\.data=2$"),
+        (1, 4, r"mesh\.data=1 x mesh\.tensor=4 are 4 devices.* process has 2"),
+    ],
+)
+def test_a_mesh_of_another_number_of_devices_is_refused(data, tensor, message):
+    with pytest.raises(UserError, match=message):
+        sharding.make_mesh(data, tensor, jax.devices() * 2)
+
+
+def test_a_mesh_of_fewer_devices_names_how_to_hide_the_others():
+    with pytest.raises(UserError, match=r"has 8: .*such as CUDA_VISIBLE_DEVICES=0,1$"):
+        sharding.make_mesh(2, 1, jax.devices() * 8)
+
+
+def test_a_run_on_one_device_has_no_mesh():
+    assert sharding.make_mesh(1, 1, jax.devices() * 8) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh.data": 3}, "rollout.prompts_per_step=16 is not divisible by mesh.data=3: .*18"),
+        ({"mesh.tensor": 2, "mesh.data": 2}, "mesh.tensor=2: .*pass mesh.tensor=1 .*mesh.data=4"),
+        ({"mesh.data": 0}, "mesh.data"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_config_is_refused(changes, message):
+    config = get_config()
+    config.update_from_flattened_dict({"rollout.prompts_per_step": 16} | changes)
+    with pytest.raises(UserError, match=message):
+        validate(config)
