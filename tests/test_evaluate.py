@@ -33,6 +33,7 @@ from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize, generate, generate_steps
+from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run.folder import open_run
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
@@ -337,7 +338,7 @@ def test_rows_follow_from_the_memory(
     job = mock.Mock(policy=mock.Mock(model=model), prompts=[prompt], task=task)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
     assert qerl_jax.evaluation.evaluate._fitting_rows(job) == rows
-    assert qerl_jax.evaluation.evaluate._dequantize_mode(model) == dequantize
+    assert dequantize_mode(model.params) == dequantize
 
 
 def test_too_many_rows_is_one_line(settings, monkeypatch):

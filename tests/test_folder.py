@@ -165,7 +165,8 @@ def test_micro_batches_that_the_loss_depends_on_may_not_change(loss, tmp_path):
 
 
 def test_the_fields_that_may_change_are_fields_of_a_config():
-    known = set(get_config().to_dict()["train"]) | set(get_config().to_dict()["rollout"])
+    config = get_config().to_dict()
+    known = set(config["train"]) | set(config["rollout"]) | set(config["mesh"])
     names = {name.partition(".")[2] for name in resume.MEMORY_AND_TIME}
     assert names - known <= {"remat"}
     assert {"max_rows", "kv_cache_bytes", "chunk_steps", "buffer_tokens", "recompute"} <= names

@@ -244,6 +244,9 @@ def test_a_measured_tiling_wins(monkeypatch):
     assert tiling.choose(20, 512, 1024, num_sms=8).tile_m == 24
     assert tiling.verified("d", "1.2")
     assert not tiling.verified("d", "1.3")
+    assert not tiling.verified("e", "1.2")
+    table["also_verified"] = ["e"]
+    assert tiling.verified("e", "1.2")
     monkeypatch.setattr(tiling, "kernel_digest", lambda: "another kernel's")
     assert not tiling.verified("d", "1.2")
     for cached in (tiling.choose, tiling._tuned):

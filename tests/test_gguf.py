@@ -54,7 +54,7 @@ def test_quantized_projections_are_dequantized_in_hugging_face_row_order(tmp_pat
 
 
 def test_large_tensors_are_dequantized_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf, "_CHUNK_ROWS", 7)
+    monkeypatch.setattr(gguf, "_CHUNK_WEIGHTS", 7 * 64)
     config = model_config()
     tensors = random_tensors(config, dtype=np.float32)
     file = gguf.open_gguf(write_gguf(tmp_path / "x.gguf", config, tensors))

@@ -13,7 +13,6 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
-from qerl_jax.rollout import shapes
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.start import first_trainable
@@ -138,16 +137,15 @@ def test_the_trainer_has_the_policy_that_sampled(changes, correction, tiny, tmp_
     assert max(apart) < 1e-4 if correction == "noisy_forward" else min(apart) > 1e-2
 
 
-def test_rollouts_reserve_memory_for_trained_parameters(tiny, monkeypatch):
+def test_the_plan_counts_trained_parameters(tiny):
     """The memory is that of the parameters, of two moments and of the updated policy."""
-    reserved, sizes = [], []
-    monkeypatch.setattr(shapes, "rows_left", lambda *_, reserve, **__: reserved.append(reserve))
     for changes in ({"model.format": "bf16"}, FULL):
         config = tiny.config(changes | {"eval.every": 0})
         setup = prepare(config, {"low": (tiny_run.low_fraction, 1.0)}, schedule_steps=4)
         trained = first_trainable(config, setup.model, setup.lora_config, setup.key)
-        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(trained)))
-    assert reserved[1] - reserved[0] == 4 * (sizes[1] - sizes[0]) > 0
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
+        assert setup.memory.training == 3 * size > 0
+    assert setup.memory.rollout.policy_copy == size
 
 
 class KilledError(BaseException):

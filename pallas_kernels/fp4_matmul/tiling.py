@@ -236,10 +236,13 @@ def _narrowed(config: TileConfig, m: int) -> TileConfig:
 
 
 def verified(device: str, jax_version: str) -> bool:
-    """Whether a table was tuned, and its results verified, with this device, jax and kernel."""
-    wanted = device, jax_version, kernel_digest()
+    """Whether a table was tuned, and its results verified, with this device, jax and kernel.
+
+    `also_verified` of a table lists devices on which the same kernel has passed its self-test.
+    """
     return any(
-        (table["device"], table["jax"], table.get("kernel")) == wanted
+        device in (table["device"], *table.get("also_verified", ()))
+        and (table["jax"], table.get("kernel")) == (jax_version, kernel_digest())
         for table in _tables().values()
     )
 

@@ -11,7 +11,6 @@ again but not generated again.
 
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -39,7 +38,7 @@ from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
 from qerl_jax.rollout.programs import Executables
-from qerl_jax.rollout.shapes import dense_bytes, rows_left
+from qerl_jax.rollout.shapes import dequantize_mode, rows_left
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder
@@ -426,15 +425,9 @@ def _fitting_rows(job: _Job) -> int:
 
 def _engine(job: _Job) -> EngineConfig:
     return EngineConfig(
-        dequantize=_dequantize_mode(job.policy.model), kv_cache_dtype=job.task.kv_cache_dtype
+        dequantize=dequantize_mode(job.policy.model.params),
+        kv_cache_dtype=job.task.kv_cache_dtype,
     )
-
-
-def _dequantize_mode(model: LoadedModel) -> str:
-    """Returns 'once' if a dense copy of the layers takes at most a third of a GPU, else 'step'."""
-    memory = jax.local_devices()[0].memory_stats() or {}
-    fits = 3 * dense_bytes(model.params) <= memory.get("bytes_limit", math.inf)
-    return "once" if fits else "step"
 
 
 def _write_rows(path: Path, rows: _Rows) -> None:

@@ -16,6 +16,7 @@ from qerl_jax.evaluation.tasks import template_arguments
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
+from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -135,7 +136,7 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     rollout_settings = run.get("rollout", {})
     engine = EngineConfig(
         chunk_steps=_CHUNK_STEPS,
-        dequantize=rollout_settings.get("dequantize", "once"),
+        dequantize=dequantize_mode(model.params, rollout_settings.get("dequantize", "auto")),
         kv_cache_dtype=rollout_settings.get("kv_cache_dtype", ""),
     )
     show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))

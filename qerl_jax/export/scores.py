@@ -22,6 +22,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.scoring.calls import resolve
 from qerl_jax.weights.load import LoadedModel
 
@@ -115,7 +116,7 @@ def open_held_out_set(
         engine=EngineConfig(
             max_rows=rollout["max_rows"] or rollout["prompts_per_step"] * rollout["group_size"],
             chunk_steps=rollout["chunk_steps"],
-            dequantize=rollout["dequantize"],
+            dequantize=dequantize_mode(policy.model.params, rollout["dequantize"]),
             kv_cache_dtype=task.kv_cache_dtype,
         ),
     )

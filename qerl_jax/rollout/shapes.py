@@ -258,6 +258,21 @@ def bytes_left(params: dict, *, engine: EngineConfig) -> int | None:
     return max(0, free - (dense_bytes(params) if engine.dequantize != "step" else 0))
 
 
+def dequantize_mode(params: dict, chosen: str = "auto") -> str:
+    """Returns how a rollout outside a run dequantizes, as `EngineConfig.dequantize`.
+
+    Args:
+        params: the policy.
+        chosen: 'once' or 'step', which is returned; or 'auto': 'once' where a dense copy of the
+            layers takes at most a third of the memory of the device, else 'step'.
+    """
+    if chosen != "auto":
+        return chosen
+    memory = jax.local_devices()[0].memory_stats() or {}
+    fits = 3 * dense_bytes(params) <= memory.get("bytes_limit", math.inf)
+    return "once" if fits else "step"
+
+
 def dense_bytes(params: dict) -> int:
     """Returns the bytes of all weights that `transformer.dequantize_params` makes dense."""
     packed = transformer.packed_weights(params)
