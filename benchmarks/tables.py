@@ -32,15 +32,7 @@ from experiments.configs import defaults
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-# The decode rows that stand for presets that have not trained yet.
-_DECODE_OF_PRESETS = {
-    "format": "nvfp4",
-    "lora_rank": 32,
-    "head_format": "",
-    "kv_cache_dtype": "bfloat16",
-    "batch": 256,
-}
-_GPU_RUN = "grpo_qwen2.5-coder-1.5b_h200.json"
+_GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
 def _read(name: str) -> dict:
@@ -50,6 +42,7 @@ def _read(name: str) -> dict:
 def preset_table() -> str:
     """What is known of each preset: hardware, memory, seconds a step, result."""
     learning, run = _read("learning_smollm2-135m.json")["learning"], _read(_GPU_RUN)
+    speedrun = _read("speedrun.json")
     accuracy = learning["eval_accuracy"]
     known = {
         defaults.STAND_IN: (
@@ -63,28 +56,26 @@ def preset_table() -> str:
             run["device"]["kind"],
             f"{run['peak_memory_bytes'] / 1e9:.1f} GB",
             f"{run['median']['step_seconds']:.1f} s",
-            f"ran {run['steps']} steps of GSM8K (512 new tokens), mean reward "
-            f"{run['reward_mean']:.2f}; no full run yet",
+            f"{run['steps']} steps of GSM8K (512 new tokens) in {run['total_seconds']:.0f} s, mean "
+            f"reward {run['reward_mean']:.2f}; greedy accuracy in the speedrun "
+            f"{speedrun['pass1_start']:.1f} -> {speedrun['pass1_end']:.1f} %",
         ),
     }
-    decode = {
-        row["model"]: row
-        for row in rows_of(_read("rollout.json"), "decode", STEPS | _DECODE_OF_PRESETS)
-    }
+    steps = {row["model"]: row for row in _read("step.json")["rows"] if row["format"] == "nvfp4"}
     rest, lines = [], []
     for model in defaults.MODELS:
         if model in known:
             lines.append([f"`{model}`", *known[model]])
-        elif model in decode:
-            row = decode[model]
+        elif model in steps:
+            row = steps[model]
             lines.append(
                 [
                     f"`{model}`",
                     row["device"],
-                    f"{row['peak_gb']:.1f} GB to decode {row['batch']} rows",
-                    "not run yet",
-                    f"training not run yet; decodes {row['tokens_per_s']:,.0f} tokens/s "
-                    f"({row['batch']} rows, random weights)",
+                    f"{row['peak_gb']:.1f} GB",
+                    f"{row['step_s']:.1f} s",
+                    f"a step of {row['batch']} completions of {row['new_tokens']:,} tokens, random "
+                    f"weights: rollout {row['rollout_s']:.1f} s, update {row['update_s']:.1f} s",
                 ]
             )
         else:
@@ -106,13 +97,18 @@ def speed_text() -> str:
     }
     few = [fraction for (_, batch), fraction in fractions.items() if batch <= 64]
     many = [fraction for (_, batch), fraction in fractions.items() if batch > 64]
+    speedrun = _read("speedrun.json")
     (problems,) = rows_of(rollout, "gsm8k", SAME | {"lora_rank": 32})
     return (
         f"In 4 bits a decode step takes {100 * min(few):.0f} to {100 * max(few):.0f} % of the time "
         f"of bf16 up to 64 rows, and\n{100 * min(many):.0f} to {100 * max(many):.0f} % beyond "
         "(7B, 14B and 32B, random weights). GSM8K rollouts of a 1.5B model reach\n"
         f"{problems['tokens_per_s']:,.0f} tokens per second on one {rollout['device']}. "
-        "`docs/benchmarks.md` has all figures.\nNot reproduced yet: the accuracies of the paper."
+        "`docs/benchmarks.md` has all figures.\n"
+        f"`benchmarks.speedrun` takes Qwen2.5-Coder-1.5B from {speedrun['pass1_start']:.1f} to "
+        f"{speedrun['pass1_end']:.1f} % of {speedrun['n']:,} GSM8K test problems in\n"
+        f"{speedrun['seconds']:.0f} s on one {speedrun['device']}, with a {speedrun['cache']} "
+        "cache of programs.\nNot reproduced yet: the accuracies of the paper."
     )
 
 
@@ -138,11 +134,19 @@ def _learning_section() -> str:
 
 def _training_section() -> str:
     run = _read(_GPU_RUN)
+    rollout, updates = run["config"]["rollout"], run["config"]["rl"]["updates_per_rollout"]
     return _section(
         "Training on a GPU",
         "Qwen2.5-Coder-1.5B-Instruct on GSM8K, read from a Q4_K_M GGUF and quantized to NVFP4 at "
-        "load. A step has 128 completions of at most 512 tokens and 4 updates. The run was killed "
-        f"in its sixth step and resumed ({provenance(run)}, `benchmarks/run_summary.py`).",
+        f"load. A step has 128 completions of at most {rollout['max_new_tokens']} tokens and "
+        f"{updates} {'update' if updates == 1 else 'updates'} ({provenance(run)}, "
+        "`benchmarks/run_summary.py`). With its programs in the cache the command took "
+        f"{run['total_seconds']:.0f} s from start to end, without them "
+        f"{run['cold']['total_seconds']:.0f} s, {run['cold']['compile_seconds']:.0f} s of it "
+        "compilation before the first step; no later step compiled anything. Updates processed "
+        f"{run['update_tokens_per_second']:,.0f} tokens per second of all rows; "
+        f"the median step forwards {100 * run['median']['forwarded_fraction']:.0f} % of the "
+        "completion tokens, the others teach nothing.",
         run_table(run),
         _command(run),
     )
@@ -180,8 +184,6 @@ def _step_section() -> str:
 
 
 def _loading_sections() -> list[str]:
-    if not (_RESULTS / "loading.json").exists():
-        return []
     rows = _read("loading.json")["rows"]
     return [
         _section(
