@@ -32,6 +32,8 @@ from experiments.configs import defaults
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
+# What a run with this cache of compiled programs spends.
+_CACHE = {"cold": "compilation included", "warm": "programs compiled before"}
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
@@ -107,8 +109,8 @@ def speed_text() -> str:
         "`docs/benchmarks.md` has all figures.\n"
         f"`benchmarks.speedrun` takes Qwen2.5-Coder-1.5B from {speedrun['pass1_start']:.1f} to "
         f"{speedrun['pass1_end']:.1f} % of {speedrun['n']:,} GSM8K test problems in\n"
-        f"{speedrun['seconds']:.0f} s on one {speedrun['device']}, with a {speedrun['cache']} "
-        "cache of programs.\nNot reproduced yet: the accuracies of the paper."
+        f"{speedrun['seconds']:.0f} s on one {speedrun['device'].split()[1]}, {_CACHE[speedrun['cache']]}. "
+        "Not reproduced yet: the accuracies of the paper."
     )
 
 
