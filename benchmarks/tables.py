@@ -109,7 +109,8 @@ def speed_text() -> str:
         "`docs/benchmarks.md` has all figures.\n"
         f"`benchmarks.speedrun` takes Qwen2.5-Coder-1.5B from {speedrun['pass1_start']:.1f} to "
         f"{speedrun['pass1_end']:.1f} % of {speedrun['n']:,} GSM8K test problems in\n"
-        f"{speedrun['seconds']:.0f} s on one {speedrun['device'].split()[1]}, {_CACHE[speedrun['cache']]}. "
+        f"{speedrun['seconds']:.0f} s on one {speedrun['device'].split()[1]}, "
+        f"{_CACHE[speedrun['cache']]}. "
         "Not reproduced yet: the accuracies of the paper."
     )
 
