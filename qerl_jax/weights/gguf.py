@@ -110,6 +110,18 @@ def open_gguf(path: pathlib.Path | str) -> GgufFile:
     path = pathlib.Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file")
+    status = path.stat()
+    return _opened(path, status.st_mtime_ns, status.st_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _opened(path: pathlib.Path, modified: int, size: int) -> GgufFile:
+    """As `open_gguf`. A start asks for the architecture first and for the weights later.
+
+    Reading the vocabulary takes more than a second. `modified` and `size` tell a file from another
+    one at the same path.
+    """
+    del modified, size
     metadata, tensors = read_header(path)
     rope_freqs = tensors.pop(_ROPE_FREQS, None)
     if metadata.get("split.count", 1) != 1:
