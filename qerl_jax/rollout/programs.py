@@ -38,12 +38,15 @@ class Operation(NamedTuple):
         static: its static arguments.
         arguments: a function that returns its other arguments, abstract ones for device arrays.
         key: identity of the program among all programs of a policy.
+        of_any_policy: whether the key alone tells the shapes of the arguments, so that the same
+            program serves another policy, such as the base without the adapter.
     """
 
     function: Any
     static: dict[str, Any]
     arguments: Callable[[], tuple[Any, ...]]
     key: Hashable
+    of_any_policy: bool = False
 
     def lower(self) -> jax.stages.Lowered:
         """Traces and lowers the function for its arguments."""
@@ -92,6 +95,20 @@ def dequantized(params: dict, table: Table, executables: Executables) -> dict:
     return transformer.dequantize_params(params, executables[table["dequantize",].key])
 
 
+def dequantization(params: dict) -> Operation | None:
+    """Returns the operation that makes weights dense, or None if `params` have none to dequantize.
+
+    Args:
+        params: the policy, as shapes with shardings.
+    """
+    packed = transformer.packed_weights(params)
+    if not packed:
+        return None
+    dtype = params["embed_tokens"].dtype
+    key = "dequantize", dtype, _digest(packed)
+    return Operation(decode.dequantize, {"dtype": dtype}, lambda: (packed,), key, True)
+
+
 def operations(
     key: Any, params: dict, lora: Lora | None, shapes: RolloutShapes, config: DecodeConfig
 ) -> Table:
@@ -109,18 +126,19 @@ def operations(
     model, dtype, steps = config.model, shapes.dtype, shapes.chunk_steps
     prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
     compute, sharding = params["embed_tokens"].dtype, params["embed_tokens"].sharding
-    packed = [] if config.dequantize == "step" else transformer.packed_weights(params)
+    dequantize = None if config.dequantize == "step" else dequantization(params)
     cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
     # A run samples with a head in 4 bits and evaluates without: the same keys, other programs.
-    structure = hashlib.sha256(str(jax.tree.structure((params, lora))).encode()).hexdigest()[:8]
+    structure = _digest((params, lora))
     table: dict[tuple[Any, ...], Operation] = {}
 
-    def add(name, sizes, function, static, arguments, *others):
+    def add(name, sizes, function, static, arguments, *others, of_any_policy=False):
         """Adds an operation in all its sizes; its programs also depend on `others`."""
         for size in sizes:
-            key = (name, *size, *others, *static.values(), structure)
+            key = (name, *size, *others, *static.values())
+            key = key if of_any_policy else (*key, structure)
             made = functools.partial(arguments, *size)
-            table[name, *size] = Operation(function, static, made, key)
+            table[name, *size] = Operation(function, static, made, key, of_any_policy)
 
     @functools.cache
     def result(*name: Any) -> Any:
@@ -129,15 +147,15 @@ def operations(
         return abstract(operation.function.eval_shape(*arguments, **static), sharding)
 
     def dense() -> dict:
-        if not packed:
+        if dequantize is None:
             return params
         return transformer.dequantize_params(params, lambda _: result("dequantize"))
 
     def state(rows: int) -> decode.DecodeState:
         return abstract(_state_shapes(rows, shapes, model), sharding)
 
-    if packed:
-        add("dequantize", [()], decode.dequantize, {"dtype": compute}, lambda: (packed,))
+    if dequantize is not None:
+        table["dequantize",] = dequantize
     add(
         "prefill",
         [(width,) for width in shapes.prompt_widths],
@@ -155,7 +173,8 @@ def operations(
             *(key, state(shapes.batch_sizes[0]), result("prefill", widest)),
             *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
-        *(*cache, prompts, widest),
+        *(*cache, prompts, widest, str(key.dtype)),
+        of_any_policy=True,
     )
     if not steps:
         return table
@@ -183,9 +202,17 @@ def operations(
         decode.gather_rows,
         {},
         lambda rows, fewer: (state(rows).keys[0], _int32(fewer)),
-        *(shapes.cache_positions, dtype),
+        *(shapes.cache_positions, dtype, model),
+        of_any_policy=True,
     )
     return table
+
+
+def _digest(tree: Any) -> str:
+    """Returns a short identity of the structure, the shapes and the dtypes of a tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+    return hashlib.sha256(f"{treedef} {shapes}".encode()).hexdigest()[:8]
 
 
 def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:

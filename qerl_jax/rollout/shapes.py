@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device
 from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
@@ -275,8 +276,9 @@ def dequantize_mode(params: dict, chosen: str = "auto") -> str:
 
 def dense_bytes(params: dict) -> int:
     """Returns the bytes of all weights that `transformer.dequantize_params` makes dense."""
+    stored = device.product_dtype(params["embed_tokens"].dtype)
     packed = transformer.packed_weights(params)
-    return sum(math.prod(leaf.shape) for leaf in packed) * params["embed_tokens"].dtype.itemsize
+    return sum(math.prod(leaf.shape) for leaf in packed) * stored.itemsize
 
 
 def _rounded_down(rows: int) -> int:

@@ -146,8 +146,9 @@ def take_step(
     packed = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
     buffers = deal_buffers(packed, setup.mesh)
     divisor = np.float32(temperature)  # of the logits, an argument of every program
+    frozen = programs.frozen_policy(setup.model.params)
     noise_state, metrics = _measure_noise(
-        setup, progress, programs, (noisy, clean, trainable.lora), batch, divisor, sigma=sigma
+        setup, progress, programs, frozen, batch, divisor, noise=noise, sigma=sigma
     )
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
@@ -160,7 +161,7 @@ def take_step(
     # --- 7. Optimizer steps ---------------------------------------------------------------------
     state, updates = _update(
         progress.state,
-        setup.model.params,
+        frozen,
         buffers,
         noise if config.aqn.correction == "noisy_forward" else None,
         divisor,
@@ -237,10 +238,11 @@ def _measure_noise(
     setup: Setup,
     progress: Progress,
     programs: UpdatePrograms,
-    policies: tuple[dict, dict, Lora | None],
+    params: dict,
     batch: TrainBatch,
     temperature: np.float32,
     *,
+    noise: aqn.Noise,
     sigma: float,
 ) -> tuple[SigmaState, dict[str, Any]]:
     """Measures what the noise of a step did, where that is due.
@@ -249,9 +251,10 @@ def _measure_noise(
         setup: the parts of the run that do not change.
         progress: the run before the step.
         programs: programs of the update.
-        policies: parameters of the noisy and of the clean policy, and the adapter of both.
+        params: parameters before training, as the programs take them.
         batch: rows of the step.
         temperature: sampling temperature.
+        noise: noise of the step.
         sigma: sigma of the step.
 
     Returns:
@@ -260,6 +263,9 @@ def _measure_noise(
     every, state = setup.config.aqn.kl_every, progress.noise
     metrics: dict[str, Any] = {"sigma": sigma}
     if every and progress.step % every == 0:
+        trainable = progress.state.trainable
+        clean = current_policy(params, trainable)
+        policies = aqn.add_noise(clean, noise), clean, trainable.lora
         kl = _noise_kl(setup, programs, policies, batch, temperature) if sigma > 0 else 0.0
         metrics["noise_kl"] = kl
         state = kl_control.measured(setup.sigma, state, sigma=sigma, kl=kl)
