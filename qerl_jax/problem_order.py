@@ -136,8 +136,8 @@ def draw(
 ) -> tuple[list[int], Cursor]:
     """Draws the next n problems.
 
-    Each draw goes to the source that lags most behind its share of the draws, so that after any
-    number of draws the shares are as close to the weights as whole problems allow.
+    Each draw goes to the source that lags behind its share of the draws the most, so that no
+    source is ever a whole problem ahead of its share.
 
     With a curriculum, a draw goes to it with the probability `curriculum_share`. It then takes a
     problem with a probability in proportion to its learnability p (1 - p), where p is the part of

@@ -66,7 +66,7 @@ ALLOWED = {
     | {"problem_order"},
     "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
-    | {"model_source", "paths", "errors"},
+    | {"problem_order", "model_source", "paths", "errors"},
 }
 
 
