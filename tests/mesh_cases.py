@@ -91,7 +91,7 @@ def step(count):
     mesh, loss = mesh_of(count), loss_config("grpo", kl_coef=0.05, tis_cap=2.0)
     programs = jitted(UpdateConfig(model, loss), optax.sgd(1.0), mesh)
     state = init_state(Trainable(jax.tree.map(jnp.array, lora), {}), optax.sgd(1.0))
-    params, state = sharding.replicated((params, state), mesh)
+    params, state = sharding.placed((params, state), mesh)
     totals, old = programs.zero_totals(state.trainable), []
     for buffer in deal_buffers(packed(), mesh):
         totals, logprobs = programs.add_gradient(
@@ -107,7 +107,7 @@ def step(count):
 def rollouts(count):
     """Greedy and sampled completions; programs of several devices are copies of the first one's."""
     config, params, lora = tiny_rollout.policy(quantized=True, layers=1)
-    key, params, lora = sharding.replicated((tiny_rollout.KEY, params, lora), mesh_of(count))
+    key, params, lora = sharding.placed((tiny_rollout.KEY, params, lora), mesh_of(count))
     devices = sharding.devices_of(params)
     prompts = [list(tiny_rollout.random_tokens(length, seed=length)) for length in LENGTHS]
     found = {}
@@ -141,8 +141,8 @@ def checkpoints(folder):
     found = {"saved": host(like)}
     for before, after in itertools.permutations(SHAPES, 2):
         with Checkpoints(folder / f"{before}-{after}", keep=1) as kept:
-            kept.save(1, sharding.replicated(like, mesh_of(before)), {})
-            _, state, _ = kept.restore_latest(sharding.replicated(like, mesh_of(after)))
+            kept.save(1, sharding.placed(like, mesh_of(before)), {})
+            _, state, _ = kept.restore_latest(sharding.placed(like, mesh_of(after)))
         assert sharding.devices_of(state) == jax.devices()[:after]
         found[before, after] = host(state)
     return found

@@ -99,7 +99,7 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
             final_norm=config.aqn.final_norm,
         )
         if setup.mesh is not None:
-            noise = sharding.replicated(noise, setup.mesh)
+            noise = sharding.placed(noise, setup.mesh)
     return rl_programs.operations(
         state,
         setup.model.params,

@@ -21,7 +21,7 @@ from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.programs import abstract
-from qerl_jax.sharding import make_mesh, replicated
+from qerl_jax.sharding import make_mesh, placed
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.method import Method, method_of
 from qerl_jax.training.problems import check_positions, encode_problems, load_problems
@@ -167,7 +167,7 @@ def assemble(
     )
     reference = reference_policy(config, model, lora_config, key)
     if mesh is not None:
-        params, head, reference = replicated((model.params, head, reference), mesh)
+        params, head, reference = placed((model.params, head, reference), mesh)
         model = dataclasses.replace(model, params=params)
         state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
