@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.tensor_parallel import TENSOR, cut
+from qerl_jax.policy.tensor_parallel import TENSOR, cut, shard_of
 
 DATA = "data"  # the axis of a mesh that rows are dealt out along; TENSOR is the other one
 
@@ -86,7 +86,7 @@ def specs(tree: Any, tensor: int) -> Any:
 
     Args:
         tree: a tree of arrays, such as parameters, adapter, state of the optimizer or cache. An
-            array by itself lies whole on every device.
+            array without a name lies whole on every device.
         tensor: number of devices that weights are cut into; nothing is cut for 1.
 
     Raises:
@@ -94,7 +94,7 @@ def specs(tree: Any, tensor: int) -> Any:
     """
 
     def spec(path: tuple, _: Any) -> P:
-        if tensor == 1 or not path:
+        if tensor == 1 or all(isinstance(key, jax.tree_util.SequenceKey) for key in path):
             return WHOLE
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         found = (spec for rule, spec in _RULES if re.search(rf"(^|/)({rule})$", name))
@@ -162,6 +162,25 @@ def placed_params(arrays: dict, mesh: Mesh | None, config: ModelConfig) -> dict:
 def dealt(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays [D, ...] with one entry for each of the D shares of `data`."""
     return NamedSharding(mesh, P(DATA))
+
+
+def of_heads(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """Returns the sharding of keys and values [R, K, S, H] beside arrays of another sharding."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape[TENSOR] == 1:
+        return sharding
+    return NamedSharding(sharding.mesh, HEADS)
+
+
+def beside(tree: Any, params: dict) -> Any:
+    """Returns a tree on the devices of a policy, replicated if its weights are cut."""
+    mesh = mesh_of(params)
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, WHOLE))
+
+
+def of_one_device(config: ModelConfig, params: dict) -> ModelConfig:
+    """Returns the architecture that each device of a policy computes."""
+    mesh = mesh_of(params)
+    return config if mesh is None else shard_of(config, mesh.shape[TENSOR])
 
 
 def mesh_of(tree: Any) -> Mesh | None:

@@ -108,7 +108,7 @@ def rollouts(count):
     """Greedy and sampled completions; programs of several devices are copies of the first one's."""
     config, params, lora = tiny_rollout.policy(quantized=True, layers=1)
     key, params, lora = sharding.placed((tiny_rollout.KEY, params, lora), mesh_of(count))
-    devices = sharding.devices_of(params)
+    groups = sharding.groups_of(params)
     prompts = [list(tiny_rollout.random_tokens(length, seed=length)) for length in LENGTHS]
     found = {}
     for temperature in (0.0, 1.0):
@@ -123,9 +123,9 @@ def rollouts(count):
             "engine": engine,
             "group_size": 2,
         }
-        local = sharding.on_device((key, params, lora), devices[0])
-        wanted = rollout_operations(*local, prompts=replicas.most(prompts, devices), **how)
-        programs = compile_operations(local, wanted, others=devices[1:])
+        local = sharding.on_group((key, params, lora), groups[0])
+        wanted = rollout_operations(*local, prompts=replicas.most(prompts, groups), **how)
+        programs = compile_operations(local, wanted, others=groups[1:])
         arguments = key, params, lora, prompts
         *_, before, last = replicas.generate_steps(*arguments, executables=programs, **how)
         found[temperature] = last.rollout
