@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.quant import in_machine_order
 from qerl_jax.policy.tensor_parallel import TENSOR, cut, shard_of
 
 DATA = "data"  # the axis of a mesh that rows are dealt out along; TENSOR is the other one
@@ -71,12 +72,14 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
         return None
     found = jax.devices() if devices is None else devices
     if data * tensor != len(found):
+        remedy = f"pass mesh.data={len(found)}"
+        if tensor > 1:
+            remedy = f"pass two numbers whose product is {len(found)}"
         visible = ",".join(map(str, range(data * tensor)))
         fewer = f", or show it fewer devices, such as CUDA_VISIBLE_DEVICES={visible}"
         raise UserError(
             f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and this "
-            f"process has {len(found)}: pass mesh.data={len(found)}"
-            f"{fewer if len(found) > data * tensor else ''}"
+            f"process has {len(found)}: {remedy}{fewer if len(found) > data * tensor else ''}"
         )
     return Mesh(np.array(found).reshape(data, tensor), (DATA, TENSOR))
 
@@ -128,16 +131,17 @@ def placed(tree: Any, mesh: Mesh | None) -> Any:
     return jax.tree.unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
-def placed_params(arrays: dict, mesh: Mesh | None, config: ModelConfig) -> dict:
-    """Returns arrays of one layer, or those beside the layers, cut and on the devices of a mesh.
+def placed_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dict:
+    """Returns arrays of one layer, or some beside the layers, in the order of this machine.
 
     Args:
         arrays: arrays by name, packed weights in the order of checkpoints; on any device.
-        mesh: mesh of the run; None, or a mesh that cuts no weights, returns the arrays.
         config: the architecture of the whole policy.
+        mesh: mesh of the run. If it cuts weights, the arrays are cut and brought to its devices;
+            else they stay where they are.
     """
     if mesh is None or mesh.shape[TENSOR] == 1:
-        return arrays
+        return in_machine_order(arrays)
     shards = mesh.shape[TENSOR]
     parts = [
         dict(zip(arrays, found, strict=True))
