@@ -19,12 +19,13 @@ import optax
 import tiny_rollout
 import tiny_run
 from safetensors.numpy import load_file
+from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax import sharding
 from qerl_jax.policy import aqn
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl import data_parallel
+from qerl_jax.rl import data_parallel, logprobs
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.losses import loss_config
@@ -230,6 +231,7 @@ def gathered():
 
 def main(path):
     data_parallel._TOGETHER = 500  # The adapter is added up in several parts.
+    logprobs._CHUNK_BYTES = 4 * 5 * VOCAB  # The logits of a buffer are in several chunks.
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         found = {
