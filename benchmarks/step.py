@@ -214,14 +214,14 @@ def measure(
     from benchmarks.rollout.results import origin
     from qerl_jax.problem_order import Cursor
     from qerl_jax.rl.train_step import init_state
-    from qerl_jax.sharding import devices_of, replicated
+    from qerl_jax.sharding import groups_of, placed
     from qerl_jax.training.compile import compile_programs
     from qerl_jax.training.start import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
     setup = _setup(arguments, model, format, data)
     trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
-    state = replicated(init_state(trainable, setup.optimizer), setup.mesh)
+    state = placed(init_state(trainable, setup.optimizer), setup.mesh)
     began = time.perf_counter()
     executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
     compiled = time.perf_counter() - began

@@ -22,7 +22,7 @@ ALLOWED = {
     "hub": set(),
     "import_path": {"errors"},
     "buckets": set(),
-    "sharding": {"errors"},
+    "sharding": {"policy", "errors"},
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},

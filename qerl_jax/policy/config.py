@@ -65,6 +65,8 @@ class ModelConfig:
         attention_bias: whether q, k and v have biases.
         qk_norm: whether q and k are normalized in each head.
         max_position: longest context, in tokens.
+        shards: number of devices that the weights are cut into. Where it is more than 1, heads, kv
+            heads, mlp_dim and vocab_size are those of one device, see `tensor_parallel.shard_of`.
     """
 
     model_type: str
@@ -82,6 +84,7 @@ class ModelConfig:
     attention_bias: bool
     qk_norm: bool
     max_position: int
+    shards: int = 1
 
     def __post_init__(self):
         for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "max_position"):

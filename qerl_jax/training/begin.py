@@ -18,7 +18,7 @@ from qerl_jax.run.compilations import Compilations
 from qerl_jax.run.folder import OpenRun, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.signals import StoppedError
-from qerl_jax.sharding import replicated
+from qerl_jax.sharding import placed
 from qerl_jax.training.init_from import begin_from, with_reference
 from qerl_jax.training.problems import EVAL, TRAIN, by_source, mixture_of
 from qerl_jax.training.problems import fingerprints as problem_fingerprints
@@ -87,7 +87,7 @@ def begin(
             state = init_state(trainable, setup.optimizer)
             progress = Progress(step=0, state=state, cursor=Cursor())
         # Committed to its devices, as a restored state is: both compile to the same programs.
-        state = replicated(progress.state, setup.mesh)
+        state = placed(progress.state, setup.mesh)
         progress = dataclasses.replace(progress, state=state)
     else:
         setup = with_reference(setup, folder)

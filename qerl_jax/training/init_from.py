@@ -23,7 +23,7 @@ from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
 from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_origin
-from qerl_jax.sharding import replicated
+from qerl_jax.sharding import placed
 from qerl_jax.training.problems import training_fingerprints
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.start import fingerprint_of
@@ -164,7 +164,7 @@ def with_reference(setup: Setup, folder: RunFolder) -> Setup:
     start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.lora_config)
     reference: tuple[dict, Lora | None] = (current_policy(setup.model.params, start), start.lora)
     if setup.mesh is not None:
-        reference = replicated(reference, setup.mesh)
+        reference = placed(reference, setup.mesh)
     return dataclasses.replace(
         setup, reference=reference, reference_fingerprint=fingerprint_of(reference)
     )

@@ -1,13 +1,14 @@
 """From a config to the parts of a run that stay the same while it runs."""
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
@@ -20,8 +21,7 @@ from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
-from qerl_jax.rollout.programs import abstract
-from qerl_jax.sharding import make_mesh, replicated
+from qerl_jax.sharding import bytes_of_a_device, make_mesh, placed, placed_params, shardings
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.method import Method, method_of
 from qerl_jax.training.problems import (
@@ -61,7 +61,7 @@ class Setup:
         sigma: sigma of the noise by step, or the KL that it should cause.
         temperature: sampling temperature by step.
         key: key of the run.
-        mesh: devices of the run, which all hold the model; None for one device.
+        mesh: devices of the run; None for one device.
     """
 
     config: ConfigDict
@@ -102,10 +102,11 @@ def prepare(
     method = check_method(config, rewards, schedule_steps=schedule_steps)
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
     problems = load_problems(config, rewards)
-    if (device := this_device()).pool is not None:
+    device = this_device()
+    if device.pool is not None or config.mesh.tensor > 1:  # which may not divide the model
         architecture = read_architecture(config.model.source)
         check_fits(plan_run(config, architecture, device), config, architecture)
-    model = _load_model(config)
+    model = _load_model(config, mesh)
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
     return assemble(config, rewards, model, prompts, method=method, mesh=mesh)
@@ -157,7 +158,7 @@ def assemble(
     Args:
         config: the resolved config.
         rewards: function and weight by name.
-        model: the model before training.
+        model: the model before training. If the mesh cuts weights, they lie on it already.
         prompts: prompts by split, as `problems.load_problems` names them.
         method: the parts that need no model, from `method.method_of`.
         mesh: devices of the run, as `config.mesh` describes them; None for one device.
@@ -167,17 +168,22 @@ def assemble(
     """
     lora_config, optimizer = method.lora_config, method.optimizer
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
-    head = rollout_head(model.params, config.rollout.head_format)
+    place = functools.partial(placed_params, config=model.config, mesh=mesh)
+    head = rollout_head(model.params, config.rollout.head_format, place)
     key = jax.random.key(config.seed, impl="threefry2x32")
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
     reference = reference_policy(config, model, lora_config, key)
     if mesh is not None:
-        params, head, reference = replicated((model.params, head, reference), mesh)
+        params, head, reference = placed((model.params, head, reference), mesh)
         model = dataclasses.replace(model, params=params)
-        state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+        state_shapes = jax.tree.map(
+            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            state_shapes,
+            shardings(state_shapes, mesh),
+        )
+    size = bytes_of_a_device(model.params)
     plan = plan_run(config, model.config, this_device(), prompt=prompt_width, weights=size)
     check_fits(plan, config, model.config)
     sampling, eval_sampling = _sampling(config)
@@ -222,7 +228,7 @@ def assemble(
     )
 
 
-def _load_model(config: ConfigDict) -> LoadedModel:
+def _load_model(config: ConfigDict, mesh: Mesh | None) -> LoadedModel:
     """The model; refuses lengths that it has no positions for."""
     device = jax.devices()[0]
     size = re.search(r"-([0-9.]+)b(?:-|$)", config.preset)
@@ -237,7 +243,12 @@ def _load_model(config: ConfigDict) -> LoadedModel:
     devices = config.mesh.data * config.mesh.tensor
     kind = f"{devices} x {device.device_kind}" if devices > 1 else device.device_kind
     print(f"loading {config.model.source} as {config.model.format} on {kind}", flush=True)
-    model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
+    model = load(
+        config.model.source,
+        format=config.model.format,
+        dtype=config.model.dtype,
+        place=functools.partial(placed_params, mesh=mesh),
+    )
     check_positions(config, model.config)
     return model
 

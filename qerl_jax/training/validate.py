@@ -143,6 +143,11 @@ def validate(config: ConfigDict) -> None:
     check_head_format(config.rollout.head_format)
     recomputation(config.train.recompute)
     check_mesh(config.mesh.data, config.mesh.tensor, prompts=config.rollout.prompts_per_step)
+    if config.mesh.tensor > 1 and config.train.parameters == "full":
+        raise UserError(
+            f"mesh.tensor={config.mesh.tensor} with train.parameters='full': a trained weight that "
+            "is cut between devices cannot be saved, pass mesh.tensor=1 or train.parameters=lora"
+        )
     if config.rollout.head_format and config.train.parameters == "full":
         raise UserError(
             f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "
