@@ -222,7 +222,7 @@ def measure(
     import jax
 
     from benchmarks.rollout.results import origin
-    from qerl_jax.data import Cursor
+    from qerl_jax.problem_order import Cursor
     from qerl_jax.rl.train_step import init_state
     from qerl_jax.sharding import groups_of, placed
     from qerl_jax.training.compile import compile_programs

@@ -33,6 +33,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments.configs import NAMES, config_file, defaults
 from qerl_jax.config.describe import describe_config
+from qerl_jax.config.mixture import name_sources
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.rewards import name_rewards
 from qerl_jax.errors import UserError, check_unicode, first_line
@@ -243,7 +244,7 @@ def _parse_flags(
         f"NAME:PRESET ({', '.join(NAMES)}); --config.FIELD=VALUE sets a field of it. "
         f"{_PRESETS}",
     )
-    take_rewards(flags.FLAGS["config"], argv)
+    take_names(flags.FLAGS["config"], argv)
     flags.FLAGS.set_default("config", default_config)
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
@@ -263,8 +264,8 @@ def _parse_flags(
     return rest
 
 
-def take_rewards(config_flag: flags.Flag, argv: Sequence[str]) -> None:
-    """Lets the flag of a config file take rewards that the file does not name.
+def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
+    """Lets the flag of a config file take rewards and sources that the file does not name.
 
     Args:
         config_flag: the flag, before it is parsed.
@@ -275,7 +276,7 @@ def take_rewards(config_flag: flags.Flag, argv: Sequence[str]) -> None:
 
 
 class _ConfigParser(flags.ArgumentParser):
-    """Reads the config file as another parser does, and adds the rewards that flags name."""
+    """Reads the config file as another parser does, and adds the names that flags set."""
 
     def __init__(self, parser: flags.ArgumentParser, fields: Sequence[str]):
         self._parser, self._fields = parser, fields
@@ -285,6 +286,7 @@ class _ConfigParser(flags.ArgumentParser):
         config = self._parser.parse(argument)
         if isinstance(config, ConfigDict):  # else the file could not be read
             name_rewards(config, self._fields)
+            name_sources(config, self._fields)
         return config
 
 

@@ -189,7 +189,7 @@ def _parse(arguments: Sequence[str]) -> ConfigDict:
     argv, values = ["", *cli.with_files(arguments)], flags.FlagValues()
     with cli.config_errors():
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
-        cli.take_rewards(values["config"], argv)
+        cli.take_names(values["config"], argv)
         values(argv)
         return values.config.lock()
 

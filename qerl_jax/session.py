@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from qerl_jax.config.rewards import configured_rewards
-from qerl_jax.data import Cursor
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.problem_order import Cursor
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state

@@ -131,8 +131,8 @@ class OpenRun(RunFolder):
             `config.steps` of the first start. A later start with more steps extends the run and
             leaves the schedules alone.
         resumed: whether a step of this run was logged or saved before.
-        moved: fields of `resume.PLACES` that are not as before. The caller compares fingerprints
-            and then calls `record_places`.
+        moved: fields that are `resume.is_place` and not as before. The caller compares
+            fingerprints and then calls `record_places`.
     """
 
     schedule_steps: int
@@ -251,9 +251,17 @@ def record_places(folder: OpenRun, config: ConfigDict) -> None:
     saved = json.loads(folder.config.read_bytes())
     fields, current = saved["config"], config_dict(config)
     for field in folder.moved:
-        section, _, name = field.partition(".")
-        fields[section][name] = current[section][name]
+        _copy_field(field, current, fields)
     write_atomic(folder.config, json.dumps(saved, indent=2) + "\n")
+
+
+def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Gives a field, such as 'data.path', its value in another config; absent there, none."""
+    *sections, last = name.split(".")
+    for section in sections:
+        source, target = source.get(section, {}), target[section]
+    target.pop(last, None)
+    target |= {last: source[last]} if last in source else {}
 
 
 def record_origin(folder: RunFolder, origin: dict[str, Any]) -> None:
@@ -384,14 +392,14 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
 
     Returns:
-        The fields of `resume.PLACES` that changed, which are not saved yet.
+        The fields that are `resume.is_place` and changed, which are not saved yet.
 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
     old, new = flatten(saved["config"]), flatten(config_dict(config))
     allowed, refused = resume.differences(old, new, config)
-    moved = tuple(field for field in resume.PLACES if refused.pop(field, None))
+    moved = tuple(f for f in list(refused) if resume.is_place(f) and refused.pop(f))
     said = f"; {names}" if (names := resume.renamed(old, new)) else ""
     if refused:
         changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
@@ -411,8 +419,7 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     # The number of steps stays the one of the first start, as without such a change.
     current["steps"] = saved["config"].get("steps", current.get("steps"))
     for field in moved:
-        section, _, name = field.partition(".")
-        current[section][name] = saved["config"][section][name]
+        _copy_field(field, saved["config"], current)
     written = saved | {"config": current} | changed
     write_atomic(folder.config, json.dumps(written, indent=2) + "\n")
     return moved

@@ -24,7 +24,14 @@ from qerl_jax.rollout.head import rollout_head
 from qerl_jax.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.method import Method, method_of
-from qerl_jax.training.problems import check_positions, encode_problems, load_problems
+from qerl_jax.training.problems import (
+    EVAL,
+    check_positions,
+    encode_problems,
+    load_problems,
+    order_of,
+    training_prompts,
+)
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
@@ -41,7 +48,7 @@ class Setup:
         reference: parameters and adapter of the policy that the KL of the loss is measured to.
         reference_fingerprint: identity of `reference` if it is not the model itself, else None.
         lora_config: rank, scale and targets of the adapter.
-        train_prompts: prompts that the steps draw from.
+        train_prompts: prompts that the steps draw from, of all sources.
         eval_prompts: held-out prompts; empty without evaluations.
         collect: options of a step's completions.
         eval_sampling: options of the completions of an evaluation.
@@ -152,7 +159,7 @@ def assemble(
         config: the resolved config.
         rewards: function and weight by name.
         model: the model before training. If the mesh cuts weights, they lie on it already.
-        prompts: prompts by split, 'train' and, with evaluations, 'eval'.
+        prompts: prompts by split, as `problems.load_problems` names them.
         method: the parts that need no model, from `method.method_of`.
         mesh: devices of the run, as `config.mesh` describes them; None for one device.
 
@@ -184,8 +191,8 @@ def assemble(
         reference=reference,
         reference_fingerprint=reference_fingerprint(config, reference),
         lora_config=lora_config,
-        train_prompts=prompts["train"],
-        eval_prompts=prompts.get("eval", []),
+        train_prompts=training_prompts(prompts),
+        eval_prompts=prompts.get(EVAL, []),
         collect=CollectConfig(
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
@@ -197,7 +204,7 @@ def assemble(
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
             metric=_metric(config, rewards),
-            data_seed=config.seed,
+            order=order_of(config, prompts),
         ),
         eval_sampling=eval_sampling,
         eval_engine=eval_engine,
@@ -250,7 +257,7 @@ def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list
         held_out += " (at most 256 and a tenth; --config.eval.problems=N changes it)"
     print(
         f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
-        f"{len(prompts['train'])} training prompts, {held_out}",
+        f"{len(training_prompts(prompts))} training prompts, {held_out}",
         flush=True,
     )
 
