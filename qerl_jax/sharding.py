@@ -113,6 +113,15 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh.shape[TENSOR]))
 
 
+def located(tree: Any, mesh: Mesh) -> Any:
+    """Returns the shapes of a tree of arrays, or of shapes, with their shardings on a mesh."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        tree,
+        shardings(tree, mesh),
+    )
+
+
 def placed(tree: Any, mesh: Mesh | None) -> Any:
     """Returns a tree whose arrays lie on a mesh by the rules; without a mesh, on the first device.
 
@@ -192,6 +201,7 @@ def mesh_of(tree: Any) -> Mesh | None:
     sharding = next(x.sharding for x in jax.tree.leaves(tree) if hasattr(x, "sharding"))
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape.get(TENSOR, 1) == 1:
         return None
+    assert isinstance(sharding.mesh, Mesh)
     return sharding.mesh
 
 
@@ -220,6 +230,7 @@ def on_group(tree: Any, group: Sequence[jax.Device]) -> Any:
             return whole if isinstance(whole, jax.Array) else jax.device_put(leaf, group[0])
         if not devices <= shards.keys():
             return jax.device_put(leaf, NamedSharding(mesh, WHOLE))
+        assert isinstance(leaf.sharding, NamedSharding)
         target = NamedSharding(mesh, leaf.sharding.spec)
         return jax.make_array_from_single_device_arrays(
             leaf.shape, target, [shards[device] for device in group]

@@ -60,8 +60,9 @@ def compiler(devices=1, tensor=1):
         concrete = Mesh(np.array(topology.devices).reshape(-1, tensor), ("data", "tensor"))
         sharding = NamedSharding(concrete, PartitionSpec())
         device = AbstractDevice("NVIDIA H200", 132, "gpu")
+        shape = devices // tensor, tensor
         mesh = AbstractMesh(
-            (devices // tensor, tensor), concrete.axis_names, (AxisType.Auto,) * 2, abstract_device=device
+            shape, concrete.axis_names, (AxisType.Auto,) * 2, abstract_device=device
         )
 
         def compiled(function, *args, options=None, **static):

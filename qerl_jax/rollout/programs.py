@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
@@ -28,7 +29,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.decode import DecodeConfig
 from qerl_jax.rollout.shapes import RolloutShapes
-from qerl_jax.sharding import COLUMNS, mesh_of, shardings
+from qerl_jax.sharding import COLUMNS, located, mesh_of
 
 
 class Operation(NamedTuple):
@@ -133,6 +134,7 @@ def operations(
     prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
     compute, sharding = params["embed_tokens"].dtype, key.sharding
     mesh = mesh_of(params)
+    placed = functools.partial(_placed, mesh, sharding)
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
     dequantize = None if config.dequantize == "step" else dequantization(params)
     cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
@@ -148,15 +150,6 @@ def operations(
             made = functools.partial(arguments, *size)
             table[name, *size] = Operation(function, static, made, key, of_any_policy)
 
-    def located(tree: Any) -> Any:
-        if mesh is None:
-            return abstract(tree, sharding)
-        return jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            tree,
-            shardings(tree, mesh),
-        )
-
     @functools.cache
     def result(*name: Any) -> Any:
         operation = table[name]
@@ -165,10 +158,10 @@ def operations(
     def dense() -> dict:
         if dequantize is None:
             return params
-        return located(transformer.dequantize_params(params, lambda _: result("dequantize")))
+        return placed(transformer.dequantize_params(params, lambda _: result("dequantize")))
 
     def state(rows: int) -> decode.DecodeState:
-        return located(_state_shapes(rows, shapes, model))
+        return placed(_state_shapes(rows, shapes, model))
 
     if dequantize is not None:
         table["dequantize",] = dequantize
@@ -186,7 +179,7 @@ def operations(
         functions.insert_rows,
         {"config": config},
         lambda count: (
-            *(key, state(shapes.batch_sizes[0]), located(result("prefill", widest))),
+            *(key, state(shapes.batch_sizes[0]), placed(result("prefill", widest))),
             *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
         *(*cache, prompts, widest, str(key.dtype)),
@@ -207,7 +200,7 @@ def operations(
         functions.decode_chunk,
         {"config": config, "steps": steps},
         lambda rows: (
-            *(key, dense(), located(result("fuse_adapter")), state(rows)),
+            *(key, dense(), placed(result("fuse_adapter")), state(rows)),
             *(_int32(rows), np.zeros(rows, bool), np.float32(1)),
         ),
         *cache,
@@ -236,6 +229,11 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree
     )
+
+
+def _placed(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:
+    """Returns the shapes of a tree on a mesh, or with one sharding for all arrays."""
+    return abstract(tree, sharding) if mesh is None else located(tree, mesh)
 
 
 def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decode.DecodeState:

@@ -21,7 +21,7 @@ from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
-from qerl_jax.sharding import bytes_of_a_device, make_mesh, placed, placed_params, shardings
+from qerl_jax.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.method import Method, method_of
 from qerl_jax.training.problems import (
@@ -178,11 +178,7 @@ def assemble(
     if mesh is not None:
         params, head, reference = placed((model.params, head, reference), mesh)
         model = dataclasses.replace(model, params=params)
-        state_shapes = jax.tree.map(
-            lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-            state_shapes,
-            shardings(state_shapes, mesh),
-        )
+        state_shapes = located(state_shapes, mesh)
     size = bytes_of_a_device(model.params)
     plan = plan_run(config, model.config, this_device(), prompt=prompt_width, weights=size)
     check_fits(plan, config, model.config)
