@@ -306,13 +306,12 @@ def describe(row: dict[str, Any]) -> str:
 
 def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
     """Writes a row to a JSON file, in place of the row with the same keys."""
-    from qerl_jax.run.atomic import write_atomic
+    from qerl_jax.run.atomic import write_json
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {tuple(old[key] for key in keys): old for old in [*rows, row]}
-    path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [found[key] for key in sorted(found, key=str)]
-    write_atomic(path, json.dumps({"rows": ordered}, indent=1) + "\n")
+    write_json(path, {"rows": ordered}, indent=1)
 
 
 def run(arguments: argparse.Namespace) -> None:

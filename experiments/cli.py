@@ -82,6 +82,8 @@ def main(
                 return rest
         except UserError as error:
             _fail(error)
+        except KeyboardInterrupt:
+            _interrupted()
         except SystemExit as stopped:
             asked = any(argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:])
             sys.exit(0 if asked else stopped.code)  # absl exits with 1 after its help
@@ -177,8 +179,7 @@ def run_command(
         parser.prog = name
     with _one_line_errors():
         _check_arguments(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(argv)
-    with _one_line_errors():
+        arguments = parser.parse_args(argv)
         take_memory()
         run(arguments)
 
@@ -218,8 +219,7 @@ def _one_line_errors() -> Generator[None]:
     except StoppedError as stopped:
         sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _interrupted()
 
 
 def _stdout_has_no_reader() -> bool:
@@ -311,6 +311,12 @@ def _fail(error: Exception | str) -> NoReturn:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     print(f"error: {' '.join(lines)}", file=sys.stderr)
     sys.exit(2)
+
+
+def _interrupted() -> NoReturn:
+    """Prints one line and exits with code 130, that of SIGINT."""
+    print("interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
 
 
 def _key_message(error: BaseException) -> str:

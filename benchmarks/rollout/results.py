@@ -12,7 +12,7 @@ import jax
 import jaxlib
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.provenance import provenance, without_folders
 
 _POLICY = (
@@ -52,8 +52,7 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
     old |= {_key(row): row for row in rows}
     result["rows"] = [old[key] for key in sorted(old)]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(result, indent=1) + "\n")
+        write_json(path, result, indent=1)
     except OSError as error:
         raise UserError(f"{path}: cannot write rows there ({error}); pass another --out") from error
 

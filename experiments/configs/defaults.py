@@ -42,6 +42,7 @@ SOURCES = {
     "qwen3-14b": "Qwen/Qwen3-14B",
     "qwen3-32b": "Qwen/Qwen3-32B",
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
 }
 
 MODELS = tuple(SOURCES)

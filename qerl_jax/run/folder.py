@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run import resume
-from qerl_jax.run.atomic import TEMPORARY, write_atomic
+from qerl_jax.run.atomic import TEMPORARY, write_json
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.provenance import provenance
 
@@ -242,7 +242,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
                 schedule_steps = config.steps
                 described = {"config": config_dict(config), "schedule_steps": schedule_steps}
                 described |= provenance()
-                write_atomic(folder.config, json.dumps(described, indent=2) + "\n")
+                write_json(folder.config, described)
             yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
 
 
@@ -252,7 +252,7 @@ def record_places(folder: OpenRun, config: ConfigDict) -> None:
     fields, current = saved["config"], config_dict(config)
     for field in folder.moved:
         _copy_field(field, current, fields)
-    write_atomic(folder.config, json.dumps(saved, indent=2) + "\n")
+    write_json(folder.config, saved)
 
 
 def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> None:
@@ -267,7 +267,7 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
 def record_origin(folder: RunFolder, origin: dict[str, Any]) -> None:
     """Records in config.json where a run began from, as `init_from`."""
     saved = json.loads(folder.config.read_bytes())
-    write_atomic(folder.config, json.dumps(saved | {"init_from": origin}, indent=2) + "\n")
+    write_json(folder.config, saved | {"init_from": origin})
 
 
 @contextlib.contextmanager
@@ -421,7 +421,7 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     for field in moved:
         _copy_field(field, saved["config"], current)
     written = saved | {"config": current} | changed
-    write_atomic(folder.config, json.dumps(written, indent=2) + "\n")
+    write_json(folder.config, written)
     return moved
 
 

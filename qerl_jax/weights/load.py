@@ -28,7 +28,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.threads import available_cores, run_within
-from qerl_jax.weights import names, packed, safetensors
+from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
@@ -112,10 +112,7 @@ def load(
     checkpoint = open_checkpoint(source)
     path = checkpoint.path
     if checkpoint.tokenizer is None:
-        raise UserError(
-            f"{path}: there is no tokenizer (tokenizer.json or vocab.json); a policy needs one: "
-            "copy it from the model that this one was made from"
-        )
+        raise UserError(f"{path}: {tokenizer.missing(path)}")
     if format == "stored":
         format = "nvfp4" if checkpoint.packed else "bf16"
     if checkpoint.packed and format != "nvfp4":
