@@ -331,8 +331,8 @@ def _fields(model: str) -> ConfigDict:
     # Groups of devices that the rows of a step are dealt out to; it divides
     # rollout.prompts_per_step. Every group has a copy of the weights.
     c.mesh.data = 1
-    # Devices of a group, between which weights are cut, for a model that does not fit one device. It
-    # divides the heads, kv heads, MLP and vocabulary of the model.
+    # Devices of a group, between which weights are cut: for a model that does not fit one device.
+    # It divides the heads, kv heads, MLP and vocabulary of the model.
     c.mesh.tensor = 1
 
     c.eval = ConfigDict()  # greedy accuracy; the best adapter is kept
