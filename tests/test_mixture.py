@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -15,8 +16,10 @@ from qerl_jax.config.mixture import MixtureSource, divide, read_mixture
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import _held_out
+from qerl_jax.export.model_card import _training
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.show.view import curves, open_views
 from qerl_jax.training.loop import train
 
 CHANGES = {
@@ -60,6 +63,7 @@ def mixed(tiny, files):
     return make
 
 
+METRICS = ("reward", "accuracy", "share")
 CURRICULUM = {
     "steps": 6,
     "data.curriculum": "learnability",
@@ -199,6 +203,23 @@ def test_moved_sources_are_found_again_and_others_refused(mixed, files, tmp_path
     moved.data.mixture.short.weight = 1.0
     with pytest.raises(UserError, match=r"data.mixture.short.weight: 3.0 -> 1.0"):
         train(moved, workdir=run)
+
+
+def test_the_model_card_names_the_sources(whole):
+    run = json.loads((whole / "config.json").read_text())
+    text = "\n".join(_training(run, 6))
+    assert re.search(r"data.mixture.short +\| .*short.jsonl, 75.0% of the draws", text)
+    assert "| data.source" not in text
+
+
+def test_the_curves_of_sources_and_of_the_curriculum_are_shown(whole):
+    found = curves(open_views([str(whole)]))
+    parts = [key for key in found if key.startswith(("source/", "curriculum/"))]
+    assert parts == [
+        *(f"source/{name}/{of}" for name in ("long", "short") for of in METRICS),
+        *("curriculum/success_rate", "curriculum/measured", "curriculum/seen"),
+    ]
+    assert found.index("reward/format") < found.index(parts[0]) < found.index("accuracy")
 
 
 def test_a_dry_run_counts_the_problems_of_each_source(mixed, tmp_path):
