@@ -260,6 +260,11 @@ def test_the_held_out_problems_of_a_run_are_found_again(mixed, tmp_path):
     run = train(mixed({"steps": 1, "eval.every": 1, "eval.problems": 6}), workdir=tmp_path / "run")
     config = json.loads((run / "config.json").read_text())["config"]
     assert [int(p.answer) for p in _held_out(config, run)] == [38, 39, 41, 42, 43, 44]
+    # Problems of their own need no training data, which may lie on another machine.
+    own = json.loads(json.dumps(config))
+    own["data"]["eval_path"] = config["data"]["mixture"]["long"]["path"]
+    own["data"]["mixture"]["long"]["path"] = "absent.jsonl"
+    assert [int(p.answer) for p in _held_out(own, None)] == list(range(6))
     config["data"]["mixture"]["short"]["weight"] = 1.0
     with pytest.raises(UserError, match="held out have changed since"):
         _held_out(config, run)
