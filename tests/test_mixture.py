@@ -232,6 +232,14 @@ def test_a_dry_run_counts_the_problems_of_each_source(mixed, tmp_path):
     assert "\ndata.mixture.short.weight = 3.0\n" in text
 
 
+def test_a_prompt_that_is_too_long_names_its_source(mixed, tmp_path):
+    config = mixed()
+    config.data.mixture.short.path = str(tmp_path / "wide.jsonl")
+    (tmp_path / "wide.jsonl").write_text(json.dumps({"question": "t1 " * 30, "answer": "1"}))
+    with pytest.raises(UserError, match="1 of 1 prompts of short are over 16 tokens"):
+        dry_run.dry_run(config, write=lambda text: None, workdir=tmp_path / "run")
+
+
 def test_evaluation_problems_come_from_every_source_or_have_their_own(tmp_path, files):
     sources = {"long": MixtureSource(files["long"]), "short": MixtureSource(files["short"])}
     train_, held_out = data.load_mixture(sources, eval_source="held_out", eval_size=4)
