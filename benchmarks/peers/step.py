@@ -162,6 +162,7 @@ def make_trainer(
         rollout: from `adapter_rollout`; None takes TRL's own colocated vLLM.
         work: folder for what the trainer writes.
     """
+    import torch  # pyrefly: ignore[missing-import]
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
@@ -197,6 +198,7 @@ def make_trainer(
             beta=0.0,
             learning_rate=1e-5,
             bf16=True,
+            use_cpu=not torch.cuda.is_available(),
             gradient_checkpointing=arguments.checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             vllm_importance_sampling_correction=False,
