@@ -142,7 +142,11 @@ def _our_row(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
         if found:
             return found[-1]
         command = [sys.executable, "-m", "benchmarks.step", "--format=nvfp4", f"--out={path}"]
-        command += [f"--model={arguments.model}", f"--group={count}", f"--prompt={arguments.prompt}"]
+        command += [
+            f"--model={arguments.model}",
+            f"--group={count}",
+            f"--prompt={arguments.prompt}",
+        ]
         command += [f"--new-tokens={arguments.new_tokens}", f"--lora-rank={arguments.lora_rank}"]
         if subprocess.run(command).returncode:
             break
@@ -207,9 +211,7 @@ def lora_config(rank: int) -> Any:
     """PEFT's config of an adapter on all seven projections."""
     from peft import LoraConfig  # pyrefly: ignore[missing-import]
 
-    return LoraConfig(
-        r=rank, lora_alpha=rank, target_modules=list(TARGETS), task_type="CAUSAL_LM"
-    )
+    return LoraConfig(r=rank, lora_alpha=rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
 
 
 def device_name() -> str:

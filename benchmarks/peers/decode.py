@@ -83,7 +83,7 @@ def engine_fraction(model: str, format: str, *, rows: int, tokens: int) -> float
 def make_engine(
     arguments: argparse.Namespace, folder: pathlib.Path, format: str, rows: int, **options: Any
 ) -> Any:
-    """vLLM with an adapter, with CUDA graphs for up to this many rows.
+    """An engine of vLLM with an adapter, with CUDA graphs for up to this many rows.
 
     Args:
         arguments: parsed arguments of `common.make_parser`.

@@ -95,7 +95,7 @@ def measure(model: Any, arguments: argparse.Namespace, rows: int) -> dict[str, A
     vocab = model.config.vocab_size
     tokens = torch.randint(1, vocab, (rows, arguments.prompt + arguments.new_tokens), device=device)
     advantages = torch.randn(rows, device=device)
-    found = []
+    found: list[dict[str, Any]] = []
     for checkpointing in (True, False):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -138,9 +138,7 @@ def measure(model: Any, arguments: argparse.Namespace, rows: int) -> dict[str, A
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     counts = common.check(arguments)
-    packages = common.installed(
-        _PACKAGES | (_QUANTIZED if arguments.format == "nf4" else {})
-    )
+    packages = common.installed(_PACKAGES | (_QUANTIZED if arguments.format == "nf4" else {}))
     ours = common.our_rows(arguments, counts)
 
     from peft import get_peft_model  # pyrefly: ignore[missing-import]
