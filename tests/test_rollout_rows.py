@@ -53,7 +53,8 @@ def test_a_run_replaces_its_own_rows(tmp_path):
 
 OTHERS = [
     {"weights": "real"}, {"chunk_steps": 8}, {"dequantize": "step"}, {"head_format": "nvfp4"},
-    {"tensor": 2}, {"kv_cache_dtype": "float8_e4m3fn"}, {"prompt": 64}, {"new_tokens": 18}, {"kind": "parts"},
+    {"kv_cache_dtype": "float8_e4m3fn"}, {"prompt": 64}, {"new_tokens": 18}, {"kind": "parts"},
+    {"tensor": 2},
 ]  # fmt: skip
 
 
