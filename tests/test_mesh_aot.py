@@ -173,6 +173,8 @@ def test_a_decode_step(compile_for_two, rows):
     assert logits[:2] == ("all-gather", "f32")
     # One for the embedding, and one for each of the two blocks of the layer.
     assert sums == [("all-reduce", "bf16", f"{rows},8192")] * 3
+    cache = sum(x.size * x.dtype.itemsize for x in (*state.keys, *state.values)) // 2
+    assert program.memory_analysis().alias_size_in_bytes >= cache  # which is updated in place
     text = program.as_text()
     assert "jit(decode_layer)/linears/fp4_matmul_sm90" in text
     assert ("attention_sm90" in text) == (rows == 32)
