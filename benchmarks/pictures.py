@@ -24,6 +24,7 @@ _DECODE = {
     "kind": "decode",
     "weights": "random",
     "lora_rank": 32,
+    "tensor": 1,
     "kv_cache_dtype": "bfloat16",
     "head_format": "",
     "chunk_steps": 16,

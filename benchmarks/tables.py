@@ -63,7 +63,9 @@ def preset_table() -> str:
             f"{speedrun['pass1_start']:.1f} -> {speedrun['pass1_end']:.1f} %",
         ),
     }
-    steps = {row["model"]: row for row in _read("step.json")["rows"] if row["format"] == "nvfp4"}
+    rows = [row for row in _read("step.json")["rows"] if row["format"] == "nvfp4"]
+    # The last row of a model counts: the one on the fewest devices.
+    steps = {row["model"]: row for row in sorted(rows, key=lambda row: -row["devices"])}
     rest, lines = [], []
     for model in defaults.MODELS:
         if model in known:
@@ -73,7 +75,7 @@ def preset_table() -> str:
             lines.append(
                 [
                     f"`{model}`",
-                    row["device"],
+                    (f"{row['devices']} x " if row["devices"] > 1 else "") + row["device"],
                     f"{row['peak_gb']:.1f} GB",
                     f"{row['step_s']:.1f} s",
                     f"a step of {row['batch']} completions of {row['new_tokens']:,} tokens, random "
@@ -165,7 +167,7 @@ def _step_section() -> str:
         return [
             row["model"],
             row["format"],
-            str(row["devices"]),
+            f"{row['devices']} ({row['mesh']})" if row["devices"] > 1 else "1",
             f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']}",
             str(row["updates"]),
             *(f"{row[name]:.2f}" for name in ("rollout_s", "update_s", "step_s")),

@@ -34,17 +34,16 @@ _RULES = (
     (r"(o_proj|down_proj)/(global_scale|tiles/divisor|b|1)", WHOLE),
     (r"(keys|values)/\d+", HEADS),
     (r"norm|(input|post_attention)_layernorm|q_norm|k_norm", WHOLE),
-    (r"lengths|rows|counts|last|done|tokens|logits|logprobs|entropies", WHOLE),  # of a rollout
+    (r"lengths|rows|counts|last|done|logits", WHOLE),  # of a rollout
     (r"key|sigma|count|skipped_in_a_row", WHOLE),  # of the noise and of the optimizer
 )
 
 
-def check_mesh(data: int, tensor: int, *, prompts: int) -> None:
+def check_mesh(data: int, *, prompts: int) -> None:
     """Checks what needs no device and no architecture.
 
     Args:
-        data: number of devices that the rows of a step are dealt out to.
-        tensor: number of devices that a weight is cut into.
+        data: number of groups of devices that the rows of a step are dealt out to.
         prompts: prompts of a step.
 
     Raises:
@@ -53,7 +52,7 @@ def check_mesh(data: int, tensor: int, *, prompts: int) -> None:
     if prompts % data:
         raise UserError(
             f"rollout.prompts_per_step={prompts} is not divisible by mesh.data={data}: every "
-            f"device takes the same number of prompts, pass {-(-prompts // data) * data}"
+            f"group takes the same number of prompts, pass {-(-prompts // data) * data}"
         )
 
 
@@ -61,8 +60,8 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
     """Returns the mesh of a run, or None for a run on the first device alone.
 
     Args:
-        data: number of devices that the rows of a step are dealt out to.
-        tensor: number of devices that a weight is cut into.
+        data: number of groups of devices that the rows of a step are dealt out to.
+        tensor: number of devices of a group, between which weights are cut.
         devices: the devices; by default all devices of the process.
 
     Raises:

@@ -185,10 +185,6 @@ def test_rollouts_of_problems(tmp_path, capsys):
         out=str(out),
     )
     job.benchmark(config)
-    # A row of an earlier version has no number of devices.
-    (old,) = json.loads(out.read_text())["rows"]
-    del old["tensor"]
-    out.write_text(json.dumps({"device": "cpu", "rows": [old]}))
     (row,) = job.benchmark(config)
     assert json.loads(out.read_text())["rows"] == [row]  # which replaced its own
     policy = ["gsm8k", "model", "bf16", "real", 4, "bfloat16", "", 8, "once", 1]

@@ -24,7 +24,7 @@ from benchmarks import (
     source_tree,
     tables,
 )
-from benchmarks.step import timed_steps
+from benchmarks.step import make_parser, timed_steps
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.scoring.calls import call_of
@@ -294,3 +294,13 @@ def test_a_step_that_compiles_is_no_measurement():
     with pytest.raises(UserError, match=r"step 2 compiled \d+ programs in .* no measurement"):
         timed_steps(step, 2)
     assert len(timed_steps(dict, 3)) == 3
+
+
+def test_the_meshes_of_steps(capsys):
+    texts = ["data=2", "tensor=4", "data=1,tensor=2"]
+    arguments = make_parser().parse_args([f"--mesh={text}" for text in texts])
+    assert arguments.mesh == [(2, 1), (1, 4), (1, 2)]
+    for text in ("rows=2", "data=0", "tensor=x", "2"):
+        with pytest.raises(SystemExit):
+            make_parser().parse_args([f"--mesh={text}"])
+        assert f"'{text}': write data=N,tensor=M" in capsys.readouterr().err

@@ -1,88 +1,180 @@
-"""An update on two H200s, compiled without them: no weight moves, and the gradient moves once.
+"""Updates and decode steps on two H200s, compiled without them: no weight moves.
 
 uv run --group aot pytest -n 0 -m aot
 """
 
 import dataclasses
+import functools
 import re
+import types
 
 import h200
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from h200 import array, tiles
+from jax.sharding import NamedSharding
 
 from pallas_kernels import attention, fp4_matmul
+from pallas_kernels import decode as decode_kernels
+from pallas_kernels.decode import layer as decode_layer
 from pallas_kernels.fp4_matmul import dispatch
-from qerl_jax.policy import lora
+from qerl_jax.memory.update_plan import update_memory
+from qerl_jax.policy import lora, sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import FUSED, PROJECTIONS, LoraConfig, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import data_parallel
 from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import UpdateConfig, init_state
-from qerl_jax.sharding import dealt
+from qerl_jax.rollout import decode, tensor_parallel
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.sharding import located, specs
 
 pytestmark = pytest.mark.aot
 
-CONFIG = dataclasses.replace(ARCHITECTURES["qwen2.5-coder-1.5b"], num_layers=1)
 COLLECTIVE = re.compile(
-    r" = .* (all-gather|all-to-all|all-reduce|reduce-scatter|collective-\w+)(?:-start)?\("
+    r" = \(*(\w+)\[([\d,]*)\].* (all-gather|all-to-all|all-reduce|reduce-scatter|collective-\w+)"
+    r"(?:-start)?\("
 )
+LORA = LoraConfig(rank=32, alpha=32.0)
+NO_TEXT = types.SimpleNamespace(eos_ids=(1,))  # a tokenizer for the engine
 
 
 @pytest.fixture(scope="module")
-def compile_for_two():
-    with h200.compiler(devices=2) as compiled:
+def compile_for_two(request):
+    """Compiles for two H200s, between which rows are dealt out (1) or weights are cut (2)."""
+    with h200.compiler(devices=2, tensor=request.param) as compiled:
         yield compiled
 
 
-def policy():
-    """The shapes of one layer of the 1.5B model in NVFP4, and of its head."""
-    embed, shapes = CONFIG.embed_dim, projection_shapes(CONFIG)
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    for module in (fp4_matmul, dispatch):
+        monkeypatch.setattr(module, "supports_device", lambda: True)
+    monkeypatch.setattr(attention, "supports_device", lambda *_: True)
+    monkeypatch.setattr(decode_kernels, "supports_device", lambda _: True)
+    monkeypatch.setattr(decode_layer, "_sm90_attention_agrees", lambda: True)
+
+
+def architecture(name, layers):
+    return dataclasses.replace(ARCHITECTURES[name], num_layers=layers)
+
+
+def policy(config, mesh):
+    """The shapes of the policy in NVFP4 on a mesh."""
+    shards = mesh.shape["tensor"]
+    own = shard_of(config, shards)
+    shapes = projection_shapes(own)
 
     def projection(members):
         outputs = sum(shapes[name][0] for name in members)
         return QuantTensor(tiles=tiles(outputs, shapes[members[0]][1]))
 
-    norm = array(embed, dtype=np.float32)
+    norm, table = array(own.embed_dim, dtype=np.float32), array(own.vocab_size, own.embed_dim)
     layer = {fused: projection(members) for fused, members in FUSED.items()}
     layer |= {"input_layernorm": norm, "post_attention_layernorm": norm}
     layer["qkv_bias"] = array(sum(shapes[name][0] for name in FUSED["qkv_proj"]))
-    return {"embed_tokens": array(CONFIG.vocab_size, embed), "norm": norm, "layers": [layer]}
+    params = {"embed_tokens": table, "norm": norm, "layers": [layer] * own.num_layers}
+    if not own.tie_embeddings:
+        params["lm_head"] = table
+
+    def whole(x, spec):
+        factors = [shards if name == "tensor" else 1 for name in spec]
+        factors += [1] * (len(x.shape) - len(factors))
+        shape = tuple(size * factor for size, factor in zip(x.shape, factors, strict=True))
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(whole, params, specs(params, shards))
+
+
+def adapter(config):
+    return jax.eval_shape(lambda: lora.init(jax.random.key(0), config, LORA))
 
 
 def collectives(program):
-    return [found[1] for found in map(COLLECTIVE.search, program.as_text().splitlines()) if found]
+    """Kind, dtype and shape of what moves between devices."""
+    found = map(COLLECTIVE.search, program.as_text().splitlines())
+    return [(match[3], match[1], match[2]) for match in found if match]
 
 
-def test_an_update(compile_for_two, monkeypatch):
-    for module in (fp4_matmul, dispatch):
-        monkeypatch.setattr(module, "supports_device", lambda: True)
-    monkeypatch.setattr(attention, "supports_device", lambda *_: True)
-    mesh, optimizer = compile_for_two.mesh, optax.adamw(1e-3)
-    adapter = jax.eval_shape(
-        lambda: lora.init(
-            jax.random.key(0),
-            CONFIG,
-            LoraConfig(rank=32, alpha=32.0, rslora=False, targets=PROJECTIONS),
-        )
+def compiled_update(compile_for_two, name, layers, tokens):
+    """The programs of an update: of the gradient of a buffer, and of the step of the optimizer."""
+    config, mesh, optimizer = architecture(name, layers), compile_for_two.mesh, optax.adamw(1e-3)
+    state = jax.eval_shape(lambda x: init_state(Trainable(x, {}), optimizer), adapter(config))
+    functions = data_parallel.functions(UpdateConfig(config, loss_config("grpo")), optimizer, mesh)
+    state = located(state, mesh)
+    totals = functions["zero_totals"].eval_shape(state.trainable)
+    totals = data_parallel.abstract_totals(totals, mesh)
+    buffer = data_parallel.abstract_buffer(empty_buffer(tokens), mesh)
+    arguments = totals, state.trainable, policy(config, mesh), None, buffer
+    return (
+        compile_for_two(functions["add_gradient"], *arguments, np.bool_(True), np.float32(1)),
+        compile_for_two(functions["apply_gradient"], state, totals),
     )
-    state = jax.eval_shape(lambda x: init_state(Trainable(x, {}), optimizer), adapter)
-    functions = data_parallel.functions(UpdateConfig(CONFIG, loss_config("grpo")), optimizer, mesh)
-    totals = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=dealt(mesh)),
-        functions["zero_totals"].eval_shape(state.trainable),
+
+
+@pytest.mark.parametrize("compile_for_two", [1, 2], indirect=True)
+def test_an_update(compile_for_two):
+    gradient, step = compiled_update(compile_for_two, "qwen2.5-coder-1.5b", 1, 1024)
+    assert gradient.as_text().count("mosaic_gpu") > 10
+    parts = [kind for kind, dtype, _ in collectives(step) if kind != "all-reduce"]
+    assert sorted(parts) == ["all-gather", "all-to-all"]
+    if compile_for_two.mesh.shape["tensor"] == 1:
+        assert not collectives(gradient)
+        return
+    sums = [shape for _, dtype, shape in collectives(gradient) if dtype == "bf16"]
+    # Embedding, o and down; in the backward pass head, gate and up. Nothing before q, k, v is
+    # trained in this layer, the first one.
+    assert len(sums) == 5
+    assert all(shape.endswith("1024,1536") for shape in sums)
+    assert {kind for kind, *_ in collectives(gradient)} == {"all-reduce"}
+    assert {dtype for _, dtype, _ in collectives(gradient)} == {"bf16", "f32"}
+
+
+@pytest.mark.parametrize("compile_for_two", [2], indirect=True)
+def test_the_memory_of_an_update_is_the_planned_one(compile_for_two):
+    gradient, _ = compiled_update(compile_for_two, "qwen2.5-72b", 2, 4480)
+    own = shard_of(architecture("qwen2.5-72b", 2), 2)
+    fused = sizes.fused_adapter_bytes(own, rank=LORA.rank, targets=PROJECTIONS, itemsize=2)
+    plan = update_memory(own, tokens=4480, recompute=(), itemsize=2, adapter=fused)
+    assert gradient.memory_analysis().temp_size_in_bytes == pytest.approx(plan.bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize("compile_for_two", [2], indirect=True)
+def test_a_decode_step(compile_for_two, rows):
+    mesh = compile_for_two.mesh
+    config, functions = architecture("qwen2.5-72b", 1), tensor_parallel.functions(mesh)
+    own = shard_of(config, 2, format="nvfp4")
+    fused = functions.fuse_adapter.eval_shape(adapter(config), config=own, dtype=jnp.bfloat16)
+    state = jax.eval_shape(
+        functools.partial(decode.empty_state, rows, 448, config=own, dtype=jnp.bfloat16)
     )
-    buffer = data_parallel.abstract_buffer(empty_buffer(1024), mesh)
     program = compile_for_two(
-        functions["add_gradient"],
-        *(totals, state.trainable, policy(), None, buffer, np.bool_(True), np.float32(1)),
+        functions.decode_chunk,
+        jax.eval_shape(lambda: jax.random.key(0)),
+        policy(config, mesh),
+        *located((fused, state), mesh),
+        array(rows, dtype=jnp.int32),
+        array(rows, dtype=bool),
+        array(dtype=jnp.float32),
+        config=decode.decode_config(
+            own, SamplingConfig(max_new_tokens=144), EngineConfig(), NO_TEXT
+        ),
+        steps=16,
     )
-    assert not collectives(program)
-    assert program.as_text().count("mosaic_gpu") > 10
-    program = compile_for_two(functions["apply_gradient"], state, totals)
-    assert sorted(collectives(program)) == ["all-gather", "all-to-all"]
+    *sums, logits = sorted(collectives(program), key=lambda found: found[0] == "all-gather")
+    assert logits[:2] == ("all-gather", "f32")
+    # One for the embedding, and one for each of the two blocks of the layer.
+    assert sums == [("all-reduce", "bf16", f"{rows},8192")] * 3
+    cache = sum(x.size * x.dtype.itemsize for x in (*state.keys, *state.values)) // 2
+    assert program.memory_analysis().alias_size_in_bytes >= cache  # which is updated in place
+    text = program.as_text()
+    assert "jit(decode_layer)/linears/fp4_matmul_sm90" in text
+    assert ("attention_sm90" in text) == (rows == 32)

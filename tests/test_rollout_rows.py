@@ -8,8 +8,8 @@ from benchmarks.rollout import results as rollout_rows
 from qerl_jax.errors import UserError
 
 POLICY = {
-    "model": "m", "format": "bf16", "weights": "random", "lora_rank": 32, "head_format": "",
-    "kv_cache_dtype": "bfloat16", "chunk_steps": 16, "dequantize": "once",
+    "model": "m", "format": "bf16", "weights": "random", "lora_rank": 32, "tensor": 1,
+    "head_format": "", "kv_cache_dtype": "bfloat16", "chunk_steps": 16, "dequantize": "once",
 }  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def test_a_run_replaces_its_own_rows(tmp_path):
 OTHERS = [
     {"weights": "real"}, {"chunk_steps": 8}, {"dequantize": "step"}, {"head_format": "nvfp4"},
     {"kv_cache_dtype": "float8_e4m3fn"}, {"prompt": 64}, {"new_tokens": 18}, {"kind": "parts"},
+    {"tensor": 2},
 ]  # fmt: skip
 
 

@@ -24,8 +24,10 @@ from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig, init
+from qerl_jax.policy.tensor_parallel import cut, shard_of
 from qerl_jax.policy.trainable import trained_params
 from qerl_jax.run.device_memory import POOL
+from qerl_jax.sharding import WHOLE, specs
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "step.json").read_text())["rows"]
@@ -98,6 +100,45 @@ def test_the_trained_numbers_are_those_of_a_policy(parameters):
         trained = trained, jax.eval_shape(lambda: init(key, config, lora))
     found = sizes.trained_numbers(config, parameters=parameters, rank=8, targets=lora.targets)
     assert 4 * found == nbytes(trained)
+
+
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("format", ["bf16", "nvfp4"])
+def test_the_bytes_of_a_device_are_those_of_its_shards(format, shards):
+    config, lora = ARCHITECTURES["qwen3-0.6b"], LoraConfig(rank=8, alpha=8.0)
+    key = jax.random.key(0, impl="threefry2x32")
+
+    def first_shards():
+        params = random_params(key, config, format=format)
+        layers = params.pop("layers")
+        return [
+            {name: cut(name, leaf, config, shards)[0] for name, leaf in arrays.items()}
+            for arrays in (params, *layers)
+        ]
+
+    own = shard_of(config, shards, format=format)
+    assert sizes.weight_bytes(own, format=format, itemsize=2) == nbytes(
+        jax.eval_shape(first_shards)
+    )
+    adapter = jax.eval_shape(lambda: init(key, config, lora))
+    parts = jax.tree.map(
+        lambda x, spec: x.size // (1 if spec == WHOLE else shards), adapter, specs(adapter, shards)
+    )
+    found = sizes.trained_numbers(own, parameters="lora", rank=8, targets=lora.targets)
+    assert found == sum(jax.tree.leaves(parts))
+
+
+def test_two_cards_hold_what_one_does_not():
+    long = {"rollout__max_new_tokens": 8192, "rollout__prompts_per_step": 1}
+    alone, config = planned("qwen2.5-72b", **long)
+    with pytest.raises(UserError, match="this run takes"):
+        check_fits(alone, config, ARCHITECTURES["qwen2.5-72b"])
+    both, config = planned("qwen2.5-72b", mesh__tensor=2, **long)
+    check_fits(both, config, ARCHITECTURES["qwen2.5-72b"])
+    assert both.weights < 0.51 * alone.weights
+    assert both.rollout.rows == both.rollout.all_rows == 8
+    rows = largest_rows(both, config, ARCHITECTURES["qwen2.5-72b"])
+    assert rows > 8
 
 
 @pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])

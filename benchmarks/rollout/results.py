@@ -58,8 +58,7 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
 
 
 def _key(row: dict) -> tuple:
-    # Rows of one device that were measured before there was a choice do not have the number.
-    return tuple(({"tensor": 1} | row)[name] for name in KEYS[row["kind"]])
+    return tuple(row[name] for name in KEYS[row["kind"]])
 
 
 def origin(module: str) -> dict:
@@ -91,7 +90,7 @@ def numbers_of(row: dict) -> str:
         text += f", {row['head_format']} head"
     if row["kv_cache_dtype"].startswith("float8"):
         text += ", float8 cache"
-    if row.get("tensor", 1) > 1:
+    if row["tensor"] > 1:
         text += f", tensor={row['tensor']}"
     return text
 

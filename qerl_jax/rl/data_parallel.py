@@ -159,7 +159,8 @@ def _specs_of_totals(trainable: Trainable | None, mesh: Mesh) -> Totals:
         lambda spec: P(DATA, *spec) if TENSOR in spec else P((DATA, TENSOR)),
         specs(trainable, mesh.shape[TENSOR]),
     )
-    return Totals(loss=P(DATA), gradient=gradient, metrics=P(DATA))  # pyrefly: ignore
+    # pyrefly: ignore[bad-argument-type]  Specs in place of arrays.
+    return Totals(loss=P(DATA), gradient=gradient, metrics=P(DATA))
 
 
 def _apply_gradient(
@@ -184,7 +185,8 @@ def _apply_gradient(
             combine,
             mesh=mesh,
             in_specs=(_specs_of_totals(state.trainable, mesh),),
-            out_specs=Totals(loss=P(), gradient=own, metrics=P()),  # pyrefly: ignore
+            # pyrefly: ignore[bad-argument-type]  Specs in place of arrays.
+            out_specs=Totals(loss=P(), gradient=own, metrics=P()),
             check_vma=False,
         )(totals)
         # XLA divides these sums over whole matrices, such as the norm of the gradient, by itself.

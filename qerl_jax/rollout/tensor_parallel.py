@@ -46,7 +46,8 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
         ),
         prefill=on(
             decode.prefill,
-            lambda *_, **__: Prefilled(logits=WHOLE, cache=cache),  # pyrefly: ignore
+            # pyrefly: ignore[bad-argument-type]  Specs in place of arrays.
+            lambda *_, **__: Prefilled(logits=WHOLE, cache=cache),
             static=("config", "dtype", "width"),
             compiler_options=UNTUNED,
         ),

@@ -142,7 +142,7 @@ def validate(config: ConfigDict) -> None:
     cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
     check_head_format(config.rollout.head_format)
     recomputation(config.train.recompute)
-    check_mesh(config.mesh.data, config.mesh.tensor, prompts=config.rollout.prompts_per_step)
+    check_mesh(config.mesh.data, prompts=config.rollout.prompts_per_step)
     if config.mesh.tensor > 1 and config.train.parameters == "full":
         raise UserError(
             f"mesh.tensor={config.mesh.tensor} with train.parameters='full': a trained weight that "
