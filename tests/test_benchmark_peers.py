@@ -8,7 +8,7 @@ import pytest
 from tiny_checkpoints import model_config
 
 from benchmarks import pictures, result_tables, tables
-from benchmarks.peers import common, decode, step, update
+from benchmarks.peers import common, decode, serve, step, update
 from benchmarks.random_checkpoint import write_random
 from qerl_jax.errors import UserError
 
@@ -205,3 +205,35 @@ def test_a_random_checkpoint_has_what_transformers_requires(tmp_path):
     size = write_random(tmp_path / "m", model_config("qwen2"), packed=False)
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": size}
+
+
+def test_what_serve_compares(tmp_path):
+    settings = {"system_prompt": "Think.", "question_suffix": "!", "max_new_tokens": 8}
+    settings |= {"judge": "qerl_jax.rl.rewards:boxed_answer"}
+    results = {"settings": {"samples": 1, "temperature": 0.0}, "tasks": {"gsm8k": settings}}
+    with pytest.raises(UserError, match="has no results"):
+        serve.read_evaluation(tmp_path, "gsm8k")
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    rows = [
+        {"question": "q", "gold": "7", "completion": r"\boxed{7}", "correct": True},
+        {"question": "r", "gold": "8", "completion": "none", "correct": False},
+    ] * 10
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert serve.read_evaluation(tmp_path, "gsm8k") == (settings, rows)
+    with pytest.raises(UserError, match="no task math500, only gsm8k"):
+        serve.read_evaluation(tmp_path, "math500")
+    results["settings"]["samples"] = 8
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match="not greedy"):
+        serve.read_evaluation(tmp_path, "gsm8k")
+    assert serve.messages_of(settings, "q") == [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": "q!"},
+    ]
+    served = [(r"\boxed{7.0}", 4, True), (r"\boxed{9}", 4, True)] * 10
+    assert serve.scored(settings, rows, served) == [True, False] * 10
+    same = serve.compare(rows, [text for text, *_ in served], [True, False] * 10)
+    assert (same["here"]["value"], same["vllm"]["value"], same["agrees"]) == (0.5, 0.5, True)
+    assert (same["same_outcome"], same["same_text"]) == (1.0, 0.0)
+    worse = serve.compare(rows, [row["completion"] for row in rows], [False] * 20)
+    assert (worse["difference"]["value"], worse["agrees"], worse["same_text"]) == (-0.5, False, 1.0)
