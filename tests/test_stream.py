@@ -302,4 +302,4 @@ def test_the_memory_of_a_process_that_loads_bf16_shards(tmp_path):
     assert reports > 20
     assert held < size / 3
     # A CPU holds the parameters in the same memory.
-    assert grown - held < 3 * shard < size / 3, (size, held, grown)
+    assert grown - held < 2 * shard, (size, held, grown)
