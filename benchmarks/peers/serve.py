@@ -137,7 +137,13 @@ def complete(
         adapter = LoRARequest("adapter", 1, str(arguments.adapter))
         options = {"enable_lora": True, "max_lora_rank": vllm_rank(config["r"])}
     limit = settings["max_new_tokens"]
-    engine = LLM(model=str(arguments.base), dtype="bfloat16", max_model_len=1024 + limit, **options)
+    engine = LLM(
+        model=str(arguments.base),
+        dtype="bfloat16",
+        max_model_len=1024 + limit,
+        gpu_memory_utilization=0.6,
+        **options,
+    )
     outputs = engine.chat(
         [messages_of(settings, row["question"]) for row in rows],
         SamplingParams(temperature=0.0, max_tokens=limit, stop=settings.get("stop") or None),
