@@ -2,7 +2,7 @@ r"""Compares the greedy accuracy of an exported policy in vLLM with the one meas
 
     python -m experiments.evaluate RUN --adapter=adapter --tasks=gsm8k --limit=200 --out=eval
     python -m experiments.export_hf RUN --format=peft --with-base --out=served
-    python -m benchmarks.peers.serve eval/adapter --task=gsm8k --base=served-base --adapter=served \
+    python -m benchmarks.peers.serve eval --task=gsm8k --base=served-base --adapter=served \
         --out=served.json
 
 It needs vllm 0.22.0. The first argument is a folder of `experiments.evaluate` with a greedy
