@@ -3,14 +3,20 @@
 import importlib.metadata
 import json
 import subprocess
+import types
 
+import jax
 import pytest
 from tiny_checkpoints import model_config
 
 from benchmarks import pictures, result_tables, tables
+from benchmarks import step as own_step
 from benchmarks.peers import common, decode, serve, step, update
 from benchmarks.random_checkpoint import write_random
 from qerl_jax.errors import UserError
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.trainable import Trainable
+from qerl_jax.weights import peft
 
 CARD = "NVIDIA H100 80GB HBM3"
 
@@ -237,3 +243,18 @@ def test_what_serve_compares(tmp_path):
     assert (same["same_outcome"], same["same_text"]) == (1.0, 0.0)
     worse = serve.compare(rows, [row["completion"] for row in rows], [False] * 20)
     assert (worse["difference"]["value"], worse["agrees"], worse["same_text"]) == (-0.5, False, 1.0)
+
+
+def test_a_step_saves_the_adapter_and_reads_it_back(tmp_path, monkeypatch, capsys):
+    config = model_config("qwen2")
+    lora_config = lora_lib.LoraConfig(rank=4, alpha=8.0)
+    trainable = Trainable(lora_lib.init(jax.random.key(0), config, lora_config), {})
+    setup = types.SimpleNamespace(
+        lora_config=lora_config, model=types.SimpleNamespace(source="random", config=config)
+    )
+    own_step._save_and_read(tmp_path / "adapter", setup, trainable)
+    assert "read the same values back" in capsys.readouterr().out
+    other = jax.tree.map(lambda leaf: leaf + 1, trainable)
+    monkeypatch.setattr(peft, "load_peft_adapter", lambda *_: other)
+    with pytest.raises(UserError, match="differs from the one that was saved"):
+        own_step._save_and_read(tmp_path / "adapter", setup, trainable)
