@@ -2,9 +2,10 @@
 
     uv run python -m benchmarks.pictures
 
-writes docs/learning.svg, the reward of the default run beside its control, and docs/decode.svg, the
-time of a decode step by batch size. Each file holds its data as JSON in its description, so that a
-test can compare it with the results.
+writes docs/learning.svg, the reward of the default run beside its control, docs/decode.svg, the
+time of a decode step by batch size, and, where peers were measured, docs/peers.svg, a step here
+beside theirs. Each file holds its data as JSON in its description, so that a test can compare it
+with the results.
 """
 
 import json
@@ -12,6 +13,8 @@ import pathlib
 import statistics
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
+
+from benchmarks.result_tables import peer_steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,6 +74,45 @@ def decode_data() -> dict[str, dict[str, dict[str, float]]]:
         for form, times in formats.items():
             formats[form] = {batch: time for batch, time in times.items() if batch in both}
     return data
+
+
+def peers_data() -> dict[str, dict]:
+    """Whole steps here and of peers, of the most completions that were measured for a model.
+
+    Returns:
+        For each model the number of `rows`, their `new_tokens`, the `device`, and `steps`: for each
+        engine the seconds of rollout and update. Empty where no peer was measured.
+    """
+    path = _RESULTS / "peers.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    data = {}
+    for (model, batch, _, new_tokens, device), found in peer_steps(rows).items():  # ascending
+        engines = {"here, NVFP4": [found[0]["our_rollout_s"], found[0]["our_update_s"]]}
+        engines |= {row["peer"]: [row["rollout_s"], row["update_s"]] for row in found}
+        data[model] = {"rows": batch, "new_tokens": new_tokens, "device": device, "steps": engines}
+    return data
+
+
+def draw_peers(data: dict) -> "Figure":
+    """A bar for each engine, rollout and update one after the other, one panel for each model."""
+    figure, panels = _figure(len(data))
+    for axes, (model, part) in zip(panels, data.items(), strict=True):
+        names, left = list(part["steps"]), [0.0] * len(part["steps"])
+        for index, (label, color) in enumerate((("rollout", "#2166ac"), ("update", "#d6604d"))):
+            seconds = [times[index] for times in part["steps"].values()]
+            axes.barh(names, seconds, left=left, color=color, label=label, height=0.6)
+            left = [begin + second for begin, second in zip(left, seconds, strict=True)]
+        for name, end in zip(names, left, strict=True):
+            axes.annotate(f" {end:.1f} s", (end, name), va="center")
+        axes.invert_yaxis()
+        axes.grid(visible=False, axis="y")
+        axes.set(
+            xlim=(0, 1.15 * max(left)),
+            xlabel="seconds a step",
+            title=f"{model}, {part['rows']} x {part['new_tokens']:,} tokens, {part['device']}",
+        )
+        axes.legend(frameon=False, loc="lower right")
+    return figure
 
 
 def draw_learning(data: dict) -> "Figure":
@@ -158,10 +200,12 @@ def data_in(path: pathlib.Path) -> dict:
 
 
 def main() -> None:
-    """Draws both pictures."""
+    """Draws the pictures."""
     learning, decode = learning_data(), decode_data()
     save(draw_learning(learning), _ROOT / "docs" / "learning.svg", learning)
     save(draw_decode(decode), _ROOT / "docs" / "decode.svg", decode)
+    if peers := peers_data():
+        save(draw_peers(peers), _ROOT / "docs" / "peers.svg", peers)
 
 
 if __name__ == "__main__":

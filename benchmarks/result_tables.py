@@ -266,6 +266,111 @@ def loading_table(rows: Sequence[dict]) -> str:
     return markdown(header, lines)
 
 
+def peer_steps(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
+    """The whole steps of peers by model, completions, lengths and card.
+
+    Of a peer that was measured with several formats of the rollouts, only the fastest step is kept.
+
+    Returns:
+        For each (model, batch, prompt, new tokens, device) its rows, in the order of their peers.
+    """
+    fastest: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if row["step_s"] is not None:
+            key = tuple(row[name] for name in ("model", "batch", "prompt", "new_tokens", "device"))
+            found = fastest.setdefault(key, {})
+            known = found.get(row["peer"])
+            if known is None or row["step_s"] < known["step_s"]:
+                found[row["peer"]] = row
+    order = sorted(fastest, key=lambda key: (_billions(key[0]), *key[1:]))
+    return {key: [fastest[key][name] for name in sorted(fastest[key])] for key in order}
+
+
+def _billions(model: str) -> tuple[float, str]:
+    """Orders models by the size in their names."""
+    size = model.rpartition("-")[2]
+    return (float(size[:-1]) if size[:-1].replace(".", "").isdecimal() else 0.0, model)
+
+
+def peer_steps_table(rows: Iterable[dict], own: Iterable[dict]) -> str:
+    """Steps here beside those of peers: seconds (rollout + update), peak memory, tokens/s.
+
+    Args:
+        rows: rows of peers.json.
+        own: rows of step.json, for bf16 LoRA in this engine.
+    """
+    steps = peer_steps(rows)
+    names = sorted({row["peer"] for found in steps.values() for row in found})
+    both = ("model", "batch", "prompt", "new_tokens", "device")
+    bf16 = {
+        tuple(row[name] for name in both): row
+        for row in own
+        if row["format"] == "bf16" and row["updates"] == 1 and not row["mean_length"]
+    }
+    lines = []
+    for key, found in steps.items():
+        model, batch, prompt, new_tokens, _ = key
+        ours = {name: found[0][f"our_{name}"] for name in _MEASURED}
+        by_peer = {row["peer"]: row for row in found}
+        lines.append(
+            [
+                model,
+                f"{batch} x {prompt} + {new_tokens:,}",
+                _step_cell(ours, batch * new_tokens),
+                *(
+                    _step_cell(row, batch * new_tokens, ours["step_s"]) if row else ""
+                    for row in (bf16.get(key), *map(by_peer.get, names))
+                ),
+                ", ".join(sorted({row["commit"][:8] for row in found})),
+            ]
+        )
+    header = ["model", "completions", "here, NVFP4", "here, bf16 LoRA", *names, "commit"]
+    return markdown(header, lines)
+
+
+_MEASURED = ("step_s", "rollout_s", "update_s", "peak_gb")
+
+
+def _step_cell(row: Mapping[str, Any], tokens: int, ours: float | None = None) -> str:
+    """A step as '13.2 s (11.0 + 2.2), 37.8 GB, 1,240 tokens/s', and its time by ours."""
+    times = "" if ours is None else f", **{row['step_s'] / ours:.2f}x**"
+    peak = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
+    return (
+        f"{row['step_s']:.1f} s ({row['rollout_s']:.1f} + {row['update_s']:.1f}){peak}, "
+        f"{tokens / row['step_s']:,.0f} tokens/s{times}"
+    )
+
+
+def peer_parts_table(rows: Iterable[dict]) -> str:
+    """Rollouts and updates of peers alone, each beside ours: seconds, and times ours."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["peer"], _billions(row["model"]), row["batch"])):
+        cells = [
+            ""
+            if row[name] is None
+            else f"{row[name]:.2f} ({row[name] / row[f'our_{name}']:.2f}x {row[f'our_{name}']:.2f})"
+            for name in ("rollout_s", "update_s")
+        ]
+        formats = dict.fromkeys(filter(None, (row["format"], row["rollout_format"])))
+        lines.append(
+            [
+                row["peer"],
+                row["model"],
+                ", rollouts ".join(formats),
+                f"{row['batch']} x {row['prompt']} + {row['new_tokens']:,}",
+                *cells,
+                "" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}",
+                row["packages"],
+                row["commit"][:8],
+            ]
+        )
+    header = (
+        "peer", "model", "base weights", "completions", "rollout s (times ours)",
+        "update s (times ours)", "peak GB", "packages", "commit",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
 def rows_of(result: dict, kind: str, same: Mapping[str, Any]) -> list[dict]:
     """The rows of one kind with these values."""
     same = {"kind": kind, **same}

@@ -76,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--max-rows", type=int, default=0, help="largest decode batch (default: what fits)")
     add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
+    add("--adapter", type=user_path, help="save the adapter here at the end, and read it back")
     add("--seed", type=int, default=0, help="seed of weights, tokens and draws (default: 0)")
     add(
         "--out",
@@ -252,6 +253,8 @@ def measure(
         return result.metrics
 
     rows = timed_steps(step, arguments.steps + 1)
+    if arguments.adapter is not None:
+        _save_and_read(arguments.adapter, setup, progress.state.trainable)
 
     def median(name: str) -> float:
         return statistics.median(row[name] for row in rows[1:])
@@ -288,6 +291,26 @@ def measure(
         "device": jax.devices()[0].device_kind,
         **origin("benchmarks.step"),
     }
+
+
+def _save_and_read(folder: pathlib.Path, setup: Any, trainable: Any) -> None:
+    """Saves an adapter as a run does, and reads it back.
+
+    Raises:
+        UserError: what was read differs from what was saved.
+    """
+    import jax
+    import numpy as np
+
+    from qerl_jax.errors import UserError
+    from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
+
+    save_peft_adapter(folder, trainable, setup.lora_config, base_model=setup.model.source)
+    read = load_peft_adapter(folder, setup.model.config, setup.lora_config)
+    pairs = zip(jax.tree.leaves(trainable), jax.tree.leaves(read), strict=True)
+    if not all(np.array_equal(saved, found) for saved, found in pairs):
+        raise UserError(f"{folder}: the adapter that was read differs from the one that was saved")
+    print(f"saved the adapter to {folder} and read the same values back", flush=True)
 
 
 def describe(row: dict[str, Any]) -> str:

@@ -19,6 +19,9 @@ from benchmarks.result_tables import (
     loading_table,
     markdown,
     parts_table,
+    peer_parts_table,
+    peer_steps,
+    peer_steps_table,
     problems_table,
     provenance,
     rollout_table,
@@ -34,6 +37,7 @@ _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
 # What a run with this cache of compiled programs spends.
 _CACHE = {"cold": "compilation included", "warm": "programs compiled before"}
+_DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
 
@@ -88,6 +92,35 @@ def preset_table() -> str:
     return markdown(("preset", "measured on", "peak memory", "a step", "result"), lines)
 
 
+def _peer_rows() -> list[dict]:
+    """The rows of peers.json, if there is one."""
+    path = _RESULTS / "peers.json"
+    return json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+
+
+def peers_text() -> str:
+    """What the README shows of whole steps beside those of other libraries.
+
+    It has a line for the most completions of each model. Where no peer was measured, it shows the
+    time of a decode step instead.
+    """
+    rows = _peer_rows()
+    steps = peer_steps(rows)
+    if not steps:
+        return _DECODE_PICTURE % "docs/decode.svg" + "\n\n"
+    most = {key[0]: key[1] for key in steps}
+    rows = [row for row in rows if most.get(row["model"]) == row["batch"]]
+    devices = sorted({key[-1] for key in steps})
+    return (
+        "![A step here and of other libraries](docs/peers.svg)\n\n"
+        f"A GRPO step on one {', one '.join(devices)}: seconds (rollout + update), peak memory, "
+        "new tokens per second. Random weights,\nLoRA of rank 32, one group, one update; fewer "
+        "rows, parts and versions: `docs/benchmarks.md`.\n\n"
+        + peer_steps_table(rows, _read("step.json")["rows"])
+        + "\n\n"
+    )
+
+
 def speed_text() -> str:
     """What the README states about the speed of rollouts."""
     rollout = _read("rollout.json")
@@ -103,7 +136,7 @@ def speed_text() -> str:
     many = [fraction for (_, batch), fraction in fractions.items() if batch > 64]
     speedrun = _read("speedrun.json")
     (problems,) = rows_of(rollout, "gsm8k", SAME | {"lora_rank": 32})
-    return (
+    return peers_text() + (
         f"In 4 bits a decode step takes {100 * min(few):.0f} to {100 * max(few):.0f} % of the time "
         f"of bf16 up to 64 rows, and\n{100 * min(many):.0f} to {100 * max(many):.0f} % beyond "
         "(7B, 14B and 32B, random weights). GSM8K rollouts of a 1.5B model reach\n"
@@ -188,6 +221,28 @@ def _step_section() -> str:
     )
 
 
+def _peer_sections() -> list[str]:
+    rows = _peer_rows()
+    if not rows:
+        return []
+    devices = sorted({row["device"] for row in rows})
+    return [
+        _section(
+            "Beside other libraries",
+            "One group of completions of full length, LoRA of rank 32, one update, random weights "
+            f"({', '.join(devices)}, `benchmarks/peers`). Every row was measured together with our "
+            "step in NVFP4 on the same card; a peer's memory is that of PyTorch, in which vLLM "
+            "holds its weights and as many keys and values as the rows need.",
+            peer_steps_table(rows, _read("step.json")["rows"]),
+            "The parts, and peers that are only one part of a step:",
+            peer_parts_table(rows),
+            "    python -m benchmarks.peers.step --model=qwen2.5-7b --folder=FOLDER --ours=FILE\n"
+            "    python -m benchmarks.peers.update --model=qwen2.5-7b --folder=FOLDER --ours=FILE\n"
+            "    python -m benchmarks.peers.decode --model=qwen2.5-7b --folder=FOLDER --ours=FILE",
+        )
+    ]
+
+
 def _loading_sections() -> list[str]:
     rows = _read("loading.json")["rows"]
     return [
@@ -224,6 +279,7 @@ def _rollout_sections() -> list[str]:
             "Decode step time in milliseconds, and tokens per second in brackets, by batch size: "
             f"256 prompt tokens, 144 new tokens, random weights ({versions}, "
             "`benchmarks/rollout`). Each row was measured at the commit in its last column.",
+            _DECODE_PICTURE % "decode.svg",
             rollout_table(rollout),
         ),
         _section(
@@ -297,6 +353,7 @@ def benchmarks_page() -> str:
             _learning_section(),
             _training_section(),
             _step_section(),
+            *_peer_sections(),
             *_loading_sections(),
             _accuracy_section(),
             *_rollout_sections(),

@@ -218,12 +218,13 @@ def python_on_the_pages():
 
 @pytest.fixture
 def readme_modules(tmp_path, monkeypatch):
-    """Writes the README's modules to the import path; returns their names."""
+    """Writes the modules of both pages to the import path; returns their names."""
     found = python_on_the_pages()
     assert found.keys() == {"README.md", "python.md", "rewards.md"}  # Nothing else needs a test.
     assert found["python.md"] == (["python"] * 4, [])
-    fenced, (code,) = found["README.md"]
+    fenced, (reward,) = found["README.md"]
     assert not fenced
+    code = reward + found["rewards.md"][1][-1]
     start, *parts = re.split(r"^# (my_\w+)\.py\b", code, flags=re.MULTILINE)
     assert not start
     names = parts[::2]

@@ -1,7 +1,10 @@
 """Loading in a stream: equal bytes in chunks of any size, bounded memory, errors of threads."""
 
+import dataclasses
 import math
 import pathlib
+import subprocess
+import sys
 import threading
 
 import gguf
@@ -22,6 +25,7 @@ from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.stream import Meter
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def read_whole(checkpoint, format):
@@ -252,3 +256,50 @@ def test_a_load_that_fails_ends_without_a_line():
     with pytest.raises(UserError, match="broken"), meter.running():
         raise UserError("broken")
     assert states == [(True, "")]
+
+
+_LOAD = """
+import pathlib, sys
+import jax
+from qerl_jax.weights import load, safetensors
+from qerl_jax.weights.checkpoint import open_checkpoint
+
+MB = 1 << 20
+safetensors.CHUNK_BYTES, load._BYTES_IN_FLIGHT, load._THREADS = 2 * MB, 24 * MB, 2
+status = pathlib.Path("/proc/self/status")
+
+def anonymous():
+    lines = status.read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+def read(folder, seen):
+    params = load.read_params(
+        open_checkpoint(folder), format="nvfp4", dtype=load.DTYPES["bfloat16"],
+        on_progress=lambda meter: seen.append(anonymous()),
+    )
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(jax.block_until_ready(params))), params
+
+read(sys.argv[1], [])  # compiles
+before, seen = anonymous(), []
+size, params = read(sys.argv[2], seen)
+print(len(seen), size, max(*seen, anonymous()) - before)
+"""
+
+
+def test_the_memory_of_a_process_that_loads_bf16_shards(tmp_path):
+    config = model_config(
+        "qwen2", embed_dim=512, mlp_dim=2048, head_dim=64, num_heads=8, num_kv_heads=8
+    )
+    shard = 32 << 20
+    write_random(tmp_path / "one", dataclasses.replace(config, num_layers=1), packed=False)
+    many = dataclasses.replace(config, num_layers=40)
+    size = write_random(tmp_path / "many", many, packed=False, shard_bytes=shard)
+    assert size > 10 * shard
+    command = [sys.executable, "-c", _LOAD, tmp_path / "one", tmp_path / "many"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    reports, held, grown = map(int, result.stdout.splitlines()[-1].split())
+    assert reports > 20
+    assert held < size / 3
+    # A CPU holds the parameters in the same memory.
+    assert grown - held < 2 * shard, (size, held, grown)

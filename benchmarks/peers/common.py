@@ -82,8 +82,8 @@ def installed(packages: Mapping[str, str]) -> str:
     """The versions of the packages of a peer, as `name version, name version`.
 
     Args:
-        packages: for each package the version that the command was written for. Another version
-            may work, and the row names the one that is installed.
+        packages: version of each package that the command was written for. Another version may
+            work, and the row names the one that is installed.
 
     Raises:
         UserError: a package is not installed.

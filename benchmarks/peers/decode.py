@@ -56,7 +56,7 @@ def set_environment() -> None:
 
 
 def engine_fraction(model: str, format: str, *, rows: int, tokens: int) -> float:
-    """The part of the card that vLLM may take: weights, keys and values, and room to work.
+    """The part of the card that vLLM may take: weights, keys and values, and 5 GB to work in.
 
     Args:
         model: name of the shapes.

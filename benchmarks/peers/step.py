@@ -111,7 +111,7 @@ def share_engine() -> None:
 
     def shared(**options: Any) -> Any:
         if not engines:
-            engines.append(make(**options, enable_prefix_caching=False, disable_log_stats=True))
+            engines.append(make(**options))
         return engines[0]
 
     vllm_generation.LLM = shared

@@ -1,0 +1,182 @@
+r"""Compares the greedy accuracy of an exported policy in vLLM with the one measured here.
+
+    python -m experiments.evaluate RUN --adapter=adapter --tasks=gsm8k --limit=200 --out=eval
+    python -m experiments.export_hf RUN --format=peft --with-base --out=served
+    python -m benchmarks.peers.serve eval --task=gsm8k --base=served-base --adapter=served \
+        --out=served.json
+
+It needs vllm 0.22.0. The first argument is a folder of `experiments.evaluate` with a greedy
+completion of each problem. vLLM loads the exported base, gets the adapter of the export with every
+request, renders the questions with the exported chat template, completes them greedily to the same
+limit, and the scorer of the evaluation decides what is correct. The command prints both accuracies
+with their 95 % intervals and the difference on the same problems. It fails where 0 lies outside the
+interval of the difference. Greedy completions differ at near-ties, so equal texts are only counted.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.peers import common, decode
+from experiments import cli
+from qerl_jax.paths import user_path
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers.serve",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("evaluation", type=user_path, help="folder with results.json and TASK.jsonl")
+    add("--task", default="gsm8k", help="name of the task (default: gsm8k)")
+    add("--base", type=user_path, required=True, help="folder of the exported base")
+    add("--adapter", type=user_path, help="folder of the exported adapter (default: none)")
+    add("--out", type=user_path, required=True, help="JSON file of the result")
+    return parser
+
+
+def read_evaluation(folder: pathlib.Path, task: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The settings of a task and its rows, one greedy completion of each problem.
+
+    Raises:
+        UserError: the folder holds no such task, or its completions are not greedy.
+    """
+    from qerl_jax.errors import UserError
+    from qerl_jax.run.jsonl import read_jsonl
+
+    path = folder / "results.json"
+    if not path.exists():
+        raise UserError(f"{folder}: has no results.json; name the folder of an evaluation")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    if task not in results["tasks"]:
+        raise UserError(f"{path}: has no task {task}, only {', '.join(results['tasks'])}")
+    settings = results["settings"]
+    if settings["samples"] != 1 or settings["temperature"]:
+        raise UserError(f"{path}: the completions are not greedy; evaluate without --samples")
+    return results["tasks"][task], list(read_jsonl(folder / f"{task}.jsonl"))
+
+
+def messages_of(settings: dict[str, Any], question: str) -> list[dict[str, str]]:
+    """The chat messages of a question, as the evaluation has them."""
+    system = settings["system_prompt"]
+    user = {"role": "user", "content": question + settings["question_suffix"]}
+    return [{"role": "system", "content": system}, user] if system else [user]
+
+
+def scored(
+    settings: dict[str, Any],
+    rows: Sequence[dict[str, Any]],
+    served: Sequence[tuple[str, int, bool]],
+) -> list[bool]:
+    """Whether each served completion (text, tokens, ended by itself) is correct."""
+    from qerl_jax.import_path import import_function
+
+    scorer = import_function(settings["judge"], what="scorer")
+    return [
+        scorer(
+            prompt=row["question"],
+            completion=text,
+            answer=row["gold"],
+            num_tokens=tokens,
+            finished=finished,
+        )
+        >= 1.0
+        for row, (text, tokens, finished) in zip(rows, served, strict=True)
+    ]
+
+
+def compare(
+    rows: Sequence[dict[str, Any]], served: Sequence[str], correct: Sequence[bool]
+) -> dict[str, Any]:
+    """Both accuracies, their intervals, and the interval of their difference.
+
+    Args:
+        rows: rows of the evaluation.
+        served: completions of vLLM.
+        correct: whether each of them is correct.
+    """
+    import numpy as np
+
+    from qerl_jax import statistics
+
+    ours = np.array([row["correct"] for row in rows], np.float64)
+    theirs = np.array(correct, np.float64)
+    difference, low, high = statistics.paired_difference(theirs, ours)
+    result = {
+        name: {"value": float(values.mean()), "interval": statistics.interval(values, samples=1)}
+        for name, values in (("here", ours), ("vllm", theirs))
+    }
+    return result | {
+        "problems": len(rows),
+        "difference": {"value": difference, "interval": [low, high]},
+        "same_outcome": float((ours == theirs).mean()),
+        "same_text": float(
+            np.mean([row["completion"] == text for row, text in zip(rows, served, strict=True)])
+        ),
+        "agrees": bool(low <= 0.0 <= high),
+    }
+
+
+def complete(
+    arguments: argparse.Namespace, settings: dict[str, Any], rows: Sequence[dict[str, Any]]
+) -> list[tuple[str, int, bool]]:
+    """The greedy completions of vLLM: text, tokens, whether it ended by itself."""
+    from vllm import LLM, SamplingParams  # pyrefly: ignore[missing-import]
+    from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
+
+    from qerl_jax.export.model_card import vllm_rank
+
+    adapter, options = None, {}
+    if arguments.adapter is not None:
+        config = json.loads((arguments.adapter / "adapter_config.json").read_text())
+        adapter = LoRARequest("adapter", 1, str(arguments.adapter))
+        options = {"enable_lora": True, "max_lora_rank": vllm_rank(config["r"])}
+    limit = settings["max_new_tokens"]
+    engine = LLM(
+        model=str(arguments.base),
+        dtype="bfloat16",
+        max_model_len=1024 + limit,
+        gpu_memory_utilization=0.6,
+        **options,
+    )
+    outputs = engine.chat(
+        [messages_of(settings, row["question"]) for row in rows],
+        SamplingParams(temperature=0.0, max_tokens=limit, stop=settings.get("stop") or None),
+        lora_request=adapter,
+        chat_template_kwargs=settings.get("chat_template_args") or None,
+        use_tqdm=False,
+    )
+    found = [output.outputs[0] for output in outputs]
+    return [(out.text, len(out.token_ids), out.finish_reason == "stop") for out in found]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the comparison with the parsed arguments."""
+    from benchmarks.rollout.results import origin
+    from qerl_jax.errors import UserError
+    from qerl_jax.run.atomic import write_json
+
+    settings, rows = read_evaluation(arguments.evaluation, arguments.task)
+    packages = common.installed(decode.PACKAGES)
+    decode.set_environment()
+    served = complete(arguments, settings, rows)
+    result = compare(rows, [text for text, *_ in served], scored(settings, rows, served))
+    source = origin("benchmarks.peers.serve")
+    kept = {name: source[name] for name in ("commit", "date", "command")}
+    result |= {"task": arguments.task, "packages": packages, "device": common.device_name(), **kept}
+    write_json(arguments.out, result)
+    print(json.dumps(result), flush=True)
+    if not result["agrees"]:
+        raise UserError(
+            f"{arguments.out}: vLLM's accuracy differs from ours by more than chance: "
+            f"{result['difference']}"
+        )
+
+
+if __name__ == "__main__":
+    cli.run_command(make_parser(), run)

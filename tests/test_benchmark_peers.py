@@ -1,0 +1,260 @@
+"""The peers: what their commands refuse, their rows, and the tables and picture made from them."""
+
+import importlib.metadata
+import json
+import subprocess
+import types
+
+import jax
+import pytest
+from tiny_checkpoints import model_config
+
+from benchmarks import pictures, result_tables, tables
+from benchmarks import step as own_step
+from benchmarks.peers import common, decode, serve, step, update
+from benchmarks.random_checkpoint import write_random
+from qerl_jax.errors import UserError
+from qerl_jax.policy import lora as lora_lib
+from qerl_jax.policy.trainable import Trainable
+from qerl_jax.weights import peft
+
+CARD = "NVIDIA H100 80GB HBM3"
+
+
+def row(peer="TRL + vLLM", model="qwen2.5-7b", batch=8, rollout_format="bf16", **changes):
+    given = {
+        "peer": peer,
+        "packages": "trl 1.16.0, vllm 0.22.0",
+        "model": model,
+        "format": "bf16",
+        "rollout_format": rollout_format,
+        "batch": batch,
+        "prompt": 256,
+        "new_tokens": 2048,
+        "rollout_s": 12.0,
+        "update_s": 3.0,
+        "step_s": 15.0,
+        "peak_gb": 61.0,
+        "our_rollout_s": 5.0,
+        "our_update_s": 1.0,
+        "our_step_s": 6.0,
+        "our_peak_gb": 22.0,
+        "device": CARD,
+        "commit": "0123456789abcdef",
+    }
+    return given | changes
+
+
+def step_row(**changes):
+    given = {
+        "model": "qwen2.5-7b",
+        "format": "nvfp4",
+        "batch": 8,
+        "group": 8,
+        "prompt": 256,
+        "new_tokens": 2048,
+        "lora_rank": 32,
+        "updates": 1,
+        "mean_length": 0,
+        "devices": 1,
+        "rollout_s": 5.0,
+        "update_s": 1.0,
+        "step_s": 6.0,
+        "peak_gb": 22.0,
+        "device": "cpu",
+        "commit": "abc",
+    }
+    return given | changes
+
+
+def arguments(tmp_path, module=decode, **changes):
+    paths = [f"--folder={tmp_path / 'm'}", f"--ours={tmp_path / 'o.json'}"]
+    parsed = module.make_parser().parse_args([*paths, f"--out={tmp_path / 'p.json'}"])
+    for name, value in changes.items():
+        setattr(parsed, name, value)
+    return parsed
+
+
+def test_a_missing_package_is_one_line():
+    version = importlib.metadata.version("numpy")
+    assert common.installed({"numpy": "1.0"}) == f"numpy {version}"
+    with pytest.raises(UserError) as caught:
+        common.installed({"numpy": "1.0", "no-such-engine": "2.0"})
+    assert str(caught.value) == (
+        "no-such-engine: not installed; this peer needs an environment with: pip install "
+        "numpy==1.0 no-such-engine==2.0"
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "message"),
+    [
+        (decode, {"rows": "1"}, "--rows"),
+        (decode, {"rows": "8,x"}, "--rows=8,x: numbers"),
+        (decode, {"model": "qwen9"}, "qwen9"),
+        (decode, {"format": "int8"}, "--format=int8"),
+        (decode, {"new_tokens": 16}, "--new-tokens"),
+        (step, {"micro": 3}, "--micro=3 does not divide"),
+        (step, {"rollout_format": "nf4"}, "--rollout-format=nf4 needs --format=nf4"),
+        (update, {"steps": 0}, "--steps"),
+    ],
+)
+def test_bad_arguments_are_refused_first(module, changes, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        module.run(arguments(tmp_path, module, **changes))
+
+
+def test_our_row_is_found_or_measured(tmp_path, monkeypatch):
+    parsed, commands = arguments(tmp_path), []
+
+    def measure(command):
+        commands.append(command)
+        rows = [step_row(new_tokens=512), step_row(format="bf16"), step_row(step_s=7.0)]
+        parsed.ours.write_text(json.dumps({"rows": rows}))
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(common.subprocess, "run", measure)
+    assert common.our_rows(parsed, [8])[8]["step_s"] == 7.0
+    assert common.our_rows(parsed, [8])[8]["step_s"] == 7.0
+    (command,) = commands
+    assert command[1:3] == ["-m", "benchmarks.step"]
+    assert {"--group=8", "--prompt=256", "--new-tokens=2048", "--format=nvfp4"} <= set(command)
+    with pytest.raises(UserError, match="no row to compare with"):
+        common.our_rows(parsed, [4])  # The command runs, and its file has no such row.
+
+
+def test_a_row_takes_the_place_of_an_older_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "device_name", lambda: "cpu")
+    parsed = arguments(tmp_path)
+    measured = {name: row()[name] for name in ("peer", "packages", "format", "rollout_format")}
+    measured |= {"batch": 8, "rollout_s": 9.0, "update_s": None, "step_s": None, "peak_gb": None}
+    for rollout_s in (9.0, 8.0):
+        common.save_row(parsed, "benchmarks.peers.decode", measured | {"rollout_s": rollout_s},
+                        step_row())  # fmt: skip
+    (saved,) = json.loads(parsed.out.read_text())["rows"]
+    wanted = {"peer", "packages", "model", "format", "batch", "prompt", "new_tokens", "rollout_s",
+              "update_s", "step_s", "peak_gb", "device", "commit", "our_rollout_s", "our_update_s",
+              "our_step_s"}  # fmt: skip
+    assert wanted <= saved.keys()
+    assert (saved["rollout_s"], saved["our_step_s"], saved["device"]) == (8.0, 6.0, "cpu")
+    with pytest.raises(UserError, match=f"holds rows of {CARD}, this is cpu"):
+        common.save_row(parsed, "benchmarks.peers.decode", measured, step_row(device=CARD))
+
+
+def test_a_clock_tells_rollouts_from_steps(monkeypatch):
+    now = iter([0.0, 2.0, 5.0, 9.0])  # a step begins, its rollout begins and ends, the step ends
+    monkeypatch.setattr(step.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(common, "synchronize", lambda: None)
+    clock = step.Clock()
+    clock.begin()
+    assert clock.rollout(lambda value: value + 1)(1) == 2
+    clock.end()
+    assert (clock.rollouts, clock.steps) == ([3.0], [9.0])
+
+
+def test_the_fastest_rollouts_of_a_peer_count():
+    slow = row("QLoRA", rollout_format="nf4", step_s=30.0)
+    rows = [row("QLoRA", model="qwen2.5-14b"), slow, row("QLoRA"), row(), row(batch=2)]
+    steps = result_tables.peer_steps([*rows, row("vLLM", step_s=None)])
+    assert [key[:2] for key in steps] == [
+        ("qwen2.5-7b", 2), ("qwen2.5-7b", 8), ("qwen2.5-14b", 8),
+    ]  # fmt: skip
+    assert [found["peer"] for found in steps["qwen2.5-7b", 8, 256, 2048, CARD]] == [
+        "QLoRA", "TRL + vLLM",
+    ]  # fmt: skip
+    assert slow not in steps["qwen2.5-7b", 8, 256, 2048, CARD]
+
+
+def test_the_tables_of_peers():
+    own = step_row(format="bf16", device=CARD, rollout_s=11.0, step_s=12.0, peak_gb=31.0)
+    lines = result_tables.peer_steps_table([row(), row(batch=2)], [own]).splitlines()
+    assert lines[0] == (
+        "| model | completions | here, NVFP4 | here, bf16 LoRA | TRL + vLLM | commit |"
+    )
+    assert lines[3] == (
+        "| qwen2.5-7b | 8 x 256 + 2,048 | 6.0 s (5.0 + 1.0), 22.0 GB, 2,731 tokens/s | 12.0 s "
+        "(11.0 + 1.0), 31.0 GB, 1,365 tokens/s, **2.00x** | 15.0 s (12.0 + 3.0), 61.0 GB, 1,092 "
+        "tokens/s, **2.50x** | 01234567 |"
+    )
+    assert "|  |" in lines[2]  # no row in bf16 of 2 completions
+    parts = result_tables.peer_parts_table([row("vLLM", update_s=None, step_s=None)])
+    assert "| vLLM | qwen2.5-7b | bf16 | 8 x 256 + 2,048 | 12.00 (2.40x 5.00) |  | 61.0 |" in parts
+
+
+def test_the_pages_with_and_without_peers(tmp_path, monkeypatch):
+    for path in tables._RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "peers.json").unlink(missing_ok=True)
+    for module in (tables, pictures):
+        monkeypatch.setattr(module, "_RESULTS", tmp_path)
+    assert tables.speed_text().startswith("![Time of a decode step")
+    assert "Beside other libraries" not in tables.benchmarks_page()
+    assert pictures.peers_data() == {}
+    (tmp_path / "peers.json").write_text(json.dumps({"rows": [row(), row(batch=2)]}))
+    text = tables.speed_text()
+    assert text.startswith("![A step here")
+    assert "8 x 256 + 2,048" in text
+    assert "| 2 x 256" not in text
+    assert "2 x 256 + 2,048" in tables.benchmarks_page()
+    data = pictures.peers_data()
+    assert data["qwen2.5-7b"]["rows"] == 8
+    assert data["qwen2.5-7b"]["steps"] == {"here, NVFP4": [5.0, 1.0], "TRL + vLLM": [12.0, 3.0]}
+    figure = pictures.draw_peers(data)
+    (axes,) = figure.axes
+    assert [bar.get_width() for bar in axes.patches] == [5.0, 12.0, 1.0, 3.0]
+    assert [bar.get_x() for bar in axes.patches] == [0.0, 0.0, 5.0, 12.0]
+    pictures.save(figure, tmp_path / "x.svg", data)
+    assert pictures.data_in(tmp_path / "x.svg") == data
+
+
+def test_a_random_checkpoint_has_what_transformers_requires(tmp_path):
+    size = write_random(tmp_path / "m", model_config("qwen2"), packed=False)
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": size}
+
+
+def test_what_serve_compares(tmp_path):
+    settings = {"system_prompt": "Think.", "question_suffix": "!", "max_new_tokens": 8}
+    settings |= {"judge": "qerl_jax.rl.rewards:boxed_answer"}
+    results = {"settings": {"samples": 1, "temperature": 0.0}, "tasks": {"gsm8k": settings}}
+    with pytest.raises(UserError, match="has no results"):
+        serve.read_evaluation(tmp_path, "gsm8k")
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    rows = [
+        {"question": "q", "gold": "7", "completion": r"\boxed{7}", "correct": True},
+        {"question": "r", "gold": "8", "completion": "none", "correct": False},
+    ] * 10
+    (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert serve.read_evaluation(tmp_path, "gsm8k") == (settings, rows)
+    with pytest.raises(UserError, match="no task math500, only gsm8k"):
+        serve.read_evaluation(tmp_path, "math500")
+    results["settings"]["samples"] = 8
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(UserError, match="not greedy"):
+        serve.read_evaluation(tmp_path, "gsm8k")
+    assert serve.messages_of(settings, "q") == [
+        {"role": "system", "content": "Think."},
+        {"role": "user", "content": "q!"},
+    ]
+    served = [(r"\boxed{7.0}", 4, True), (r"\boxed{9}", 4, True)] * 10
+    assert serve.scored(settings, rows, served) == [True, False] * 10
+    same = serve.compare(rows, [text for text, *_ in served], [True, False] * 10)
+    assert (same["here"]["value"], same["vllm"]["value"], same["agrees"]) == (0.5, 0.5, True)
+    assert (same["same_outcome"], same["same_text"]) == (1.0, 0.0)
+    worse = serve.compare(rows, [row["completion"] for row in rows], [False] * 20)
+    assert (worse["difference"]["value"], worse["agrees"], worse["same_text"]) == (-0.5, False, 1.0)
+
+
+def test_a_step_saves_the_adapter_and_reads_it_back(tmp_path, monkeypatch, capsys):
+    config = model_config("qwen2")
+    lora_config = lora_lib.LoraConfig(rank=4, alpha=8.0)
+    trainable = Trainable(lora_lib.init(jax.random.key(0), config, lora_config), {})
+    setup = types.SimpleNamespace(
+        lora_config=lora_config, model=types.SimpleNamespace(source="random", config=config)
+    )
+    own_step._save_and_read(tmp_path / "adapter", setup, trainable)
+    assert "read the same values back" in capsys.readouterr().out
+    other = jax.tree.map(lambda leaf: leaf + 1, trainable)
+    monkeypatch.setattr(peft, "load_peft_adapter", lambda *_: other)
+    with pytest.raises(UserError, match="differs from the one that was saved"):
+        own_step._save_and_read(tmp_path / "adapter", setup, trainable)
