@@ -45,7 +45,7 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
     Args:
         data: number of devices that the rows of a step are dealt out to.
         tensor: number of devices that a weight is cut into.
-        devices: the devices; by default all devices of the process.
+        devices: the devices; by default those of all processes.
 
     Raises:
         UserError: the mesh has another number of devices than there are.
@@ -54,11 +54,13 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
         return None
     found = jax.devices() if devices is None else devices
     if data * tensor != len(found):
+        processes = len({device.process_index for device in found})
         visible = ",".join(map(str, range(data * tensor)))
         fewer = f", or show it fewer devices, such as CUDA_VISIBLE_DEVICES={visible}"
         raise UserError(
-            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and this "
-            f"process has {len(found)}: pass mesh.data={len(found)}"
+            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and "
+            f"{f'the {processes} processes have' if processes > 1 else 'this process has'} "
+            f"{len(found)}: pass mesh.data={len(found)}"
             f"{fewer if len(found) > data * tensor else ''}"
         )
     return Mesh(np.array(found).reshape(data, tensor), (DATA, TENSOR))
@@ -74,10 +76,25 @@ def replicated(tree: Any, mesh: Mesh | None) -> Any:
         return jax.device_put(tree, jax.devices()[0])
     leaves, treedef = jax.tree.flatten(tree)
     target = NamedSharding(mesh, PartitionSpec())
-    copies = {
-        id(leaf): jax.device_put(leaf, target) for leaf in {id(x): x for x in leaves}.values()
-    }
+    copies = {id(leaf): put(leaf, target) for leaf in {id(x): x for x in leaves}.values()}
     return jax.tree.unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
+
+
+def put(array: Any, target: NamedSharding) -> jax.Array:
+    """Returns an array on the devices of a sharding, those of other processes included.
+
+    Args:
+        array: the whole array, which is the same in every process.
+        target: the sharding.
+    """
+    if target.is_fully_addressable:
+        return jax.device_put(array, target)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = array.addressable_data(0)  # It is replicated.
+    whole = target.is_fully_replicated
+    places = target.addressable_devices_indices_map(array.shape)
+    parts = [jax.device_put(array if whole else array[i], one) for one, i in places.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 
 
 def dealt(mesh: Mesh) -> NamedSharding:
@@ -86,7 +103,7 @@ def dealt(mesh: Mesh) -> NamedSharding:
 
 
 def devices_of(tree: Any) -> list[jax.Device]:
-    """Returns the devices that hold a tree of replicated arrays, in the order of the mesh."""
+    """Returns the devices of this process that hold a tree of replicated arrays, in order."""
     array = next(leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
     return [shard.device for shard in array.addressable_shards]
 

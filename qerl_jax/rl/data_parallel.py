@@ -23,7 +23,7 @@ from qerl_jax.rl import train_step
 from qerl_jax.rl.losses import add_metrics
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
 from qerl_jax.rl.train_step import Totals, TrainState, UpdateConfig
-from qerl_jax.sharding import DATA, dealt
+from qerl_jax.sharding import DATA, dealt, put
 
 _TOGETHER = 8 << 20  # numbers that are added up over the devices at once
 
@@ -44,7 +44,7 @@ def functions(
         "add_gradient": _on_each(train_step.add_gradient, mesh, donates=True, config=config),
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
-        "buffer_kl": _on_each(train_step.buffer_kl, mesh, **policy),
+        "buffer_kl": _on_each(train_step.buffer_kl, mesh, gathers=True, **policy),
     }
 
 
@@ -64,7 +64,7 @@ def deal_buffers(buffers: Sequence[PackedBuffer], mesh: Mesh | None) -> list[Pac
     padding = empty_buffer(len(buffers[0].tokens))
     filled = [*buffers, *[padding] * (-len(buffers) % count)]
     rounds = [filled[start : start + count] for start in range(0, len(filled), count)]
-    return [jax.device_put(_stack(found), dealt(mesh)) for found in rounds]
+    return [jax.tree.map(lambda x: put(x, dealt(mesh)), _stack(found)) for found in rounds]
 
 
 def abstract_buffer(buffer: PackedBuffer, mesh: Mesh) -> PackedBuffer:
@@ -80,7 +80,12 @@ def _stack(buffers: Sequence[PackedBuffer]) -> PackedBuffer:
 
 
 def _on_each(
-    function: Callable[..., Any], mesh: Mesh, *, donates: bool = False, **static: Any
+    function: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    donates: bool = False,
+    gathers: bool = False,
+    **static: Any,
 ) -> Callable[..., Any]:
     """Returns a function that runs on every device; its results have a first axis of devices.
 
@@ -88,16 +93,21 @@ def _on_each(
         function: function of `train_step`.
         mesh: mesh of the run.
         donates: whether the first argument is donated.
+        gathers: whether every device gets the results of all, such as those that the host reads.
         **static: static arguments of the function.
     """
 
     def local(*arguments: Any) -> Any:
         own = [_own(x) if _is_dealt(x) else x for x in arguments]
-        return jax.tree.map(lambda x: x[None], function(*own, **static))
+        result = function(*own, **static)
+        if gathers:
+            return jax.lax.all_gather(result, DATA)
+        return jax.tree.map(lambda x: x[None], result)
 
     def on_mesh(*arguments: Any) -> Any:
         specs = tuple(P(DATA) if _is_dealt(x) else P() for x in arguments)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(DATA), check_vma=False)(
+        out = P() if gathers else P(DATA)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(
             *arguments
         )
 

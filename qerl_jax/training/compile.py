@@ -40,11 +40,12 @@ def compile_programs(
     trainable = state.trainable
     policy = setup.key, current_policy(setup.model.params, trainable), trainable.lora
     updates = _update_operations(setup, state) if trains else {}
-    devices = sharding.devices_of(setup.model.params)
+    devices = sharding.devices_of(setup.model.params)  # those of this process
+    count = len(devices) * setup.processes.count
     local, head = sharding.on_device((policy, setup.rollout_head), devices[0])
-    rollouts = _rollout_operations(setup, local, head, len(devices)) if trains else []
+    rollouts = _rollout_operations(setup, local, head, count) if trains else []
     if evaluates:
-        rollouts += _evaluation_operations(setup, local, len(devices))
+        rollouts += _evaluation_operations(setup, local, count)
     arrays = committed((*local, head))
     if setup.mesh is None:
         executables = compile_operations(arrays, [*updates.values(), *rollouts], on_progress)

@@ -130,6 +130,7 @@ def take_step(
         setup.train_prompts,
         progress.cursor,
         config=dataclasses.replace(setup.collect, sampling=sampling),
+        processes=setup.processes,
         executables=executables,
         on_progress=on_rollout,
         on_wait=on_wait,
