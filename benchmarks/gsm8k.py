@@ -36,7 +36,7 @@ from benchmarks.run_summary import describe
 from experiments.configs import evidence
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
@@ -311,8 +311,7 @@ def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:
 
 
 def _write_results(content: dict[str, Any], results: pathlib.Path) -> None:
-    results.mkdir(parents=True, exist_ok=True)
-    write_atomic(results / "gsm8k.json", json.dumps(content, indent=1) + "\n")
+    write_json(results / "gsm8k.json", content, indent=1)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.run_summary import describe
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
@@ -101,8 +102,7 @@ def main() -> None:
         result = {"learning": summarize(args.runs), "control": summarize(args.control)}
     except UserError as error:
         sys.exit(f"error: {error}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_json(args.out, result)
     print(json.dumps({name: part["reward"] for name, part in result.items()}, indent=2))
 
 

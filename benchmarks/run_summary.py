@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.provenance import without_folders
@@ -124,8 +125,7 @@ def main(arguments: Sequence[str]) -> None:
         summary = seconds | summarize(args.run)
     except UserError as error:
         sys.exit(f"error: {error}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_json(args.out, summary)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from benchmarks.gsm8k import RESULTS
 from benchmarks.run_summary import describe, timed
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations
 from qerl_jax.run.provenance import without_folders
@@ -133,8 +133,7 @@ def main() -> None:
     except UserError as error:
         sys.exit(f"error: {error}")
     old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(args.out, json.dumps(merged(old, result), indent=2) + "\n")
+    write_json(args.out, merged(old, result))
     print(
         f"{result['pass1_start']:.1f} -> {result['pass1_end']:.1f} % of {problems} problems in "
         f"{seconds:.0f} s ({cache} cache): {args.out}",

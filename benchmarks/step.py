@@ -4,6 +4,7 @@ r"""Measures a GRPO step: seconds of rollout and update, and the memory that it 
     python -m benchmarks.step --model=qwen2.5-coder-1.5b --prompts=16 --new-tokens=512 --updates=4
     python -m benchmarks.step --model=qwen2.5-7b --mean-length=512
     python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --mesh=data=1 --mesh=data=2
+    python -m benchmarks.step --model=qwen2.5-72b --format=nvfp4 --mesh=data=1,tensor=2
 
 The weights are random, made on the device in the shapes of the model, and the steps are those of a
 run: `training.step.take_step` with every program compiled ahead. Random weights never end a
@@ -11,9 +12,9 @@ completion, so every row has --new-tokens. With --mean-length, one in that many 
 completion: lengths then are geometric with this mean, cut at --new-tokens. Rewards are drawn at
 random, so no group has equal rewards and nothing is left out.
 
-With --mesh=data=N the rows of a step are dealt out to the first N devices, and --prompts are those
-of one device. Several meshes are measured one after the other, in the order given, so that they
-compare.
+With --mesh=data=N,tensor=M the rows of a step are dealt out to N groups of M devices, and weights
+are cut between the devices of a group; --prompts are those of one group. Several meshes are
+measured one after the other, in the order given, so that they compare.
 
 Every measurement prints a line and at once writes its row to --out. A run replaces the rows of the
 same model, format, lengths and device. Times are medians over the steps after the first; a step
@@ -32,6 +33,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import time
@@ -57,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", default="qwen2.5-7b", help="comma-separated models (default: qwen2.5-7b)")
     add("--format", default="nvfp4,bf16", help="comma-separated weight formats")
-    add("--prompts", type=int, default=1, help="prompts of a step on each device (default: 1)")
+    add("--prompts", type=int, default=1, help="prompts of a step on each group (default: 1)")
     add("--group", type=int, default=8, help="completions per prompt (default: 8)")
     add("--prompt", type=int, default=100, help="tokens per prompt (default: 100)")
     add("--new-tokens", type=int, default=2048, help="limit of a completion (default: 2048)")
@@ -70,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--mesh",
         action="append",
         type=_mesh,
-        help="devices, such as data=2; may be repeated (default: data=1)",
+        help="devices, such as data=2 or data=1,tensor=2; may be repeated (default: data=1)",
     )
     add("--max-rows", type=int, default=0, help="largest decode batch (default: what fits)")
     add("--steps", type=int, default=3, help="measured steps, after a first one (default: 3)")
@@ -84,12 +86,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _mesh(text: str) -> int:
-    """The number of devices that 'data=N' names."""
-    axis, _, number = text.partition("=")
-    if axis != "data" or not number.isdecimal() or not int(number):
-        raise argparse.ArgumentTypeError(f"{text!r}: write data=N with N of at least 1")
-    return int(number)
+def _mesh(text: str) -> tuple[int, int]:
+    """The numbers N and M that 'data=N,tensor=M' names; one that is not named is 1."""
+    sizes = {"data": 1, "tensor": 1}
+    for part in text.split(","):
+        axis, _, number = part.partition("=")
+        if axis not in sizes or not number.isdecimal() or not int(number):
+            raise argparse.ArgumentTypeError(f"{text!r}: write data=N,tensor=M with whole numbers")
+        sizes[axis] = int(number)
+    return sizes["data"], sizes["tensor"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +119,7 @@ class _RandomText:
         return ""
 
 
-def _setup(arguments: argparse.Namespace, model: str, format: str, data: int) -> Any:
+def _setup(arguments: argparse.Namespace, model: str, format: str, shape: tuple[int, int]) -> Any:
     """The parts of a run with random weights, prompts and rewards."""
     import jax
     import numpy as np
@@ -123,12 +128,14 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, data: int) ->
     from experiments.configs.grpo_gsm8k import get_config
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
+    from qerl_jax.policy.tensor_parallel import shard_of
     from qerl_jax.sharding import make_mesh
     from qerl_jax.training.method import method_of
     from qerl_jax.training.setup import assemble
     from qerl_jax.weights.load import LoadedModel
 
-    mesh = make_mesh(data, 1, jax.devices()[:data])
+    data, tensor = shape
+    mesh = make_mesh(data, tensor, jax.devices()[: data * tensor])
     config, prompts = get_config(model), arguments.prompts * data
     config.update_from_flattened_dict(
         {
@@ -137,6 +144,7 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, data: int) ->
             "model.format": format,
             "lora.rank": arguments.lora_rank,
             "mesh.data": data,
+            "mesh.tensor": tensor,
             "rollout.prompts_per_step": prompts,
             "rollout.group_size": arguments.group,
             "rollout.max_new_tokens": arguments.new_tokens,
@@ -150,8 +158,10 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, data: int) ->
     )
     rng = np.random.default_rng(arguments.seed)
     architecture = ARCHITECTURES[model]
+    shard_of(architecture, tensor, format=format)  # Raises an error before the work.
     ends = architecture.vocab_size // arguments.mean_length if arguments.mean_length else 0
-    params = random_params(jax.random.key(arguments.seed, impl="rbg"), architecture, format=format)
+    weights_key = jax.random.key(arguments.seed, impl="rbg")
+    params = random_params(weights_key, architecture, format=format, mesh=mesh)
     ids = rng.integers(0, architecture.vocab_size, (prompts, arguments.prompt))
     return assemble(
         config,
@@ -206,22 +216,22 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
 
 
 def measure(
-    arguments: argparse.Namespace, model: str, format: str, data: int = 1
+    arguments: argparse.Namespace, model: str, format: str, shape: tuple[int, int] = (1, 1)
 ) -> dict[str, Any]:
-    """Takes the steps of one model on some devices and returns their row."""
+    """Takes the steps of one model on a mesh (data, tensor) and returns their row."""
     import jax
 
     from benchmarks.rollout.results import origin
-    from qerl_jax.data import Cursor
+    from qerl_jax.problem_order import Cursor
     from qerl_jax.rl.train_step import init_state
-    from qerl_jax.sharding import devices_of, replicated
+    from qerl_jax.sharding import groups_of, placed
     from qerl_jax.training.compile import compile_programs
     from qerl_jax.training.start import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
-    setup = _setup(arguments, model, format, data)
+    (data, tensor), setup = shape, _setup(arguments, model, format, shape)
     trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
-    state = replicated(init_state(trainable, setup.optimizer), setup.mesh)
+    state = placed(init_state(trainable, setup.optimizer), setup.mesh)
     began = time.perf_counter()
     executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
     compiled = time.perf_counter() - began
@@ -246,7 +256,8 @@ def measure(
     def median(name: str) -> float:
         return statistics.median(row[name] for row in rows[1:])
 
-    memory = [device.memory_stats() or {} for device in devices_of(setup.model.params)]
+    groups = groups_of(setup.model.params)
+    memory = [device.memory_stats() or {} for device in itertools.chain(*groups)]
     peak = max((found["peak_bytes_in_use"] for found in memory if found), default=None)
     update, updates = median("train_seconds"), arguments.updates
     batch, seconds = arguments.prompts * data * arguments.group, median("step_seconds")
@@ -272,8 +283,8 @@ def measure(
         "compile_s": compiled,
         "peak_gb": None if peak is None else peak / 1e9,
         "plan_gb": setup.memory.peak / 1e9,
-        "devices": data,
-        "mesh": f"data={data},tensor=1",
+        "devices": data * tensor,
+        "mesh": f"data={data},tensor={tensor}",
         "device": jax.devices()[0].device_kind,
         **origin("benchmarks.step"),
     }
@@ -295,13 +306,12 @@ def describe(row: dict[str, Any]) -> str:
 
 def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
     """Writes a row to a JSON file, in place of the row with the same keys."""
-    from qerl_jax.run.atomic import write_atomic
+    from qerl_jax.run.atomic import write_json
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     found = {tuple(old[key] for key in keys): old for old in [*rows, row]}
-    path.parent.mkdir(parents=True, exist_ok=True)
     ordered = [found[key] for key in sorted(found, key=str)]
-    write_atomic(path, json.dumps({"rows": ordered}, indent=1) + "\n")
+    write_json(path, {"rows": ordered}, indent=1)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -324,14 +334,15 @@ def run(arguments: argparse.Namespace) -> None:
             "--steps": (arguments.steps, 1),
         }
     )
-    meshes = arguments.mesh or [1]
-    if max(meshes) > len(jax.devices()):
+    meshes = arguments.mesh or [(1, 1)]
+    data, tensor = max(meshes, key=math.prod)
+    if data * tensor > len(jax.devices()):
         raise UserError(
-            f"--mesh=data={max(meshes)} needs {max(meshes)} devices, this process has "
+            f"--mesh=data={data},tensor={tensor} needs {data * tensor} devices, this process has "
             f"{len(jax.devices())}"
         )
-    for model, format, data in itertools.product(models, formats, meshes):
-        row = measure(arguments, model, format, data)
+    for model, format, shape in itertools.product(models, formats, meshes):
+        row = measure(arguments, model, format, shape)
         print(describe(row), flush=True)
         merge(arguments.out, row)
 

@@ -33,6 +33,7 @@ from ml_collections import ConfigDict, config_flags
 
 from experiments.configs import NAMES, config_file, defaults
 from qerl_jax.config.describe import describe_config
+from qerl_jax.config.mixture import name_sources
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.rewards import name_rewards
 from qerl_jax.errors import UserError, check_unicode, first_line
@@ -81,6 +82,8 @@ def main(
                 return rest
         except UserError as error:
             _fail(error)
+        except KeyboardInterrupt:
+            _interrupted()
         except SystemExit as stopped:
             asked = any(argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:])
             sys.exit(0 if asked else stopped.code)  # absl exits with 1 after its help
@@ -176,8 +179,7 @@ def run_command(
         parser.prog = name
     with _one_line_errors():
         _check_arguments(sys.argv[1:] if argv is None else argv)
-    arguments = parser.parse_args(argv)
-    with _one_line_errors():
+        arguments = parser.parse_args(argv)
         take_memory()
         run(arguments)
 
@@ -217,8 +219,7 @@ def _one_line_errors() -> Generator[None]:
     except StoppedError as stopped:
         sys.exit(stopped.exit_code)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        _interrupted()
 
 
 def _stdout_has_no_reader() -> bool:
@@ -243,7 +244,7 @@ def _parse_flags(
         f"NAME:PRESET ({', '.join(NAMES)}); --config.FIELD=VALUE sets a field of it. "
         f"{_PRESETS}",
     )
-    take_rewards(flags.FLAGS["config"], argv)
+    take_names(flags.FLAGS["config"], argv)
     flags.FLAGS.set_default("config", default_config)
     flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
@@ -263,8 +264,8 @@ def _parse_flags(
     return rest
 
 
-def take_rewards(config_flag: flags.Flag, argv: Sequence[str]) -> None:
-    """Lets the flag of a config file take rewards that the file does not name.
+def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
+    """Lets the flag of a config file take rewards and sources that the file does not name.
 
     Args:
         config_flag: the flag, before it is parsed.
@@ -275,7 +276,7 @@ def take_rewards(config_flag: flags.Flag, argv: Sequence[str]) -> None:
 
 
 class _ConfigParser(flags.ArgumentParser):
-    """Reads the config file as another parser does, and adds the rewards that flags name."""
+    """Reads the config file as another parser does, and adds the names that flags set."""
 
     def __init__(self, parser: flags.ArgumentParser, fields: Sequence[str]):
         self._parser, self._fields = parser, fields
@@ -285,6 +286,7 @@ class _ConfigParser(flags.ArgumentParser):
         config = self._parser.parse(argument)
         if isinstance(config, ConfigDict):  # else the file could not be read
             name_rewards(config, self._fields)
+            name_sources(config, self._fields)
         return config
 
 
@@ -309,6 +311,12 @@ def _fail(error: Exception | str) -> NoReturn:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     print(f"error: {' '.join(lines)}", file=sys.stderr)
     sys.exit(2)
+
+
+def _interrupted() -> NoReturn:
+    """Prints one line and exits with code 130, that of SIGINT."""
+    print("interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
 
 
 def _key_message(error: BaseException) -> str:

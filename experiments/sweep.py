@@ -39,7 +39,7 @@ from qerl_jax.config.describe import as_flag
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import TEMPORARY, write_atomic
+from qerl_jax.run.atomic import TEMPORARY, write_atomic, write_json
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
@@ -189,7 +189,7 @@ def _parse(arguments: Sequence[str]) -> ConfigDict:
     argv, values = ["", *cli.with_files(arguments)], flags.FlagValues()
     with cli.config_errors():
         config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
-        cli.take_rewards(values["config"], argv)
+        cli.take_names(values["config"], argv)
         values(argv)
         return values.config.lock()
 
@@ -218,7 +218,7 @@ def _part(runs: list[Run], only: str | None) -> list[Run]:
 def _write_results(runs: list[Run], folder: Path) -> None:
     table = make_table(runs)
     text = format_table(table)
-    write_atomic(folder / "table.json", json.dumps(table, indent=2) + "\n")
+    write_json(folder / "table.json", table)
     write_atomic(folder / "table.md", text)
     groups = {
         name: [run.folder for run in group if is_finished(run)]

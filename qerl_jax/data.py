@@ -1,4 +1,4 @@
-"""Problems: their sources, the order in which they are trained on, and how a prompt is written.
+"""Problems: which are trained on and which are held out, and how a prompt is written.
 
 A source is a local file or folder, `reasoning_gym:TASK` (generated, needs no network), or a dataset
 on the Hugging Face hub (`openai/gsm8k`, or `owner/name:configuration`).
@@ -13,16 +13,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-import numpy as np
-
 from qerl_jax import problem_sources
+from qerl_jax.config.mixture import MixtureSource, divide
 from qerl_jax.errors import UserError, check_unicode
-from qerl_jax.problem_sources import Problem, Selection
+from qerl_jax.problem_sources import HELD_OUT, Problem, Selection
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.weights.tokenizer import Tokenizer
 
-HELD_OUT = "held_out"  # evaluation source: the training problems, some of which are held out
-_MOST_HELD_OUT = 256
+MOST_HELD_OUT = 256  # largest number of evaluation problems where no number is given
 _LARGEST_PART = 10  # At most a tenth of the training problems is held out where no number is given.
 
 
@@ -33,14 +31,6 @@ class Prompt:
     problem: Problem
     text: str
     ids: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Cursor:
-    """The position of the next training problem; `dataclasses.asdict` makes it storable in JSON."""
-
-    epoch: int = 0
-    index: int = 0
 
 
 def load_problems(
@@ -64,9 +54,11 @@ def load_splits(
     source: str,
     *,
     path: str = "",
+    train_split: str = "train",
     eval_source: str = "",
     eval_path: str = "",
     eval_size: int | None = 0,
+    eval_most: int = MOST_HELD_OUT,
     rewards: Sequence[Reward] | None = None,
     levels: Sequence[int] = (),
     max_question_chars: int = 0,
@@ -98,10 +90,13 @@ def load_splits(
             question is a text or a list of chat messages. An answer whose last line is `####
             NUMBER`, as in GSM8K, is that number; a solution marks its answer in this way or by
             `\boxed{}`.
+        train_split: split of the dataset on the hub, or of the folder, to train on.
         eval_source: hub id of a dataset with evaluation problems, 'held_out', or ''.
         eval_path: path of a file or folder of evaluation problems.
-        eval_size: largest number of evaluation problems. None takes at most 256, and at most a
-            tenth of the training problems if they are held out (of fewer than ten, one).
+        eval_size: largest number of evaluation problems. None takes at most `eval_most`,
+            and at most a tenth of the training problems if they are held out (of fewer than ten,
+            one).
+        eval_most: largest number of evaluation problems where `eval_size` is None.
         rewards: functions that score completions of the problems, as in `Selection`.
         levels: difficulties to train on, compared with the field `level` (`3` or `Level 3`); ()
             selects all.
@@ -122,7 +117,9 @@ def load_splits(
         path=path,
         eval_source=eval_source,
         eval_path=eval_path,
+        train_split=train_split,
         eval_size=eval_size,
+        eval_most=eval_most,
         evaluation=Selection(rewards, fields=fields or {}),
         training=Selection(rewards, frozenset(levels), max_question_chars, fields or {}),
     )
@@ -131,14 +128,14 @@ def load_splits(
         return [], separate
     held_out_size = 0 if separate else eval_size
     if path:
-        found = problem_sources.read_problems(path, asked.training)
-        problems, evaluation = _hold_out_last(found, held_out_size)
+        found = problem_sources.read_problems(path, asked.training, split=train_split)
+        problems, evaluation = _hold_out_last(found, held_out_size, eval_most)
     elif source.startswith(problem_sources.GENERATED):
         problems, evaluation = _generate(asked, options or {}, held_out_size, seed=seed, size=size)
     else:
         problems, evaluation = _load_hub(asked, held_out_size)
     if separate:
-        problems, evaluation = _without(problems, _questions(separate)), separate
+        problems, evaluation = not_held_out(problems, separate), separate
     message = (
         f"{path or source}: no problems for {{}} (eval_size={eval_size}, levels={tuple(levels)}, "
         f"max_question_chars={max_question_chars}): give more, filter less or hold out fewer"
@@ -150,6 +147,75 @@ def load_splits(
     return problems, evaluation
 
 
+def load_mixture(
+    sources: Mapping[str, MixtureSource],
+    *,
+    eval_source: str = "",
+    eval_path: str = "",
+    eval_size: int | None = 0,
+    rewards: Sequence[Reward] | None = None,
+    max_question_chars: int = 0,
+    fields: Mapping[str, str] | None = None,
+) -> tuple[dict[str, list[Problem]], list[Problem]]:
+    """Loads the problems of several sources; no question is trained on and evaluated.
+
+    Without a place of their own, the evaluation problems come from every source in the way of
+    `load_splits`, in numbers that follow from the weights.
+
+    Args:
+        sources: the sources by name, at least one.
+        eval_source: hub id of a dataset with evaluation problems, 'held_out', or ''.
+        eval_path: path of a file or folder of evaluation problems, or ''.
+        eval_size: largest number of evaluation problems of all sources together, as in
+            `load_splits`.
+        rewards: functions that score completions of the problems, as in `Selection`.
+        max_question_chars: largest length of a training question; 0 means no limit.
+        fields: names of the fields of evaluation problems with a place of their own.
+
+    Returns:
+        The training problems by the name of the source, and the evaluation problems.
+
+    Raises:
+        UserError: as in `load_splits`; no source is empty.
+    """
+    own = bool(eval_path) or eval_source not in ("", HELD_OUT)
+    evaluation: list[Problem] = []
+    if own and eval_size != 0:
+        evaluation = load_problems(
+            "",
+            split="eval",
+            eval_source=eval_source,
+            eval_path=eval_path,
+            eval_size=eval_size,
+            rewards=rewards,
+            fields=fields,
+        )
+    shares = divide(MOST_HELD_OUT if eval_size is None else eval_size, sources)
+    train = {}
+    for name, source in sources.items():
+        train[name], held_out = load_splits(
+            source.source,
+            path=source.path,
+            train_split=source.split,
+            eval_source="" if own else eval_source,
+            eval_size=0 if own else None if eval_size is None else shares[name],
+            eval_most=shares[name],
+            rewards=rewards,
+            levels=source.levels,
+            max_question_chars=max_question_chars,
+            fields=source.fields,
+            options=source.options,
+        )
+        evaluation += held_out
+    for name, source in sources.items():
+        train[name] = _nonempty(
+            not_held_out(train[name], evaluation),
+            f"data.mixture.{name}: all questions of {source.origin} are evaluated: take it out, "
+            "hold out fewer, or give evaluations their own --config.data.eval_path",
+        )
+    return train, evaluation
+
+
 @dataclasses.dataclass(frozen=True)
 class _Asked:
     """Arguments of `load_splits`.
@@ -157,18 +223,22 @@ class _Asked:
     Attributes:
         source: hub id or generator of the training problems.
         path: file of the training problems, or ''.
+        train_split: split of the source, or of the folder, to train on.
         eval_source: hub id of the evaluation problems, 'held_out', or ''.
         eval_path: file of the evaluation problems, or ''.
         eval_size: largest number of evaluation problems; None decides by their number.
+        eval_most: largest number of them where `eval_size` is None.
         evaluation: selection of evaluation problems that are not held out.
         training: selection of training problems.
     """
 
     source: str
     path: str
+    train_split: str
     eval_source: str
     eval_path: str
     eval_size: int | None
+    eval_most: int
     evaluation: Selection
     training: Selection
 
@@ -176,7 +246,7 @@ class _Asked:
         """Returns the evaluation problems that have a source of their own; [] without one."""
         if self.eval_size == 0:
             return []
-        count = _MOST_HELD_OUT if self.eval_size is None else self.eval_size
+        count = self.eval_most if self.eval_size is None else self.eval_size
         if self.eval_path:
             found = problem_sources.read_problems(self.eval_path, self.evaluation, split="test")
             found = found[:count]
@@ -199,8 +269,9 @@ def _nonempty[T](problems: list[T], message: str) -> list[T]:
     return problems
 
 
-def _questions(problems: Iterable[Problem]) -> set[str]:
-    return {problem.question for problem in problems}
+def not_held_out(problems: list[Problem], held_out: Iterable[Problem]) -> list[Problem]:
+    """Returns the problems whose question is not held out; prints how many are left out."""
+    return _without(problems, {problem.question for problem in held_out})
 
 
 def _without(
@@ -212,17 +283,17 @@ def _without(
     return kept
 
 
-def _held_out_size(asked: int | None, available: int) -> int:
+def _held_out_size(asked: int | None, available: int, most: int) -> int:
     if asked is not None:
         return asked
-    return max(1, min(_MOST_HELD_OUT, available // _LARGEST_PART))
+    return max(1, min(most, available // _LARGEST_PART))
 
 
 def _hold_out_last(
-    problems: list[Problem], asked: int | None
+    problems: list[Problem], asked: int | None, most: int
 ) -> tuple[list[Problem], list[Problem]]:
-    cut = max(len(problems) - _held_out_size(asked, len(problems)), 0)
-    return _without(problems[:cut], _questions(problems[cut:])), problems[cut:]
+    cut = max(len(problems) - _held_out_size(asked, len(problems), most), 0)
+    return not_held_out(problems[:cut], problems[cut:]), problems[cut:]
 
 
 def _generate(
@@ -233,9 +304,9 @@ def _generate(
             f"{asked.source}: data.levels={sorted(asked.training.levels)}, but generated problems "
             "have no level"
         )
-    drawn = size + (_MOST_HELD_OUT if held_out is None else held_out)
+    drawn = size + (asked.eval_most if held_out is None else held_out)
     problems = problem_sources.generate_problems(asked.source, options, seed=seed, size=drawn)
-    cut = _held_out_size(held_out, len(problems))
+    cut = _held_out_size(held_out, len(problems), asked.eval_most)
     return (
         problem_sources.select_generated(asked.source, problems[cut:], asked.training),
         problem_sources.select_generated(asked.source, problems[:cut], asked.evaluation),
@@ -243,19 +314,19 @@ def _generate(
 
 
 def _load_hub(asked: _Asked, held_out: int | None) -> tuple[list[Problem], list[Problem]]:
-    source = asked.source
-    splits = problem_sources.load_hub_splits(source, "data.path", "train")
-    problems = problem_sources.read_rows(splits["train"], f"{source}[train]", asked.training)
-    if "test" not in splits:
-        return _hold_out_last(problems, held_out)
+    source, split, most = asked.source, asked.train_split, asked.eval_most
+    splits = problem_sources.load_hub_splits(source, "data.path", split)
+    problems = problem_sources.read_rows(splits[split], f"{source}[{split}]", asked.training)
+    if "test" not in splits or split == "test":
+        return _hold_out_last(problems, held_out, most)
     if asked.eval_source == HELD_OUT:
         test = problem_sources.questions_of(splits["test"], asked.training)
         problems = _without(problems, test, "in the test split")
-        return _hold_out_last(problems, held_out)
-    count = _MOST_HELD_OUT if held_out is None else held_out
+        return _hold_out_last(problems, held_out, most)
+    count = most if held_out is None else held_out
     rows = itertools.islice(splits["test"], count)
     evaluation = problem_sources.read_rows(rows, f"{source}[test]", asked.evaluation)
-    return _without(problems, _questions(evaluation)), evaluation
+    return not_held_out(problems, evaluation), evaluation
 
 
 def fingerprint(problems: Iterable[Problem], columns: Iterable[str] = ()) -> str:
@@ -275,43 +346,6 @@ def _as_text(value: Any) -> str:
     if isinstance(value, bytes | datetime.date | datetime.time | decimal.Decimal):
         return str(value)
     return type(value).__name__
-
-
-# --- The order of training ------------------------------------------------------------------------
-
-
-def next_problems[T](
-    problems: Sequence[T], cursor: Cursor, n: int, *, seed: int
-) -> tuple[list[T], Cursor]:
-    """Takes the next n problems: every epoch is a new permutation, and no problem is left out.
-
-    Args:
-        problems: the training problems (or prompts).
-        cursor: the position at which the last call ended.
-        n: number of problems to take; they may reach into the next epoch or over several epochs.
-        seed: seed of the permutations; each one depends only on (seed, epoch).
-
-    Returns:
-        The problems, and the cursor for the next call.
-
-    Raises:
-        UserError: the cursor lies past the end of the problems, or there are no problems.
-    """
-    epoch, index = cursor.epoch, cursor.index
-    if not problems or index >= len(problems):
-        raise UserError(
-            f"the data cursor is at problem {index} of {len(problems)}: "
-            "the training data is not what the run began with"
-        )
-    taken: list[T] = []
-    while len(taken) < n:
-        order = np.random.default_rng((seed, epoch)).permutation(len(problems))
-        part = order[index : index + n - len(taken)]
-        taken += [problems[i] for i in part]
-        index += len(part)
-        if index == len(problems):
-            epoch, index = epoch + 1, 0
-    return taken, Cursor(epoch, index)
 
 
 # --- Prompts --------------------------------------------------------------------------------------

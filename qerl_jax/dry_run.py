@@ -17,11 +17,19 @@ from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.model_source import locate
 from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.problem_order import Order
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.folder import RunFolder, default_folder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.init_from import check_origin
-from qerl_jax.training.problems import check_positions, encode_problems, load_problems
+from qerl_jax.training.problems import (
+    TRAIN,
+    check_positions,
+    encode_problems,
+    load_problems,
+    order_of,
+    training_prompts,
+)
 from qerl_jax.training.setup import check_method
 from qerl_jax.training.validate import validate
 from qerl_jax.weights import tokenizer
@@ -59,8 +67,8 @@ def dry_run(
     architecture, tokens = read_description(config.model.source)
     check_positions(config, architecture)
     prompts = encode_problems(config, tokens, problems)
-    write(_describe_prompts(prompts))
-    first = prompts["train"][0]
+    write(_describe_prompts(prompts, order_of(config, prompts)))
+    first = training_prompts(prompts)[0]
     width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     plan = plan_run(config, architecture, this_device(), prompt=width)
     write(describe(plan, config, architecture))
@@ -86,13 +94,16 @@ def read_description(source: str) -> tuple[ModelConfig, Tokenizer]:
     return read_architecture(str(path)), tokenizer.from_folder(path)
 
 
-def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]]) -> str:
+def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]], order: Order) -> str:
+    shares = dict(zip((source.name for source in order.sources), order.shares, strict=True))
     lines = []
     for split, found in prompts.items():
         lengths = [len(prompt.ids) for prompt in found]
-        name = "training" if split == "train" else "held-out"
+        kind, _, name = split.partition("/")
+        kind = "training" if kind == TRAIN else "held-out"
+        of = f" of {name}, {shares[name]:.1%} of the draws" if name else ""
         lines.append(
-            f"{len(found):,} {name} problems; prompts have {min(lengths)} to {max(lengths)} "
+            f"{len(found):,} {kind} problems{of}; prompts have {min(lengths)} to {max(lengths)} "
             f"tokens, {statistics.median(lengths):.0f} in the median"
         )
     return "\n".join(lines) + "\n"

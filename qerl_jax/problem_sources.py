@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from qerl_jax import hub
 from qerl_jax.errors import UserError, check_unicode, first_line
@@ -20,6 +20,7 @@ from qerl_jax.scoring.calls import plain
 from qerl_jax.scoring.references import can_read, is_prose, needs_answer
 
 GENERATED = "reasoning_gym:"
+HELD_OUT = "held_out"  # evaluation source: the training problems, some of which are held out
 _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
 _ROLES = ("system", "user", "assistant")
@@ -238,16 +239,14 @@ def print_left_out(count: int, what: str) -> None:
 FILE_TYPES = (".jsonl", ".json", ".parquet")
 
 
-def read_problems(
-    path: str, selection: Selection, *, split: Literal["train", "test"] = "train"
-) -> list[Problem]:
+def read_problems(path: str, selection: Selection, *, split: str = "train") -> list[Problem]:
     """Reads the problems of a local file or folder.
 
     Args:
         path: a file of JSON lines, a file `.json` with one array or with lines, a file `.parquet`,
             or a folder with such files, which are read in the order of their names. In a folder
-            where names begin with `train` or `test`, as in the folders of datasets on the hub, only
-            those that begin with the split are read.
+            where names begin with `train`, `test` or the split, as in the folders of datasets on
+            the hub, only those that begin with the split are read.
         selection: which problems are kept.
         split: the split to read from a folder.
 
@@ -267,7 +266,7 @@ def read_problems(
 
 def _files(folder: Path, split: str) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix in FILE_TYPES)
-    if any(file.name.startswith(("train", "test")) for file in files):
+    if any(file.name.startswith(("train", "test", split)) for file in files):
         files = [file for file in files if file.name.startswith(split)]
     if not files:
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from qerl_jax.config.rewards import configured_rewards
-from qerl_jax.data import Cursor
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.problem_order import Cursor
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.rollout.programs import Executables
-from qerl_jax.sharding import replicated
+from qerl_jax.sharding import placed
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.setup import Setup, prepare
 from qerl_jax.training.start import first_trainable
@@ -66,7 +66,7 @@ def open_session(
     rewards = rewards or configured_rewards(config)
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)
-    state = replicated(init_state(trainable, setup.optimizer), setup.mesh)
+    state = placed(init_state(trainable, setup.optimizer), setup.mesh)
     executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
     return Session(setup, Progress(step=0, state=state, cursor=Cursor()), executables, programs)
 

@@ -1,23 +1,46 @@
 """The mesh of devices of a run, and which arrays lie where on it.
 
-A run on one device has no mesh. On a mesh every device holds the policy, the trained parameters and
-the state of the optimizer; the rows of a step are dealt out along the axis `data`.
+A run on one device has no mesh. On a mesh the rows of a step are dealt out along the axis `data`,
+and weights are cut along the axis `tensor`: the devices of a row of the mesh are a group that holds
+the policy, the trained parameters and the state of the optimizer together, and every group has all
+of them.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.quant import in_machine_order
+from qerl_jax.policy.tensor_parallel import TENSOR, cut, shard_of
 
-DATA, TENSOR = "data", "tensor"  # the axes of a mesh
+DATA = "data"  # the axis of a mesh that rows are dealt out along; TENSOR is the other one
+
+WHOLE, ROWS, COLUMNS, HEADS = P(), P(TENSOR), P(None, TENSOR), P(None, TENSOR)
+# How arrays are cut along `tensor`, by the end of their path in a tree. LoRA's A and B are "a" and
+# "b" as they are trained, in the state of the optimizer too, and 0 and 1 as a rollout fuses them.
+_RULES = (
+    (r"embed_tokens|(qkv_proj|gate_up_proj|lm_head)(/packed|/scales|/global_scale)?", ROWS),
+    (r"(qkv_proj|gate_up_proj|lm_head)/tiles/\w+", ROWS),
+    (r"qkv_bias|(q|k|v|gate|up)_proj/b|(qkv|gate_up)_proj/1", ROWS),
+    (r"(q|k|v|gate|up)_proj/a|(qkv|gate_up)_proj/0", WHOLE),
+    (r"(o_proj|down_proj)(/packed|/scales|/tiles/codes|/tiles/scales|/a|/0)?", COLUMNS),
+    (r"(o_proj|down_proj)/(global_scale|tiles/divisor|b|1)", WHOLE),
+    (r"(keys|values)/\d+", HEADS),
+    (r"norm|(input|post_attention)_layernorm|q_norm|k_norm", WHOLE),
+    (r"lengths|rows|counts|last|done|tokens|logits|logprobs|entropies", WHOLE),  # of a rollout
+    (r"key|sigma|count|skipped_in_a_row", WHOLE),  # of the noise and of the optimizer
+)
 
 
 def check_mesh(data: int, tensor: int, *, prompts: int) -> None:
-    """Checks what needs no device.
+    """Checks what needs no device and no architecture.
 
     Args:
         data: number of devices that the rows of a step are dealt out to.
@@ -25,13 +48,8 @@ def check_mesh(data: int, tensor: int, *, prompts: int) -> None:
         prompts: prompts of a step.
 
     Raises:
-        UserError: weights would be cut, or the prompts cannot be dealt out equally.
+        UserError: the prompts cannot be dealt out equally.
     """
-    if tensor > 1:
-        raise UserError(
-            f"mesh.tensor={tensor}: weights are not cut between devices yet, pass mesh.tensor=1 "
-            f"and, to deal out the rows of a step, mesh.data={data * tensor}"
-        )
     if prompts % data:
         raise UserError(
             f"rollout.prompts_per_step={prompts} is not divisible by mesh.data={data}: every "
@@ -45,7 +63,7 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
     Args:
         data: number of devices that the rows of a step are dealt out to.
         tensor: number of devices that a weight is cut into.
-        devices: the devices; by default those of all processes.
+        devices: the devices; by default all devices of the process.
 
     Raises:
         UserError: the mesh has another number of devices than there are.
@@ -54,29 +72,73 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
         return None
     found = jax.devices() if devices is None else devices
     if data * tensor != len(found):
-        processes = len({device.process_index for device in found})
+        remedy = f"pass mesh.data={len(found)}"
+        if tensor > 1:
+            remedy = f"pass two numbers whose product is {len(found)}"
         visible = ",".join(map(str, range(data * tensor)))
         fewer = f", or show it fewer devices, such as CUDA_VISIBLE_DEVICES={visible}"
+        processes = len({device.process_index for device in found})
+        have = f"the {processes} processes have" if processes > 1 else "this process has"
         raise UserError(
-            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and "
-            f"{f'the {processes} processes have' if processes > 1 else 'this process has'} "
-            f"{len(found)}: pass mesh.data={len(found)}"
-            f"{fewer if len(found) > data * tensor else ''}"
+            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and {have} "
+            f"{len(found)}: {remedy}{fewer if len(found) > data * tensor else ''}"
         )
     return Mesh(np.array(found).reshape(data, tensor), (DATA, TENSOR))
 
 
-def replicated(tree: Any, mesh: Mesh | None) -> Any:
-    """Returns a tree whose arrays lie whole on every device; without a mesh, on the first one.
+def specs(tree: Any, tensor: int) -> Any:
+    """Returns how the arrays of a tree are cut along `tensor`, by the rules for their paths.
 
-    The copy on a device that already holds an array is that array itself. An array that occurs
-    twice in the tree is copied once.
+    Args:
+        tree: a tree of arrays, such as parameters, adapter, state of the optimizer or cache. An
+            array without a name lies whole on every device.
+        tensor: number of devices that weights are cut into; nothing is cut for 1.
+
+    Raises:
+        ValueError: there is no rule for an array.
+    """
+
+    def spec(path: tuple, _: Any) -> P:
+        if tensor == 1 or all(isinstance(key, jax.tree_util.SequenceKey) for key in path):
+            return WHOLE
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        found = (spec for rule, spec in _RULES if re.search(rf"(^|/)({rule})$", name))
+        if (first := next(found, None)) is None:
+            raise ValueError(f"no rule says how {name} is cut into mesh.tensor={tensor} parts")
+        return first
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings(tree: Any, mesh: Mesh) -> Any:
+    """Returns the sharding of each array of a tree on a mesh, by the same rules."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh.shape[TENSOR]))
+
+
+def located(tree: Any, mesh: Mesh) -> Any:
+    """Returns the shapes of a tree of arrays, or of shapes, with their shardings on a mesh."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        tree,
+        shardings(tree, mesh),
+    )
+
+
+def placed(tree: Any, mesh: Mesh | None) -> Any:
+    """Returns a tree whose arrays lie on a mesh by the rules; without a mesh, on the first device.
+
+    Fused weights are cut by `placed_params`, which interleaves their rows; here they must lie on
+    the mesh already. The copy on a device that already holds an array is that array itself. An
+    array that occurs twice in the tree is copied once.
     """
     if mesh is None:
         return jax.device_put(tree, jax.devices()[0])
     leaves, treedef = jax.tree.flatten(tree)
-    target = NamedSharding(mesh, PartitionSpec())
-    copies = {id(leaf): put(leaf, target) for leaf in {id(x): x for x in leaves}.values()}
+    targets = jax.tree.leaves(shardings(tree, mesh))
+    copies = {
+        id(leaf): put(leaf, target)
+        for leaf, target in {id(x): (x, t) for x, t in zip(leaves, targets, strict=True)}.values()
+    }
     return jax.tree.unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
@@ -84,11 +146,14 @@ def put(array: Any, target: NamedSharding) -> jax.Array:
     """Returns an array on the devices of a sharding, those of other processes included.
 
     Args:
-        array: the whole array, which is the same in every process.
+        array: the whole array, which is the same in every process, or an array that has the
+            sharding already.
         target: the sharding.
     """
     if target.is_fully_addressable:
         return jax.device_put(array, target)
+    if isinstance(array, jax.Array) and array.sharding == target:
+        return array
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)  # It is replicated.
     whole = target.is_fully_replicated
@@ -97,26 +162,110 @@ def put(array: Any, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 
 
+def placed_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dict:
+    """Returns arrays of one layer, or some beside the layers, in the order of this machine.
+
+    Args:
+        arrays: arrays by name, packed weights in the order of checkpoints; on any device.
+        config: the architecture of the whole policy.
+        mesh: mesh of the run. If it cuts weights, the arrays are cut and brought to its devices;
+            else they stay where they are.
+    """
+    if mesh is None or mesh.shape[TENSOR] == 1:
+        return in_machine_order(arrays)
+    shards = mesh.shape[TENSOR]
+    parts = [
+        dict(zip(arrays, found, strict=True))
+        for found in zip(*(cut(*item, config, shards) for item in arrays.items()), strict=True)
+    ]
+
+    def joined(spec: P, *shard: jax.Array) -> jax.Array:
+        """The array on the mesh whose shards lie on one device."""
+        shape = list(shard[0].shape)
+        for axis, name in enumerate(spec):
+            shape[axis] *= shards if name == TENSOR else 1
+        local = [
+            jax.device_put(shard[number], mesh.devices[row, number])
+            for row, number in np.ndindex(*mesh.devices.shape)
+            if mesh.devices[row, number].process_index == jax.process_index()
+        ]
+        target = NamedSharding(mesh, spec)
+        return jax.make_array_from_single_device_arrays(tuple(shape), target, local)
+
+    return jax.tree.map(joined, specs(parts[0], shards), *parts)
+
+
 def dealt(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays [D, ...] with one entry for each of the D shares of `data`."""
-    return NamedSharding(mesh, PartitionSpec(DATA))
+    return NamedSharding(mesh, P(DATA))
 
 
-def devices_of(tree: Any) -> list[jax.Device]:
-    """Returns the devices of this process that hold a tree of replicated arrays, in order."""
-    array = next(leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array))
-    return [shard.device for shard in array.addressable_shards]
+def of_heads(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+    """Returns the sharding of keys and values [R, K, S, H] beside arrays of another sharding."""
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape[TENSOR] == 1:
+        return sharding
+    return NamedSharding(sharding.mesh, HEADS)
 
 
-def on_device(tree: Any, device: jax.Device) -> Any:
-    """Returns a tree as one device holds it. Nothing is copied where the device has the array."""
+def beside(tree: Any, params: dict) -> Any:
+    """Returns a tree on the devices of a policy, replicated if its weights are cut."""
+    mesh = mesh_of(params)
+    return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, WHOLE))
+
+
+def of_one_device(config: ModelConfig, params: dict) -> ModelConfig:
+    """Returns the architecture that each device of a policy computes."""
+    mesh = mesh_of(params)
+    return config if mesh is None else shard_of(config, mesh.shape[TENSOR])
+
+
+def mesh_of(tree: Any) -> Mesh | None:
+    """Returns the mesh on which a tree of arrays, or of their shapes, is cut; None if it is not."""
+    sharding = next(x.sharding for x in jax.tree.leaves(tree) if hasattr(x, "sharding"))
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.shape.get(TENSOR, 1) == 1:
+        return None
+    assert isinstance(sharding.mesh, Mesh)
+    return sharding.mesh
+
+
+def groups_of(tree: Any) -> list[tuple[jax.Device, ...]]:
+    """Returns the groups of devices that each hold all of a tree, in the order of the mesh.
+
+    Only groups of this process are returned; a group has the devices of one process.
+    """
+    sharding = next(x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    if not isinstance(sharding, NamedSharding):
+        return [tuple(sharding.device_set)]
+    rows = sharding.mesh.devices.reshape(-1, sharding.mesh.shape[TENSOR])
+    return [tuple(row) for row in rows if row[0].process_index == jax.process_index()]
+
+
+def on_group(tree: Any, group: Sequence[jax.Device]) -> Any:
+    """Returns a tree as one group of devices holds it. Nothing is copied that the group has.
+
+    A group of several devices is a mesh of its own, on which other arrays are replicated.
+    """
+    devices = set(group)
+    mesh = Mesh(np.array(group).reshape(1, -1), (DATA, TENSOR))
 
     def local(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or leaf.devices() == {device}:
+        if not isinstance(leaf, jax.Array) or leaf.devices() == devices:
             return leaf
-        for shard in leaf.addressable_shards if leaf.is_fully_replicated else ():
-            if shard.device == device:
-                return shard.data
-        return jax.device_put(leaf, device)
+        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+        if len(group) == 1:
+            whole = leaf.is_fully_replicated and shards.get(group[0])
+            return whole if isinstance(whole, jax.Array) else jax.device_put(leaf, group[0])
+        if not devices <= shards.keys():
+            return jax.device_put(leaf, NamedSharding(mesh, WHOLE))
+        assert isinstance(leaf.sharding, NamedSharding)
+        target = NamedSharding(mesh, leaf.sharding.spec)
+        return jax.make_array_from_single_device_arrays(
+            leaf.shape, target, [shards[device] for device in group]
+        )
 
     return jax.tree.map(local, tree)
+
+
+def bytes_of_a_device(tree: Any) -> int:
+    """Returns the bytes that the first device has of a tree of arrays."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

@@ -32,6 +32,7 @@ RUNS = (
     "test_resume",
     "test_train",
     "test_init_from",
+    "test_mixture",
     "test_overrides",
     "test_evaluate",
     "test_export_hf",

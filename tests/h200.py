@@ -43,11 +43,11 @@ device_description_str: "NVIDIA H200"
 
 
 @contextlib.contextmanager
-def compiler(devices=1):
+def compiler(devices=1, tensor=1):
     """Yields a function that compiles another, jitted or not, for abstract arguments.
 
     With several devices it compiles for their mesh, which is its attribute `mesh`, and arguments
-    with a sharding keep it.
+    with a sharding keep it. `tensor` of them form a group, between which weights are cut.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # they ask a driver
@@ -57,11 +57,12 @@ def compiler(devices=1):
         topology = topologies.get_topology_desc(
             platform="cuda", target_config=_H200, topology=f"1x1x{devices}"
         )
-        concrete = Mesh(np.array(topology.devices).reshape(devices, 1), ("data", "tensor"))
+        concrete = Mesh(np.array(topology.devices).reshape(-1, tensor), ("data", "tensor"))
         sharding = NamedSharding(concrete, PartitionSpec())
         device = AbstractDevice("NVIDIA H200", 132, "gpu")
+        shape = devices // tensor, tensor
         mesh = AbstractMesh(
-            (devices, 1), concrete.axis_names, (AxisType.Auto,) * 2, abstract_device=device
+            shape, concrete.axis_names, (AxisType.Auto,) * 2, abstract_device=device
         )
 
         def compiled(function, *args, options=None, **static):

@@ -1,13 +1,13 @@
-"""What `test_mesh` compares: steps, rollouts and runs on 1, 2 and 4 simulated devices.
+"""What `test_mesh` compares: steps, rollouts and runs on meshes of 4 simulated devices.
 
 XLA reads the number of devices when a process starts, so `test_mesh` runs this file in a process of
 its own, which writes what it finds to a file.
 """
 
 import functools
-import itertools
 import pathlib
 import pickle
+import re
 import shutil
 import sys
 import tempfile
@@ -19,11 +19,13 @@ import optax
 import tiny_rollout
 import tiny_run
 from safetensors.numpy import load_file
+from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax import sharding
+from qerl_jax.policy import aqn
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl import data_parallel
+from qerl_jax.rl import data_parallel, logprobs
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.losses import loss_config
@@ -36,10 +38,15 @@ from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
 
-SHAPES = (1, 2, 4)
+SHAPES = ((1, 1), (4, 1), (2, 2), (1, 4))  # (data, tensor)
+# Four devices have two query heads each, one kv head, and one block of 16 inputs of o and down.
+CUT = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 64}
 BUFFER = 12  # positions of a buffer of a step
-LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 devices have 2, 1, 1 and 1 of them
+LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 groups have 2, 1, 1 and 1 of them
+COLLECTIVE = re.compile(r" = \(?(\w+)\[([\d,]*)\].* ([a-z]+-[a-z-]+?)(?:-start)?\(")
+COLLECTIVES = "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute"
 # Everything that an update can compute: log-probabilities of a reference, noise, and its KL.
+MOVED = "(2, 2) to (1, 4)"
 RUN = {
     "steps": 2,
     "rollout.prompts_per_step": 4,
@@ -48,12 +55,26 @@ RUN = {
     "aqn.kl_every": 1,
     "rl.kl_coef": 0.1,
     "eval.every": 2,
-    "eval.problems": 3,  # One of 4 devices has none.
+    "eval.problems": 3,  # One of 4 groups has none.
 }
 
 
-def mesh_of(count):
-    return sharding.make_mesh(count, 1, jax.devices()[:count])
+def mesh_of(shape):
+    return sharding.make_mesh(*shape, jax.devices()[: shape[0] * shape[1]])
+
+
+def placed(tree, params, config, mesh):
+    """A tree and a policy on a mesh."""
+    beside = {name: leaf for name, leaf in params.items() if name != "layers"}
+    cut = functools.partial(sharding.placed_params, config=config, mesh=mesh)
+    params = cut(beside) | {"layers": [cut(layer) for layer in params["layers"]]}
+    return sharding.placed((tree, params), mesh)
+
+
+def collectives(text):
+    """The operations between devices in a compiled program: kind, dtype and shape."""
+    found = (match.groups() for match in map(COLLECTIVE.search, text.splitlines()) if match)
+    return [(kind, dtype, shape) for dtype, shape, kind in found if kind in COLLECTIVES]
 
 
 def host(tree):
@@ -62,7 +83,7 @@ def host(tree):
 
 @functools.cache
 def policy():
-    config, params = tiny_policy("llama", quantized=True, num_layers=1)
+    config, params = tiny_policy("qwen2", quantized=True, **CUT)
     return config, params, random_lora(config)
 
 
@@ -85,53 +106,78 @@ def packed():
     return [buffer.replace(ref_logprobs=buffer.rollout_logprobs) for buffer in buffers]
 
 
-def step(count):
+def step(shape):
     """An update by SGD, so that the adapter moves by the gradient."""
     model, params, lora = policy()
-    mesh, loss = mesh_of(count), loss_config("grpo", kl_coef=0.05, tis_cap=2.0)
+    mesh = mesh_of(shape)
+    loss = loss_config("grpo", kl_coef=0.05, tis_cap=2.0, entropy_coef=0.01)
     programs = jitted(UpdateConfig(model, loss), optax.sgd(1.0), mesh)
     state = init_state(Trainable(jax.tree.map(jnp.array, lora), {}), optax.sgd(1.0))
-    params, state = sharding.replicated((params, state), mesh)
+    state, params = placed(state, params, model, mesh)
     totals, old = programs.zero_totals(state.trainable), []
-    for buffer in deal_buffers(packed(), mesh):
+    buffers = deal_buffers(packed(), mesh)
+    arguments = None, buffers[0], np.bool_(True), np.float32(1)
+    program = programs.add_gradient.func.lower(
+        totals, state.trainable, params, *arguments, **programs.add_gradient.keywords
+    )
+    for buffer in buffers:
         totals, logprobs = programs.add_gradient(
             totals, state.trainable, params, None, buffer, np.bool_(True), np.float32(1)
         )
         old.append(np.asarray(logprobs).reshape(-1, BUFFER))
+    kl = [programs.buffer_kl(params, noisy(params), state.trainable.lora, x, np.float32(1))
+          for x in buffers]  # fmt: skip
     state, metrics = programs.apply_gradient(state, totals)
     gradient = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), lora, state.trainable.lora)
     logprobs = [x[y.mask > 0] for x, y in zip(np.concatenate(old), packed(), strict=False)]
-    return {"gradient": gradient, "metrics": host(metrics), "logprobs": logprobs}
+    return {
+        "results": {
+            "gradient": gradient,
+            "metrics": host(metrics),
+            "logprobs": logprobs,
+            "kl": sum(float(np.asarray(x).sum()) for x in kl),
+        },
+        "collectives": collectives(program.compile().as_text()),
+    }
 
 
-def rollouts(count):
-    """Greedy and sampled completions; programs of several devices are copies of the first one's."""
-    config, params, lora = tiny_rollout.policy(quantized=True, layers=1)
-    key, params, lora = sharding.replicated((tiny_rollout.KEY, params, lora), mesh_of(count))
-    devices = sharding.devices_of(params)
-    prompts = [list(tiny_rollout.random_tokens(length, seed=length)) for length in LENGTHS]
+def noisy(params):
+    return aqn.perturb_norms(jax.random.key(3), params, 0.1, final_norm=True)
+
+
+def rollouts(shape):
+    """Greedy and sampled completions; programs of several groups are copies of the first one's."""
+    model, params = tiny_policy("qwen3", quantized=True, **CUT)
+    (key, lora), params = placed(
+        (tiny_rollout.KEY, random_lora(model)), params, model, mesh_of(shape)
+    )
+    groups = sharding.groups_of(params)
+    prompts = [list(random_tokens(length, seed=length)) for length in LENGTHS]
     found = {}
     for temperature in (0.0, 1.0):
         sampling, engine, _ = tiny_rollout.configs(
             {"max_new_tokens": 9, "chunk_steps": 4, "prompt_width": 9, "max_rows": 2}
-            | {"temperature": temperature}
+            | {"temperature": temperature, "dequantize": "step" if temperature else "once"}
         )
         how = {
-            "config": config,
+            "config": model,
             "sampling": sampling,
             "tokenizer": tiny_rollout.TinyTokenizer((3,)),
             "engine": engine,
             "group_size": 2,
         }
-        local = sharding.on_device((key, params, lora), devices[0])
-        wanted = rollout_operations(*local, prompts=replicas.most(prompts, devices), **how)
-        programs = compile_operations(local, wanted, others=devices[1:])
+        local = sharding.on_group((key, params, lora), groups[0])
+        wanted = rollout_operations(*local, prompts=replicas.most(prompts, groups), **how)
+        programs = compile_operations(local, wanted, others=groups[1:])
         arguments = key, params, lora, prompts
         *_, before, last = replicas.generate_steps(*arguments, executables=programs, **how)
         found[temperature] = last.rollout
         found["before"] = before.ended_rows, before.tokens
         found["last"] = last.ended_rows, last.tokens, last.statistics
         found["compiled"] = len(programs.compiled), len(programs)
+        found["collectives", temperature] = {
+            key[0]: collectives(program.as_text()) for key, program in programs.items()
+        }
     return found
 
 
@@ -139,26 +185,29 @@ def checkpoints(folder):
     """A state that is saved and restored on every pair of different shapes."""
     like = init_state(Trainable(policy()[-1], {}), optax.adamw(1e-3))
     found = {"saved": host(like)}
-    for before, after in itertools.permutations(SHAPES, 2):
-        with Checkpoints(folder / f"{before}-{after}", keep=1) as kept:
-            kept.save(1, sharding.replicated(like, mesh_of(before)), {})
-            _, state, _ = kept.restore_latest(sharding.replicated(like, mesh_of(after)))
-        assert sharding.devices_of(state) == jax.devices()[:after]
-        found[before, after] = host(state)
+    for before in SHAPES:
+        with Checkpoints(folder / f"{before}", keep=1) as kept:
+            kept.save(1, sharding.placed(like, mesh_of(before)), {})
+            for after in SHAPES:
+                _, state, _ = kept.restore_latest(sharding.placed(like, mesh_of(after)))
+                groups = sharding.groups_of(state.trainable)
+                assert (len(groups), len(groups[0])) == after
+                found[before, after] = host(state)
     return found
 
 
 def runs(folder):
-    """Runs on 1 and on 4 devices, and one that goes on on 1 device after a step on 4."""
-    tiny = tiny_run.write_tiny(folder, folder / "cache", num_layers=1)
-    on = {count: folder / f"on{count}" for count in (1, 4)}
-    for count, run in on.items():
-        train(tiny.config(RUN | {"mesh.data": count}), workdir=run)
+    """Runs on meshes, and one that takes its second step on another mesh than its first."""
+    tiny = tiny_run.write_tiny(folder, folder / "cache", model_type="qwen2", **CUT)
+    on = {shape: folder / "on{}x{}".format(*shape) for shape in SHAPES[:3]}
+    for (data, tensor), run in on.items():
+        mesh = {"mesh.data": data, "mesh.tensor": tensor}
+        train(tiny.config(RUN | mesh), workdir=run)
     again = folder / "again"
-    shutil.copytree(on[4], again)
+    shutil.copytree(on[2, 2], again)
     shutil.rmtree(again / "checkpoints/2")
-    train(tiny.config(RUN), workdir=again)
-    return {name: _outcome(run) for name, run in {**on, "4 to 1": again}.items()}
+    train(tiny.config(RUN | {"mesh.tensor": 4}), workdir=again)
+    return {name: _outcome(run) for name, run in {**on, MOVED: again}.items()}
 
 
 def _outcome(run):
@@ -170,15 +219,27 @@ def _outcome(run):
     }
 
 
+def gathered():
+    """The operations between devices of a program that gathers a packed weight."""
+    model, params, _ = policy()
+    mesh = mesh_of((1, 4))
+    _, params = placed((), params, model, mesh)
+    whole = jax.sharding.NamedSharding(mesh, sharding.WHOLE)
+    copy = jax.jit(lambda x: x, out_shardings=whole)
+    return collectives(copy.lower(params["layers"][0]["qkv_proj"].packed).compile().as_text())
+
+
 def main(path):
     data_parallel._TOGETHER = 500  # The adapter is added up in several parts.
+    logprobs._CHUNK_BYTES = 4 * 5 * VOCAB  # The logits of a buffer are in several chunks.
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         found = {
-            "steps": {count: step(count) for count in SHAPES},
-            "rollouts": {count: rollouts(count) for count in SHAPES},
+            "steps": {shape: step(shape) for shape in SHAPES},
+            "rollouts": {shape: rollouts(shape) for shape in SHAPES},
             "checkpoints": checkpoints(folder / "checkpoints"),
             "runs": runs(folder),
+            "gathered": gathered(),
         }
     pathlib.Path(path).write_bytes(pickle.dumps(found))
 

@@ -46,6 +46,7 @@ CONFIG = benchmark_subject.BenchmarkConfig(
     prompt=5,
     new_tokens=18,
     lora_ranks=(4,),
+    tensor=1,
     chunk_steps=8,
     dequantize="once",
     kv_cache_dtype="",
@@ -130,7 +131,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     returned = job.benchmark(dataclasses.replace(CONFIG, out=str(out)))
     (row,) = json.loads(out.read_text())["rows"]
     assert returned == [row]
-    policy = ["decode", "tiny", "nf4", "random", 4, "bfloat16", "", 8, "once"]
+    policy = ["decode", "tiny", "nf4", "random", 4, "bfloat16", "", 8, "once", 1]
     assert [row[name] for name in rollout_rows.KEYS["decode"]] == [*policy, 3, 5, 18]
     assert row["ms_per_step"] == 2
     assert row["tokens_per_s"] == 1500
@@ -184,9 +185,13 @@ def test_rollouts_of_problems(tmp_path, capsys):
         out=str(out),
     )
     job.benchmark(config)
+    # A row of an earlier version has no number of devices.
+    (old,) = json.loads(out.read_text())["rows"]
+    del old["tensor"]
+    out.write_text(json.dumps({"device": "cpu", "rows": [old]}))
     (row,) = job.benchmark(config)
     assert json.loads(out.read_text())["rows"] == [row]  # which replaced its own
-    policy = ["gsm8k", "model", "bf16", "real", 4, "bfloat16", "", 8, "once"]
+    policy = ["gsm8k", "model", "bf16", "real", 4, "bfloat16", "", 8, "once", 1]
     assert [row[name] for name in rollout_rows.KEYS["gsm8k"]] == [*policy, 3, 2, 12, 4]
     assert 6 <= row["tokens"] <= 6 * 12
     assert row["mean_tokens"] == pytest.approx(row["tokens"] / 6, abs=0.1)

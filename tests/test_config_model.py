@@ -1,12 +1,17 @@
 """Reading and writing config.json."""
 
+import pathlib
+import re
+
 import pytest
 import transformers
 from tiny_checkpoints import model_config
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.config import RopeScaling, from_hf_config, to_hf_config
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.config import MODEL_TYPES, RopeScaling, from_hf_config, to_hf_config
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -51,6 +56,25 @@ def test_qwen3_has_qk_norm_and_states_its_head_dim():
     assert from_hf_config(hf_config("qwen3", head_dim=64)).head_dim == 64
 
 
+def test_mistral_is_read_as_its_versions_state_it():
+    """The config.json of Mistral-7B-Instruct-v0.3, and what Nemo and a window change."""
+    v3 = hf_config(
+        "mistral", hidden_size=4096, num_attention_heads=32, num_key_value_heads=8,
+        sliding_window=None, tie_word_embeddings=False, rms_norm_eps=1e-5, vocab_size=32768,
+        intermediate_size=14336, num_hidden_layers=32,
+    )  # fmt: skip
+    assert from_hf_config(v3) == ARCHITECTURES["mistral-7b"]
+    assert from_hf_config(v3 | {"hidden_size": 5120, "head_dim": 128}).head_dim == 128
+    assert from_hf_config(v3 | {"hidden_size": 5120}).head_dim == 160
+    # A window that no context exceeds hides nothing.
+    assert from_hf_config(v3 | {"sliding_window": 32768}) == ARCHITECTURES["mistral-7b"]
+    # Without the key transformers takes a window of 4,096, that of the first version.
+    without = {key: value for key, value in v3.items() if key != "sliding_window"}
+    assert transformers.MistralConfig(**without).sliding_window == 4096
+    with pytest.raises(UserError, match="sliding_window='absent' of 32768 positions"):
+        from_hf_config(without)
+
+
 @pytest.mark.parametrize(
     "rope",
     [
@@ -81,6 +105,10 @@ def test_both_spellings_of_llama3_scaling(rope):
         ({"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}, "4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding"),
         ({"model_type": "llama", "sliding_window": 4096}, "4096"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096 of 32768 positi"),
+        ({"model_type": "mistral", "sliding_window": "4096"}, "sliding_window is '4096'"),
+        ({"model_type": "mistral", "attention_bias": True}, "attention_bias=true is not supported"),
+        ({"model_type": "ministral3"}, "ministral3"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "linear"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
@@ -121,11 +149,28 @@ def test_a_window_that_no_layer_uses_is_accepted():
     from_hf_config(hf_config(use_sliding_window=True, sliding_window=4096, max_window_layers=28))
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 @pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 8192)])
 def test_hf_config_round_trip(model_type, scaling):
     config = model_config(model_type, rope_scaling=scaling, tie_embeddings=True)
     assert from_hf_config(to_hf_config(config)) == config
+
+
+def test_contributing_lists_the_places_of_a_family():
+    """Every file of the product that names a family is in the list, and what is listed exists."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    steps = page.partition("## Add a model family")[2].partition("\n## ")[0]
+    listed = set(re.findall(r"`([a-z_/]+/[a-z_0-9]+\.py)`", steps))
+    assert all((ROOT / path).is_file() for path in listed)
+    named = re.compile("|".join(f"[\"']{name}[\"']" for name in MODEL_TYPES))
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for package in ("qerl_jax", "pallas_kernels", "experiments", "benchmarks")
+        for path in (ROOT / package).rglob("*.py")
+        if named.search(path.read_text())
+    }
+    assert "qerl_jax/policy/config.py" in found
+    assert found <= listed
 
 
 def test_transformers_reads_the_written_config():

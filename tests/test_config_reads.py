@@ -10,6 +10,7 @@ from experiments.configs.grpo_gsm8k import get_config
 # Modes without which some fields are not read.
 CHANGES = {
     "steps": 2,  # The first step has no noise.
+    "data.curriculum": "learnability",
     "aqn.kl_every": 1,
     "aqn.correction": "tis",
     "rl.dynamic_sampling": True,

@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from qerl_jax import data
-from qerl_jax.data import Cursor, Problem
+from qerl_jax.data import Problem
 from qerl_jax.errors import UserError
 from qerl_jax.rl import rewards
 
@@ -543,39 +543,6 @@ def test_hub_errors(monkeypatch, load_dataset, message):
     fake_hub(monkeypatch, load_dataset)
     with pytest.raises(UserError, match=re.escape(message)):
         data.load_problems("openai/gsm8k")
-
-
-@pytest.mark.parametrize("sizes", [(1,) * 21, (3, 7, 4, 7), (7, 7, 7), (20, 1), (21,)])
-def test_every_epoch_has_every_problem_once_for_any_sizes(sizes):
-    problems = numbered(7)
-    whole, end = data.next_problems(problems, Cursor(), 21, seed=5)
-    taken, cursor = [], Cursor()
-    for size in sizes:
-        part, cursor = data.next_problems(problems, cursor, size, seed=5)
-        assert len(part) == size
-        cursor = Cursor(**json.loads(json.dumps(dataclasses.asdict(cursor))))
-        taken += part
-    assert taken == whole
-    assert cursor == end == Cursor(3, 0)
-    for epoch in range(3):
-        assert set(taken[7 * epoch : 7 * epoch + 7]) == set(problems)
-
-
-def test_permutations_differ_by_epoch_and_by_seed():
-    problems = numbered(30)
-    first, cursor = data.next_problems(problems, Cursor(), 30, seed=0)
-    second, _ = data.next_problems(problems, cursor, 30, seed=0)
-    other, _ = data.next_problems(problems, Cursor(), 30, seed=1)
-    assert first != second
-    assert first != other
-    assert data.next_problems(problems, Cursor(1, 10), 5, seed=0) == (second[10:15], Cursor(1, 15))
-    assert data.next_problems(problems, cursor, 0, seed=0) == ([], cursor)
-
-
-@pytest.mark.parametrize("count", [0, 3])
-def test_a_cursor_beyond_the_data_is_refused(count):
-    with pytest.raises(UserError, match=f"at problem 3 of {count}: the training data is not what"):
-        data.next_problems(numbered(count), Cursor(0, 3), 1, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def test_fused_projections_keep_their_own_global_scales(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3", "llama", "mistral"])
 def test_a_bf16_checkpoint_is_exported_unchanged(model_type, tied, tmp_path):
     config = model_config(model_type, tie_embeddings=tied)
     tensors = random_tensors(config)

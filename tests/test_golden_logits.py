@@ -12,7 +12,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.weights.load import load
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-MODELS = ("qwen2", "qwen3", "llama3", "llama_tied")
+MODELS = ("qwen2", "qwen3", "llama3", "llama_tied", "mistral")
 
 
 def golden(name):

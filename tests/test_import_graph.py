@@ -22,7 +22,7 @@ ALLOWED = {
     "hub": set(),
     "import_path": {"errors"},
     "buckets": set(),
-    "sharding": {"errors"},
+    "sharding": {"policy", "errors"},
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
@@ -35,14 +35,17 @@ ALLOWED = {
     "weights": {"policy", "model_source", "staging", "threads", "live_line"}
     | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
-    "data": {"problem_sources", "rl", "weights", "errors"},
+    "problem_order": {"errors"},
+    "config": {"run", "rl", "scoring", "problem_sources", "paths", "errors"},
+    "data": {"config", "problem_sources", "rl", "weights", "errors"},
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
     "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
+    "processes": {"run", "errors"},
     "show": {"run", "paths", "errors"},
-    "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run"}
+    "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run", "config"}
     | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
-    | {"hub", "paths", "errors"},
+    | {"processes", "sharding", "hub", "paths", "errors"},
     "export": {
         "staging",
         "live_line",
@@ -59,12 +62,12 @@ ALLOWED = {
         "paths",
         "errors",
     },
-    "config": {"run", "rl", "scoring", "errors"},
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
-    | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"},
-    "session": {"training", "config", "policy", "rollout", "rl", "data", "sharding"},
+    | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
+    | {"problem_order", "processes"},
+    "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
-    | {"model_source", "paths", "errors"},
+    | {"problem_order", "model_source", "paths", "errors"},
 }
 
 

@@ -27,7 +27,8 @@ from qerl_jax.weights import load, names, safetensors
 from qerl_jax.weights.checkpoint import open_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
-MODEL_TYPES = ["llama", "qwen2", "qwen3"]
+GGUF_TYPES = ["llama", "qwen2", "qwen3"]
+MODEL_TYPES = [*GGUF_TYPES, "mistral"]
 
 
 def assert_trees_equal(a, b):
@@ -96,7 +97,7 @@ def test_nvfp4_packs_each_fused_group(tmp_path, model_type):
             assert isinstance(layer[name], QuantTensor)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", GGUF_TYPES)
 @pytest.mark.parametrize("format", ["nvfp4", "bf16"])
 def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
     config = model_config(model_type)

@@ -1,4 +1,4 @@
-"""Steps, rollouts and runs on a mesh: the number of devices does not change the results."""
+"""Steps, rollouts and runs on a mesh, whose shape does not change the results."""
 
 import collections
 import itertools
@@ -11,7 +11,9 @@ import sys
 import jax
 import numpy as np
 import pytest
-from mesh_cases import LENGTHS, SHAPES
+from mesh_cases import CUT, LENGTHS, MOVED, SHAPES
+from tiny_checkpoints import VOCAB
+from tiny_model import tiny_policy
 
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax import sharding
@@ -21,7 +23,8 @@ from qerl_jax.rollout.replicas import _in_threads, deal
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.training.validate import validate
 
-DEVICES = max(SHAPES)
+DEVICES = 4
+LAYER_SUMS = 2 * CUT["num_layers"]  # over the devices of a group: attention and MLP
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +53,18 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("count", SHAPES[1:])
-def test_a_step_does_not_depend_on_the_number_of_devices(found, count):
-    alone, ours = found["steps"][1], found["steps"][count]
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_a_step_does_not_depend_on_the_mesh(found, shape):
+    alone, ours = found["steps"][1, 1]["results"], found["steps"][shape]["results"]
     assert float(alone["metrics"]["grad_norm"]) > 0.1
     assert abs(float(alone["metrics"]["loss"])) > 1e-3
+    assert alone["kl"] > 1e-3
     assert_near(ours, alone)
 
 
-@pytest.mark.parametrize("count", SHAPES[1:])
-def test_the_tokens_of_a_row_do_not_depend_on_its_device(found, count):
-    alone, ours = found["rollouts"][1], found["rollouts"][count]
+@pytest.mark.parametrize("shape", SHAPES[1:])
+def test_the_tokens_of_a_row_do_not_depend_on_the_mesh(found, shape):
+    alone, ours = found["rollouts"][1, 1], found["rollouts"][shape]
     for temperature in (0.0, 1.0):
         for name in ("tokens", "lengths", "finished"):
             assert_same(getattr(ours[temperature], name), getattr(alone[temperature], name))
@@ -68,38 +72,74 @@ def test_the_tokens_of_a_row_do_not_depend_on_its_device(found, count):
     assert len(np.unique(alone[1.0].tokens, axis=0)) == 2 * len(LENGTHS)
 
 
-@pytest.mark.parametrize("count", SHAPES)
-def test_the_progress_is_that_of_all_devices(found, count):
-    rollout = found["rollouts"][count][1.0]
-    ended, tokens, statistics = found["rollouts"][count]["last"]
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_progress_is_that_of_all_groups(found, shape):
+    rollout = found["rollouts"][shape][1.0]
+    ended, tokens, statistics = found["rollouts"][shape]["last"]
     assert (ended, tokens) == (len(rollout.lengths), rollout.lengths.sum())
     assert statistics.live == rollout.lengths.sum() - len(rollout.lengths)
-    assert statistics.prefilled_prompts == count * -(-len(LENGTHS) // count)
-    ended_before, tokens_before = found["rollouts"][count]["before"]
+    assert statistics.prefilled_prompts == shape[0] * -(-len(LENGTHS) // shape[0])
+    ended_before, tokens_before = found["rollouts"][shape]["before"]
     assert ended_before < ended
     assert 0 < tokens_before < tokens
 
 
-def test_programs_are_compiled_once_for_all_devices(found):
-    compiled, programs = found["rollouts"][DEVICES]["compiled"]
-    assert compiled <= programs == found["rollouts"][1]["compiled"][1]
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+def test_programs_are_compiled_once_for_all_groups(found, shape):
+    compiled, programs = found["rollouts"][shape]["compiled"]
+    assert compiled <= programs == found["rollouts"][1, 1]["compiled"][1]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_an_update_gathers_no_weight(found, shape):
+    kinds = [kind for kind, *_ in found["steps"][shape]["collectives"]]
+    assert set(kinds) == {"all-reduce"}
+    # Each sum of the forward pass has one in the backward pass. The others are the embedding's and
+    # those of the softmax.
+    assert len(kinds) >= 2 * LAYER_SUMS + 1
+    assert {dtype for _, dtype, _ in found["steps"][shape]["collectives"]} == {"f32"}
+
+
+def test_a_weight_that_is_gathered_would_be_found(found):
+    ((kind, dtype, _),) = found["gathered"]
+    assert (kind, dtype) == ("all-gather", "u8")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])  # The weights are dequantized once, in steps.
+@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+def test_a_rollout_has_one_sum_for_each_block(found, shape, temperature):
+    programs = found["rollouts"][shape]["collectives", temperature]
+    assert set(programs) >= {"prefill", "insert", "decode", "fuse_adapter"}
+    for name, operations in programs.items():
+        if name not in ("prefill", "decode"):
+            assert operations == []
+            continue
+        *sums, logits = sorted(operations, key=lambda operation: operation[0] == "all-gather")
+        assert logits[:2] == ("all-gather", "f32")
+        assert logits[2].split(",")[-1] == str(VOCAB)
+        assert len(sums) == LAYER_SUMS + 1  # and the embedding
+        embed_dim = str(tiny_policy(**CUT)[0].embed_dim)
+        for kind, dtype, sizes in sums:
+            assert (kind, dtype) == ("all-reduce", "f32")
+            assert sizes.split(",")[-1] == embed_dim
 
 
 @pytest.mark.parametrize("shapes", list(itertools.permutations(SHAPES, 2)))
-def test_a_checkpoint_is_restored_on_another_number_of_devices(found, shapes):
+def test_a_checkpoint_is_restored_on_another_mesh(found, shapes):
     assert_same(found["checkpoints"][shapes], found["checkpoints"]["saved"])
 
 
-@pytest.mark.parametrize("name", [DEVICES, "4 to 1"])
-def test_a_run_does_not_depend_on_the_number_of_devices(found, name):
-    alone, ours = found["runs"][1], found["runs"][name]
+@pytest.mark.parametrize("name", [*SHAPES[1:3], MOVED])
+def test_a_run_does_not_depend_on_the_mesh(found, name):
+    alone, ours = found["runs"][1, 1], found["runs"][name]
     assert_near(ours["rows"], alone["rows"], atol=5e-6)
     assert ours["evaluations"] == alone["evaluations"]
     assert_near(ours["adapter"], alone["adapter"], 1e-4, 1e-5)
 
 
-def test_a_mesh_compiles_nothing_after_the_first_step(found):
-    assert found["runs"][DEVICES]["compiled"][1:] == [0]
+@pytest.mark.parametrize("shape", SHAPES[1:3])
+def test_a_mesh_compiles_nothing_after_the_first_step(found, shape):
+    assert found["runs"][shape]["compiled"][1:] == [0]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])
@@ -157,7 +197,7 @@ def test_the_rollouts_end_with_their_reader(part, ended):
     ("data", "tensor", "message"),
     [
         (3, 1, r"mesh\.data=3 x mesh\.tensor=1 are 3 devices.* process has 2: pass mesh\.data=2$"),
-        (1, 4, r"mesh\.data=1 x mesh\.tensor=4 are 4 devices.* process has 2"),
+        (1, 4, r"mesh\.data=1 x mesh\.tensor=4 are 4 devices.* process has 2: pass two numbers"),
     ],
 )
 def test_a_mesh_of_another_number_of_devices_is_refused(data, tensor, message):
@@ -178,7 +218,10 @@ def test_a_run_on_one_device_has_no_mesh():
     ("changes", "message"),
     [
         ({"mesh.data": 3}, "rollout.prompts_per_step=16 is not divisible by mesh.data=3: .*18"),
-        ({"mesh.tensor": 2, "mesh.data": 2}, "mesh.tensor=2: .*pass mesh.tensor=1 .*mesh.data=4"),
+        (
+            {"mesh.tensor": 2, "train.parameters": "full", "model.format": "bf16"},
+            "mesh.tensor=2 with train.parameters='full': .*pass mesh.tensor=1",
+        ),
         ({"mesh.data": 0}, "mesh.data"),
     ],
 )

@@ -71,6 +71,7 @@ KL = {
     "aqn.kl_target_start": 5.0,
     "aqn.kl_target_end": 5.0,
 }
+CURRICULUM = {"data.curriculum": "learnability"}
 # Modes in which some fields are not read.
 MODES = {
     "quiet": QUIET,
@@ -93,6 +94,9 @@ OTHERS = {
     "lora.targets": ("q_proj",),
     "lora.init": "absent",
     "data.source": "absent/absent",
+    "data.path": "absent.jsonl",
+    "data.levels": (1,),
+    "data.curriculum_share": 0.9,
     "data.eval_source": "absent/absent",
     "data.options": {"absent": 1},
     "data.eval_path": "absent.jsonl",
@@ -130,8 +134,9 @@ OTHERS = {
 }
 PROFILE = {"profile.start", "profile.stop"}  # These write files and change no result.
 TRACKED = {"log.project", "log.group"}  # These name a run at a service.
-# A tiny model reads no text, and its problems have the usual fields.
+# A tiny model reads no text, and its problems have the usual fields and no level.
 SOURCES = {"data.source", "data.eval_source", "data.options", "data.fields"}
+SOURCES |= {"data.path", "data.levels"}  # test_mixture.py has the runs that do not read these.
 SOURCES |= {f"data.fields.{name}" for name in ("question", "answer", "level")}
 
 
@@ -154,7 +159,12 @@ def outcome(tiny, folder, changes):
         # rl.dual_clip that clips nothing only adds its metric.
         if row.get("clip_fraction_dual") == 0.0:
             del row["clip_fraction_dual"]
-    numbers = {f"{name} {row['step']}": value for row in rows for name, value in row.items()}
+    numbers = {
+        f"{name} {row['step']}": value
+        for row in rows
+        for name, value in row.items()
+        if value is not None  # no value, such as the success rate before a problem was measured
+    }
     numbers |= {f"evaluation {step}": v for step, v in tiny_run.evaluations(folder).items()}
     return numbers, (folder / "completions.jsonl").read_text()
 
@@ -178,7 +188,8 @@ def test_the_table_names_fields():
 
 
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
-    configs = [with_changes(tiny.config(), changes) for changes in (BUSY, *MODES.values())]
+    modes = (BUSY, BUSY | CURRICULUM, *MODES.values())
+    configs = [with_changes(tiny.config(), changes) for changes in modes]
     for field, (_, holds) in NEEDS.items():
         if field not in SOURCES | TRACKED:
             assert {holds(config) for config in configs} == {False, True}, field
@@ -228,7 +239,7 @@ def test_read_fields_change_something(tiny, tmp_path):
     }
     checked = set()
     sapo = BUSY | {"rl.loss": "sapo", "rl.dual_clip": 0.0}
-    for mode in (BUSY, BUSY | KL, sapo):
+    for mode in (BUSY, BUSY | KL, BUSY | CURRICULUM, sapo):
         before = outcome(tiny, tmp_path / "busy", mode)
         ignored = unread(with_changes(tiny.config(), mode)) | checked | SOURCES
         for field in sorted(set(OTHERS) - ignored):

@@ -27,6 +27,7 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
     [
         ("qwen2", {}),
         ("qwen3", {"rslora": True}),
+        ("mistral", {}),
         ("llama3", {"targets": ("q_proj", "v_proj", "down_proj")}),
     ],
 )

@@ -47,6 +47,46 @@ def test_curves_are_a_png(tmp_path, rows):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def drawn(folder, monkeypatch):
+    """The panels of a run's picture: their labels, and the values of each line."""
+    figures = []
+
+    def keep(figure, path):
+        figures.append(figure)
+        path.touch()
+
+    monkeypatch.setattr("qerl_jax.run.plots._save", keep)
+    plot_run(folder)
+    (figure,) = figures
+    return [
+        (axes.get_ylabel(), {line.get_label(): line.get_ydata().tolist() for line in axes.lines})
+        for axes in figure.axes
+    ]
+
+
+def test_each_of_several_rewards_has_a_panel(tmp_path, monkeypatch):
+    rows = [
+        row | {"reward/format": 0.5, "reward/correctness": row["step"] / 4, "reward/judge": judged}
+        for row, judged in zip(FULL[:3], (None, 0.25, 0.75), strict=True)
+    ]
+    write(tmp_path, rows)
+    panels = drawn(tmp_path, monkeypatch)
+    assert [label for label, _ in panels] == [
+        *("reward", "reward/correctness", "reward/format", "reward/judge"),
+        *("entropy (nats)", "noise"),
+    ]
+    assert panels[1][1] == {"reward/correctness": [0.25, 0.5, 0.75]}
+    assert panels[3][1] == {"reward/judge": [0.25, 0.75]}
+    assert panels[0][1].keys() == {"reward", "accuracy"}
+
+
+def test_one_reward_has_no_panel_of_its_own(tmp_path, monkeypatch):
+    write(tmp_path, [row | {"reward/correctness": 0.5} for row in FULL])
+    assert [label for label, _ in drawn(tmp_path, monkeypatch)] == [
+        *("reward", "entropy (nats)", "noise"),
+    ]
+
+
 @pytest.mark.parametrize("rows", [[], [{"step": 1}], [{"step": 1, "reward": None}]])
 def test_nothing_to_draw(tmp_path, rows):
     write(tmp_path, rows)

@@ -104,7 +104,7 @@ def test_a_command_takes_its_arguments(line, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("line", LINES, ids=" ".join)
 def test_a_command_for_a_gpu_asks_for_one(line):
-    large = re.search(r"qwen2\.5|llama|qwen3", " ".join(line))
+    large = re.search(r"qwen2\.5|llama|qwen3|mistral", " ".join(line))
     cuda = "--extra cuda" in " ".join(wrapped(line))
     assert cuda == bool(large)
     if line[0] == "sbatch":

@@ -228,7 +228,7 @@ def test_folder_with_a_malformed_file(tmp_path, file, content, named):
 
 
 def test_folder_without_a_tokenizer(tmp_path):
-    with pytest.raises(UserError, match="neither"):
+    with pytest.raises(UserError, match=r"there is no tokenizer .tokenizer.json or vocab.json"):
         tokenizer.from_folder(tmp_path)
 
 

@@ -22,7 +22,10 @@ NVFP4 = {
 
 
 def model_config(model_type="llama", **changes):
-    """Returns an architecture of 2 layers; for Qwen3 head_dim is not embed_dim / num_heads."""
+    """Returns an architecture of 2 layers.
+
+    For Qwen3 and Mistral head_dim is not embed_dim / num_heads, as in Qwen3-0.6B and Mistral-Nemo.
+    """
     fields = {
         "model_type": model_type,
         "vocab_size": VOCAB,
@@ -31,7 +34,7 @@ def model_config(model_type="llama", **changes):
         "num_layers": 2,
         "num_heads": 4,
         "num_kv_heads": 2,
-        "head_dim": 16 if model_type == "qwen3" else 8,
+        "head_dim": 16 if model_type in ("qwen3", "mistral") else 8,
         "rope_theta": 10000.0,
         "rope_scaling": None,
         "norm_eps": 1e-6,

@@ -4,6 +4,7 @@ r"""Measures how fast rollouts are: milliseconds of a decode step, and tokens pe
     python -m benchmarks.rollout --model=qwen2.5-7b --format=bf16 --lora-rank=32,0
     python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --batch=64 --parts
     python -m benchmarks.rollout --source=MODEL --data=gsm8k_test.jsonl --prompts=64
+    python -m benchmarks.rollout --model=qwen2.5-72b --format=nvfp4 --batch=1,8,32 --tensor=2
     python -m benchmarks.rollout --model=qwen2.5-7b --format=nvfp4 --startup
 
 Without --source the weights are random, made on the device in the shapes of the model. The adapter
@@ -55,6 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
         default="32",
         help="comma-separated ranks of the adapter; 0: no adapter (default: 32)",
     )
+    tensor = "devices of this host that the weights are cut between (default: 1)"
+    add("--tensor", type=int, default=1, help=tensor)
     add("--chunk-steps", type=int, default=16, help="decode steps per program call (default: 16)")
     dequantize = (
         "dequantize once per rollout or in every step, where no kernel reads packed weights"

@@ -63,7 +63,7 @@ from qerl_jax.data import encode_prompts
 from qerl_jax.errors import memory_errors
 from qerl_jax.live_line import LiveLine
 from qerl_jax.paths import user_path
-from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.aot import compile_operations, compile_rollout
@@ -71,6 +71,7 @@ from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
 from qerl_jax.rollout.programs import Executables, committed, operations
 from qerl_jax.rollout.scheduler import Statistics
+from qerl_jax.sharding import beside, of_one_device
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # bits per weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # bytes read and written per second by a copy
@@ -330,7 +331,7 @@ def padding_waste(lengths: Sequence[int], plan: shapes.RolloutShapes, cost: Stat
 
 
 def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str = "") -> float:
-    """The fewest bytes that a decode step reads: projections, head, keys and values.
+    """The fewest bytes that a device reads in a decode step: projections, head, keys and values.
 
     Args:
         subject: the policy.
@@ -341,16 +342,20 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
     Returns:
         The number of bytes.
     """
-    config, dtype = subject.config, subject.params["embed_tokens"].dtype
-    params = subject.params
-    moved = 0.0
-    for weight in (
-        params.get("lm_head", params["embed_tokens"]),
-        *(layer[fused] for layer in params["layers"] for fused in FUSED),
-    ):
+    params, dtype = subject.params, subject.params["embed_tokens"].dtype
+    config = of_one_device(subject.config, params)
+    shapes_of = projection_shapes(config)
+
+    def weight_bytes(weight: Any, rows: int, columns: int) -> float:
         packed = isinstance(weight, QuantTensor)
         bits = BITS[weight.format] if packed else 8 * weight.dtype.itemsize
-        moved += math.prod(weight.shape) * bits / 8
+        return rows * columns * bits / 8
+
+    head = params.get("lm_head", params["embed_tokens"])
+    moved = weight_bytes(head, config.vocab_size, config.embed_dim)
+    for layer, (fused, members) in itertools.product(params["layers"], FUSED.items()):
+        outputs = sum(shapes_of[name][0] for name in members)
+        moved += weight_bytes(layer[fused], outputs, shapes_of[members[0]][1])
     position = shapes.position_bytes(config, shapes.cache_dtype(kv_cache_dtype, dtype))
     return moved + rows * tokens * position
 
@@ -382,12 +387,14 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
     needed = []
-    key, params, lora = committed((jax.random.key(config.seed), subject.params, subject.lora))
+    key = beside(jax.random.key(config.seed), subject.params)
+    key, params, lora = committed((key, subject.params, subject.lora))
+    own = of_one_device(subject.config, params)
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
         plan = dataclasses.replace(plan, batch_sizes=plan.batch_sizes[:1])  # No row ends early.
         static = decode.decode_config(
-            subject.config, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
+            own, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
         )
         needed += operations(key, params, lora, plan, static).values()
     with _progress() as on_progress:

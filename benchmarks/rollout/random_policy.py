@@ -8,19 +8,26 @@ import math
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from pallas_kernels import fp4_matmul
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, Lora, projection_shapes
-from qerl_jax.policy.quant import QuantTensor, in_machine_order
+from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.sharding import placed_params
 
 _WEIGHT_SIZE = 0.02  # standard deviation of random weights
 _ADAPTER_SIZE = 1e-3  # standard deviation of B: small beside the weights, and not zero
 
 
 def random_params(
-    key: jax.Array, config: ModelConfig, *, format: str, dtype: jnp.dtype = jnp.bfloat16
+    key: jax.Array,
+    config: ModelConfig,
+    *,
+    format: str,
+    dtype: jnp.dtype = jnp.bfloat16,
+    mesh: Mesh | None = None,
 ) -> dict:
     """A random parameter tree like those of `load.load`, made on the device a layer at a time.
 
@@ -29,6 +36,7 @@ def random_params(
         config: the architecture.
         format: weight format, as in `load.load`.
         dtype: dtype of everything that is neither packed nor a norm.
+        mesh: devices that the weights are cut between, a layer at a time; None for one.
     """
     table = (config.vocab_size, config.embed_dim)
     names = ["embed_tokens"] + ([] if config.tie_embeddings else ["lm_head"])
@@ -37,10 +45,11 @@ def random_params(
         for index, name in enumerate(names)
     }
     params["norm"] = _norm_scale(jax.random.fold_in(key, 2), config.embed_dim)
+    params = placed_params(params, config, mesh=mesh)
     params["layers"] = []
     for number in range(config.num_layers):
         layer = _random_layer(jax.random.fold_in(key, 3 + number), config, format, dtype)
-        params["layers"].append(in_machine_order(layer))
+        params["layers"].append(placed_params(layer, config, mesh=mesh))
     return params
 
 

@@ -12,12 +12,12 @@ import jax
 import jaxlib
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.provenance import provenance, without_folders
 
 _POLICY = (
     "kind", "model", "format", "weights", "lora_rank", "kv_cache_dtype", "head_format",
-    "chunk_steps", "dequantize",
+    "chunk_steps", "dequantize", "tensor",
 )  # fmt: skip
 _STEPS = (*_POLICY, "batch", "prompt", "new_tokens")
 _ROLLOUTS = (*_POLICY, "prompts", "group", "max_new_tokens")
@@ -52,14 +52,14 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
     old |= {_key(row): row for row in rows}
     result["rows"] = [old[key] for key in sorted(old)]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(result, indent=1) + "\n")
+        write_json(path, result, indent=1)
     except OSError as error:
         raise UserError(f"{path}: cannot write rows there ({error}); pass another --out") from error
 
 
 def _key(row: dict) -> tuple:
-    return tuple(row[name] for name in KEYS[row["kind"]])
+    # Rows of one device that were measured before there was a choice do not have the number.
+    return tuple(({"tensor": 1} | row)[name] for name in KEYS[row["kind"]])
 
 
 def origin(module: str) -> dict:
@@ -85,12 +85,14 @@ def origin(module: str) -> dict:
 
 
 def numbers_of(row: dict) -> str:
-    """The number formats of a row's policy: 'nvfp4', or 'nvfp4, float8 cache'."""
+    """How a row's policy is stored: 'nvfp4', or 'nvfp4, float8 cache, tensor=2'."""
     text = row["format"]
     if row["head_format"]:
         text += f", {row['head_format']} head"
     if row["kv_cache_dtype"].startswith("float8"):
         text += ", float8 cache"
+    if row.get("tensor", 1) > 1:
+        text += f", tensor={row['tensor']}"
     return text
 
 

@@ -1,12 +1,14 @@
 """The options of the rollout benchmark, the policy, and the engine's arguments for it."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
 from qerl_jax.data import Problem, load_problems
@@ -14,9 +16,11 @@ from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import check_head_format, rollout_head
+from qerl_jax.sharding import make_mesh, of_one_device, placed, placed_params
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 
@@ -45,6 +49,7 @@ class BenchmarkConfig:
         prompt: tokens per prompt.
         new_tokens: new tokens per row.
         lora_ranks: ranks of the adapters on all seven projections; 0 is no adapter.
+        tensor: number of devices that the weights are cut between.
         chunk_steps: decode steps per program call, as in `SamplingConfig`.
         dequantize: 'once' or 'step', as in `SamplingConfig`.
         kv_cache_dtype: dtype of keys and values, as in `SamplingConfig`.
@@ -71,6 +76,7 @@ class BenchmarkConfig:
     prompt: int
     new_tokens: int
     lora_ranks: tuple[int, ...]
+    tensor: int
     chunk_steps: int
     dequantize: str
     kv_cache_dtype: str
@@ -101,6 +107,7 @@ class Subject:
         lora_rank: rank of the adapter; 0 is no adapter.
         lora: the adapter, or None where the rank is 0.
         loaded: the model that was loaded, or None for random weights.
+        mesh: devices that the weights are cut between, or None for one device.
     """
 
     model: str
@@ -110,6 +117,7 @@ class Subject:
     lora_rank: int
     lora: Lora | None
     loaded: LoadedModel | None = None
+    mesh: Mesh | None = None
 
 
 def check(config: BenchmarkConfig) -> None:
@@ -124,6 +132,7 @@ def check(config: BenchmarkConfig) -> None:
         "--prompt": (config.prompt, 1),
         "--new-tokens": (config.new_tokens, config.chunk_steps + 2),  # at least a second chunk
         "--lora-rank": (min(config.lora_ranks, default=-1), 0),
+        "--tensor": (config.tensor, 1, len(jax.devices())),
         "--chunk-steps": (config.chunk_steps, 1),
         "--prompts": (config.prompts, 1),
         "--group": (config.group, 1),
@@ -144,6 +153,8 @@ def check(config: BenchmarkConfig) -> None:
         raise UserError("--startup measures nothing else; drop --data and --parts")
     if config.data and config.parts:
         raise UserError("--parts measures decode steps on random prompts; drop --data")
+    if config.parts and config.tensor > 1:
+        raise UserError("--parts measures the kernels of one device; pass --tensor=1")
     if config.parts and jax.default_backend() != "gpu":
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
     if config.parts and policies > 1:
@@ -188,14 +199,19 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
     """A policy without an adapter, with loaded or random weights."""
     began = time.perf_counter()
     key = jax.random.key(config.seed, impl="rbg")  # the fastest generator
+    mesh = make_mesh(1, config.tensor, jax.devices()[: config.tensor])
     if config.source:
-        loaded = load(config.source, format=format)
+        place = functools.partial(placed_params, mesh=mesh)
+        loaded = load(config.source, format=format, place=place)
         name = model_name(config.source)
         architecture, params = loaded.config, loaded.params
     else:
         loaded, name, architecture = None, model, ARCHITECTURES[model]
-        params = random_params(key, architecture, format=format)
-    params = params | rollout_head(params, config.head_format)
+        shard_of(architecture, config.tensor, format=format)  # Raises an error before the work.
+        params = random_params(key, architecture, format=format, mesh=mesh)
+    params = placed(params, mesh) if mesh else params
+    place = functools.partial(placed_params, config=architecture, mesh=mesh)
+    params = params | rollout_head(params, config.head_format, place)
     jax.block_until_ready(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     seconds = time.perf_counter() - began
@@ -208,6 +224,7 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
         lora_rank=0,
         lora=None,
         loaded=loaded,
+        mesh=mesh,
     )
 
 
@@ -216,6 +233,7 @@ def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
     lora = None
     if rank:
         lora = random_lora(jax.random.key(seed, impl="rbg"), subject.config, rank=rank)
+        lora = placed(lora, subject.mesh) if subject.mesh else lora
     return dataclasses.replace(subject, lora_rank=rank, lora=jax.block_until_ready(lora))
 
 
@@ -226,6 +244,7 @@ def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
         "model": subject.model,
         "format": subject.format,
         "lora_rank": subject.lora_rank,
+        "tensor": config.tensor,
         "weights": "real" if config.source else "random",
         "chunk_steps": config.chunk_steps,
         "dequantize": config.dequantize,
@@ -266,7 +285,7 @@ def plan_of(
         prompts=len(lengths),
         longest=max(lengths),
         group_size=group,
-        config=subject.config,
+        config=of_one_device(subject.config, subject.params),
         sampling=sampling_of(new_tokens),
         engine=engine_of(config, max_rows),
     )
@@ -282,8 +301,9 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
     batch = max(config.batches)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
+    own = of_one_device(subject.config, subject.params)
     prefill = shapes.prefill_bytes(
-        subject.config,
+        own,
         prompts=plan.prefill_batch,
         width=plan.prompt_widths[-1],
         dtype=plan.dtype,
@@ -292,7 +312,7 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     fitting = shapes.rows_left(
         subject.params,
         positions=plan.cache_positions,
-        config=subject.config,
+        config=own,
         engine=engine_of(config, batch),
         reserve=prefill,
     )

@@ -42,6 +42,7 @@ SOURCES = {
     "qwen3-14b": "Qwen/Qwen3-14B",
     "qwen3-32b": "Qwen/Qwen3-32B",
     "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
 }
 
 MODELS = tuple(SOURCES)
@@ -165,6 +166,12 @@ def _fields(model: str) -> ConfigDict:
     # (an array) or .parquet. Rewards get the columns of a row that they have arguments for.
     c.data.path = ""
     c.data.eval_path = ""
+    # Several sources in place of one, drawn in proportion to their weights: name -> path or source,
+    # and optionally weight (1.0), split ('train'), levels, fields and options; see docs/rewards.md.
+    #   --config.data.mixture.NAME.path=FILE --config.data.mixture.NAME.weight=2    adds one
+    # The evaluation problems are those of eval_path or eval_source; 'held_out' and '' take them
+    # from every source by its weight, as for one source.
+    c.data.mixture = ConfigDict()
     # Names of the fields in files and hub datasets; a name with dots is nested, such as
     # reward_model.ground_truth. '': question, problem or prompt (a text, or a list of chat
     # messages); answer or solution; level.
@@ -177,6 +184,11 @@ def _fields(model: str) -> ConfigDict:
     c.data.max_question_chars = 0  # Longer questions are not trained on. 0: no limit
     # Options of the reasoning_gym task. --config.data.options="{'difficulty': 1.0}" replaces all.
     c.data.options = ConfigDict()
+    # 'learnability' (arXiv 2502.12272) draws problems that the policy solves in a part p of its
+    # attempts, with a probability in proportion to p (1 - p); p is that of the reward
+    # 'correctness' in the problem's last group. 'off': every problem once in an epoch.
+    c.data.curriculum = "off"
+    c.data.curriculum_share = 0.5  # part of the draws that are made so; the others follow the epoch
     c.data.system_prompt = ""
     c.data.question_suffix = ""  # appended to every question
     # Further variables of the chat template. That of Qwen3 has enable_thinking, which the presets

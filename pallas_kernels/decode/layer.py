@@ -8,7 +8,8 @@ A layer has six steps. In each step the first line is taken whose conditions hol
     attention  attention_sm90             unsplit, Hopper GPU, bfloat16 cache, heads of 128
                attend_whole               unsplit
                attend, merge_parts        none
-    output     o_proj+RMSNorm             M <= 64, o_proj FP4 and adapted, gate_up_proj+SwiGLU next
+    output     o_proj+RMSNorm             M <= 64, o_proj FP4 and adapted, gate_up_proj+SwiGLU next,
+                                          one device
                o_proj, add_rmsnorm        none
     mlp        gate_up_proj+SwiGLU        M <= 128, gate_up_proj FP4 and adapted
                gate_up_proj, swiglu       none
@@ -21,6 +22,8 @@ is in tile order, and the M K heads of keys occupy all SMs.
 An adapted product needs x A^T. Every kernel in front of a product computes partial sums of it, but
 for unsplit attention and the FP4 kernel. After these, the product computes x A^T itself, or the
 kernel `lora_shrink` runs before it where the tiling has no space for that.
+
+Where several devices have a layer together, an all-reduce follows o_proj and down_proj.
 
 For Qwen2.5-7B on an H200 this gives:
 
@@ -88,7 +91,7 @@ class Projection(NamedTuple):
 
 
 # One jit: the layers share a trace and a lowering.
-@functools.partial(jax.jit, static_argnames="eps")
+@functools.partial(jax.jit, static_argnames=("eps", "axis"))
 def decode_layer(
     layer: dict[str, Any],
     adapters: dict[str, Adapter],
@@ -99,6 +102,7 @@ def decode_layer(
     angles: tuple[jax.Array, jax.Array],
     *,
     eps: float,
+    axis: str | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """One transformer layer over one new token per row, where `decode.supports_layer`.
 
@@ -115,6 +119,8 @@ def decode_layer(
         lengths: int32 [M], number of filled cache positions of each row, less than S.
         angles: float32 [M, H/2] twice, cosines and sines of the rotation at the new positions.
         eps: epsilon of the norms.
+        axis: axis of a mesh whose devices have the layer together: the results of o_proj and of
+            down_proj, adapters included, are parts that are added up along it. None on one device.
 
     Returns:
         The residual and what is still to be added to it, and the updated keys and values.
@@ -137,9 +143,19 @@ def decode_layer(
         values=values,
     )
     attended, keys, values = _attention(inputs, o, eps)
-    norm = _output(attended, o, norm.residual, layer["post_attention_layernorm"], gate_up)
+    scale = layer["post_attention_layernorm"]
+    if axis is None:
+        norm = _output(attended, o, norm.residual, scale, gate_up)
+    else:
+        # The sum lies between the product and the norm, which one kernel would compute.
+        norm = _norm(norm.residual, _sum(_project(attended, o), axis), scale, gate_up)
     hidden = _mlp(norm, gate_up, down, eps)
-    return (norm.residual, _project(hidden, down)), keys, values
+    return (norm.residual, _sum(_project(hidden, down), axis)), keys, values
+
+
+def _sum(x: jax.Array, axis: str | None) -> jax.Array:
+    with jax.named_scope("sums"):
+        return x if axis is None else jax.lax.psum(x, axis)
 
 
 def _norm(x: jax.Array, y: jax.Array, scale: jax.Array, reader: Projection) -> DeferredNorm:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config.mixture import has_own_evaluation
 from qerl_jax.errors import UserError
 from qerl_jax.run.resume import splits_the_loss
 
@@ -35,20 +36,40 @@ _ADAPTER: _Need = (
     "an adapter: train.parameters other than 'full'",
     lambda c: c.train.parameters != "full",
 )
+_ONE_SOURCE: _Need = (
+    "a run without data.mixture, whose sources have their own",
+    lambda c: not c.data.mixture,
+)
 _TRACKER: _Need = ("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
 _EVALUATION: _Need = ("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
 
 # The fields that not every run reads; the name of a section stands for all its fields.
 NEEDS: dict[str, _Need] = {
     "lora": _ADAPTER,
-    "data.source": ("an empty data.path", lambda c: not c.data.path),
+    "data.source": (
+        "an empty data.path and no data.mixture",
+        lambda c: not c.data.path and not c.data.mixture,
+    ),
+    "data.path": _ONE_SOURCE,
+    "data.levels": _ONE_SOURCE,
+    "data.curriculum_share": (
+        "data.curriculum other than 'off'",
+        lambda c: c.data.curriculum != "off",
+    ),
     "data.options": (
-        "generated problems: data.source='reasoning_gym:TASK', an empty data.path",
-        lambda c: not c.data.path and c.data.source.startswith("reasoning_gym:"),
+        "generated problems: data.source='reasoning_gym:TASK', an empty data.path, no data.mixture",
+        lambda c: (
+            not c.data.path and not c.data.mixture and c.data.source.startswith("reasoning_gym:")
+        ),
     ),
     "data.fields": (
-        "a file or a hub dataset: generated problems have fixed fields",
-        lambda c: bool(c.data.path) or not c.data.source.startswith("reasoning_gym:"),
+        "a file or a hub dataset: generated problems have fixed fields; with data.mixture those "
+        "of data.eval_path or data.eval_source, as each source has fields of its own",
+        lambda c: (
+            has_own_evaluation(c.data)
+            if c.data.mixture
+            else bool(c.data.path) or not c.data.source.startswith("reasoning_gym:")
+        ),
     ),
     "data.eval_source": (
         "evaluations: eval.every above 0; and an empty data.eval_path",

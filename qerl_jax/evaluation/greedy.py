@@ -20,7 +20,7 @@ from qerl_jax.rollout.engine import detokenize
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.replicas import deal, generate_steps
 from qerl_jax.scoring.score import Scores, score
-from qerl_jax.sharding import devices_of
+from qerl_jax.sharding import groups_of
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -75,8 +75,8 @@ def greedy_accuracy(
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own = [prompts[i] for i in shares[processes.index]]
-    devices = processes.count * len(devices_of(model.params))
-    largest = -(-len(prompts) // devices)  # share of a device
+    groups = processes.count * len(groups_of(model.params))
+    largest = -(-len(prompts) // groups)  # share of a group of devices
     right, finished = np.zeros(0, bool), np.zeros(0, bool)
     if own:  # There may be fewer prompts than processes.
         steps = generate_steps(

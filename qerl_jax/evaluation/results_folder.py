@@ -17,7 +17,7 @@ from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance
 from qerl_jax.weights import json_file
@@ -229,4 +229,4 @@ def _check_same(
 
 def save_results(folder: Path, results: Mapping[str, Any]) -> None:
     """Writes results.json into the folder."""
-    write_atomic(folder / _RESULTS, json.dumps(results, indent=2) + "\n")
+    write_json(folder / _RESULTS, results)

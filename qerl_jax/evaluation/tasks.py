@@ -13,7 +13,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.data import HELD_OUT, Problem, fingerprint, load_problems
+from qerl_jax.config.mixture import has_own_evaluation, read_mixture
+from qerl_jax.data import Problem, fingerprint, load_mixture, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.import_path import import_function
 from qerl_jax.problem_sources import FILE_TYPES
@@ -336,26 +337,31 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
         )
     data, size = run["data"], run["eval"]["problems"]
-    separate = data["eval_path"] or data.get("eval_source", "") not in ("", HELD_OUT)
-    if not run["eval"]["every"] and not separate:
+    if not run["eval"]["every"] and not has_own_evaluation(data):
         raise UserError(
             "the run held out no problems (eval.every=0); pass a benchmark or a file with --tasks"
         )
     readers = [_reader(reward["function"]) for reward in run["rewards"].values()]
+    common: dict[str, Any] = {
+        "eval_source": data.get("eval_source", ""),
+        "eval_path": data["eval_path"],
+        "eval_size": size or None,
+        "rewards": readers,
+        "max_question_chars": data.get("max_question_chars", 0),
+        "fields": data.get("fields"),
+    }
     try:
-        problems = load_problems(
-            data["source"],
-            path=data["path"],
-            eval_source=data.get("eval_source", ""),
-            eval_path=data["eval_path"],
-            split="eval",
-            eval_size=size or None,
-            rewards=readers,
-            levels=data.get("levels", ()),
-            max_question_chars=data.get("max_question_chars", 0),
-            fields=data.get("fields"),
-            options=data["options"],
-        )
+        if sources := read_mixture(data):
+            _, problems = load_mixture(sources, **common)
+        else:
+            problems = load_problems(
+                data["source"],
+                path=data["path"],
+                split="eval",
+                levels=data.get("levels", ()),
+                options=data["options"],
+                **common,
+            )
     except UserError as error:
         raise UserError(
             f"the problems that the run held out cannot be loaded ({first_line(error)}); pass "

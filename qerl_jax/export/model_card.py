@@ -274,8 +274,14 @@ def _training(run: Mapping[str, Any], steps: int | None) -> list[str]:
     facts.append(str(run["device"]["kind"]))
     facts += [f"{name} {run['versions'][name]}" for name in ("jax", "python")]
     found = {name: _lookup(run["config"], name) for name in _SUMMARY}
-    if found["data.path"]:
-        del found["data.source"]  # because data.path replaces it
+    if mixture := _lookup(run["config"], "data.mixture"):
+        total = sum(source.get("weight", 1.0) for source in mixture.values())
+        for name, source in mixture.items():
+            origin = source.get("path") or source.get("source")
+            share = source.get("weight", 1.0) / total
+            found[f"data.mixture.{name}"] = f"{origin}, {share:.1%} of the draws"
+    if mixture or found["data.path"]:
+        del found["data.source"]  # because the others replace it
     # Folders of the training machine mean nothing elsewhere.
     shown = {name: without_folders(_show(v)) for name, v in found.items() if v not in (None, "")}
     return [

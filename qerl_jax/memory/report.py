@@ -9,6 +9,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, RunPlan, plan_run
 from qerl_jax.memory.update_plan import plan_update
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.shapes import cache_dtype, row_bytes
 
 _LESS = 0.9  # part of the bytes of an update that the next smaller one may take
@@ -57,7 +58,7 @@ def out_of_memory(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
     smaller = None
     if plan.device.pool is not None:
         smaller = plan_update(
-            model,
+            shard_of(model, config.mesh.tensor),
             plan.longest,
             adapter=plan.rollout.policy_copy,
             itemsize=jnp.dtype(config.model.dtype).itemsize,
@@ -106,6 +107,7 @@ def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int |
     free = usable - plan.weights - plan.training - rollout.policy_copy - rollout.dense_copy
     free -= rollout.temporary
     dtype = cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
+    model = shard_of(model, config.mesh.tensor)
     return max(0, free // row_bytes(model, positions=rollout.positions, dtype=dtype))
 
 

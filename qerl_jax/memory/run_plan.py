@@ -16,6 +16,7 @@ from pallas_kernels import fp4_matmul
 from qerl_jax.memory.update_plan import LongestRows, MemoryPlan, plan_update, recomputation
 from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.shapes import (
     cache_dtype,
@@ -88,7 +89,7 @@ class RolloutPlan:
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """Bytes of a run, and the sizes that follow from them.
+    """Bytes of a run on each of its devices, and the sizes that follow from them.
 
     Attributes:
         device: the device that the run is planned for.
@@ -157,20 +158,21 @@ def plan_run(
 
     Args:
         config: the resolved config.
-        model: architecture of the policy.
+        model: architecture of the policy; each device has its part of it, as config.mesh says.
         device: one of the devices that the run is planned for; config.mesh says how many there are.
         prompt: tokens of the longest prompt; 0 takes data.max_prompt_tokens.
-        weights: bytes of the weights; 0 computes them from model.format.
+        weights: bytes of the weights on a device; 0 computes them from model.format.
 
     Returns:
         The plan. Where the run does not fit (`RunPlan.fits`), it is the plan that needs the least
         memory.
 
     Raises:
-        UserError: a row is longer than train.buffer_tokens, or it does not fit into
-            rollout.kv_cache_bytes.
+        UserError: a row is longer than train.buffer_tokens, it does not fit into
+            rollout.kv_cache_bytes, or mesh.tensor does not divide the model.
     """
-    compute, devices = jnp.dtype(config.model.dtype), config.mesh.data
+    compute, groups = jnp.dtype(config.model.dtype), config.mesh.data
+    model = shard_of(model, config.mesh.tensor, format=config.model.format)
     prompt = prompt or config.data.max_prompt_tokens
     lora = {"rank": config.lora.rank, "targets": tuple(config.lora.targets)}
     trained = sizes.trained_numbers(model, parameters=config.train.parameters, **lora)
@@ -196,7 +198,7 @@ def plan_run(
         new_tokens=config.rollout.max_new_tokens,
         group_size=config.rollout.group_size,
         prompts=config.rollout.prompts_per_step,
-        devices=devices,
+        devices=groups,
     )
     update = plan_update(
         model,
@@ -210,14 +212,14 @@ def plan_run(
     plan = functools.partial(
         _plan_rollout, config, model, device, prompt=prompt, policy_copy=policy_copy, free=free
     )
-    number = -(-config.rollout.prompts_per_step // devices)
+    number = -(-config.rollout.prompts_per_step // groups)
     rollout = plan(
         config.rollout.max_new_tokens, number, config.rollout.group_size, config.rollout.max_rows
     )
     evaluation = None
     if config.eval.every:
         problems = config.eval.problems or _EVAL_PROBLEMS
-        share = -(-problems // devices)
+        share = -(-problems // groups)
         evaluation = plan(config.eval.max_new_tokens, share, 1, max(1, rollout.rows))
     return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
 

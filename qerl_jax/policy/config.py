@@ -6,11 +6,12 @@ from typing import Any
 
 from qerl_jax.errors import UserError
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
+MODEL_TYPES = ("qwen2", "qwen3", "llama", "mistral")
 _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
 _LARGEST_NUMBER = 1e30
 
@@ -46,10 +47,10 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a Qwen2, Qwen3 or Llama decoder.
+    """The architecture of a Qwen2, Qwen3, Llama or Mistral decoder.
 
     Attributes:
-        model_type: 'qwen2', 'qwen3' or 'llama'.
+        model_type: 'qwen2', 'qwen3', 'llama' or 'mistral'.
         vocab_size: number V of rows in the embedding.
         embed_dim: width D of the residual stream.
         mlp_dim: width F of the MLP.
@@ -64,6 +65,8 @@ class ModelConfig:
         attention_bias: whether q, k and v have biases.
         qk_norm: whether q and k are normalized in each head.
         max_position: longest context, in tokens.
+        shards: number of devices that the weights are cut into. Where it is more than 1, heads, kv
+            heads, mlp_dim and vocab_size are those of one device, see `tensor_parallel.shard_of`.
     """
 
     model_type: str
@@ -81,6 +84,7 @@ class ModelConfig:
     attention_bias: bool
     qk_norm: bool
     max_position: int
+    shards: int = 1
 
     def __post_init__(self):
         for field in ("vocab_size", "embed_dim", "mlp_dim", "num_layers", "max_position"):
@@ -172,10 +176,13 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
             "high_freq_factor": config.rope_scaling.high_freq_factor,
             "original_max_position_embeddings": config.rope_scaling.original_max_position,
         }
-    if config.model_type == "llama":
-        hf |= {"attention_bias": False, "mlp_bias": False}
-    else:
-        hf |= {"use_sliding_window": False, "sliding_window": None}
+    match config.model_type:
+        case "llama":
+            hf |= {"attention_bias": False, "mlp_bias": False}
+        case "mistral":
+            hf |= {"sliding_window": None}
+        case _:
+            hf |= {"use_sliding_window": False, "sliding_window": None}
     if config.model_type == "qwen3":
         hf["attention_bias"] = False
     return hf
@@ -194,9 +201,10 @@ def _reject_unsupported(hf: dict[str, Any], model_type: str) -> None:
     if rotated != 1.0:
         raise UserError(f"config.json: partial_rotary_factor={rotated!r:.50} is not supported")
     if _uses_sliding_window(hf, model_type):
+        window, positions = hf.get("sliding_window", "absent"), hf.get("max_position_embeddings")
         raise UserError(
-            "config.json: sliding-window attention (sliding_window="
-            f"{hf.get('sliding_window')!r:.50}) is not supported"
+            f"config.json: sliding-window attention (sliding_window={window!r:.50} of "
+            f"{positions!r:.50} positions) is not supported"
         )
 
 
@@ -204,10 +212,15 @@ def _uses_sliding_window(hf: dict[str, Any], model_type: str) -> bool:
     kinds = hf.get("layer_types")
     if kinds is not None:
         return not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)
-    if hf.get("sliding_window") is None:
+    # transformers takes the window of Mistral's first version where a file does not state one.
+    absent = 4096 if model_type == "mistral" else None
+    if hf.get("sliding_window", absent) is None:
         return False
     if model_type == "llama":
         return True
+    if model_type == "mistral":  # in every layer; a window of the whole context is full attention
+        window = _integer(hf, "sliding_window", default=absent)
+        return window < _integer(hf, "max_position_embeddings")
     # Qwen uses the window only in the layers from max_window_layers on, and only with the flag set.
     first = _integer(hf, "max_window_layers", default=28)
     return _flag(hf, "use_sliding_window") and first < _integer(hf, "num_hidden_layers")

@@ -11,6 +11,8 @@ Parameters are plain dicts and lists (D embed, F mlp, N query heads, K kv heads,
 
 The projections and `lm_head` are dense arrays or `QuantTensor`s. The dtype of `embed_tokens` is the
 dtype of the computation; norms, rotations and logits are float32.
+
+Where weights are cut between devices, the functions run on each of them, see `tensor_parallel`.
 """
 
 import functools
@@ -35,6 +37,14 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.linear import linear
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor, dequantize, kernel_weight
+from qerl_jax.policy.tensor_parallel import (
+    BY_COLUMNS,
+    TENSOR,
+    embed,
+    enter_shards,
+    leave_shards,
+    whole_vocabulary,
+)
 
 # The products of a layer whose results the backward pass reads, in the order of a layer.
 PRODUCTS = ("qkv_proj", "attention", "o_proj", "gate_up_proj")
@@ -60,7 +70,8 @@ def forward(
     Returns:
         float32 [B, T, V] logits, which are undefined after a row's end.
     """
-    return logits(params, hidden_states(params, lora, tokens, lengths, config=config))
+    hidden = hidden_states(params, lora, tokens, lengths, config=config)
+    return whole_vocabulary(logits(params, hidden), config)
 
 
 def hidden_states(
@@ -84,7 +95,7 @@ def hidden_states(
         [B, T, D] hidden states, which are undefined after a row's end.
     """
     x, _ = _run_layers(params, lora, tokens, lengths, config=config)
-    return _rms_norm(x, params["norm"], config.norm_eps)
+    return _rms_norm(enter_shards(x, config), params["norm"], config.norm_eps)
 
 
 def packed_hidden_states(
@@ -119,16 +130,19 @@ def packed_hidden_states(
         policy=jax.checkpoint_policies.save_only_these_names(*keep),
     )
     angles = rotary_angles(positions[None], config)
-    x = params["embed_tokens"][tokens[None]]
+    x = embed(params["embed_tokens"], tokens[None], config)
     lora_layers = lora_lib.fuse(lora, config, x.dtype)
     for layer, adapters in zip(params["layers"], lora_layers, strict=True):
         x, _, _ = layer_fn(layer, adapters, x, segments, angles)
-    return _rms_norm(x[0], params["norm"], config.norm_eps)
+    return _rms_norm(enter_shards(x[0], config), params["norm"], config.norm_eps)
 
 
 @jax.named_scope("head")
 def logits(params: dict, hidden: jax.Array) -> jax.Array:
-    """Returns the float32 logits [..., V] of final hidden states [..., D]."""
+    """Returns the float32 logits [..., V] of final hidden states [..., D].
+
+    Where weights are cut, they are those of the vocabulary of this device.
+    """
     head = params.get("lm_head", params["embed_tokens"])
     if isinstance(head, QuantTensor):
         return fp4_matmul.fp4_matmul_float32(hidden, kernel_weight(head))
@@ -190,7 +204,8 @@ def prefill(
         values=[jnp.pad(v.swapaxes(1, 2), padding) for v in values],
         lengths=lengths,
     )
-    return logits(params, _rms_norm(last, params["norm"], config.norm_eps)), cache
+    last = logits(params, _rms_norm(last, params["norm"], config.norm_eps))
+    return whole_vocabulary(last, config), cache
 
 
 def decode_step(
@@ -215,7 +230,7 @@ def decode_step(
         float32 logits [B, V] after the token, and the cache with the token.
     """
     angles = rotary_angles(cache.lengths[:, None], config)
-    x = params["embed_tokens"][tokens]
+    x = embed(params["embed_tokens"], tokens, config)
     if decode.supports_layer(x.dtype, cache.keys[0]):
         x, keys, values = _fused_layers(params, lora_layers, x, cache, angles, config=config)
         # A head for a few rows is slow in some libraries, and never faster than for 16.
@@ -230,7 +245,7 @@ def decode_step(
         x = x[:, 0]
     x = _rms_norm(x, params["norm"], config.norm_eps)
     cache = KVCache(keys=keys, values=values, lengths=cache.lengths + 1)
-    return logits(params, x)[: len(tokens)], cache
+    return whole_vocabulary(logits(params, x)[: len(tokens)], config), cache
 
 
 def layer_with_inputs(
@@ -256,9 +271,9 @@ def layer_with_inputs(
     """
     inputs = {}
 
-    def project(layer, adapters, name, x):
+    def project(layer, adapters, name, x, config):
         inputs[name] = x
-        return _project(layer, adapters, name, x)
+        return _project(layer, adapters, name, x, config)
 
     q, k, v = _project_qkv(layer, {}, x, angles, config, project)
     attended = attend(q, k, v, lengths)
@@ -304,7 +319,7 @@ def _is_packed(leaf):
 def _run_layers(params, lora, tokens, lengths, *, config):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     angles = rotary_angles(positions, config)
-    x = params["embed_tokens"][tokens]
+    x = embed(params["embed_tokens"], tokens, config)
     lora_layers = lora_lib.fuse(lora, config, x.dtype)
     keys, values = [], []
     for layer, adapters in zip(params["layers"], lora_layers, strict=True):
@@ -369,21 +384,25 @@ def _fused_layers(params, lora_layers, x, cache, angles, *, config):
             cache.lengths,
             (cosines, sines),
             eps=config.norm_eps,
+            axis=TENSOR if config.shards > 1 else None,
         )
         new_keys.append(keys)
         new_values.append(values)
     return residual[0] + residual[1], new_keys, new_values
 
 
-def _project(layer, adapters, name, x):
+def _project(layer, adapters, name, x, config):
     bias = layer.get("qkv_bias") if name == "qkv_proj" else None
-    return checkpoint_name(linear(x, layer[name], adapter=adapters.get(name), bias=bias), name)
+    y = linear(x, layer[name], adapter=adapters.get(name), bias=bias)
+    # What the backward pass keeps is the sum, so that it does not add it up again.
+    return checkpoint_name(leave_shards(y, config) if name in BY_COLUMNS else y, name)
 
 
 def _project_qkv(layer, adapters, x, angles, config, project=_project):
     batch, length, _ = x.shape
-    h = _rms_norm(x, layer["input_layernorm"], config.norm_eps)
-    qkv = project(layer, adapters, "qkv_proj", h).reshape(batch, length, -1, config.head_dim)
+    h = _rms_norm(enter_shards(x, config), layer["input_layernorm"], config.norm_eps)
+    qkv = project(layer, adapters, "qkv_proj", h, config)
+    qkv = qkv.reshape(batch, length, -1, config.head_dim)
     q, k, v = jnp.split(qkv, (config.num_heads, config.num_heads + config.num_kv_heads), axis=2)
     if config.qk_norm:
         q = _rms_norm(q, layer["q_norm"], config.norm_eps)
@@ -394,12 +413,12 @@ def _project_qkv(layer, adapters, x, angles, config, project=_project):
 def _finish_layer(layer, adapters, x, attended, config, project=_project):
     batch, length, _ = x.shape
     attended = attended.reshape(batch, length, -1)
-    x = x + project(layer, adapters, "o_proj", attended)
-    h = _rms_norm(x, layer["post_attention_layernorm"], config.norm_eps)
-    gate, up = jnp.split(project(layer, adapters, "gate_up_proj", h), 2, axis=-1)
+    x = x + project(layer, adapters, "o_proj", attended, config)
+    h = _rms_norm(enter_shards(x, config), layer["post_attention_layernorm"], config.norm_eps)
+    gate, up = jnp.split(project(layer, adapters, "gate_up_proj", h, config), 2, axis=-1)
     with jax.named_scope("mlp"):
         hidden = jax.nn.silu(gate) * up
-    return x + project(layer, adapters, "down_proj", hidden)
+    return x + project(layer, adapters, "down_proj", hidden, config)
 
 
 @jax.named_scope("norms")

@@ -1,13 +1,19 @@
-"""The functions of `train_step` on a mesh: each device adds up the gradient of its own buffers.
+"""The functions of `train_step` on a mesh: each group adds up the gradient of its own buffers.
 
-Every function is a `shard_map` over all devices, because XLA would otherwise gather the operands of
-a Mosaic kernel and run the whole kernel on every device. Inside of it a device runs the function of
-`train_step` on its share: buffers and totals have a first axis with one entry per device.
-`apply_gradient` adds the totals up, in the order of the devices, so that repeated runs give the
-same bits; an all-reduce promises no order. Numerators, denominators and maxima of the metrics are
-combined as those of buffers are, so that the result does not depend on the number of devices.
+A group is a row of the mesh, one device or several between which weights are cut. Every function is
+a `shard_map` over all devices, because XLA would otherwise gather the operands of a Mosaic kernel
+and run the whole kernel on every device. Inside of it a device runs the function of `train_step` on
+its share: buffers and totals have a first axis with one entry for each group.
+
+Where weights are cut, so is the gradient of their part of the adapter. The gradient of an array
+that lies whole on every device is a part on each (see `tensor_parallel`), and its totals have one
+entry for each device. `apply_gradient` adds all totals up, in the order of the devices, so that
+repeated runs give the same bits; an all-reduce promises no order. Numerators, denominators and
+maxima of the metrics are combined as those of buffers are, so that the result does not depend on
+the number of devices.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,14 +22,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qerl_jax.policy.tensor_parallel import TENSOR, shard_of
+from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import train_step
 from qerl_jax.rl.losses import add_metrics
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
 from qerl_jax.rl.train_step import Totals, TrainState, UpdateConfig
-from qerl_jax.sharding import DATA, dealt, put
+from qerl_jax.sharding import DATA, dealt, put, shardings, specs
 
 _TOGETHER = 8 << 20  # numbers that are added up over the devices at once
 
@@ -34,14 +42,23 @@ def functions(
     """Returns the jitted functions by name, without their static arguments.
 
     Args:
-        config: static options of the update.
+        config: static options of the update, with the architecture of the whole policy.
         optimizer: optimizer.
         mesh: mesh of the run.
     """
-    policy = {"config": config.model}
+    model = shard_of(config.model, mesh.shape[TENSOR])
+    config, policy = dataclasses.replace(config, model=model), {"config": model}
     return {
-        "zero_totals": _on_each(train_step.zero_totals, mesh, config=config),
-        "add_gradient": _on_each(train_step.add_gradient, mesh, donates=True, config=config),
+        "zero_totals": _on_each(
+            train_step.zero_totals, mesh, results=lambda totals: totals, config=config
+        ),
+        "add_gradient": _on_each(
+            train_step.add_gradient,
+            mesh,
+            donates=True,
+            results=lambda totals: (totals, P(DATA)),
+            config=config,
+        ),
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
         "buffer_kl": _on_each(train_step.buffer_kl, mesh, gathers=True, **policy),
@@ -49,7 +66,7 @@ def functions(
 
 
 def deal_buffers(buffers: Sequence[PackedBuffer], mesh: Mesh | None) -> list[PackedBuffer]:
-    """Deals buffers out by count: buffers [D, N] with one buffer [N] for each device.
+    """Deals buffers out by count: buffers [D, N] with one buffer [N] for each group.
 
     All buffers take the same time, because all have the same size. What is missing in the last
     round is padding, which adds nothing to any sum.
@@ -75,6 +92,20 @@ def abstract_buffer(buffer: PackedBuffer, mesh: Mesh) -> PackedBuffer:
     )
 
 
+def abstract_totals(totals: Totals, mesh: Mesh) -> Totals:
+    """Returns the shapes of totals with their shardings."""
+    found = _specs_of_totals(totals.gradient, mesh)
+    place = functools.partial(
+        jax.tree.map,
+        lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+    )
+    return Totals(
+        loss=place(totals.loss, P(DATA)),
+        gradient=place(totals.gradient, found.gradient),
+        metrics=place(totals.metrics, jax.tree.map(lambda _: P(DATA), totals.metrics)),
+    )
+
+
 def _stack(buffers: Sequence[PackedBuffer]) -> PackedBuffer:
     return jax.tree.map(lambda *x: np.stack(x), *buffers)
 
@@ -85,34 +116,55 @@ def _on_each(
     *,
     donates: bool = False,
     gathers: bool = False,
+    results: Callable[[Any], Any] = lambda totals: P(DATA),
     **static: Any,
 ) -> Callable[..., Any]:
-    """Returns a function that runs on every device; its results have a first axis of devices.
+    """Returns a function that runs on every device; its results have a first axis of groups.
 
     Args:
         function: function of `train_step`.
         mesh: mesh of the run.
         donates: whether the first argument is donated.
         gathers: whether every device gets the results of all, such as those that the host reads.
+        results: function from the specs of totals to those of the results.
         **static: static arguments of the function.
     """
 
     def local(*arguments: Any) -> Any:
         own = [_own(x) if _is_dealt(x) else x for x in arguments]
-        result = function(*own, **static)
-        if gathers:
-            return jax.lax.all_gather(result, DATA)
-        return jax.tree.map(lambda x: x[None], result)
+        found = function(*own, **static)
+        return (
+            jax.lax.all_gather(found, DATA) if gathers else jax.tree.map(lambda x: x[None], found)
+        )
 
     def on_mesh(*arguments: Any) -> Any:
-        specs = tuple(P(DATA) if _is_dealt(x) else P() for x in arguments)
-        out = P() if gathers else P(DATA)
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)(
-            *arguments
-        )
+        trained = next((x for x in arguments if isinstance(x, Trainable)), None)
+        totals = _specs_of_totals(trained, mesh)
+
+        def spec(argument: Any) -> Any:
+            if isinstance(argument, Totals):
+                return totals
+            return P(DATA) if _is_dealt(argument) else specs(argument, mesh.shape[TENSOR])
+
+        return jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=tuple(map(spec, arguments)),
+            out_specs=P() if gathers else results(totals),
+            check_vma=False,
+        )(*arguments)
 
     on_mesh.__name__ = getattr(function, "__name__", "on_mesh")
     return jax.jit(on_mesh, donate_argnums=0 if donates else ())
+
+
+def _specs_of_totals(trainable: Trainable | None, mesh: Mesh) -> Totals:
+    """Returns where totals lie, whose gradient is a tree like the trainable."""
+    gradient = jax.tree.map(
+        lambda spec: P(DATA, *spec) if TENSOR in spec else P((DATA, TENSOR)),
+        specs(trainable, mesh.shape[TENSOR]),
+    )
+    return Totals(loss=P(DATA), gradient=gradient, metrics=P(DATA))  # pyrefly: ignore
 
 
 def _apply_gradient(
@@ -121,33 +173,53 @@ def _apply_gradient(
     """Returns `train_step.apply_gradient` for the totals of all devices."""
     count = mesh.shape[DATA]
 
-    def local(state: TrainState, totals: Totals) -> tuple[TrainState, dict[str, jax.Array]]:
+    def combine(totals: Totals) -> Totals:
         own = _own(totals)
         loss, metrics = jax.lax.all_gather((own.loss, own.metrics), DATA)
         parts = [jax.tree.map(lambda x, i=i: x[i], metrics) for i in range(count)]
-        combined = Totals(
+        return Totals(
             loss=functools.reduce(jnp.add, [loss[i] for i in range(count)]),
-            gradient=_sum_in_order(own.gradient, count),
+            gradient=_sum_over_mesh(own.gradient, mesh),
             metrics=functools.reduce(add_metrics, parts),
         )
-        return train_step.apply_gradient(state, combined, optimizer=optimizer)
 
     def apply_gradient(state: TrainState, totals: Totals) -> Any:
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=(P(), P(DATA)), out_specs=P(), check_vma=False
-        )(state, totals)
+        own = specs(state.trainable, mesh.shape[TENSOR])
+        combined = jax.shard_map(
+            combine,
+            mesh=mesh,
+            in_specs=(_specs_of_totals(state.trainable, mesh),),
+            out_specs=Totals(loss=P(), gradient=own, metrics=P()),  # pyrefly: ignore
+            check_vma=False,
+        )(totals)
+        # XLA divides these sums over whole matrices, such as the norm of the gradient, by itself.
+        new = train_step.apply_gradient(state, combined, optimizer=optimizer)
+        targets = shardings(state, mesh), NamedSharding(mesh, P())
+        return tuple(map(jax.lax.with_sharding_constraint, new, targets))
 
     return jax.jit(apply_gradient, donate_argnums=0)
 
 
-def _sum_in_order(tree: Any, count: int) -> Any:
-    """Returns the sum of a tree over the devices, added up in their order.
+def _sum_over_mesh(gradient: Any, mesh: Mesh) -> Any:
+    """Returns the sum of gradients over the devices that have parts of them."""
+    leaves, treedef = jax.tree.flatten(gradient)
+    cut = [TENSOR in spec for spec in jax.tree.leaves(specs(gradient, mesh.shape[TENSOR]))]
+    parts = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if not is_cut]
+    shards = [leaf for leaf, is_cut in zip(leaves, cut, strict=True) if is_cut]
+    parts = iter(_sum_in_order(parts, mesh.size, (DATA, TENSOR)))
+    shards = iter(_sum_in_order(shards, mesh.shape[DATA], (DATA,)))
+    return treedef.unflatten([next(shards if is_cut else parts) for is_cut in cut])
+
+
+def _sum_in_order(leaves: list[jax.Array], count: int, axes: tuple[str, ...]) -> list[jax.Array]:
+    """Returns the sums of arrays over the devices along some axes, added up in their order.
 
     Each device adds up its part of the arrays, and then all parts are gathered: as many bytes as an
     all-reduce moves. Small arrays travel together, because each of the hundreds of arrays of an
     adapter would take as long as NCCL takes to start.
     """
-    leaves, treedef = jax.tree.flatten(tree)
+    if count == 1:
+        return leaves
     summed: list[jax.Array] = []
     while len(summed) < len(leaves):
         sizes = np.cumsum([leaf.size for leaf in leaves[len(summed) :]])
@@ -155,12 +227,12 @@ def _sum_in_order(tree: Any, count: int) -> Any:
         group, sizes = leaves[len(summed) :][:number], sizes[:number]
         flat = jnp.concatenate([leaf.reshape(-1) for leaf in group])
         parts = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
-        parts = jax.lax.all_to_all(parts, DATA, split_axis=0, concat_axis=0)
+        parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0)
         own = functools.reduce(jnp.add, [parts[i] for i in range(count)])
-        total = jax.lax.all_gather(own, DATA, tiled=True)[: flat.size]
+        total = jax.lax.all_gather(own, axes, tiled=True)[: flat.size]
         pieces = jnp.split(total, sizes[:-1].tolist())
         summed += [x.reshape(leaf.shape) for x, leaf in zip(pieces, group, strict=True)]
-    return jax.tree.unflatten(treedef, summed)
+    return summed
 
 
 def _is_dealt(argument: Any) -> bool:

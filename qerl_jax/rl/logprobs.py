@@ -1,4 +1,8 @@
-"""Log-probabilities of completions under a policy, without holding all logits at once."""
+"""Log-probabilities of completions under a policy, without holding all logits at once.
+
+Where weights are cut between devices, each has the logits of its part of the vocabulary. Maxima and
+sums over the vocabulary are then those of all devices, a number for each token.
+"""
 
 import functools
 
@@ -9,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.tensor_parallel import over_vocabulary, own_tokens
 from qerl_jax.rl.packing import PackedBuffer
 
 _CHUNK_BYTES = 256 << 20  # size of the float32 logits that are held at a time
@@ -45,7 +50,7 @@ def packed_logprobs(
     hidden = _predicting_states(params, lora, buffer, config=config, recompute=recompute)
     return _map_chunks(
         lambda hidden, ids: _chosen_and_entropy(
-            params, hidden, ids, temperature, entropy_gradient=entropy_gradient
+            params, hidden, ids, temperature, config, entropy_gradient=entropy_gradient
         ),
         (hidden, buffer.targets),
         count=buffer.mask.sum(dtype=jnp.int32),
@@ -82,9 +87,10 @@ def packed_kl(
     )
 
     def exact_kl(hidden, other):
-        logprobs = _log_softmax(params, hidden, temperature)
-        other_logprobs = _log_softmax(other_params, other, temperature)
-        return jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
+        logprobs = _log_softmax(params, hidden, temperature, config)
+        other_logprobs = _log_softmax(other_params, other, temperature, config)
+        own = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
+        return over_vocabulary(jax.lax.psum, own, config)
 
     count = buffer.mask.sum(dtype=jnp.int32)
     kl = _map_chunks(exact_kl, (hidden, other), count=count, vocab_size=config.vocab_size)
@@ -125,7 +131,7 @@ def completion_logprobs(
     hidden = jnp.take_along_axis(hidden, targets[..., None] - 1, axis=1)
     ids = jnp.take_along_axis(tokens, targets, axis=1)
     outputs = _map_chunks(
-        lambda hidden, ids: _chosen_and_entropy(params, hidden, ids, temperature),
+        lambda hidden, ids: _chosen_and_entropy(params, hidden, ids, temperature, config),
         (hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1)),
         count=jnp.int32(ids.size),
         vocab_size=config.vocab_size,
@@ -148,44 +154,52 @@ def _predicting_states(params, lora, buffer, *, config, recompute=()):
     return hidden.at[buffer.order].get(unique_indices=True, mode="promise_in_bounds")
 
 
-def _chosen_and_entropy(params, hidden, ids, temperature, *, entropy_gradient=False):
-    return _choose(_tempered_logits(params, hidden, temperature), ids, entropy_gradient)
+def _chosen_and_entropy(params, hidden, ids, temperature, config, *, entropy_gradient=False):
+    logits = _tempered_logits(params, hidden, temperature)
+    return _choose(logits, ids, config, entropy_gradient)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _choose(logits, ids, entropy_gradient):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _choose(logits, ids, config, entropy_gradient):
     """Log-probabilities [M] of ids under logits [M, V], and entropies [M].
 
     Few passes over the logits: one for the maxima, one for both sums, and one backward. The
     entropies have a gradient only if asked for.
     """
-    chosen, entropies, _ = _statistics(logits, ids)
+    chosen, entropies, _ = _statistics(logits, ids, config)
     return chosen, entropies
 
 
-def _statistics(logits, ids):
-    highest = logits.max(axis=-1)
+def _statistics(logits, ids, config):
+    highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1), config)
     weights = jnp.exp(logits - highest[:, None])
-    total = weights.sum(axis=-1)
+    total = over_vocabulary(jax.lax.psum, weights.sum(axis=-1), config)
     normalizer = highest + jnp.log(total)
-    chosen = jnp.take_along_axis(logits, ids[:, None], axis=-1)[:, 0] - normalizer
+    own, is_own = own_tokens(ids, config)
+    chosen = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0]
+    if config.shards > 1:
+        chosen = over_vocabulary(jax.lax.psum, jnp.where(is_own, chosen, 0.0), config)
     # A token of probability 0 adds nothing: its logit may be -inf.
-    mean = jnp.where(weights > 0, weights * logits, 0.0).sum(axis=-1) / total
-    return chosen, normalizer - mean, normalizer
+    moments = jnp.where(weights > 0, weights * logits, 0.0).sum(axis=-1)
+    mean = over_vocabulary(jax.lax.psum, moments, config) / total
+    return chosen - normalizer, normalizer - mean, normalizer
 
 
-def _choose_fwd(logits, ids, entropy_gradient):
-    chosen, entropies, normalizer = _statistics(logits, ids)
+def _choose_fwd(logits, ids, config, entropy_gradient):
+    chosen, entropies, normalizer = _statistics(logits, ids, config)
     kept = checkpoint_name(entropies, _NORMALIZER) if entropy_gradient else None
     return (chosen, entropies), (logits, ids, checkpoint_name(normalizer, _NORMALIZER), kept)
 
 
-def _choose_bwd(entropy_gradient, saved, gradients):
+def _choose_bwd(config, entropy_gradient, saved, gradients):
     logits, ids, normalizer, entropies = saved
     gradient, of_entropy = gradients
     logprobs = logits - normalizer[:, None]
     probabilities = jnp.exp(logprobs)
-    is_chosen = jnp.arange(logits.shape[-1]) == ids[:, None]
+    own, is_own = own_tokens(ids, config)
+    is_chosen = jnp.arange(logits.shape[-1]) == own[:, None]
+    if config.shards > 1:
+        is_chosen &= is_own[:, None]
     result = gradient[:, None] * (is_chosen - probabilities)
     if entropy_gradient:
         # dH/dz = -p (log p + H). A token of probability 0 adds nothing: its logit may be -inf.
@@ -197,8 +211,14 @@ def _choose_bwd(entropy_gradient, saved, gradients):
 _choose.defvjp(_choose_fwd, _choose_bwd)
 
 
-def _log_softmax(params, hidden, temperature):
-    return jax.nn.log_softmax(_tempered_logits(params, hidden, temperature))
+def _log_softmax(params, hidden, temperature, config):
+    logits = _tempered_logits(params, hidden, temperature)
+    if config.shards == 1:
+        return jax.nn.log_softmax(logits)
+    highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1, keepdims=True), config)
+    below = logits - highest
+    total = jnp.exp(below).sum(axis=-1, keepdims=True)
+    return below - jnp.log(over_vocabulary(jax.lax.psum, total, config))
 
 
 def _tempered_logits(params, hidden, temperature):

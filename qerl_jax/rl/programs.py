@@ -26,7 +26,6 @@ from qerl_jax.rollout.programs import (
     abstract,
     committed,
 )
-from qerl_jax.sharding import dealt
 
 _Program = Callable[..., Any]
 
@@ -110,7 +109,7 @@ def operations(
         config: static options.
         optimizer: optimizer.
         optimizer_key: identity of the optimizer across processes.
-        mesh: mesh of the run, on which all arrays are replicated, or None for one device.
+        mesh: mesh of the run, on which all arrays lie, or None for one device.
     """
     state, params, noise, reference = abstract(committed((state, params, noise, reference)))
     buffer = empty_buffer(buffer_tokens)
@@ -124,7 +123,9 @@ def operations(
     def totals() -> Any:
         function, static = functions["zero_totals"]
         found = function.eval_shape(state.trainable, **static)
-        return abstract(found, dealt(mesh) if mesh else state.skipped_in_a_row.sharding)
+        if mesh is not None:
+            return data_parallel.abstract_totals(found, mesh)
+        return abstract(found, state.skipped_in_a_row.sharding)
 
     arguments: dict[str, Callable[[], tuple]] = {
         "zero_totals": lambda: (state.trainable,),

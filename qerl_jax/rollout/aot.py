@@ -18,6 +18,7 @@ from qerl_jax.rollout import decode, executable_cache, programs
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.programs import Executables, Operation
 from qerl_jax.rollout.shapes import plan_shapes
+from qerl_jax.sharding import beside, of_one_device
 from qerl_jax.threads import available_cores
 
 _THREADS = max(4, available_cores() // 2)  # programs that compile at the same time
@@ -52,6 +53,7 @@ def rollout_operations(
     Raises:
         UserError: as in `generate_steps`.
     """
+    config = of_one_device(config, params)
     shapes = plan_shapes(
         params,
         prompts=prompts,
@@ -62,7 +64,7 @@ def rollout_operations(
         engine=engine,
     )
     static = decode.decode_config(config, sampling, engine, tokenizer)
-    key, params, lora = programs.committed((key, params, lora))
+    key, params, lora = programs.committed((beside(key, params), params, lora))
     return list(programs.operations(key, params, lora, shapes, static).values())
 
 
@@ -86,7 +88,7 @@ def compile_rollout(
     Raises:
         UserError: as in `generate_steps`.
     """
-    policy = programs.committed((key, params, lora))
+    policy = programs.committed((beside(key, params), params, lora))
     return compile_operations(policy, rollout_operations(*policy, **options), on_progress)
 
 
@@ -95,7 +97,7 @@ def compile_operations(
     operations: Iterable[Operation],
     on_progress: Callable[[int, int], None] | None = None,
     *,
-    others: Sequence[jax.Device] = (),
+    others: Sequence[Sequence[jax.Device]] = (),
 ) -> Executables:
     """Loads programs from the executable cache, and compiles those that are not in it.
 
@@ -106,8 +108,8 @@ def compile_operations(
         operations: operations of one or several rollouts of this policy; those with equal keys are
             compiled once.
         on_progress: called with the number of programs that are ready and the number of all.
-        others: devices that get the programs too, as `replicas`, where the policy is on one device.
-            Nothing is lowered or compiled for them.
+        others: groups of as many devices as hold the policy, which get the programs too, as
+            `replicas`. Nothing is lowered or compiled for them.
     """
     by_key = {operation.key: operation for operation in operations}
     with _Compiler(policy, list(by_key), on_progress, others) as compiler:
@@ -129,14 +131,14 @@ class _Compiler:
         policy: Any,
         keys: list[Hashable],
         on_progress: Callable[[int, int], None] | None,
-        others: Sequence[jax.Device],
+        others: Sequence[Sequence[jax.Device]],
     ) -> None:
         self.executables = Executables()
         self.executables.replicas = [Executables() for _ in others]
         self._others = others
         self._keys = keys
         self._paths = executable_cache.paths(keys, policy)
-        self._devices = list(executable_cache.devices_of(policy))
+        self._devices = executable_cache.devices_of(policy)
         self._on_progress = on_progress
         self._pending: dict[concurrent.futures.Future, Hashable] = {}
         self._compiled_in: set[int] = set()  # identifiers of threads in which XLA compiled
@@ -206,7 +208,8 @@ class _Compiler:
         return [program, *(self._copies(executable_cache.dumps(program)) if self._others else ())]
 
     def _copies(self, content: bytes) -> list[jax.stages.Compiled]:
-        return [executable_cache.loads_on(content, device) for device in self._others]
+        own = self._devices
+        return [executable_cache.loads_on(content, own, other) for other in self._others]
 
 
 def _save(program: jax.stages.Compiled, path: pathlib.Path) -> None:

@@ -21,10 +21,11 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.sampling import row_keys, sample
+from qerl_jax.sharding import of_heads
 
 # Without autotuning of matmuls: the search takes longer than the rest of the compilation, chooses
 # differently while the device is busy, and finds nothing faster than the library's choice.
-_UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +33,7 @@ class DecodeConfig:
     """The static arguments of the programs, beside shapes.
 
     Attributes:
-        model: the architecture.
+        model: the architecture of one device, see `tensor_parallel.shard_of`.
         sampling: distribution and length of completions, without stop strings, which the host
             looks for. Of the temperature it holds only whether it is 0: its value is an argument,
             so that a run may change it.
@@ -127,16 +128,17 @@ def empty_state(
     Args:
         slots: B, which is also the number of cache rows.
         cache_positions: S, cache positions of each row.
-        config: the architecture.
+        config: the architecture of one device.
         dtype: dtype of the cache.
-        sharding: placement of the arrays. They are committed to it, as the results of the programs
-            are: committed and uncommitted arrays would compile to two programs.
+        sharding: placement of the arrays but for the cache, which is cut by heads where the weights
+            are cut. They are committed to it, as the results of the programs are: committed and
+            uncommitted arrays would compile to two programs.
     """
-    shape = (slots, config.num_kv_heads, cache_positions, config.head_dim)
-    layers = range(config.num_layers)
+    shape = (slots, config.shards * config.num_kv_heads, cache_positions, config.head_dim)
+    layers, cache = range(config.num_layers), of_heads(sharding)
     return DecodeState(
-        keys=[jnp.zeros(shape, dtype, device=sharding) for _ in layers],
-        values=[jnp.zeros(shape, dtype, device=sharding) for _ in layers],
+        keys=[jnp.zeros(shape, dtype, device=cache) for _ in layers],
+        values=[jnp.zeros(shape, dtype, device=cache) for _ in layers],
         lengths=jnp.zeros(slots, jnp.int32, device=sharding),
         rows=jnp.zeros(slots, jnp.int32, device=sharding),
         counts=jnp.zeros(slots, jnp.int32, device=sharding),
@@ -151,7 +153,7 @@ def dequantize(packed: list[QuantTensor], *, dtype: jnp.dtype) -> list[jax.Array
     return [quant.dequantize(weight, dtype) for weight in packed]
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype", "width"), compiler_options=_UNTUNED)
+@functools.partial(jax.jit, static_argnames=("config", "dtype", "width"), compiler_options=UNTUNED)
 def prefill(
     params: dict,
     lora: Lora | None,
@@ -247,7 +249,7 @@ def fuse_adapter(lora: Lora | None, *, config: ModelConfig, dtype: jnp.dtype) ->
     jax.jit,
     static_argnames=("config", "steps"),
     donate_argnames="state",
-    compiler_options=_UNTUNED,
+    compiler_options=UNTUNED,
 )
 def decode_chunk(
     key: jax.Array,

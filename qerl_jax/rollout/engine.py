@@ -23,6 +23,7 @@ from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.scheduler import Scheduler, Statistics
 from qerl_jax.rollout.shapes import plan_shapes
+from qerl_jax.sharding import beside, of_one_device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +62,11 @@ def generate(
 
     Args:
         key: PRNG key; a sample depends on it, on the row and on the position only.
-        params: the policy.
+        params: the policy. Its weights may be cut between devices, on a mesh whose axis `data` is
+            1; see `replicas` for a larger one.
         lora: its adapter, or None.
         prompts: P lists of token ids.
-        config: the architecture.
+        config: the architecture of the whole policy.
         sampling: distribution and length of the completions.
         tokenizer: token ids that end a completion and that follow it; text for stop strings.
         engine: settings of the engine.
@@ -130,6 +132,7 @@ def generate_steps(
         UserError: as in `generate`.
         RuntimeError: a program is missing from the executables.
     """
+    config = of_one_device(config, params)
     shapes = plan_shapes(
         params,
         prompts=len(prompts),
@@ -139,7 +142,7 @@ def generate_steps(
         sampling=sampling,
         engine=engine,
     )
-    key, params, lora = programs.committed((key, params, lora))
+    key, params, lora = programs.committed((beside(key, params), params, lora))
     static = decode.decode_config(config, sampling, engine, tokenizer)
     table = programs.operations(key, params, lora, shapes, static)
     executables = programs.jitted(table) if executables is None else executables

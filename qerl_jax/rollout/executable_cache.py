@@ -17,7 +17,7 @@ import pickle
 import secrets
 import socket
 import warnings
-from collections.abc import Collection, Generator, Hashable
+from collections.abc import Collection, Generator, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -55,9 +55,13 @@ def paths(keys: Collection[Hashable], policy: Any) -> dict[Hashable, pathlib.Pat
     return {key: pathlib.Path(folder, f"rollout-{digests[key]}") for key in keys}
 
 
-def devices_of(policy: Any) -> set[jax.Device]:
-    """Returns the devices of the arrays of a policy."""
-    return {one for leaf in jax.tree.leaves(policy) for one in leaf.sharding.device_set}
+def devices_of(policy: Any) -> list[jax.Device]:
+    """Returns the devices of the arrays of a policy, in the order of their mesh."""
+    found = (leaf.sharding for leaf in jax.tree.leaves(policy))
+    largest = max(found, key=lambda sharding: len(sharding.device_set))
+    if isinstance(largest, jax.sharding.NamedSharding):
+        return list(largest.mesh.devices.flat)
+    return list(largest.device_set)
 
 
 def origin(policy: Any) -> str:
@@ -142,32 +146,40 @@ def load(path: pathlib.Path, devices: list[jax.Device]) -> jax.stages.Compiled |
         return None
 
 
-def loads_on(content: bytes, device: jax.Device) -> jax.stages.Compiled:
-    """Returns a serialized program of one device for another device of the same kind.
+def loads_on(
+    content: bytes, own: Sequence[jax.Device], devices: Sequence[jax.Device]
+) -> jax.stages.Compiled:
+    """Returns a serialized program for other devices of the same kind and number.
 
-    The device is an option of the compilation, and XLA takes other options with a compiled program:
-    the code is the same. `deserialize_and_load` has no argument for them.
+    The devices are an option of the compilation, and XLA takes other options with a compiled
+    program: the code is the same. `deserialize_and_load` has no argument for them.
+
+    Args:
+        content: the serialized program.
+        own: the devices that it was compiled for, in their order.
+        devices: the other devices.
     """
     serialized, trees = pickle.loads(content)
     in_tree, out_tree = map(jax.tree.structure, trees)
-    unpickler = _OnDevice(io.BytesIO(serialized), device.client, [device])
+    unpickler = _OnDevices(io.BytesIO(serialized), devices[0].client, list(devices))
+    unpickler.devices_by_id = {old.id: new for old, new in zip(own, devices, strict=True)}
     unloaded, arguments, no_kwargs = unpickler.load()
     return jax.stages.Compiled(
         unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs
     )
 
 
-class _OnDevice(serialize_executable._JaxPjrtUnpickler):
-    """Reads a program of one device for another one."""
+class _OnDevices(serialize_executable._JaxPjrtUnpickler):
+    """Reads a program of some devices for others."""
 
     def persistent_load(self, pid: tuple) -> Any:
-        (device,) = self.execution_devices
-        if pid[0] == "device":
-            return device
         if pid[0] != "exec":
             return super().persistent_load(pid)
         options = xla_client.CompileOptions()
-        options.device_assignment = xla_client.DeviceAssignment.create(np.array([[device.id]]))
+        options.num_partitions = len(self.execution_devices)
+        options.device_assignment = xla_client.DeviceAssignment.create(
+            np.array([[device.id for device in self.execution_devices]])
+        )
         return self.backend.deserialize_executable(
             pid[1], executable_devices=self.execution_devices, compile_options=options
         )

@@ -1,10 +1,13 @@
 """The output head in 4 bits for rollouts, so that a decode step reads a quarter of its bytes."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import in_machine_order, quantize_on_device
+from qerl_jax.sharding import mesh_of
 
 HEAD_FORMATS = ("", "nvfp4")
 
@@ -21,7 +24,9 @@ def check_head_format(format: str) -> None:
         raise UserError(f"head_format={format!r}: {' or '.join(map(repr, HEAD_FORMATS))}")
 
 
-def rollout_head(params: dict, format: str) -> dict:
+def rollout_head(
+    params: dict, format: str, place: Callable[[dict], dict] = in_machine_order
+) -> dict:
     """Quantizes the head that the policy samples with, as an update of its parameters.
 
     The policy that samples then differs from the trainer's, whose head stays as it is. The
@@ -32,6 +37,7 @@ def rollout_head(params: dict, format: str) -> dict:
     Args:
         params: the policy, whose head is not trained.
         format: '' keeps the head, 'nvfp4' rounds it as `quant.quantize` does.
+        place: function that brings {'lm_head': packed weight} to where the policy is.
 
     Returns:
         {} or {'lm_head': a QuantTensor [V, D]}.
@@ -43,9 +49,11 @@ def rollout_head(params: dict, format: str) -> dict:
     if not format:
         return {}
     head = params.get("lm_head", params["embed_tokens"])
+    # Of a head that is cut between devices, one part at a time lies whole on the first one.
+    device = None if mesh_of(params) is None else jax.devices()[0]
     parts = [
-        quantize_on_device([head[first : first + _ROWS]], format=format)
+        quantize_on_device([jax.device_put(head[first : first + _ROWS], device)], format=format)
         for first in range(0, len(head), _ROWS)
     ]
     weight = jax.tree.map(lambda *arrays: jnp.concatenate(arrays), *parts)
-    return in_machine_order({"lm_head": weight})
+    return place({"lm_head": weight})

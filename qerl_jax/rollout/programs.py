@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout import decode
+from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.decode import DecodeConfig
 from qerl_jax.rollout.shapes import RolloutShapes
+from qerl_jax.sharding import COLUMNS, located, mesh_of
 
 
 class Operation(NamedTuple):
@@ -99,7 +101,8 @@ def operations(
 
     Args:
         key: PRNG key like that of the rollout.
-        params: the policy as committed arrays, or as their shapes with shardings.
+        params: the policy as committed arrays, or as their shapes with shardings. Where weights
+            are cut between devices, the key is replicated on their mesh.
         lora: its adapter, or None.
         shapes: shapes of the rollout.
         config: static arguments.
@@ -108,7 +111,10 @@ def operations(
     key, params, lora = abstract((key, params, lora))
     model, dtype, steps = config.model, shapes.dtype, shapes.chunk_steps
     prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
-    compute, sharding = params["embed_tokens"].dtype, params["embed_tokens"].sharding
+    compute, sharding = params["embed_tokens"].dtype, key.sharding
+    mesh = mesh_of(params)
+    placed = functools.partial(_placed, mesh, sharding)
+    functions = decode if mesh is None else tensor_parallel.functions(mesh)
     packed = [] if config.dequantize == "step" else transformer.packed_weights(params)
     cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
     # A run samples with a head in 4 bits and evaluates without: the same keys, other programs.
@@ -125,23 +131,25 @@ def operations(
     @functools.cache
     def result(*name: Any) -> Any:
         operation = table[name]
-        arguments, static = operation.arguments(), operation.static
-        return abstract(operation.function.eval_shape(*arguments, **static), sharding)
+        return operation.function.eval_shape(*operation.arguments(), **operation.static)
 
     def dense() -> dict:
         if not packed:
             return params
-        return transformer.dequantize_params(params, lambda _: result("dequantize"))
+        return placed(transformer.dequantize_params(params, lambda _: result("dequantize")))
 
     def state(rows: int) -> decode.DecodeState:
-        return abstract(_state_shapes(rows, shapes, model), sharding)
+        return placed(_state_shapes(rows, shapes, model))
 
     if packed:
-        add("dequantize", [()], decode.dequantize, {"dtype": compute}, lambda: (packed,))
+        how = {"dtype": compute}
+        if mesh is not None:
+            how["columns"] = tuple(weight.packed.sharding.spec == COLUMNS for weight in packed)
+        add("dequantize", [()], functions.dequantize, how, lambda: (packed,))
     add(
         "prefill",
         [(width,) for width in shapes.prompt_widths],
-        decode.prefill,
+        functions.prefill,
         {"config": model, "dtype": dtype, "width": widest},
         lambda width: (dense(), lora, _int32(prompts, width), _int32(prompts)),
         *(prompts, config.dequantize),
@@ -149,10 +157,10 @@ def operations(
     add(
         "insert",
         [(count,) for count in shapes.insert_sizes],
-        decode.insert_rows,
+        functions.insert_rows,
         {"config": config},
         lambda count: (
-            *(key, state(shapes.batch_sizes[0]), result("prefill", widest)),
+            *(key, state(shapes.batch_sizes[0]), placed(result("prefill", widest))),
             *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
         *(*cache, prompts, widest),
@@ -162,17 +170,17 @@ def operations(
     add(
         "fuse_adapter",
         [()],
-        decode.fuse_adapter,
+        functions.fuse_adapter,
         {"config": model, "dtype": compute},
         lambda: (lora,),
     )
     add(
         "decode",
         [(rows,) for rows in shapes.batch_sizes],
-        decode.decode_chunk,
+        functions.decode_chunk,
         {"config": config, "steps": steps},
         lambda rows: (
-            *(key, dense(), result("fuse_adapter"), state(rows)),
+            *(key, dense(), placed(result("fuse_adapter")), state(rows)),
             *(_int32(rows), np.zeros(rows, bool), np.float32(1)),
         ),
         *cache,
@@ -180,7 +188,7 @@ def operations(
     add(
         "compact",
         itertools.pairwise(shapes.batch_sizes),
-        decode.gather_rows,
+        functions.gather_rows,
         {},
         lambda rows, fewer: (state(rows).keys[0], _int32(fewer)),
         *(shapes.cache_positions, dtype),
@@ -193,6 +201,11 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), tree
     )
+
+
+def _placed(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:
+    """Returns the shapes of a tree on a mesh, or with one sharding for all arrays."""
+    return abstract(tree, sharding) if mesh is None else located(tree, mesh)
 
 
 def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decode.DecodeState:

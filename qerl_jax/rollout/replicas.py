@@ -1,12 +1,13 @@
 """A rollout on all devices that hold the policy.
 
-Each device takes a share of the prompts and runs a rollout of its own, with its own slots and its
-own compaction, from a thread of its own. The devices meet only when all of them have ended: no
-device waits in a chunk for another one's batch or prefill, and their programs are those of a
-rollout on one device, compiled once (`aot.compile_operations`). One program over all devices would
-wait for the longest batch in every chunk, and all devices would prefill when one has free slots.
+A group of devices that hold the policy together, which is one device where weights are not cut,
+takes a share of the prompts and runs a rollout of its own, with its own slots and its own
+compaction, from a thread of its own. The groups meet only when all of them have ended: none waits
+in a chunk for another one's batch or prefill, and their programs are those of a rollout on one
+group, compiled once (`aot.compile_operations`). One program over all groups would wait for the
+longest batch in every chunk, and all would prefill when one has free slots.
 
-The samples of a row depend on the key and on the row, not on the device.
+The samples of a row depend on the key and on the row, not on the devices.
 """
 
 import concurrent.futures
@@ -47,12 +48,12 @@ def generate_steps(
 ) -> Generator[Progress, None, Rollout]:
     """Samples as `engine.generate_steps` does, on all devices of the policy.
 
-    It yields the progress of all devices after every chunk of one of them. Close it: until then the
-    devices go on.
+    It yields the progress of all groups after every chunk of one of them. Close it: until then the
+    groups go on.
 
     Args:
         key: as in `engine.generate`.
-        params: the policy, on one device or replicated.
+        params: the policy, on one device or on a mesh.
         lora: its adapter, or None.
         prompts: P lists of token ids.
         config: as in `engine.generate`.
@@ -61,21 +62,21 @@ def generate_steps(
         engine: settings of the engine; its bounds of rows and memory are those of one device.
         group_size: G, number of completions of each prompt.
         prompt_ids: as in `engine.generate_steps`.
-        executables: as in `engine.generate_steps`, with those of the other devices as `replicas`.
+        executables: as in `engine.generate_steps`, with those of the other groups as `replicas`.
 
     Raises:
         UserError: as in `engine.generate`.
         RuntimeError: a program is missing from the executables.
     """
-    devices = sharding.devices_of(params)
-    shares = deal([len(prompt) for prompt in prompts], len(devices))
-    engine = dataclasses.replace(engine, prompts=max(engine.prompts, most(prompts, devices)))
+    groups = sharding.groups_of(params)
+    shares = deal([len(prompt) for prompt in prompts], len(groups))
+    engine = dataclasses.replace(engine, prompts=max(engine.prompts, most(prompts, groups)))
     ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
-    programs = [None] * len(devices) if executables is None else [executables]
+    programs = [None] * len(groups) if executables is None else [executables]
     programs += [] if executables is None else executables.replicas
 
     def steps_on(number: int) -> Generator[Progress, None, Rollout]:
-        own_key, own_params, own_lora = sharding.on_device((key, params, lora), devices[number])
+        own_key, own_params, own_lora = sharding.on_group((key, params, lora), groups[number])
         return engine_lib.generate_steps(
             own_key,
             own_params,
@@ -90,7 +91,7 @@ def generate_steps(
             executables=programs[number],
         )
 
-    if len(devices) == 1:
+    if len(groups) == 1:
         return (yield from steps_on(0))
     rows = [(i[:, None] * group_size + np.arange(group_size)).reshape(-1) for i in shares]
     rollout = Completions(len(prompts) * group_size, sampling, tokenizer).rollout
@@ -108,7 +109,7 @@ def generate_steps(
 
 
 def _together(parts: Collection[Progress], rollout: Rollout) -> Progress:
-    """Returns the progress of all devices."""
+    """Returns the progress of all groups."""
     work = [part.statistics for part in parts]
     return Progress(
         rows=len(rollout.lengths),
@@ -123,9 +124,9 @@ def _together(parts: Collection[Progress], rollout: Rollout) -> Progress:
     )
 
 
-def most(prompts: Sequence[Any], devices: Sequence[Any]) -> int:
-    """Returns the largest number of prompts that a device takes."""
-    return -(-len(prompts) // len(devices))
+def most(prompts: Sequence[Any], groups: Sequence[Any]) -> int:
+    """Returns the largest number of prompts that a group takes."""
+    return -(-len(prompts) // len(groups))
 
 
 def deal(lengths: Sequence[int], count: int) -> list[np.ndarray]:

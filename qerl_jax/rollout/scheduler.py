@@ -81,7 +81,7 @@ class Scheduler:
             shapes.cache_positions,
             config=table["prefill", shapes.prompt_widths[-1]].static["config"],
             dtype=shapes.dtype,
-            sharding=self._params["embed_tokens"].sharding,
+            sharding=self._key.sharding,
         )
         # The slot of each cache row, and the row in it. Before a compaction slots are cache rows.
         self._slots = np.arange(shapes.batch_sizes[0], dtype=np.int32)

@@ -10,7 +10,9 @@ from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.sharding import mesh_of
 
 # Cache positions of a row are a multiple of 8, as attention on a Hopper GPU requires.
 _POSITIONS_MULTIPLE = 8
@@ -70,7 +72,7 @@ def plan_shapes(
         prompts: number of prompts.
         longest: number of tokens of the longest prompt.
         group_size: number of completions of each prompt.
-        config: the architecture.
+        config: the architecture of one device.
         sampling: length of the completions.
         engine: bounds of rows and memory.
 
@@ -213,7 +215,8 @@ def position_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
 
 def row_bytes(config: ModelConfig, *, positions: int, dtype: jnp.dtype) -> int:
     """Returns the bytes of a row that decodes: its keys and values, and copies of its logits."""
-    return positions * position_bytes(config, dtype) + _LOGITS * 4 * config.vocab_size
+    logits = _LOGITS * 4 * config.shards * config.vocab_size
+    return positions * position_bytes(config, dtype) + logits
 
 
 def prefill_bytes(
@@ -230,7 +233,8 @@ def prefill_bytes(
     """
     keys_and_values = position_bytes(config, dtype) + position_bytes(config, compute)
     layer = compute.itemsize * (3 * config.mlp_dim + 4 * config.embed_dim)
-    return prompts * (width * (keys_and_values + layer) + 4 * config.vocab_size)
+    logits = 4 * config.shards * config.vocab_size
+    return prompts * (width * (keys_and_values + layer) + logits)
 
 
 def rows_left(
@@ -274,9 +278,11 @@ def dequantize_mode(params: dict, chosen: str = "auto") -> str:
 
 
 def dense_bytes(params: dict) -> int:
-    """Returns the bytes of all weights that `transformer.dequantize_params` makes dense."""
-    packed = transformer.packed_weights(params)
-    return sum(math.prod(leaf.shape) for leaf in packed) * params["embed_tokens"].dtype.itemsize
+    """Returns the bytes that `transformer.dequantize_params` makes dense, of one device."""
+    packed, mesh = transformer.packed_weights(params), mesh_of(params)
+    numbers = sum(math.prod(leaf.shape) for leaf in packed)
+    shards = 1 if mesh is None else mesh.shape[TENSOR]
+    return numbers // shards * params["embed_tokens"].dtype.itemsize
 
 
 def _rounded_down(rows: int) -> int:

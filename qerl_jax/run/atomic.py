@@ -1,11 +1,13 @@
 """Files that hold their old content or the new one, whenever the process dies."""
 
 import contextlib
+import json
 import os
 import secrets
 import socket
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 TEMPORARY = ".tmp"  # the end of the names of files that are being written
 
@@ -16,6 +18,12 @@ def write_atomic(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
+    """Replaces the content of a file by a value as JSON; makes the folder if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, json.dumps(value, indent=indent) + "\n")
 
 
 @contextlib.contextmanager

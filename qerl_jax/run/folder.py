@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run import resume
-from qerl_jax.run.atomic import TEMPORARY, write_atomic
+from qerl_jax.run.atomic import TEMPORARY, write_json
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.provenance import provenance
 
@@ -131,8 +131,8 @@ class OpenRun(RunFolder):
             `config.steps` of the first start. A later start with more steps extends the run and
             leaves the schedules alone.
         resumed: whether a step of this run was logged or saved before.
-        moved: fields of `resume.PLACES` that are not as before. The caller compares fingerprints
-            and then calls `record_places`.
+        moved: fields that are `resume.is_place` and not as before. The caller compares
+            fingerprints and then calls `record_places`.
     """
 
     schedule_steps: int
@@ -242,7 +242,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
                 schedule_steps = config.steps
                 described = {"config": config_dict(config), "schedule_steps": schedule_steps}
                 described |= provenance()
-                write_atomic(folder.config, json.dumps(described, indent=2) + "\n")
+                write_json(folder.config, described)
             yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
 
 
@@ -251,15 +251,23 @@ def record_places(folder: OpenRun, config: ConfigDict) -> None:
     saved = json.loads(folder.config.read_bytes())
     fields, current = saved["config"], config_dict(config)
     for field in folder.moved:
-        section, _, name = field.partition(".")
-        fields[section][name] = current[section][name]
-    write_atomic(folder.config, json.dumps(saved, indent=2) + "\n")
+        _copy_field(field, current, fields)
+    write_json(folder.config, saved)
+
+
+def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> None:
+    """Gives a field, such as 'data.path', its value in another config; absent there, none."""
+    *sections, last = name.split(".")
+    for section in sections:
+        source, target = source.get(section, {}), target[section]
+    target.pop(last, None)
+    target |= {last: source[last]} if last in source else {}
 
 
 def record_origin(folder: RunFolder, origin: dict[str, Any]) -> None:
     """Records in config.json where a run began from, as `init_from`."""
     saved = json.loads(folder.config.read_bytes())
-    write_atomic(folder.config, json.dumps(saved | {"init_from": origin}, indent=2) + "\n")
+    write_json(folder.config, saved | {"init_from": origin})
 
 
 @contextlib.contextmanager
@@ -384,14 +392,14 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
 
     Returns:
-        The fields of `resume.PLACES` that changed, which are not saved yet.
+        The fields that are `resume.is_place` and changed, which are not saved yet.
 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
     old, new = flatten(saved["config"]), flatten(config_dict(config))
     allowed, refused = resume.differences(old, new, config)
-    moved = tuple(field for field in resume.PLACES if refused.pop(field, None))
+    moved = tuple(f for f in list(refused) if resume.is_place(f) and refused.pop(f))
     said = f"; {names}" if (names := resume.renamed(old, new)) else ""
     if refused:
         changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
@@ -411,10 +419,9 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     # The number of steps stays the one of the first start, as without such a change.
     current["steps"] = saved["config"].get("steps", current.get("steps"))
     for field in moved:
-        section, _, name = field.partition(".")
-        current[section][name] = saved["config"][section][name]
+        _copy_field(field, saved["config"], current)
     written = saved | {"config": current} | changed
-    write_atomic(folder.config, json.dumps(written, indent=2) + "\n")
+    write_json(folder.config, written)
     return moved
 
 

@@ -11,8 +11,9 @@ from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.statistics import half_interval
 
-# Label, keys with the style of each, and scale of the panels of a run.
-_PANELS = (
+# Label, keys with the style of each, and scale of a panel of a run.
+_Panel = tuple[str, tuple[tuple[str, str], ...], str]
+_PANELS: tuple[_Panel, ...] = (
     ("reward", (("reward", "-"), ("accuracy", "-"), ("eval_accuracy", "o")), "linear"),
     ("entropy (nats)", (("entropy", "-"),), "linear"),
     ("noise", (("sigma", "-"), ("noise_kl", ".")), "symlog"),
@@ -23,7 +24,8 @@ def plot_run(folder: str | Path) -> Path | None:
     """Draws `metrics.jsonl` of a run folder into `curves.png`.
 
     Three panels over the steps: reward and accuracy (evaluations as points), entropy, sigma with
-    the KL between the noisy and the clean policy. A quantity that was not logged is left out.
+    the KL between the noisy and the clean policy. Where a run has several rewards, each has a panel
+    of its own after the first. A quantity that was not logged is left out.
 
     Returns:
         The path of the picture; None when there is nothing to draw.
@@ -35,7 +37,7 @@ def plot_run(folder: str | Path) -> Path | None:
     series = _all_series(run)
     panels = [
         (label, present, scale)
-        for label, keys, scale in _PANELS
+        for label, keys, scale in _panels(series)
         if (present := [(key, style) for key, style in keys if len(series[key][0])])
     ]
     if not panels:
@@ -148,10 +150,21 @@ def _symlog(axes, positive: Sequence[float]) -> None:
     axes.set_yscale("symlog", linthresh=min(positive, default=1e-4))
 
 
+def _panels(series: Mapping[str, Any]) -> list[_Panel]:
+    """The panels of a run, with one for each reward where there are several."""
+    rewards = [key for key in series if key.startswith("reward/")]
+    if len(rewards) < 2:
+        return list(_PANELS)
+    first, *others = _PANELS
+    return [first, *((key, ((key, "-"),), "linear") for key in rewards), *others]
+
+
 def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Steps and values of each key of `_PANELS`."""
+    """Steps and values of each key of `_PANELS`, and of each reward."""
     rows = read_steps(run.metrics)
-    series = {key: _series(rows, key) for _, keys, _ in _PANELS for key, _ in keys}
+    keys = [key for _, keys, _ in _PANELS for key, _ in keys]
+    keys += sorted({key for row in rows for key in row if key.startswith("reward/")})
+    series = {key: _series(rows, key) for key in keys}
     evaluations = {step: v for step, v in read_evaluations(run.metrics).items() if step}
     return series | {
         "eval_accuracy": (np.array(list(evaluations)), np.array(list(evaluations.values())))

@@ -43,7 +43,14 @@ RENAMED = {"train.remat": "train.recompute", "train.micro_batch_rows": "train.bu
 
 # Fields that say where the weights and the problems lie. They may change in a run that goes on: its
 # checkpoints hold fingerprints of both, so that others are refused.
-PLACES = ("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path")
+_PLACES = re.compile(
+    r"model\.source|data\.(source|path|eval_source|eval_path)|data\.mixture\.[^.]+\.(source|path)"
+)
+
+
+def is_place(field: str) -> bool:
+    """Whether a field, such as 'data.path', says where the weights or the problems lie."""
+    return _PLACES.fullmatch(field) is not None
 
 
 def is_free(field: str) -> bool:

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import HELD_OUT, Cursor
+from qerl_jax.config.mixture import has_own_evaluation
 from qerl_jax.errors import UserError
 from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
+from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.processes.group import Processes
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
@@ -20,8 +21,9 @@ from qerl_jax.run.compilations import Compilations
 from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.provenance import versions
-from qerl_jax.sharding import replicated
+from qerl_jax.sharding import placed
 from qerl_jax.training.init_from import begin_from, with_reference
+from qerl_jax.training.problems import EVAL, TRAIN, by_source, mixture_of
 from qerl_jax.training.problems import fingerprints as problem_fingerprints
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.start import check_reference, first_trainable
@@ -104,7 +106,7 @@ def begin(
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
     processes = setup.processes
     restored = checkpoints.restore_latest(setup.state_shapes)
-    prompts = {"train": setup.train_prompts, "eval": setup.eval_prompts}
+    prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
     fingerprints = problem_fingerprints(prompts, setup.collect.rewards)
     _check_processes(setup, fingerprints, None if restored is None else restored[0])
     if restored is None:
@@ -118,7 +120,7 @@ def begin(
             state = init_state(trainable, setup.optimizer)
             progress = Progress(step=0, state=state, cursor=Cursor())
         # Committed to its devices, as a restored state is: both compile to the same programs.
-        state = replicated(progress.state, setup.mesh)
+        state = placed(progress.state, setup.mesh)
         progress = dataclasses.replace(progress, state=state)
     else:
         setup = with_reference(setup, folder)
@@ -135,7 +137,7 @@ def begin(
             _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
         noise = SigmaState(**meta.get("noise", {}))
-        progress = Progress(step=step, state=state, cursor=Cursor(**meta["cursor"]), noise=noise)
+        progress = Progress(step=step, state=state, cursor=read_cursor(meta["cursor"]), noise=noise)
     evaluations = {}
     if processes.writes and folder.metrics.exists():
         evaluations = read_evaluations(folder.metrics)
@@ -184,7 +186,7 @@ def save_checkpoint(run: Run) -> None:
         run.progress.step,
         run.progress.state,
         {
-            "cursor": dataclasses.asdict(run.progress.cursor),
+            "cursor": run.progress.cursor.to_json(),
             "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
             "reference": run.setup.reference_fingerprint,
@@ -236,13 +238,16 @@ def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping
             checkpoint of an earlier version, whose problems are not compared.
         found: fingerprints of the problems of this start.
     """
-    source = config.data.path or config.data.source
-    eval_source = config.data.eval_path or config.data.eval_source
-    for split, name, place in (
-        ("train", "training", source),
-        ("eval", "evaluation", source if eval_source in ("", HELD_OUT) else eval_source),
-    ):
-        if saved.get(split, found[split]) != found[split]:
+    mixture = mixture_of(config)
+    places = {f"{TRAIN}/{name}": source.origin for name, source in mixture.items()}
+    places |= {TRAIN: config.data.path or config.data.source}
+    if has_own_evaluation(config.data):
+        places[EVAL] = config.data.eval_path or config.data.eval_source
+    else:
+        places[EVAL] = "data.mixture" if mixture else places[TRAIN]
+    for split, digest in found.items():
+        if saved.get(split, digest) != digest:
+            name, place = "evaluation" if split == EVAL else "training", places[split]
             raise UserError(
                 f"the {name} problems of {place} are not the problems that this run began with; "
                 "restore them, or pass another --workdir to begin a run with the new ones"

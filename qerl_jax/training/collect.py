@@ -8,9 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from qerl_jax.data import Cursor, Prompt, next_problems
+from qerl_jax.data import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
+from qerl_jax.problem_order import (
+    Cursor,
+    Order,
+    draw,
+    order_metrics,
+    record,
+    source_metrics,
+)
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, overlong_penalty
@@ -50,7 +58,7 @@ class CollectConfig:
             dynamic sampling); 1 replaces none.
         metric: name of the reward that must differ within an informative group, as in
             `dynamic_sampling_metric`.
-        data_seed: seed of the order of the prompts.
+        order: rule by which the prompts are drawn.
         advantage: 'grpo' or 'gdpo'; with 'gdpo' a group is informative if any reward differs.
     """
 
@@ -64,7 +72,7 @@ class CollectConfig:
     overlong_weight: float
     rounds: int
     metric: str
-    data_seed: int
+    order: Order
     advantage: str = "grpo"
 
     @property
@@ -98,6 +106,7 @@ class _Round:
     """The scored completions of one rollout.
 
     Attributes:
+        problems: P places of the prompts among the training prompts.
         prompts: B prompts.
         texts: B completions as text.
         rollout: B completions as tokens.
@@ -106,6 +115,7 @@ class _Round:
         seconds: duration of the rollout.
     """
 
+    problems: list[int]
     prompts: list[Prompt]
     texts: list[str]
     rollout: Rollout
@@ -176,7 +186,7 @@ def collect(
             replicated.
         lora: adapter of the policy, or None.
         prompts: the training prompts.
-        cursor: position of the next prompt.
+        cursor: position in the prompts.
         config: options.
         processes: the processes of the run, each of which samples and scores a part.
         executables: compiled rollout programs, as in `replicas.generate_steps`.
@@ -190,11 +200,12 @@ def collect(
     Raises:
         NoRewardError: every reward of every completion of a rollout failed.
     """
+    before, taken = cursor, list[int]()
 
     def sample(index: int, cursor: Cursor, tokens: int) -> tuple[_Round, Cursor]:
-        drawn, cursor = next_problems(
-            prompts, cursor, config.prompts_per_step, seed=config.data_seed
-        )
+        places, cursor = draw(config.order, cursor, config.prompts_per_step, without=taken)
+        taken.extend(places)
+        drawn = [prompts[place] for place in places]
         lengths = [len(prompt.ids) for prompt in drawn]
         own = own_prompts(lengths, processes)
         rows = [drawn[i] for i in own for _ in range(config.group_size)]
@@ -231,10 +242,13 @@ def collect(
             rows = [prompt for prompt in drawn for _ in range(config.group_size)]
             found = detokenize(made.rollout, model.tokenizer.decode)
         scores = _checked(made.scores, made.rollout, config)
-        return _Round(rows, found, made.rollout, scores, made.costs, made.seconds), cursor
+        cursor = record(config.order, cursor, places, _correct(scores, config))
+        return _Round(places, rows, found, made.rollout, scores, made.costs, made.seconds), cursor
 
     rounds, informative, cursor = _sample_rounds(sample, cursor, config)
-    return _choose(_concatenate(rounds), informative, config), cursor
+    made = _choose(_concatenate(rounds), informative, config)
+    curriculum = order_metrics(config.order, before, cursor, taken)
+    return dataclasses.replace(made, metrics=made.metrics | curriculum), cursor
 
 
 class _Texts:
@@ -321,7 +335,7 @@ def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
 
 def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> Experience:
     """P of the sampled groups: informative ones first, each kind in the order of sampling."""
-    metrics = _metrics(sampled.rollout, sampled.scores, config) | {
+    metrics = _metrics(sampled, config) | {
         "rollout_tokens": int(sampled.rollout.lengths.sum()),
         "rollout_live_share": live_fraction(sampled.costs),
         "rollout_seconds": sampled.seconds,
@@ -371,6 +385,7 @@ def _checked(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
 def _concatenate(rounds: list[_Round]) -> _Round:
     scores = [done.scores for done in rounds]
     return _Round(
+        problems=[place for done in rounds for place in done.problems],
         prompts=[prompt for done in rounds for prompt in done.prompts],
         texts=[text for done in rounds for text in done.texts],
         rollout=jax.tree.map(lambda *x: np.concatenate(x), *(done.rollout for done in rounds)),
@@ -388,7 +403,14 @@ def _concatenate(rounds: list[_Round]) -> _Round:
     )
 
 
-def _metrics(rollout: Rollout, scores: Scores, config: CollectConfig) -> dict[str, float]:
+def _correct(scores: Scores, config: CollectConfig) -> np.ndarray:
+    """Returns float [P, G]: 1 where a completion is correct, NaN where its score is missing."""
+    found = scores.parts.get("correctness", np.full(len(scores.total), np.nan))
+    return np.where(np.isnan(found), np.nan, found > 0.5).reshape(-1, config.group_size)
+
+
+def _metrics(sampled: _Round, config: CollectConfig) -> dict[str, float]:
+    rollout, scores = sampled.rollout, sampled.scores
     tokens = max(1, int(rollout.lengths.sum()))
     groups = scores.total.reshape(-1, config.group_size)
     metrics = {
@@ -403,7 +425,13 @@ def _metrics(rollout: Rollout, scores: Scores, config: CollectConfig) -> dict[st
         "sampled_groups": len(groups),
         "rewards_missing": int(sum(np.isnan(values).sum() for values in scores.parts.values())),
     }
-    return metrics | {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}
+    metrics |= {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}
+    values = {"reward": groups} | (
+        {"accuracy": scores.parts["correctness"].reshape(groups.shape)}
+        if "correctness" in scores.parts
+        else {}
+    )
+    return metrics | source_metrics(config.order, sampled.problems, values)
 
 
 def _mean(values: np.ndarray) -> float:

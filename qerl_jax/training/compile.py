@@ -34,15 +34,15 @@ def compile_programs(
         on_progress: called with the number of programs that are ready and the number of all.
 
     Returns:
-        The programs of rollouts and evaluations, with those of the other devices of a mesh as
+        The programs of rollouts and evaluations, with those of the other groups of a mesh as
         `replicas`, and the programs of updates.
     """
     trainable = state.trainable
     policy = setup.key, current_policy(setup.model.params, trainable), trainable.lora
     updates = _update_operations(setup, state) if trains else {}
-    devices = sharding.devices_of(setup.model.params)  # those of this process
-    count = len(devices) * setup.processes.count
-    local, head = sharding.on_device((policy, setup.rollout_head), devices[0])
+    groups = sharding.groups_of(setup.model.params)  # those of this process
+    count = len(groups) * setup.processes.count
+    local, head = sharding.on_group((policy, setup.rollout_head), groups[0])
     rollouts = _rollout_operations(setup, local, head, count) if trains else []
     if evaluates:
         rollouts += _evaluation_operations(setup, local, count)
@@ -50,7 +50,7 @@ def compile_programs(
     if setup.mesh is None:
         executables = compile_operations(arrays, [*updates.values(), *rollouts], on_progress)
         return executables, rl_programs.compiled(updates, executables)
-    # The updates run on the whole mesh, and each device has rollouts of its own.
+    # The updates run on the whole mesh, and each group has rollouts of its own.
     total = len(updates) + len({operation.key for operation in rollouts})
 
     def after(number: int) -> Callable[[int, int], None] | None:
@@ -58,19 +58,19 @@ def compile_programs(
 
     everywhere = committed((*policy, setup.rollout_head))
     found = compile_operations(everywhere, updates.values(), after(0))
-    executables = compile_operations(arrays, rollouts, after(len(updates)), others=devices[1:])
+    executables = compile_operations(arrays, rollouts, after(len(updates)), others=groups[1:])
     executables.compiled += found.compiled
     executables.update(found)
     return executables, rl_programs.compiled(updates, executables)
 
 
-def _rollout_operations(setup: Setup, policy: tuple, head: dict, devices: int) -> list[Operation]:
+def _rollout_operations(setup: Setup, policy: tuple, head: dict, groups: int) -> list[Operation]:
     key, params, lora = policy
     return rollout_operations(
         key,
         params | head,
         lora,
-        prompts=-(-setup.collect.prompts_per_step // devices),
+        prompts=-(-setup.collect.prompts_per_step // groups),
         config=setup.model.config,
         sampling=setup.collect.sampling,
         tokenizer=setup.model.tokenizer,
@@ -79,10 +79,10 @@ def _rollout_operations(setup: Setup, policy: tuple, head: dict, devices: int) -
     )
 
 
-def _evaluation_operations(setup: Setup, policy: tuple, devices: int) -> list[Operation]:
+def _evaluation_operations(setup: Setup, policy: tuple, groups: int) -> list[Operation]:
     return rollout_operations(
         *policy,
-        prompts=-(-len(setup.eval_prompts) // devices),
+        prompts=-(-len(setup.eval_prompts) // groups),
         config=setup.model.config,
         sampling=greedy(setup.eval_sampling),
         tokenizer=setup.model.tokenizer,
@@ -100,7 +100,7 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
             final_norm=config.aqn.final_norm,
         )
         if setup.mesh is not None:
-            noise = sharding.replicated(noise, setup.mesh)
+            noise = sharding.placed(noise, setup.mesh)
     return rl_programs.operations(
         state,
         setup.model.params,

@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
+from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
 from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_origin
-from qerl_jax.sharding import replicated
+from qerl_jax.sharding import placed
+from qerl_jax.training.problems import training_fingerprints
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.start import fingerprint_of
 from qerl_jax.training.step import Progress
@@ -135,7 +136,7 @@ def begin_from(
                 "step": step,
                 "best": best,
                 "optimizer": not fresh,
-                "cursor": dataclasses.asdict(cursor),
+                "cursor": cursor.without_scores().to_json(),
             },
         )
         if config.rl.kl_coef:
@@ -145,7 +146,7 @@ def begin_from(
                 setup.lora_config,
                 base_model=setup.model.source,
             )
-    setup.processes.check_same({"step": step, "cursor": dataclasses.asdict(cursor)}, _SETTLED)
+    setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _SETTLED)
     return with_reference(setup, folder), Progress(step=0, state=state, cursor=cursor)
 
 
@@ -166,7 +167,7 @@ def with_reference(setup: Setup, folder: RunFolder) -> Setup:
     start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.lora_config)
     reference: tuple[dict, Lora | None] = (current_policy(setup.model.params, start), start.lora)
     if setup.mesh is not None:
-        reference = replicated(reference, setup.mesh)
+        reference = placed(reference, setup.mesh)
     return dataclasses.replace(
         setup, reference=reference, reference_fingerprint=fingerprint_of(reference)
     )
@@ -205,11 +206,15 @@ def _cursor(
     setup: Setup, origin: RunFolder, meta: Mapping[str, Any], fingerprints: Mapping[str, str]
 ) -> tuple[Cursor, str]:
     """Where the new run begins in its data, and what to say about it."""
-    if meta.get("problems", {}).get("train") != fingerprints["train"]:
+    old, new = training_fingerprints(meta.get("problems", {})), training_fingerprints(fingerprints)
+    if old != new:
         return Cursor(), "the training problems are others, so they start at the first"
     if _saved_config(origin).get("seed") != setup.config.seed:
         return Cursor(), "their order has another seed, so the problems start at the first"
-    return Cursor(**meta["cursor"]), "its position in the problems goes on"
+    cursor = read_cursor(meta["cursor"])
+    if not setup.collect.order.curriculum_share:
+        cursor = cursor.without_scores()
+    return cursor, "its position in the problems goes on"
 
 
 def _at_step_0(state: TrainState) -> TrainState:

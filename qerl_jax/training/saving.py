@@ -4,14 +4,13 @@ With each checkpoint it writes what other commands read: the adapter, and the pi
 So a run can be sampled, evaluated and exported while it trains, and after a signal has stopped it.
 """
 
-import json
 import time
 from pathlib import Path
 
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import OpenRun
 from qerl_jax.run.plots import plot_run
 from qerl_jax.training.begin import Run, save_checkpoint
@@ -63,7 +62,7 @@ def finish(run: Run) -> None:
         "best_accuracy": best_so_far(run) if run.setup.eval_prompts else None,
         "peak_memory_bytes": memory.get("peak_bytes_in_use"),  # peak of this process
     }
-    write_atomic(run.folder.summary, json.dumps(summary, indent=2) + "\n")
+    write_json(run.folder.summary, summary)
     announce_finished(run.folder, run.progress.step, run.setup.config)
 
 

@@ -1,13 +1,14 @@
 """From a config to the parts of a run that stay the same while it runs."""
 
 import dataclasses
+import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
 
 import jax
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
@@ -21,11 +22,17 @@ from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
-from qerl_jax.rollout.programs import abstract
-from qerl_jax.sharding import make_mesh, replicated
+from qerl_jax.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.method import Method, method_of
-from qerl_jax.training.problems import check_positions, encode_problems, load_problems
+from qerl_jax.training.problems import (
+    EVAL,
+    check_positions,
+    encode_problems,
+    load_problems,
+    order_of,
+    training_prompts,
+)
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
@@ -42,7 +49,7 @@ class Setup:
         reference: parameters and adapter of the policy that the KL of the loss is measured to.
         reference_fingerprint: identity of `reference` if it is not the model itself, else None.
         lora_config: rank, scale and targets of the adapter.
-        train_prompts: prompts that the steps draw from.
+        train_prompts: prompts that the steps draw from, of all sources.
         eval_prompts: held-out prompts; empty without evaluations.
         collect: options of a step's completions.
         eval_sampling: options of the completions of an evaluation.
@@ -55,7 +62,7 @@ class Setup:
         sigma: sigma of the noise by step, or the KL that it should cause.
         temperature: sampling temperature by step.
         key: key of the run.
-        mesh: devices of the run, which all hold the model; None for one device.
+        mesh: devices of the run; None for one device.
         processes: processes of the run.
     """
 
@@ -103,17 +110,18 @@ def prepare(
     method = check_method(config, rewards, schedule_steps=schedule_steps)
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
     problems = load_problems(config, rewards)
-    if (device := this_device()).pool is not None:
+    device = this_device()
+    if device.pool is not None or config.mesh.tensor > 1:  # which may not divide the model
         architecture = read_architecture(config.model.source)
         check_fits(plan_run(config, architecture, device), config, architecture)
-    model = _load_model(config)
+    model = _load_model(config, mesh)
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
     setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
     if processes.count == 1:
         return setup
     assert mesh is not None, "several processes have several devices"
-    return dataclasses.replace(setup, processes=processes, key=replicated(setup.key, mesh))
+    return dataclasses.replace(setup, processes=processes, key=placed(setup.key, mesh))
 
 
 def check_method(
@@ -162,8 +170,8 @@ def assemble(
     Args:
         config: the resolved config.
         rewards: function and weight by name.
-        model: the model before training.
-        prompts: prompts by split, 'train' and, with evaluations, 'eval'.
+        model: the model before training. If the mesh cuts weights, they lie on it already.
+        prompts: prompts by split, as `problems.load_problems` names them.
         method: the parts that need no model, from `method.method_of`.
         mesh: devices of the run, as `config.mesh` describes them; None for one device.
 
@@ -172,17 +180,18 @@ def assemble(
     """
     lora_config, optimizer = method.lora_config, method.optimizer
     prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
-    head = rollout_head(model.params, config.rollout.head_format)
+    place = functools.partial(placed_params, config=model.config, mesh=mesh)
+    head = rollout_head(model.params, config.rollout.head_format, place)
     key = jax.random.key(config.seed, impl="threefry2x32")
     state_shapes = jax.eval_shape(
         lambda: init_state(first_trainable(config, model, lora_config, key), optimizer)
     )
     reference = reference_policy(config, model, lora_config, key)
     if mesh is not None:
-        params, head, reference = replicated((model.params, head, reference), mesh)
+        params, head, reference = placed((model.params, head, reference), mesh)
         model = dataclasses.replace(model, params=params)
-        state_shapes = abstract(state_shapes, NamedSharding(mesh, PartitionSpec()))
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+        state_shapes = located(state_shapes, mesh)
+    size = bytes_of_a_device(model.params)
     plan = plan_run(config, model.config, this_device(), prompt=prompt_width, weights=size)
     check_fits(plan, config, model.config)
     sampling, eval_sampling = _sampling(config)
@@ -194,8 +203,8 @@ def assemble(
         reference=reference,
         reference_fingerprint=reference_fingerprint(config, reference),
         lora_config=lora_config,
-        train_prompts=prompts["train"],
-        eval_prompts=prompts.get("eval", []),
+        train_prompts=training_prompts(prompts),
+        eval_prompts=prompts.get(EVAL, []),
         collect=CollectConfig(
             prompts_per_step=config.rollout.prompts_per_step,
             group_size=config.rollout.group_size,
@@ -207,7 +216,7 @@ def assemble(
             overlong_weight=config.rl.overlong_penalty,
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
             metric=_metric(config, rewards),
-            data_seed=config.seed,
+            order=order_of(config, prompts),
         ),
         eval_sampling=eval_sampling,
         eval_engine=eval_engine,
@@ -227,7 +236,7 @@ def assemble(
     )
 
 
-def _load_model(config: ConfigDict) -> LoadedModel:
+def _load_model(config: ConfigDict, mesh: Mesh | None) -> LoadedModel:
     """The model; refuses lengths that it has no positions for."""
     device = jax.devices()[0]
     size = re.search(r"-([0-9.]+)b(?:-|$)", config.preset)
@@ -242,7 +251,12 @@ def _load_model(config: ConfigDict) -> LoadedModel:
     devices = config.mesh.data * config.mesh.tensor
     kind = f"{devices} x {device.device_kind}" if devices > 1 else device.device_kind
     print(f"loading {config.model.source} as {config.model.format} on {kind}", flush=True)
-    model = load(config.model.source, format=config.model.format, dtype=config.model.dtype)
+    model = load(
+        config.model.source,
+        format=config.model.format,
+        dtype=config.model.dtype,
+        place=functools.partial(placed_params, mesh=mesh),
+    )
     check_positions(config, model.config)
     return model
 
@@ -255,7 +269,7 @@ def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list
         held_out += " (at most 256 and a tenth; --config.eval.problems=N changes it)"
     print(
         f"{model.config.num_layers} layers, {size / 1e9:.2f} GB of weights; "
-        f"{len(prompts['train'])} training prompts, {held_out}",
+        f"{len(training_prompts(prompts))} training prompts, {held_out}",
         flush=True,
     )
 

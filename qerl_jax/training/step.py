@@ -21,12 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.data import Cursor
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, kl_control
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
+from qerl_jax.problem_order import Cursor
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
@@ -48,7 +48,7 @@ class Progress:
     Attributes:
         step: number of finished steps.
         state: trained parameters and optimizer state.
-        cursor: position of the next training prompt.
+        cursor: position in the training prompts.
         noise: what the control of the noise remembers.
     """
 

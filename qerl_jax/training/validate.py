@@ -16,6 +16,7 @@ from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.sharding import check_mesh
+from qerl_jax.training.problems import mixture_of
 from qerl_jax.weights.load import DTYPES
 
 _WIDEST_SEQUENCE_CLIP = 0.1
@@ -27,6 +28,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "lora.rank": (1, 2**16),
     "lora.alpha": (1e-6,),
     "data.max_question_chars": (0,),
+    "data.curriculum_share": (1e-6, 1),
     "rollout.prompts_per_step": (1,),
     "rollout.group_size": (2,),
     "rollout.max_new_tokens": (1,),
@@ -79,6 +81,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
 _CHOICES = {
     "model.dtype": tuple(DTYPES),
     "rollout.dequantize": ("auto", "once", "step"),
+    "data.curriculum": ("off", "learnability"),
     "aqn.form": aqn.FORMS,
     "aqn.correction": ("none", "tis", "noisy_forward"),
     "rl.advantage": ADVANTAGES,
@@ -95,6 +98,7 @@ def validate(config: ConfigDict) -> None:
     _check_texts(config.to_dict(), "")
     check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
     check_rewards(config)
+    mixture_of(config)
     for name, choices in _CHOICES.items():
         if _field(config, name) not in choices:
             raise UserError(
@@ -139,6 +143,11 @@ def validate(config: ConfigDict) -> None:
     check_head_format(config.rollout.head_format)
     recomputation(config.train.recompute)
     check_mesh(config.mesh.data, config.mesh.tensor, prompts=config.rollout.prompts_per_step)
+    if config.mesh.tensor > 1 and config.train.parameters == "full":
+        raise UserError(
+            f"mesh.tensor={config.mesh.tensor} with train.parameters='full': a trained weight that "
+            "is cut between devices cannot be saved, pass mesh.tensor=1 or train.parameters=lora"
+        )
     if config.rollout.head_format and config.train.parameters == "full":
         raise UserError(
             f"rollout.head_format={config.rollout.head_format!r} with train.parameters='full': the "

@@ -8,7 +8,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import math
 import os
@@ -29,10 +28,13 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
 from qerl_jax.threads import available_cores, run_within
-from qerl_jax.weights import names, packed, safetensors
+from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
+
+# What becomes of arrays of one layer, or of some beside the layers, once they are read.
+Place = Callable[[dict, ModelConfig], dict]
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "bf16")
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -74,6 +76,7 @@ def load(
     format: str = "nvfp4",
     dtype: str = "bfloat16",
     on_progress: Callable[[Meter], None] | None = None,
+    place: Place | None = None,
 ) -> LoadedModel:
     """Loads a policy.
 
@@ -91,9 +94,13 @@ def load(
             (norms are float32).
         on_progress: called with the state of the load while weights are read, and in the end; by
             one thread at a time, but not always by the same one. None shows a line on the terminal.
+        place: function from arrays by name, in the order of checkpoints, and the architecture to
+            the arrays that the model has. It is called for each part of a layer as soon as it is
+            read: what it moves elsewhere never lies on the default device together. None brings
+            them into the order of this machine.
 
     Returns:
-        The model, with its parameters on the default device.
+        The model, with its parameters on the default device unless `place` moves them.
 
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
@@ -105,17 +112,16 @@ def load(
     checkpoint = open_checkpoint(source)
     path = checkpoint.path
     if checkpoint.tokenizer is None:
-        raise UserError(
-            f"{path}: there is no tokenizer (tokenizer.json or vocab.json); a policy needs one: "
-            "copy it from the model that this one was made from"
-        )
+        raise UserError(f"{path}: {tokenizer.missing(path)}")
     if format == "stored":
         format = "nvfp4" if checkpoint.packed else "bf16"
     if checkpoint.packed and format != "nvfp4":
         raise UserError(
             f"{path}: holds NVFP4 weights; load it in nvfp4 (in a run: --config.model.format=nvfp4)"
         )
-    params = read_params(checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress)
+    params = read_params(
+        checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, place=place
+    )
     return LoadedModel(
         config=checkpoint.config,
         params=params,
@@ -151,6 +157,7 @@ def read_params(
     format: str,
     dtype: np.dtype,
     on_progress: Callable[[Meter], None] | None = None,
+    place: Place | None = None,
 ) -> dict:
     """Reads the parameter tree onto the default device.
 
@@ -159,6 +166,7 @@ def read_params(
         format: number format of the projections, as in `load` but never 'stored'.
         dtype: dtype of every array that is neither packed nor a norm.
         on_progress: as in `load`.
+        place: as in `load`.
 
     Raises:
         UserError: a weight cannot be quantized or is not finite, or a stored tensor has an unusable
@@ -173,9 +181,14 @@ def read_params(
         total_bytes=sum(part.stored_bytes for part in parts),
         on_progress=progress_line() if on_progress is None else on_progress,
     )
-    read = functools.partial(
-        _read_part, checkpoint, format=format, dtype=dtype, stream=Stream(meter)
-    )
+    stream = Stream(meter)
+
+    def read(part: _Part) -> tuple[dict, dict[str, jax.Array]]:
+        arrays, found = _read_part(checkpoint, part, format=format, dtype=dtype, stream=stream)
+        with meter.busy("arrange"):
+            arrays = place(arrays, checkpoint.config) if place else in_machine_order(arrays)
+            return jax.block_until_ready(arrays), found
+
     if format != "bf16":
         fp4_matmul.supports_device()  # Threads that asked first at the same time would all test it.
     params: dict = {"layers": layers}
@@ -210,7 +223,7 @@ def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Par
 def _read_part(
     checkpoint: Checkpoint, part: _Part, *, format: str, dtype: np.dtype, stream: Stream
 ) -> tuple[dict, dict[str, jax.Array]]:
-    """Returns the arrays of a part in the order of this machine, and which of them are finite."""
+    """Returns the arrays of a part in the order of checkpoints, and which of them are finite."""
 
     def send(tensor: str, dtype: np.dtype, view: Any) -> list[jax.Array]:
         chunks = checkpoint.chunks(tensor, dtype, stream.memory)
@@ -226,8 +239,7 @@ def _read_part(
             weight = jax.block_until_ready(quantize_bits(bits, format=format))
     else:
         return _read_dense(part, dtype, send, stream.meter)
-    with stream.meter.busy("arrange"):
-        return jax.block_until_ready(in_machine_order({name: weight})), {}
+    return {name: weight}, {}
 
 
 def _read_dense(

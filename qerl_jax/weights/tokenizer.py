@@ -1,23 +1,18 @@
 """Turns text into token ids and back, with the chat template and every id that ends a reply."""
 
 import dataclasses
-import datetime
-import functools
-import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.sandbox
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.weights import json_file
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
+from qerl_jax.weights.chat_template import compile_template, to_json, variables
 
 # Tokens that end a turn or a document in the supported families. In a GGUF file they end a reply
 # beside the named ones, whatever their type, as for llama.cpp. In a folder only the named tokens
@@ -29,6 +24,8 @@ _QWEN2_SPLIT = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _LLAMA3_SPLIT = _QWEN2_SPLIT.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
+# Files of SentencePiece and of mistral-common (Tekken), which hold a tokenizer in other forms.
+_OTHER_FILES = ("tokenizer.model", "tokenizer.model.v3", "tekken.json")
 # Token types in GGUF.
 _CONTROL = 3
 _USER_DEFINED = 4
@@ -87,20 +84,20 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
-        variables = {"messages": messages, "tools": None, "documents": None}
-        variables |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
+        given = {"messages": messages, "tools": None, "documents": None}
+        given |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
         try:
-            read = _variables(self.chat_template) if arguments else frozenset()
-            unread = [name for name in arguments if name not in read or name in variables]
+            read = variables(self.chat_template) if arguments else frozenset()
+            unread = [name for name in arguments if name not in read or name in given]
             if not unread:
-                return _compile_template(self.chat_template).render(**variables, **arguments)
+                return compile_template(self.chat_template).render(**given, **arguments)
         except Exception as error:  # a template is a program and can raise any class
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             message = " ".join(str(error).split())  # syntax errors quote their lines
             raise UserError(
                 f"{self._template_place}the chat template failed: {kind}{message:.300}"
             ) from error
-        others = sorted(read - variables.keys())
+        others = sorted(read - given.keys())
         raise UserError(
             f"{self._template_place}the chat template does not read {', '.join(unread)} of "
             f"data.chat_template_args; it reads {', '.join(others) or 'no argument'}: leave out "
@@ -166,6 +163,17 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
     )
 
 
+def missing(folder: pathlib.Path) -> str:
+    """Says which file of the tokenizer a folder lacks, and where it comes from."""
+    remedy = "copy it from the model that this one was made from"
+    if other := next((name for name in _OTHER_FILES if (folder / name).exists()), None):
+        remedy = (
+            f"{other} is another program's form of it, which transformers converts: "
+            "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
+        )
+    return f"there is no tokenizer (tokenizer.json or vocab.json); a policy needs one: {remedy}"
+
+
 def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     """Builds the tokenizer that a GGUF file's metadata describes.
 
@@ -180,7 +188,7 @@ def from_gguf(metadata: Mapping[str, Any]) -> Tokenizer:
     if model != "gpt2" or pre not in ("smollm", "qwen2", "llama-bpe"):
         raise UserError(
             f"GGUF tokenizer {model!r:.50} with pre-tokenizer {pre!r:.50} is not supported; "
-            "supported: 'gpt2' with 'smollm', 'qwen2' or 'llama-bpe'"
+            "supported: 'gpt2' with 'smollm', 'qwen2' or 'llama-bpe'; pass the folder of the model"
         )
     tokens = _metadata_list(metadata, "tokens", str)
     types = _metadata_list(metadata, "token_type", int)
@@ -242,8 +250,8 @@ def to_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     }
     files = {
         "tokenizer.json": tokenizer.backend.to_str(pretty=True),
-        "tokenizer_config.json": _to_json(settings, indent=2) + "\n",
-        "generation_config.json": _to_json(token_ids(tokenizer), indent=2) + "\n",
+        "tokenizer_config.json": to_json(settings, indent=2) + "\n",
+        "generation_config.json": to_json(token_ids(tokenizer), indent=2) + "\n",
     }
     if tokenizer.chat_template is not None:
         files["chat_template.jinja"] = tokenizer.chat_template
@@ -352,7 +360,7 @@ def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
         except Exception as error:  # tokenizers raises no narrower class
             raise UserError(f"{file}: malformed: {first_line(error):.300}") from error
     if not (folder / "vocab.json").exists():
-        raise UserError(f"{folder}: there is neither tokenizer.json nor vocab.json")
+        raise UserError(f"{folder}: {missing(folder)}")
     import transformers  # takes two seconds; needed only for folders older than tokenizer.json
 
     try:
@@ -385,63 +393,3 @@ def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> tuple
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     """Reads a JSON object, or returns {} where the file does not exist."""
     return json_file.read_object(path) if path.exists() else {}
-
-
-class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %}, which marks the assistant's tokens for other trainers.
-
-    Its body is rendered as plain text.
-    """
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """The environment of chat templates.
-
-    It is sandboxed, because templates come with the weights and are not trusted.
-    """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    return environment
-
-
-@functools.lru_cache
-def _variables(source: str) -> frozenset[str]:
-    """Returns the names that a chat template reads and does not set."""
-    environment = _template_environment()
-    names = jinja2.meta.find_undeclared_variables(environment.parse(source))
-    return frozenset(names - _FUNCTIONS.keys())
-
-
-@functools.lru_cache
-def _compile_template(source: str) -> jinja2.Template:
-    """Compiles a chat template with the functions that templates expect."""
-    return _template_environment().from_string(source, globals=_FUNCTIONS)
-
-
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _strftime_now(form):
-    return datetime.datetime.now().strftime(form)
-
-
-def _raise_exception(message):
-    raise jinja2.TemplateError(message)
-
-
-_FUNCTIONS = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}

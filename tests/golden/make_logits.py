@@ -6,11 +6,14 @@ a tokenizer) plus logits.safetensors: `ids_0`, `ids_1`, `ids_2` of different len
 
 Needs Python 3.11, torch==2.13.0 (CPU), transformers==5.23.0, safetensors==0.8.0:
 
-    python tests/golden/make_logits.py
+    python tests/golden/make_logits.py [NAME ...]
+
+Without a name it writes all folders.
 """
 
 import json
 import pathlib
+import sys
 
 import torch
 from safetensors.torch import save_file
@@ -90,6 +93,17 @@ CONFIGS = {
         "rope_parameters": {"rope_theta": 100000.0, "rope_type": "default"},
         "tie_word_embeddings": True,
     },
+    # As Mistral-Nemo: head_dim is not hidden_size / num_attention_heads, and there is no window.
+    "mistral": COMMON
+    | {
+        "architectures": ["MistralForCausalLM"],
+        "head_dim": 16,
+        "model_type": "mistral",
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
 }
 
 
@@ -110,6 +124,8 @@ def randomize(model, generator):
 def main():
     torch.set_num_threads(1)
     for seed, (name, config) in enumerate(CONFIGS.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         folder = HERE / f"logits_{name}"
         generator = torch.Generator().manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))

@@ -1,0 +1,193 @@
+"""Tensor parallelism: what one of several devices holds of a layer, and where they meet.
+
+The projections that read the residual stream (q, k, v, gate, up) are cut by their outputs, those
+that write to it (o, down) by their inputs, and embedding and head by the vocabulary
+(https://arxiv.org/abs/1909.08053). A device has whole heads with their keys and values, and
+computes attention and SwiGLU alone; one sum over the devices ends each of the two blocks of a
+layer. LoRA's A and B are cut with their projection: the same sum carries the adapter's part.
+
+The functions of the policy run on each device inside a `shard_map` over the axis `TENSOR`, with the
+`ModelConfig` that `shard_of` returns: its numbers of heads, its MLP and its vocabulary are those of
+one device. Without cut weights (`config.shards` is 1) none of these functions does anything.
+
+JAX cannot know inside of a `shard_map` whether the devices have equal gradients. `enter_shards` and
+`leave_shards` therefore define theirs: a gradient is added up where a replicated array enters the
+computation of one device, and stays as it is where the sum leaves it. So the gradient of an array
+that lies whole on every device is on each device a part, whose sum is the gradient.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import fp4_matmul
+from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.quant import QuantTensor, tile_order
+
+TENSOR = "tensor"  # the axis of the mesh that weights are cut along
+BY_ROWS = ("qkv_proj", "qkv_bias", "gate_up_proj", "embed_tokens", "lm_head")
+BY_COLUMNS = ("o_proj", "down_proj")
+
+
+def shard_of(config: ModelConfig, shards: int, *, format: str = "bf16") -> ModelConfig:
+    """Returns the architecture that each device computes.
+
+    Args:
+        config: the architecture of the whole policy.
+        shards: number of devices that a weight is cut into.
+        format: number format of the projections; the inputs of a shard are whole blocks of it.
+
+    Raises:
+        UserError: the number does not divide the heads, the kv heads, the MLP's width or the
+            vocabulary, or it cuts a block of inputs that share a scale.
+    """
+    if shards == 1:
+        return config
+    fields = {
+        "num_heads": "query heads",
+        "num_kv_heads": "kv heads",
+        "mlp_dim": "columns of the MLP",
+        "vocab_size": "tokens of the vocabulary",
+    }
+    numbers = {name: getattr(config, name) for name in fields}
+    for name, number in numbers.items():
+        if number % shards:
+            raise UserError(
+                f"mesh.tensor={shards} does not divide the {number} {fields[name]} of the model: "
+                "every device takes the same number, pass a divisor"
+            )
+    parts = {name: number // shards for name, number in numbers.items()}
+    block = fp4_matmul.FORMATS[format].block if format in fp4_matmul.FORMATS else 1
+    inputs = {"o_proj": parts["num_heads"] * config.head_dim, "down_proj": parts["mlp_dim"]}
+    for name, columns in inputs.items():
+        if columns % block:
+            raise UserError(
+                f"mesh.tensor={shards} cuts the {shards * columns} inputs of {name} into "
+                f"{columns}, which are no whole blocks of {block} as {format} has them: pass a "
+                "smaller number, or model.format=bf16"
+            )
+    return dataclasses.replace(config, shards=shards, **parts)
+
+
+def enter_shards(x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns x, which all devices have, for the computation of one; adds up its gradient."""
+    return x if config.shards == 1 else _enter(x)
+
+
+def leave_shards(x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns the sum of x over the devices, whose gradient each device takes as it is."""
+    return x if config.shards == 1 else _leave(x)
+
+
+@jax.custom_vjp
+def _enter(x):
+    return x
+
+
+_enter.defvjp(lambda x: (x, None), lambda _, gradient: (jax.lax.psum(gradient, TENSOR),))
+
+
+@jax.custom_vjp
+def _leave(x):
+    return jax.lax.psum(x, TENSOR)
+
+
+_leave.defvjp(lambda x: (_leave(x), None), lambda _, gradient: (gradient,))
+
+
+def embed(table: jax.Array, tokens: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns the rows of an embedding [V, D] for token ids [...], each from its device."""
+    if config.shards == 1:
+        return table[tokens]
+    own, is_own = own_tokens(tokens, config)
+    return leave_shards(jnp.where(is_own[..., None], table[own], 0), config)
+
+
+def own_tokens(tokens: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Returns where tokens lie in the vocabulary of this device, and whether they do.
+
+    A token of another device has any index.
+    """
+    if config.shards == 1:
+        return tokens, jnp.ones(tokens.shape, bool)
+    own = tokens - jax.lax.axis_index(TENSOR) * config.vocab_size
+    is_own = (own >= 0) & (own < config.vocab_size)
+    return jnp.where(is_own, own, 0), is_own
+
+
+def over_vocabulary(function: Any, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns `jax.lax.psum` or `pmax` of x over the devices' parts of the vocabulary."""
+    return x if config.shards == 1 else function(x, TENSOR)
+
+
+def whole_vocabulary(logits: jax.Array, config: ModelConfig) -> jax.Array:
+    """Returns logits [..., V] of all tokens, given those of this device."""
+    if config.shards == 1:
+        return logits
+    return jax.lax.all_gather(logits, TENSOR, axis=logits.ndim - 1, tiled=True)
+
+
+def cut(name: str, leaf: Any, config: ModelConfig, shards: int) -> list[Any]:
+    """Cuts an array of the parameter tree.
+
+    Nothing is rounded: codes and scales are slices of those of the whole weight. Of q, k, v and of
+    gate, up each shard has its own part of each, so that it is a fused weight again.
+
+    Args:
+        name: name of the array in the tree; one that is not in `BY_ROWS` or `BY_COLUMNS` lies whole
+            on every device.
+        leaf: the array or packed weight, which is in the order of checkpoints.
+        config: the architecture of the whole policy.
+        shards: number of devices that it is cut into.
+
+    Returns:
+        What each device holds, packed weights in the order of this machine.
+    """
+    if name not in (*BY_ROWS, *BY_COLUMNS):
+        return [leaf] * shards
+    kv_heads = config.num_kv_heads * config.head_dim
+    qkv = config.num_heads * config.head_dim, kv_heads, kv_heads
+    members = {"qkv_proj": qkv, "qkv_bias": qkv, "gate_up_proj": (config.mlp_dim,) * 2}
+    parts = _slices(leaf, members=members.get(name, ()), by_rows=name in BY_ROWS, shards=shards)
+    if not isinstance(leaf, QuantTensor) or not fp4_matmul.supports_device():
+        return parts
+    tiled = [tile_order(part) for part in parts]
+    # All devices run one program: they have one order.
+    return tiled if all(part.tiles is not None for part in tiled) else parts
+
+
+@functools.partial(jax.jit, static_argnames=("members", "by_rows", "shards"))
+def _slices(leaf: Any, *, members: tuple[int, ...], by_rows: bool, shards: int) -> list[Any]:
+    """The shards of an array, or of each array of a packed weight.
+
+    Args:
+        leaf: the array or packed weight.
+        members: numbers of rows of the fused members; () for one.
+        by_rows: whether rows are cut, and not columns.
+        shards: number of shards.
+    """
+
+    def rows(array: jax.Array) -> list[jax.Array]:
+        sizes = members or (len(array),)
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        return [
+            jnp.concatenate(
+                [
+                    array[start + shard * (size // shards) :][: size // shards]
+                    for start, size in zip(starts, sizes, strict=True)
+                ]
+            )
+            for shard in range(shards)
+        ]
+
+    def columns(array: jax.Array) -> list[jax.Array]:
+        # The divisor of each row is the same for all of its columns.
+        return [array] * shards if array.ndim == 1 else jnp.split(array, shards, axis=1)
+
+    leaves, treedef = jax.tree.flatten(leaf)
+    found = [rows(array) if by_rows else columns(array) for array in leaves]
+    return [treedef.unflatten(part) for part in zip(*found, strict=True)]

@@ -1,0 +1,315 @@
+"""The order in which a run trains on its problems: epochs, sources with weights, a curriculum.
+
+Within a source, an epoch is a permutation of the problems. Several sources take turns by their
+weights. With a curriculum, a part of the draws goes to problems that the policy solves in some
+attempts and not in others. Every draw follows from the seed and the cursor, which is in the
+checkpoints, so a resumed run goes on exactly.
+"""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from qerl_jax.errors import UserError
+
+_KEY_CURRICULUM = 1  # tells the draws of the curriculum from the permutations of the epochs
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Training problems of one origin.
+
+    Attributes:
+        name: name of the source in a mixture; '' where a run has one source.
+        size: number of problems.
+        weight: its part of the draws, relative to the weights of the other sources.
+    """
+
+    name: str
+    size: int
+    weight: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """The rule by which the training problems are drawn.
+
+    Attributes:
+        sources: the sources, whose problems follow one another in one list.
+        seed: seed of all draws.
+        curriculum_share: probability with which a draw goes to the curriculum; 0 turns it off.
+    """
+
+    sources: tuple[Source, ...]
+    seed: int = 0
+    curriculum_share: float = 0.0
+
+    @property
+    def shares(self) -> list[float]:
+        """The part of the draws of each source; the parts add up to 1."""
+        total = sum(source.weight for source in self.sources)
+        return [source.weight / total for source in self.sources]
+
+    @property
+    def starts(self) -> list[int]:
+        """The place of the first problem of each source in the list of all problems."""
+        ends = np.cumsum([source.size for source in self.sources])
+        return [0, *ends[:-1].tolist()]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How far the training is in one source.
+
+    Attributes:
+        epoch: number of finished epochs.
+        index: number of problems of this epoch that were drawn.
+        credit: number of draws by which the source lags behind its share.
+        decided: number of draws that were divided between the epoch and the curriculum.
+        scored: by problem, how many completions of its last group were correct, and of how many.
+    """
+
+    epoch: int = 0
+    index: int = 0
+    credit: float = 0.0
+    decided: int = 0
+    scored: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The place as a JSON object, without what no draw has changed."""
+        found: dict[str, Any] = {"epoch": self.epoch, "index": self.index}
+        found |= {"credit": self.credit} if self.credit else {}
+        found |= {"decided": self.decided} if self.decided else {}
+        scored = [[problem, *counts] for problem, counts in sorted(self.scored.items())]
+        return found | ({"scored": scored} if scored else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Cursor:
+    """How far the training is in all sources.
+
+    Attributes:
+        places: the place in each source by its name; a source without one is at its beginning.
+    """
+
+    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+
+    def place(self, source: Source) -> Place:
+        """The place in a source."""
+        return self.places.get(source.name, Place())
+
+    def at(self, source: Source, place: Place) -> "Cursor":
+        """The cursor with another place in a source."""
+        return Cursor({**self.places, source.name: place})
+
+    def without_scores(self) -> "Cursor":
+        """The cursor without what a curriculum remembers."""
+        kept = {
+            name: dataclasses.replace(place, decided=0, scored={})
+            for name, place in self.places.items()
+        }
+        return Cursor(kept)
+
+    def to_json(self) -> dict[str, Any]:
+        """The cursor as a JSON object: that of the place of the only source, or by name."""
+        if self.places.keys() <= {""}:
+            return self.places.get("", Place()).to_json()
+        return {"sources": {name: place.to_json() for name, place in self.places.items()}}
+
+
+def read_cursor(saved: Mapping[str, Any]) -> Cursor:
+    """Returns the cursor that `Cursor.to_json` gave."""
+    sources = saved.get("sources", {"": saved})
+    return Cursor({name: _read_place(place) for name, place in sources.items()})
+
+
+def _read_place(saved: Mapping[str, Any]) -> Place:
+    place = Place(**{name: value for name, value in saved.items() if name != "scored"})
+    scored = {problem: (correct, of) for problem, correct, of in saved.get("scored", [])}
+    return dataclasses.replace(place, scored=scored)
+
+
+def draw(
+    order: Order, cursor: Cursor, n: int, *, without: Collection[int] = ()
+) -> tuple[list[int], Cursor]:
+    """Draws the next n problems.
+
+    Each draw goes to the source that lags behind its share of the draws the most, so that no
+    source is ever a whole problem ahead of its share.
+
+    With a curriculum, a draw goes to it with the probability `curriculum_share`. It then takes a
+    problem with a probability in proportion to its learnability p (1 - p), where p is the part of
+    the last group of the problem that was correct: sampling for learnability (arXiv 2502.12272,
+    which measures p by rollouts of its own and keeps the best problems in a buffer). All other
+    draws, and those for which no such problem is left, go on in the epoch, so that problems that
+    were always or never solved are drawn once an epoch, and every problem is measured.
+
+    Args:
+        order: the rule.
+        cursor: where the last call ended.
+        n: number of problems. They may reach into the next epochs of a source.
+        without: problems that the curriculum does not take, as the step has them already.
+
+    Returns:
+        Places of n problems in the list of all problems, and the cursor for the next call.
+
+    Raises:
+        UserError: the cursor lies past the end of a source, or a source has no problems.
+    """
+    drawn: list[int] = []
+    counts, cursor = _divide(order, cursor, n)
+    for number, (source, start) in enumerate(zip(order.sources, order.starts, strict=True)):
+        place, count = cursor.place(source), counts[number]
+        taken = {problem - start for problem in without}
+        rng = np.random.default_rng((order.seed, place.decided, number, _KEY_CURRICULUM))
+        wanted = int(rng.binomial(count, order.curriculum_share)) if order.curriculum_share else 0
+        next_ones, place = _go_on(source, place, count - wanted, seed=(order.seed, number))
+        chosen = _learnable(place, wanted, rng, taken.union(next_ones))
+        more, place = _go_on(source, place, wanted - len(chosen), seed=(order.seed, number))
+        if order.curriculum_share:
+            place = dataclasses.replace(place, decided=place.decided + count)
+        drawn += [start + problem for problem in (*next_ones, *chosen, *more)]
+        cursor = cursor.at(source, place)
+    return drawn, cursor
+
+
+def record(order: Order, cursor: Cursor, problems: Sequence[int], correct: np.ndarray) -> Cursor:
+    """Remembers how the policy did on problems, for the curriculum.
+
+    Args:
+        order: the rule; without a curriculum nothing is remembered.
+        cursor: the cursor after the problems were drawn.
+        problems: P places in the list of all problems.
+        correct: float [P, G], 1 where a completion is correct, 0 where it is not, and NaN where
+            that is not known. A group of which nothing is known is not remembered.
+    """
+    if not order.curriculum_share:
+        return cursor
+    for source, start in zip(order.sources, order.starts, strict=True):
+        place = cursor.place(source)
+        new = {
+            problem - start: (int(np.nansum(row)), int(np.sum(~np.isnan(row))))
+            for problem, row in zip(problems, correct, strict=True)
+            if start <= problem < start + source.size and not np.isnan(row).all()
+        }
+        cursor = cursor.at(source, dataclasses.replace(place, scored={**place.scored, **new}))
+    return cursor
+
+
+def order_metrics(
+    order: Order, before: Cursor, after: Cursor, problems: Sequence[int]
+) -> dict[str, float]:
+    """What the curriculum did in a step; {} without one.
+
+    Args:
+        order: the rule.
+        before: the cursor before the step.
+        after: the cursor after it.
+        problems: places of all problems that the step has drawn.
+
+    Returns:
+        `curriculum/success_rate`, the mean p of the drawn problems that had been measured before
+        (NaN without one); `curriculum/measured`, the part of the drawn problems that had been
+        measured; and `curriculum/seen`, the part of all problems that have been measured so far.
+    """
+    if not order.curriculum_share:
+        return {}
+    rates, sizes = [], [source.size for source in order.sources]
+    for source, start in zip(order.sources, order.starts, strict=True):
+        scored = before.place(source).scored
+        rates += [scored[i - start] for i in problems if i - start in scored]
+    return {
+        "curriculum/success_rate": float(np.mean([a / b for a, b in rates])) if rates else np.nan,
+        "curriculum/measured": len(rates) / len(problems),
+        "curriculum/seen": sum(len(after.place(source).scored) for source in order.sources)
+        / sum(sizes),
+    }
+
+
+def source_metrics(
+    order: Order, problems: Sequence[int], values: Mapping[str, np.ndarray]
+) -> dict[str, float]:
+    """Means of the completions of each source in a mixture; {} where a run has one source.
+
+    Args:
+        order: the rule.
+        problems: P places in the list of all problems.
+        values: float [P, G] of the completions by the name of the metric; NaN is missing.
+
+    Returns:
+        `source/NAME/METRIC`, NaN where the step has no value, and `source/NAME/share`, the part of
+        the step's problems.
+    """
+    places = np.asarray(problems)
+    found: dict[str, float] = {}
+    for source, start in zip(order.sources, order.starts, strict=True):
+        if not source.name:
+            continue
+        ours = (start <= places) & (places < start + source.size)
+        for name, rows in values.items():
+            present = rows[ours][~np.isnan(rows[ours])]
+            found[f"source/{source.name}/{name}"] = present.mean() if present.size else np.nan
+        found[f"source/{source.name}/share"] = ours.mean()
+    return {name: float(value) for name, value in found.items()}
+
+
+def _divide(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:
+    """How many of n draws go to each source; the cursor has the new credits."""
+    shares, counts = order.shares, [0] * len(order.sources)
+    credits = [cursor.place(source).credit for source in order.sources]
+    for _ in range(n):
+        credits = [credit + share for credit, share in zip(credits, shares, strict=True)]
+        most = int(np.argmax(credits))
+        credits[most] -= 1.0
+        counts[most] += 1
+    for source, credit in zip(order.sources, credits, strict=True):
+        cursor = cursor.at(source, dataclasses.replace(cursor.place(source), credit=credit))
+    return counts, cursor
+
+
+def _go_on(
+    source: Source, place: Place, n: int, *, seed: tuple[int, int]
+) -> tuple[list[int], Place]:
+    """The next n problems of a source in its epochs.
+
+    Args:
+        source: the source.
+        place: where the last call ended.
+        n: number of problems.
+        seed: seed of the run, and number of the source.
+    """
+    epoch, index = place.epoch, place.index
+    if index >= source.size:
+        raise UserError(
+            f"the data cursor is at problem {index} of {source.size}{_of(source)}: the training "
+            "data is not what the run began with"
+        )
+    taken: list[int] = []
+    while len(taken) < n:
+        # A 0 at the end leaves a seed as it is, so the first source has the order of a run alone.
+        rng = np.random.default_rng((seed[0], epoch, seed[1]))
+        part = rng.permutation(source.size)[index : index + n - len(taken)].tolist()
+        taken += part
+        index += len(part)
+        if index == source.size:
+            epoch, index = epoch + 1, 0
+    return taken, dataclasses.replace(place, epoch=epoch, index=index)
+
+
+def _of(source: Source) -> str:
+    return f" of the source {source.name!r}" if source.name else ""
+
+
+def _learnable(
+    place: Place, n: int, rng: np.random.Generator, without: Collection[int]
+) -> list[int]:
+    """At most n different problems, each with a probability in proportion to p (1 - p)."""
+    known = {i: a * (b - a) / b**2 for i, (a, b) in sorted(place.scored.items()) if 0 < a < b}
+    left = {problem: value for problem, value in known.items() if problem not in without}
+    count = min(n, len(left))
+    if not count:
+        return []
+    weights = np.array(list(left.values()))
+    return rng.choice(list(left), count, replace=False, p=weights / weights.sum()).tolist()
