@@ -29,6 +29,7 @@ from qerl_jax.run.signals import StoppedError
 HEARTBEAT_SECONDS = 20  # after which JAX's runtime gives a silent process up
 _LOOK_SECONDS = 0.5
 _PART_SECONDS = 10.0  # how long a process that ends waits for the others to hear why
+_JOIN_SECONDS = 5.0
 _END_SECONDS = 600.0  # how long a finished process waits for the others
 _FAILED, _STOP = "told/failed", "told/stop"
 
@@ -56,7 +57,11 @@ class Processes:
         self._exchanges = 0  # number of the next exchange
         self._stop: dict[str, int] | None = None
         self._parting = threading.Lock()  # held by the thread that ends this process
-        self._others_left = threading.Event()
+        self._others_left, self._ended = threading.Event(), threading.Event()
+        self._threads = [
+            threading.Thread(target=watch, name="processes", daemon=True)
+            for watch in (self._watch_lost, self._watch_told)
+        ]
 
     @property
     def writes(self) -> bool:
@@ -65,8 +70,8 @@ class Processes:
 
     def begin(self) -> None:
         """Names the processes, watches them, and connects their devices."""
-        for watch in (self._watch_lost, self._watch_told):
-            threading.Thread(target=watch, name="processes", daemon=True).start()
+        for thread in self._threads:
+            thread.start()
         host = socket.gethostname()
         self.names = [f"process {i} on {x}" for i, x in enumerate(self.exchange_json(host))]
         # The first collective connects the devices, which must not wait for a program to compile.
@@ -158,6 +163,7 @@ class Processes:
             text = f"{type(error).__name__}: {text}"
         self._tell(_FAILED, {"process": self.index, "error": text})
         self._part(range(self.count))
+        self._stop_watching()
 
     def end(self) -> None:
         """Waits until all processes are done, and disconnects; process 0 does so last."""
@@ -166,6 +172,7 @@ class Processes:
             return
         if self.index == 0:
             self._others_left.wait(_PART_SECONDS)
+        self._stop_watching()
         jax.distributed.shutdown()
 
     def coordinator_is_lost(self) -> str | None:
@@ -200,10 +207,15 @@ class Processes:
         except jax.errors.JaxRuntimeError:
             return
 
+    def _stop_watching(self) -> None:
+        """Ends the threads: one that is in C++ when the interpreter ends would abort it."""
+        self._ended.set()
+        for thread in self._threads:
+            thread.join(_JOIN_SECONDS)
+
     def _watch_told(self) -> None:
         """Follows what other processes tell."""
-        while True:
-            time.sleep(_LOOK_SECONDS)
+        while not self._ended.wait(_LOOK_SECONDS):
             try:
                 told = dict(self._client.key_value_dir_get("told/"))
             except jax.errors.JaxRuntimeError:
@@ -221,7 +233,7 @@ class Processes:
     def _watch_lost(self) -> None:
         """Follows which processes send heartbeats; a number tells a process from its successor."""
         first: dict[int, int] = {}
-        while True:
+        while not self._ended.wait(_LOOK_SECONDS):
             try:
                 # It returns once all processes that are alive have called it.
                 alive = self._client.get_live_nodes(list(range(self.count)))
@@ -232,9 +244,8 @@ class Processes:
             if alive.keys() == {self.index}:
                 self._others_left.set()
             if lost:
+                time.sleep(2 * _LOOK_SECONDS)  # At the end of a run the others may leave first.
                 self._exit(self._lost(lost), sorted(alive))
-                return
-            time.sleep(_LOOK_SECONDS)
 
     def _lost(self, lost: Sequence[int]) -> str:
         names = " and ".join(self.names[number] for number in lost)

@@ -133,9 +133,9 @@ def _on_each(
     def local(*arguments: Any) -> Any:
         own = [_own(x) if _is_dealt(x) else x for x in arguments]
         found = function(*own, **static)
-        return (
-            jax.lax.all_gather(found, DATA) if gathers else jax.tree.map(lambda x: x[None], found)
-        )
+        if gathers:
+            return jax.lax.all_gather(found, DATA)
+        return jax.tree.map(lambda x: x[None], found)
 
     def on_mesh(*arguments: Any) -> Any:
         trained = next((x for x in arguments if isinstance(x, Trainable)), None)

@@ -52,7 +52,7 @@ def gathered(own: Scored, lengths: Sequence[int], pad_id: int, processes: Proces
     Args:
         own: the completions of `own_prompts`, in their order.
         lengths: number of tokens of each prompt of all processes.
-        pad_id: token id behind the end of a completion.
+        pad_id: token id that follows the end of a completion.
         processes: the processes of the run.
     """
     if processes.count == 1:

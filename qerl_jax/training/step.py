@@ -169,7 +169,6 @@ def take_step(
         number=config.rl.updates_per_rollout,
     )
     seconds = time.perf_counter() - began
-
     metrics |= experience.metrics | updates | packing_metrics(batch, packed)
     metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
     trained = float(batch.lengths.sum()) * config.rl.updates_per_rollout
