@@ -47,6 +47,7 @@ def write_random(
     if packed:
         hf["quantization_config"] = QUANTIZATION_CONFIG
     pools, weight_map = _pools(), {}
+    size = sum(_bytes(name, shape) for name, shape in shapes.items())
     shards = list(_shards(shapes, shard_bytes))
     with staged_folder(folder) as staged:
         for number, shard in enumerate(shards, start=1):
@@ -54,8 +55,10 @@ def write_random(
             _write_shard(staged / file, shard, pools)
             weight_map |= dict.fromkeys(shard, file)
         (staged / "config.json").write_text(json.dumps(hf))
-        (staged / INDEX_FILE).write_text(json.dumps({"weight_map": weight_map}))
-    return sum(_bytes(name, shape) for name, shape in shapes.items())
+        # transformers requires the metadata.
+        index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        (staged / INDEX_FILE).write_text(json.dumps(index))
+    return size
 
 
 def _pools() -> dict[str, np.ndarray]:

@@ -2,7 +2,7 @@
 
     uv run python -m experiments.plan --config=grpo_gsm8k:qwen2.5-32b
     uv run python -m experiments.plan --config=... --card=h200-141gb --json
-    uv run python -m experiments.plan --config=... --memory-gb=48
+    uv run python -m experiments.plan --config=... --memory-gb=48 --config.mesh.tensor=2
 
     --config, --config.FIELD=VALUE    the run, as in the experiment that trains it
     --card=NAME                       a100-40gb, a100-80gb, h100-80gb (the default), h200-141gb
@@ -79,7 +79,9 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         }
         print(json.dumps(found, indent=1))
     else:
-        print(f"{config.preset} in {config.model.format} on {name}, {memory / 1e9:.1f} GB")
+        devices = config.mesh.data * config.mesh.tensor
+        where = f"each of {devices} x {name}" if devices > 1 else name
+        print(f"{config.preset} in {config.model.format} on {where}, {memory / 1e9:.1f} GB")
         print(report.describe(plan, config, model), end="")
         print(
             f"largest that fits: {rows} rows together at {config.rollout.max_new_tokens} new "

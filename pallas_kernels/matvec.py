@@ -20,13 +20,14 @@ def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.
 
     Args:
         x: [..., K].
-        weight: dense weight [N, K].
+        weight: dense weight [N, K], in x's dtype or in that of `device.product_dtype`.
         dtype: dtype of the result; None for x's dtype.
 
     Returns:
         [..., N].
     """
     dtype = dtype or x.dtype
+    x = x.astype(jnp.promote_types(x.dtype, weight.dtype))
     # A GPU's libraries accumulate in float32 in any case. Asked for a float32 result they would
     # store it, and a second kernel would round it; for one row XLA would convert the whole weight
     # to float32. A row of few products XLA adds up itself, in products of the result's dtype.

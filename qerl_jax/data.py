@@ -405,6 +405,7 @@ def encode_prompts(
     question_suffix: str = "",
     chat_template_args: Mapping[str, Any] | None = None,
     max_prompt_tokens: int,
+    what: str = "prompts",
     remedy: str = "instead of data.max_prompt_tokens={limit} pass "
     "--config.data.max_prompt_tokens={longest}",
 ) -> list[Prompt]:
@@ -417,6 +418,7 @@ def encode_prompts(
         question_suffix: text that is appended to every question without a space in between.
         chat_template_args: further variables of the chat template.
         max_prompt_tokens: largest number of tokens in a prompt.
+        what: name of the prompts in the error message.
         remedy: advice for the error message; {limit} and {longest} are replaced by the number of
             tokens allowed and the number of tokens in the longest prompt.
 
@@ -438,7 +440,7 @@ def encode_prompts(
     if over:
         advice = remedy.format(limit=max_prompt_tokens, longest=max(lengths))
         raise UserError(
-            f"{over} of {len(prompts)} prompts are over {max_prompt_tokens} tokens, the longest "
+            f"{over} of {len(prompts)} {what} are over {max_prompt_tokens} tokens, the longest "
             f"has {max(lengths)}; {advice}, or take them out"
         )
     return prompts

@@ -66,7 +66,8 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
         devices: the devices; by default all devices of the process.
 
     Raises:
-        UserError: the mesh has another number of devices than there are.
+        UserError: the mesh has another number of devices than there are, or devices of several
+            processes would hold a policy together.
     """
     if data * tensor == 1:
         return None
@@ -83,7 +84,14 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
             f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and {have} "
             f"{len(found)}: {remedy}{fewer if len(found) > data * tensor else ''}"
         )
-    return Mesh(np.array(found).reshape(data, tensor), (DATA, TENSOR))
+    grid = np.array(found).reshape(data, tensor)
+    if any(len({device.process_index for device in group}) > 1 for group in grid):
+        own = len(found) // len({device.process_index for device in found})
+        raise UserError(
+            f"mesh.tensor={tensor} does not divide the {own} devices of each process: the devices "
+            f"of a group belong to one process, pass a divisor of {own}"
+        )
+    return Mesh(grid, (DATA, TENSOR))
 
 
 def specs(tree: Any, tensor: int) -> Any:
@@ -229,15 +237,12 @@ def mesh_of(tree: Any) -> Mesh | None:
 
 
 def groups_of(tree: Any) -> list[tuple[jax.Device, ...]]:
-    """Returns the groups of devices that each hold all of a tree, in the order of the mesh.
-
-    Only groups of this process are returned; a group has the devices of one process.
-    """
+    """Returns the groups of devices of this process that each hold all of a tree, in order."""
     sharding = next(x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     if not isinstance(sharding, NamedSharding):
         return [tuple(sharding.device_set)]
-    rows = sharding.mesh.devices.reshape(-1, sharding.mesh.shape[TENSOR])
-    return [tuple(row) for row in rows if row[0].process_index == jax.process_index()]
+    own = jax.process_index()
+    return [tuple(row) for row in sharding.mesh.devices if row[0].process_index == own]
 
 
 def on_group(tree: Any, group: Sequence[jax.Device]) -> Any:

@@ -16,14 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 import tiny_rollout
 import tiny_run
 from safetensors.numpy import load_file
 from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
+from triton_kernel import use_triton_kernels
 
 from qerl_jax import sharding
-from qerl_jax.policy import aqn
+from qerl_jax.policy import aqn, transformer
+from qerl_jax.policy.lora import fuse
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import data_parallel, logprobs
 from qerl_jax.rl.batch import make_batch
@@ -181,6 +185,34 @@ def rollouts(shape):
     return found
 
 
+def fused_step(shape):
+    """The logits of a decode step out of the kernels that a GPU has, in the interpreter."""
+    config, params = tiny_policy("qwen2", **CUT | {"embed_dim": 64, "head_dim": 32})
+    params = jax.tree.map_with_path(
+        lambda path, x: x if path[-1].key.endswith("norm") else x.astype(jnp.bfloat16), params
+    )
+    mesh, lora, prompts = mesh_of(shape), random_lora(config), random_tokens(3, 9)
+    own = shard_of(config, shape[1])
+    _, cache = transformer.prefill(
+        params, lora, prompts, jnp.asarray([9, 1, 5]), config=config, cache_positions=16
+    )
+    (lora, cache), params = placed((lora, cache), params, config, mesh)
+
+    def step(params, lora, tokens, cache):
+        lora_layers = fuse(lora, own, jnp.bfloat16)
+        return transformer.decode_step(params, lora_layers, tokens, cache, config=own)[0]
+
+    if mesh is not None:
+        arguments = params, lora, prompts[:, 0], cache
+        specs = tuple(sharding.specs(argument, shape[1]) for argument in arguments)
+        step = jax.shard_map(
+            step, mesh=mesh, in_specs=specs, out_specs=sharding.WHOLE, check_vma=False
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        use_triton_kernels(patch, True)
+        return np.asarray(jax.jit(step)(params, lora, prompts[:, 0], cache))
+
+
 def checkpoints(folder):
     """A state that is saved and restored on every pair of different shapes."""
     like = init_state(Trainable(policy()[-1], {}), optax.adamw(1e-3))
@@ -237,6 +269,7 @@ def main(path):
         found = {
             "steps": {shape: step(shape) for shape in SHAPES},
             "rollouts": {shape: rollouts(shape) for shape in SHAPES},
+            "fused steps": {shape: fused_step(shape) for shape in [(1, 1), (1, 2)]},
             "checkpoints": checkpoints(folder / "checkpoints"),
             "runs": runs(folder),
             "gathered": gathered(),

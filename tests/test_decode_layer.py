@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_model
-from triton_kernel import BACKENDS, assert_close, normal, wide
+from triton_kernel import BACKENDS, assert_close, normal, use_triton_kernels, wide
 
 from pallas_kernels import decode, fp4_matmul
 from pallas_kernels.decode import attention, attention_sm90, layer, norms
@@ -16,18 +16,6 @@ from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import PROJECTIONS
 from qerl_jax.policy.quant import quantize, tile_order
-
-
-def use_triton_kernels(monkeypatch, interpret):
-    """Makes the layer take its Triton kernels, in the interpreter if told so."""
-    monkeypatch.setattr(decode, "supports_device", lambda _: True)
-    for module, names in (
-        (norms, ("add_rmsnorm", "swiglu")),
-        (attention, ("attend", "attend_whole", "merge_parts")),
-    ):
-        for name in names:
-            kernel = functools.partial(getattr(module, name), interpret=interpret)
-            monkeypatch.setattr(module, name, kernel)
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)

@@ -195,7 +195,9 @@ def test_a_run_goes_on_after_a_kl_that_is_not_finite(tiny, tmp_path, monkeypatch
     )
     monkeypatch.setattr(step_module, "_noise_kl", lambda *_: math.nan)
     progress = step_module.Progress(step=12, state=None, cursor=None)
-    state, metrics = step_module._measure_noise(setup, progress, None, (), None, None, sigma=0.02)
+    state, metrics = step_module._measure_noise(
+        setup, progress, None, {}, None, None, noise=None, sigma=0.02
+    )
     assert state == SigmaState(sigma=0.02, kl=None, not_finite=1)
     assert metrics["noise_kl_not_finite"] == 1
     assert sigma_of_step(setup.sigma, state, 13) == 0.02

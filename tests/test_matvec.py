@@ -42,6 +42,41 @@ def test_one_token_on_a_gpu_takes_the_kernel(rows, dtype, capability, expected, 
     assert ("dot_general" in program) != expected
 
 
+@pytest.mark.parametrize(
+    ("backend", "flags", "dtype", "expected"),
+    [
+        ("cpu", "flags : avx2 avx512f avx512_bf16\n", jnp.bfloat16, jnp.float32),
+        ("cpu", "flags : avx2 amx_bf16 amx_tile\n", jnp.bfloat16, jnp.bfloat16),
+        ("cpu", None, jnp.bfloat16, jnp.float32),
+        ("cpu", None, jnp.float32, jnp.float32),
+        ("gpu", None, jnp.bfloat16, jnp.bfloat16),
+    ],
+)
+def test_dense_weights_on_a_cpu_are_float32_without_amx(
+    backend, flags, dtype, expected, tmp_path, monkeypatch
+):
+    if flags:
+        (tmp_path / "cpuinfo").write_text(flags)
+    monkeypatch.setattr(device, "_CPU", tmp_path / "cpuinfo")
+    monkeypatch.setattr(device, "_has_amx", device._has_amx.__wrapped__)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert device.product_dtype(dtype) == expected
+
+
+def test_a_float32_weight_has_the_products_and_gradients_of_a_bfloat16_one():
+    x, weight, dy = normal(5, 3, 70), normal(6, 11, 70), normal(7, 3, 11)
+
+    def product(x):
+        return matvec.dot(x, weight.astype(jnp.float32))
+
+    y, transposed = jax.vjp(product, x)
+    (dx,) = transposed(dy)
+    wide = [np.asarray(array, np.float64) for array in (x, weight, dy)]
+    for found, expected in ((y, wide[0] @ wide[1].T), (dx, wide[2] @ wide[1])):
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2**-8, atol=1e-4)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 2])
 def test_matmul_on_a_gpu(rows):

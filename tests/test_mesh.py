@@ -7,6 +7,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -124,6 +125,13 @@ def test_a_rollout_has_one_sum_for_each_block(found, shape, temperature):
             assert sizes.split(",")[-1] == embed_dim
 
 
+def test_the_kernels_of_a_decode_step_add_up_over_devices(found):
+    """In bfloat16 parts of a sum are rounded before they are added."""
+    alone, ours = found["fused steps"][1, 1], found["fused steps"][1, 2]
+    error = np.linalg.norm(ours - alone) / np.linalg.norm(alone)
+    assert 0 < error < 2e-2
+
+
 @pytest.mark.parametrize("shapes", list(itertools.permutations(SHAPES, 2)))
 def test_a_checkpoint_is_restored_on_another_mesh(found, shapes):
     assert_same(found["checkpoints"][shapes], found["checkpoints"]["saved"])
@@ -203,6 +211,12 @@ def test_the_rollouts_end_with_their_reader(part, ended):
 def test_a_mesh_of_another_number_of_devices_is_refused(data, tensor, message):
     with pytest.raises(UserError, match=message):
         sharding.make_mesh(data, tensor, jax.devices() * 2)
+
+
+def test_a_group_of_several_processes_is_refused():
+    devices = [types.SimpleNamespace(process_index=number // 2) for number in range(8)]
+    with pytest.raises(UserError, match=r"mesh\.tensor=4 does not divide the 2 devices"):
+        sharding.make_mesh(2, 4, devices)
 
 
 def test_a_mesh_of_fewer_devices_names_how_to_hide_the_others():

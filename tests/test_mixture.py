@@ -3,6 +3,7 @@
 import itertools
 import json
 import pathlib
+import re
 import shutil
 
 import pytest
@@ -15,8 +16,10 @@ from qerl_jax.config.mixture import MixtureSource, divide, read_mixture
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import _held_out
+from qerl_jax.export.model_card import _training
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.show.view import curves, open_views
 from qerl_jax.training.loop import train
 
 CHANGES = {
@@ -60,6 +63,7 @@ def mixed(tiny, files):
     return make
 
 
+METRICS = ("reward", "accuracy", "share")
 CURRICULUM = {
     "steps": 6,
     "data.curriculum": "learnability",
@@ -201,6 +205,23 @@ def test_moved_sources_are_found_again_and_others_refused(mixed, files, tmp_path
         train(moved, workdir=run)
 
 
+def test_the_model_card_names_the_sources(whole):
+    run = json.loads((whole / "config.json").read_text())
+    text = "\n".join(_training(run, 6))
+    assert re.search(r"data.mixture.short +\| .*short.jsonl, 75.0% of the draws", text)
+    assert "| data.source" not in text
+
+
+def test_the_curves_of_sources_and_of_the_curriculum_are_shown(whole):
+    found = curves(open_views([str(whole)]))
+    parts = [key for key in found if key.startswith(("source/", "curriculum/"))]
+    assert parts == [
+        *(f"source/{name}/{of}" for name in ("long", "short") for of in METRICS),
+        *("curriculum/success_rate", "curriculum/measured", "curriculum/seen"),
+    ]
+    assert found.index("reward/format") < found.index(parts[0]) < found.index("accuracy")
+
+
 def test_a_dry_run_counts_the_problems_of_each_source(mixed, tmp_path):
     parts = []
     dry_run.dry_run(mixed({"eval.every": 2}), write=parts.append, workdir=tmp_path / "run")
@@ -209,6 +230,14 @@ def test_a_dry_run_counts_the_problems_of_each_source(mixed, tmp_path):
     assert "2 training problems of short, 75.0% of the draws; prompts have" in text
     assert "4 held-out problems; prompts have" in text
     assert "\ndata.mixture.short.weight = 3.0\n" in text
+
+
+def test_a_prompt_that_is_too_long_names_its_source(mixed, tmp_path):
+    config = mixed()
+    config.data.mixture.short.path = str(tmp_path / "wide.jsonl")
+    (tmp_path / "wide.jsonl").write_text(json.dumps({"question": "t1 " * 30, "answer": "1"}))
+    with pytest.raises(UserError, match="1 of 1 prompts of short are over 16 tokens"):
+        dry_run.dry_run(config, write=lambda text: None, workdir=tmp_path / "run")
 
 
 def test_evaluation_problems_come_from_every_source_or_have_their_own(tmp_path, files):
@@ -239,6 +268,11 @@ def test_the_held_out_problems_of_a_run_are_found_again(mixed, tmp_path):
     run = train(mixed({"steps": 1, "eval.every": 1, "eval.problems": 6}), workdir=tmp_path / "run")
     config = json.loads((run / "config.json").read_text())["config"]
     assert [int(p.answer) for p in _held_out(config, run)] == [38, 39, 41, 42, 43, 44]
+    # Problems of their own need no training data, which may lie on another machine.
+    own = json.loads(json.dumps(config))
+    own["data"]["eval_path"] = config["data"]["mixture"]["long"]["path"]
+    own["data"]["mixture"]["long"]["path"] = "absent.jsonl"
+    assert [int(p.answer) for p in _held_out(own, None)] == list(range(6))
     config["data"]["mixture"]["short"]["weight"] = 1.0
     with pytest.raises(UserError, match="held out have changed since"):
         _held_out(config, run)

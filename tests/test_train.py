@@ -18,6 +18,7 @@ import qerl_jax.training.loop
 import qerl_jax.training.method
 import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
+from pallas_kernels import device
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.rl.programs import compiled
@@ -89,6 +90,23 @@ def test_rows(finished):
         assert row["compiled_programs"] == row["compile_seconds"] == 0
     assert rows[0]["noise_kl"] == 0 < rows[2]["noise_kl"]
     assert rows[0]["logprob_diff_max"] < 1e-4 < rows[1]["logprob_diff_max"]
+
+
+def test_a_run_on_a_cpu_without_amx(tiny, tmp_path, monkeypatch):
+    """Its products are in float32, and it does what a run with products in bfloat16 does."""
+    rows, changes = [], {"model.dtype": "bfloat16", "steps": 2, "aqn.kl_every": 1, "eval.every": 0}
+    for has_amx in (True, False):
+        monkeypatch.setattr(device, "_has_amx", lambda has_amx=has_amx: has_amx)
+        jax.clear_caches()
+        run = train(tiny.config(changes), workdir=tmp_path / str(has_amx))
+        rows.append(read_steps(run / "metrics.jsonl"))
+    (with_amx, _), (without, last) = rows
+    assert with_amx["grad_norm"] != without["grad_norm"]
+    assert with_amx["grad_norm"] == pytest.approx(without["grad_norm"], rel=0.03)
+    assert with_amx["train_entropy"] == pytest.approx(without["train_entropy"], rel=0.01)
+    assert with_amx["reward"] == without["reward"]
+    assert last["noise_kl"] > 0
+    assert not last["compiled_programs"]
 
 
 def test_files(finished):

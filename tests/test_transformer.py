@@ -9,6 +9,7 @@ import pytest
 from tiny_checkpoints import VOCAB
 from tiny_model import KINDS, random_lora, random_tokens, tiny_policy
 
+from pallas_kernels import device
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.quant import QuantTensor
@@ -129,6 +130,24 @@ def test_dequantized_layers_give_the_same_logits():
             assert isinstance(layer[name], jax.Array)
             assert layer[name].dtype == jnp.float32
     assert_valid_close(forward(dense, lora, config), expected, atol=1e-5)
+
+
+def test_dense_weights_in_float32_have_the_values_of_bfloat16(monkeypatch):
+    _, params, *_ = logits_of("qwen3", quantized=True)
+    params = params | {"embed_tokens": params["embed_tokens"].astype(jnp.bfloat16)}
+    found = []
+    for has_amx in (True, False):
+        monkeypatch.setattr(device, "_has_amx", lambda has_amx=has_amx: has_amx)
+        found.append(transformer.dequantize_params(params))
+    narrow, wide = found
+    for name in lora_lib.FUSED:
+        values, stored = narrow["layers"][0][name], wide["layers"][0][name]
+        assert (values.dtype, stored.dtype) == (jnp.bfloat16, jnp.float32)
+        np.testing.assert_array_equal(values.astype(jnp.float32), stored)
+    head = params.get("lm_head", params["embed_tokens"])
+    np.testing.assert_array_equal(head.astype(jnp.float32), wide["lm_head"])
+    assert wide["lm_head"].dtype == jnp.float32
+    assert "lm_head" not in narrow or narrow["lm_head"] is params["lm_head"]
 
 
 def test_quantization_changes_the_policy():

@@ -94,13 +94,23 @@ def last(*arguments, **options) -> Progress:
     return end
 
 
-def compiled(folder, *, quantized=False, adapted=True, clear=True, on_progress=None, **changes):
+def compiled(
+    folder,
+    *,
+    quantized=False,
+    adapted=True,
+    prompts=3,
+    clear=True,
+    on_progress=None,
+    **changes,
+):
     """The executables of a rollout of one layer, with a folder as the cache.
 
     Args:
         folder: folder of the cache.
         quantized: whether the weights are packed.
         adapted: whether there is an adapter.
+        prompts: number of prompts.
         clear: whether jit forgets its programs first, as in a new process.
         on_progress: as in `compile_rollout`.
         **changes: options of `SamplingConfig` and `EngineConfig`.
@@ -115,7 +125,7 @@ def compiled(folder, *, quantized=False, adapted=True, clear=True, on_progress=N
             KEY,
             params,
             lora if adapted else None,
-            prompts=3,
+            prompts=prompts,
             config=config,
             sampling=sampling,
             tokenizer=TinyTokenizer((3,)),

@@ -1,9 +1,14 @@
 """What the tests of Triton kernels share: backends, random arguments, and a comparison."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from pallas_kernels import decode
+from pallas_kernels.decode import attention, norms
 
 on_gpu = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU")
 BACKENDS = [
@@ -26,3 +31,15 @@ def assert_close(actual, expected, tolerance=4e-3):
     """Asserts that the relative error is small."""
     error = np.linalg.norm(wide(actual) - expected) / np.linalg.norm(expected)
     assert error < tolerance
+
+
+def use_triton_kernels(monkeypatch, interpret):
+    """Makes the layer take its Triton kernels, in the interpreter if told so."""
+    monkeypatch.setattr(decode, "supports_device", lambda _: True)
+    for module, names in (
+        (norms, ("add_rmsnorm", "swiglu")),
+        (attention, ("attend", "attend_whole", "merge_parts")),
+    ):
+        for name in names:
+            kernel = functools.partial(getattr(module, name), interpret=interpret)
+            monkeypatch.setattr(module, name, kernel)

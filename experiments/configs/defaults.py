@@ -326,12 +326,16 @@ def _fields(model: str) -> ConfigDict:
     # that of the loss 'bnpo'.
     c.train.micro_batch_rows = 8
 
-    # Devices of the run, data x tensor of them. A run may go on with another number.
+    # Devices of the run, data x tensor of them, in all its processes. A run may go on with other
+    # numbers. Processes connect by srun's variables, or by JAX_COORDINATOR_ADDRESS=HOST:PORT of
+    # process 0, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which counts from 0.
     c.mesh = ConfigDict()
-    # Devices that the rows of a step are dealt out to; it divides rollout.prompts_per_step. Every
-    # device has a copy of the weights.
+    # Groups of devices that the rows of a step are dealt out to; it divides
+    # rollout.prompts_per_step. Every group has a copy of the weights.
     c.mesh.data = 1
-    c.mesh.tensor = 1  # devices that a weight is cut into; only 1 so far
+    # Devices of a group, between which weights are cut: for a model that does not fit one device.
+    # It divides the heads, kv heads, MLP and vocabulary of the model.
+    c.mesh.tensor = 1
 
     c.eval = ConfigDict()  # greedy accuracy; the best adapter is kept
     c.eval.every = 100  # steps; 0: off

@@ -351,7 +351,8 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
         "fields": data.get("fields"),
     }
     try:
-        if sources := read_mixture(data):
+        # Problems with a place of their own are found without the sources of the training.
+        if sources := {} if has_own_evaluation(data) else read_mixture(data):
             _, problems = load_mixture(sources, **common)
         else:
             problems = load_problems(

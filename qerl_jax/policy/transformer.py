@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import decode, fp4_matmul
+from pallas_kernels import decode, device, fp4_matmul
 from pallas_kernels.attention import Segments, attend_packed
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
@@ -280,19 +280,26 @@ def layer_with_inputs(
     return _finish_layer(layer, {}, x, attended, config, project), inputs
 
 
-def packed_weights(params: dict) -> list[QuantTensor]:
-    """Returns the packed weights that no kernel reads: those that are not in tile order."""
-    return [leaf for leaf in _leaves(params)[0] if _is_packed(leaf)]
+def packed_weights(params: dict) -> list[QuantTensor | jax.Array]:
+    """Returns the packed weights that no kernel reads: those that are not in tile order.
+
+    Where they become float32, a dense head follows, so that every product reads float32.
+    """
+    packed: list = [leaf for leaf in _leaves(params)[0] if _is_packed(leaf)]
+    head, dtype = params.get("lm_head", params["embed_tokens"]), params["embed_tokens"].dtype
+    if packed and not isinstance(head, QuantTensor) and device.product_dtype(dtype) != dtype:
+        packed.append(head)
+    return packed
 
 
 def dequantize_params(
-    params: dict, dequantize_all: Callable[[list[QuantTensor]], list] | None = None
+    params: dict, dequantize_all: Callable[[list[QuantTensor | jax.Array]], list] | None = None
 ) -> dict:
     """Dequantizes `packed_weights`, which trades memory for speed where there is no kernel.
 
     Args:
         params: the policy.
-        dequantize_all: function from packed to dense weights; None uses `quant.dequantize`.
+        dequantize_all: function from packed to dense weights; None uses `dense_weight`.
 
     Returns:
         The policy with dense weights in place of packed ones.
@@ -301,11 +308,22 @@ def dequantize_params(
         dtype = params["embed_tokens"].dtype
 
         def dequantize_all(packed):
-            return [dequantize(weight, dtype) for weight in packed]
+            return [dense_weight(weight, dtype) for weight in packed]
 
     leaves, treedef = _leaves(params)
     dense = iter(dequantize_all(packed_weights(params)))
-    return treedef.unflatten([next(dense) if _is_packed(leaf) else leaf for leaf in leaves])
+    dequantized = treedef.unflatten([next(dense) if _is_packed(leaf) else leaf for leaf in leaves])
+    head = next(dense, None)
+    return dequantized if head is None else dequantized | {"lm_head": head}
+
+
+def dense_weight(weight: QuantTensor | jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Returns the values [N, K] of a weight, rounded to `dtype`.
+
+    They are stored in `device.product_dtype`: float32 on a CPU that is slow in bfloat16.
+    """
+    values = dequantize(weight, dtype) if isinstance(weight, QuantTensor) else weight
+    return values.astype(device.product_dtype(dtype))
 
 
 def _leaves(params):

@@ -14,7 +14,8 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from qerl_jax.policy import aqn
+from pallas_kernels import device
+from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl import data_parallel, train_step
 from qerl_jax.rl.packing import empty_buffer
@@ -25,6 +26,7 @@ from qerl_jax.rollout.programs import (
     Operation,
     abstract,
     committed,
+    dequantization,
 )
 
 _Program = Callable[..., Any]
@@ -35,6 +37,8 @@ class UpdatePrograms:
     """The functions of `train_step` without their static arguments.
 
     Attributes:
+        frozen_policy: function of the policy that returns it as the other programs take it: with
+            dense weights on a CPU on which these become float32, otherwise as it is.
         zero_totals: as in `train_step`.
         add_gradient: as in `train_step`.
         apply_gradient: as in `train_step`.
@@ -42,6 +46,7 @@ class UpdatePrograms:
         buffer_kl: as in `train_step`.
     """
 
+    frozen_policy: _Program
     zero_totals: _Program
     add_gradient: _Program
     apply_gradient: _Program
@@ -77,10 +82,11 @@ def jitted(
         mesh: mesh of the run, or None for one device.
     """
     return UpdatePrograms(
+        frozen_policy=lambda params: params,
         **{
             name: functools.partial(function, **static)
             for name, (function, static) in _functions(config, optimizer, mesh).items()
-        }
+        },
     )
 
 
@@ -112,6 +118,11 @@ def operations(
         mesh: mesh of the run, on which all arrays lie, or None for one device.
     """
     state, params, noise, reference = abstract(committed((state, params, noise, reference)))
+    dequantize = dequantization(params) if mesh is None and _widens(params) else None
+    if dequantize is not None:
+        dense = dequantize.function.eval_shape(*dequantize.arguments(), **dequantize.static)
+        dense = abstract(dense, params["embed_tokens"].sharding)
+        params = transformer.dequantize_params(params, lambda _: dense)
     buffer = empty_buffer(buffer_tokens)
     if reference is not None:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
@@ -145,13 +156,19 @@ def operations(
     identity: tuple = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())
-    return {
+    table = {
         name: Operation(*functions[name], arguments[name], (name, *identity)) for name in arguments
     }
+    return table if dequantize is None else table | {"frozen_policy": dequantize}
 
 
 def compiled(table: dict[str, Operation], executables: Executables) -> UpdatePrograms:
     """Returns the compiled programs of `operations`; those that are missing raise when called."""
+
+    def frozen_policy(params: dict) -> dict:
+        if "frozen_policy" not in table:
+            return params
+        return transformer.dequantize_params(params, executables[table["frozen_policy"].key])
 
     def missing(name: str) -> _Program:
         def call(*_: Any) -> None:
@@ -159,10 +176,19 @@ def compiled(table: dict[str, Operation], executables: Executables) -> UpdatePro
 
         return call
 
-    names = [field.name for field in dataclasses.fields(UpdatePrograms)]
+    names = {field.name for field in dataclasses.fields(UpdatePrograms)} - {"frozen_policy"}
     return UpdatePrograms(
-        **{name: executables[table[name].key] if name in table else missing(name) for name in names}
+        frozen_policy=frozen_policy,
+        **{
+            name: executables[table[name].key] if name in table else missing(name) for name in names
+        },
     )
+
+
+def _widens(params: dict) -> bool:
+    """Whether dense weights are stored in float32, on a CPU that is slow in bfloat16."""
+    dtype = params["embed_tokens"].dtype
+    return device.product_dtype(dtype) != dtype
 
 
 def _describe(tree: Any) -> str:

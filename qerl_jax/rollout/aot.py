@@ -6,7 +6,7 @@ import gc
 import pathlib
 import threading
 import warnings
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,7 +112,7 @@ def compile_operations(
             `replicas`. Nothing is lowered or compiled for them.
     """
     by_key = {operation.key: operation for operation in operations}
-    with _Compiler(policy, list(by_key), on_progress, others) as compiler:
+    with _Compiler(policy, by_key, on_progress, others) as compiler:
         compiler.load_cached()
         with _garbage_collector_off():
             compiler.compile_missing(by_key)
@@ -129,15 +129,16 @@ class _Compiler:
     def __init__(
         self,
         policy: Any,
-        keys: list[Hashable],
+        operations: Mapping[Hashable, Operation],
         on_progress: Callable[[int, int], None] | None,
         others: Sequence[Sequence[jax.Device]],
     ) -> None:
         self.executables = Executables()
         self.executables.replicas = [Executables() for _ in others]
         self._others = others
-        self._keys = keys
-        self._paths = executable_cache.paths(keys, policy)
+        self._keys = list(operations)
+        of_any_policy = {key for key, one in operations.items() if one.of_any_policy}
+        self._paths = executable_cache.paths(self._keys, policy, of_any_policy=of_any_policy)
         self._devices = executable_cache.devices_of(policy)
         self._on_progress = on_progress
         self._pending: dict[concurrent.futures.Future, Hashable] = {}

@@ -14,7 +14,7 @@ from flax import struct
 
 from pallas_kernels.decode import to_cache
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy import quant, transformer
+from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
@@ -148,9 +148,9 @@ def empty_state(
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
-def dequantize(packed: list[QuantTensor], *, dtype: jnp.dtype) -> list[jax.Array]:
-    """Returns dense [N, K] weights of packed weights."""
-    return [quant.dequantize(weight, dtype) for weight in packed]
+def dequantize(packed: list[QuantTensor | jax.Array], *, dtype: jnp.dtype) -> list[jax.Array]:
+    """Returns the dense weights [N, K] of `transformer.packed_weights`."""
+    return [transformer.dense_weight(weight, dtype) for weight in packed]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype", "width"), compiler_options=UNTUNED)

@@ -38,21 +38,28 @@ def _is_used() -> bool:
     return jax.default_backend() == "gpu"
 
 
-def paths(keys: Collection[Hashable], policy: Any) -> dict[Hashable, pathlib.Path]:
+def paths(
+    keys: Collection[Hashable], policy: Any, *, of_any_policy: Collection[Hashable] = ()
+) -> dict[Hashable, pathlib.Path]:
     """Returns the files of programs; none without a folder or with a policy on several devices.
 
     Args:
         keys: identities of the programs among all programs of the policy.
         policy: tree of the arrays of the policy.
+        of_any_policy: those of the keys that tell all shapes; files of other policies serve them.
     """
     folder = jax.config.jax_compilation_cache_dir if _is_used() else None
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return {}
     if len(devices_of(policy)) > 1:
         return {}
-    made_from = origin(policy)
-    digests = {key: hashlib.sha256(f"{made_from} {key}".encode()).hexdigest() for key in keys}
-    return {key: pathlib.Path(folder, f"rollout-{digests[key]}") for key in keys}
+    policy_text, any_text = origin(policy), origin(policy, shapes=False)
+    found = {}
+    for key in keys:
+        made_from = any_text if key in of_any_policy else policy_text
+        digest = hashlib.sha256(f"{made_from} {key}".encode()).hexdigest()
+        found[key] = pathlib.Path(folder, f"rollout-{digest}")
+    return found
 
 
 def devices_of(policy: Any) -> list[jax.Device]:
@@ -64,14 +71,17 @@ def devices_of(policy: Any) -> list[jax.Device]:
     return list(largest.device_set)
 
 
-def origin(policy: Any) -> str:
+def origin(policy: Any, *, shapes: bool = True) -> str:
     """Returns a text of everything that the programs of a policy depend on beside their keys.
 
     Args:
         policy: tree of the arrays of the policy.
+        shapes: whether they depend on the arrays of the policy, and not only on where these are.
     """
     leaves, treedef = jax.tree.flatten(policy)
-    shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    arrays: Any = sorted({str(leaf.sharding) for leaf in leaves})
+    if shapes:
+        arrays = treedef, [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
     settings = {
         name: value
         for name, value in sorted(jax.config.values.items())
@@ -81,7 +91,7 @@ def origin(policy: Any) -> str:
     kernels = fp4_matmul.supports_device(), device.has_triton(), device.num_sms()
     versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
     flags = os.environ.get("XLA_FLAGS", "")
-    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {treedef} {shapes}"
+    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays}"
 
 
 def _sources() -> str:

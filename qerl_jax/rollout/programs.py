@@ -40,12 +40,15 @@ class Operation(NamedTuple):
         static: its static arguments.
         arguments: a function that returns its other arguments, abstract ones for device arrays.
         key: identity of the program among all programs of a policy.
+        of_any_policy: whether the key alone tells the shapes of the arguments, so that the same
+            program serves another policy, such as the base without the adapter.
     """
 
     function: Any
     static: dict[str, Any]
     arguments: Callable[[], tuple[Any, ...]]
     key: Hashable
+    of_any_policy: bool = False
 
     def lower(self) -> jax.stages.Lowered:
         """Traces and lowers the function for its arguments."""
@@ -94,6 +97,24 @@ def dequantized(params: dict, table: Table, executables: Executables) -> dict:
     return transformer.dequantize_params(params, executables[table["dequantize",].key])
 
 
+def dequantization(params: dict) -> Operation | None:
+    """Returns the operation that makes weights dense, or None if `params` have none to dequantize.
+
+    Args:
+        params: the policy, as shapes with shardings.
+    """
+    packed = transformer.packed_weights(params)
+    if not packed:
+        return None
+    mesh, static = mesh_of(params), {"dtype": params["embed_tokens"].dtype}
+    functions = decode if mesh is None else tensor_parallel.functions(mesh)
+    if mesh is not None:
+        specs = (jax.tree.leaves(weight)[0].sharding.spec for weight in packed)
+        static["columns"] = tuple(spec == COLUMNS for spec in specs)
+    key = "dequantize", *static.values(), _digest(packed)
+    return Operation(functions.dequantize, static, lambda: (packed,), key, True)
+
+
 def operations(
     key: Any, params: dict, lora: Lora | None, shapes: RolloutShapes, config: DecodeConfig
 ) -> Table:
@@ -115,18 +136,19 @@ def operations(
     mesh = mesh_of(params)
     placed = functools.partial(_placed, mesh, sharding)
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
-    packed = [] if config.dequantize == "step" else transformer.packed_weights(params)
+    dequantize = None if config.dequantize == "step" else dequantization(params)
     cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
     # A run samples with a head in 4 bits and evaluates without: the same keys, other programs.
-    structure = hashlib.sha256(str(jax.tree.structure((params, lora))).encode()).hexdigest()[:8]
+    structure = _digest((params, lora))
     table: dict[tuple[Any, ...], Operation] = {}
 
-    def add(name, sizes, function, static, arguments, *others):
+    def add(name, sizes, function, static, arguments, *others, of_any_policy=False):
         """Adds an operation in all its sizes; its programs also depend on `others`."""
         for size in sizes:
-            key = (name, *size, *others, *static.values(), structure)
+            key = (name, *size, *others, *static.values())
+            key = key if of_any_policy else (*key, structure)
             made = functools.partial(arguments, *size)
-            table[name, *size] = Operation(function, static, made, key)
+            table[name, *size] = Operation(function, static, made, key, of_any_policy)
 
     @functools.cache
     def result(*name: Any) -> Any:
@@ -134,18 +156,15 @@ def operations(
         return operation.function.eval_shape(*operation.arguments(), **operation.static)
 
     def dense() -> dict:
-        if not packed:
+        if dequantize is None:
             return params
         return placed(transformer.dequantize_params(params, lambda _: result("dequantize")))
 
     def state(rows: int) -> decode.DecodeState:
         return placed(_state_shapes(rows, shapes, model))
 
-    if packed:
-        how = {"dtype": compute}
-        if mesh is not None:
-            how["columns"] = tuple(weight.packed.sharding.spec == COLUMNS for weight in packed)
-        add("dequantize", [()], functions.dequantize, how, lambda: (packed,))
+    if dequantize is not None:
+        table["dequantize",] = dequantize
     add(
         "prefill",
         [(width,) for width in shapes.prompt_widths],
@@ -163,7 +182,8 @@ def operations(
             *(key, state(shapes.batch_sizes[0]), placed(result("prefill", widest))),
             *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
-        *(*cache, prompts, widest),
+        *(*cache, prompts, widest, str(key.dtype)),
+        of_any_policy=True,
     )
     if not steps:
         return table
@@ -191,9 +211,17 @@ def operations(
         functions.gather_rows,
         {},
         lambda rows, fewer: (state(rows).keys[0], _int32(fewer)),
-        *(shapes.cache_positions, dtype),
+        *(shapes.cache_positions, dtype, model),
+        of_any_policy=True,
     )
     return table
+
+
+def _digest(tree: Any) -> str:
+    """Returns a short identity of the structure, the shapes and the dtypes of a tree."""
+    leaves, treedef = jax.tree.flatten(tree)
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+    return hashlib.sha256(f"{treedef} {shapes}".encode()).hexdigest()[:8]
 
 
 def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:

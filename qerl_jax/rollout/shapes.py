@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device
 from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
@@ -282,7 +283,7 @@ def dense_bytes(params: dict) -> int:
     packed, mesh = transformer.packed_weights(params), mesh_of(params)
     numbers = sum(math.prod(leaf.shape) for leaf in packed)
     shards = 1 if mesh is None else mesh.shape[TENSOR]
-    return numbers // shards * params["embed_tokens"].dtype.itemsize
+    return numbers // shards * device.product_dtype(params["embed_tokens"].dtype).itemsize
 
 
 def _rounded_down(rows: int) -> int:

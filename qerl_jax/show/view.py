@@ -18,7 +18,9 @@ from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
 
-# The curves, in their order; the parts of the reward come after 'reward'.
+# What the curves after that of the reward begin with: its parts, and those of a run's data.
+_PARTS = ("reward/", "source/", "curriculum/")
+# The other curves, in their order.
 _CURVES = (
     "accuracy",
     "eval_accuracy",
@@ -141,7 +143,7 @@ def _with_step(rows: Iterable[Any]) -> list[dict[str, Any]]:
 def curves(views: Sequence[View]) -> list[str]:
     """The names of the metrics of which a run has a value, in the order in which they are shown."""
     logged = dict.fromkeys(key for view in views for row in view.rows for key in row)
-    parts = [key for key in logged if key.startswith("reward/")]
+    parts = [key for key in logged if key.startswith(_PARTS)]
     return [key for key in ("reward", *parts, *_CURVES) if any(view.series(key) for view in views)]
 
 

@@ -78,7 +78,7 @@ def check_starts(
         processes: processes of the run.
 
     Raises:
-        UserError: they differ, or a process has no part of the mesh that it could work on.
+        UserError: they differ.
     """
     if processes.count == 1:
         return
@@ -88,11 +88,6 @@ def check_starts(
     devices = jax.local_devices()
     found |= {"number of devices": len(devices), "kind of device": devices[0].device_kind}
     processes.check_same(found, "start all of them with the same command, versions and devices")
-    if len(devices) % config.mesh.tensor:
-        raise UserError(
-            f"mesh.tensor={config.mesh.tensor} does not divide the {len(devices)} devices of a "
-            "process: weights are cut between the devices of one process"
-        )
 
 
 def begin(

@@ -135,6 +135,7 @@ def encode_problems(
             question_suffix=config.data.question_suffix,
             chat_template_args=config.data.chat_template_args.to_dict(),
             max_prompt_tokens=config.data.max_prompt_tokens,
+            what=f"prompts of {split.removeprefix(f'{TRAIN}/')}" if "/" in split else "prompts",
         )
         for split, found in problems.items()
     }

@@ -13,6 +13,7 @@ and each use folds in an integer with a name.
 """
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,6 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, kl_control
 from qerl_jax.policy.kl_control import SigmaState
-from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.problem_order import Cursor
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
@@ -147,21 +147,20 @@ def take_step(
     packed = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
     buffers = deal_buffers(packed, setup.mesh)
     divisor = np.float32(temperature)  # of the logits, an argument of every program
+    params = programs.frozen_policy(setup.model.params)
     noise_state, metrics = _measure_noise(
-        setup, progress, programs, (noisy, clean, trainable.lora), batch, divisor, sigma=sigma
+        setup, progress, programs, params, batch, divisor, noise=noise, sigma=sigma
     )
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
-        scored = (programs.buffer_logprobs(*setup.reference, x, divisor) for x in buffers)
-        buffers = [
-            dataclasses.replace(x, ref_logprobs=y) for x, y in zip(buffers, scored, strict=True)
-        ]
+        logprobs = functools.partial(programs.buffer_logprobs, *setup.reference)
+        buffers = [dataclasses.replace(x, ref_logprobs=logprobs(x, divisor)) for x in buffers]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
     state, updates = _update(
         progress.state,
-        setup.model.params,
+        params,
         buffers,
         noise if config.aqn.correction == "noisy_forward" else None,
         divisor,
@@ -237,10 +236,11 @@ def _measure_noise(
     setup: Setup,
     progress: Progress,
     programs: UpdatePrograms,
-    policies: tuple[dict, dict, Lora | None],
+    params: dict,
     batch: TrainBatch,
     temperature: np.float32,
     *,
+    noise: aqn.Noise,
     sigma: float,
 ) -> tuple[SigmaState, dict[str, Any]]:
     """Measures what the noise of a step did, where that is due.
@@ -249,9 +249,10 @@ def _measure_noise(
         setup: the parts of the run that do not change.
         progress: the run before the step.
         programs: programs of the update.
-        policies: parameters of the noisy and of the clean policy, and the adapter of both.
+        params: parameters before training, as the programs take them.
         batch: rows of the step.
         temperature: sampling temperature.
+        noise: noise of the step.
         sigma: sigma of the step.
 
     Returns:
@@ -260,7 +261,9 @@ def _measure_noise(
     every, state = setup.config.aqn.kl_every, progress.noise
     metrics: dict[str, Any] = {"sigma": sigma}
     if every and progress.step % every == 0:
-        kl = _noise_kl(setup, programs, policies, batch, temperature) if sigma > 0 else 0.0
+        kl = 0.0
+        if sigma > 0:
+            kl = _noise_kl(setup, progress, programs, params, batch, temperature, noise)
         metrics["noise_kl"] = kl
         state = kl_control.measured(setup.sigma, state, sigma=sigma, kl=kl)
     return state, metrics | kl_control.control_metrics(
@@ -270,12 +273,17 @@ def _measure_noise(
 
 def _noise_kl(
     setup: Setup,
+    progress: Progress,
     programs: UpdatePrograms,
-    policies: tuple[dict, dict, Lora | None],
+    params: dict,
     batch: TrainBatch,
     temperature: np.float32,
+    noise: aqn.Noise,
 ) -> float:
     """Mean KL of the noisy against the clean policy on rows spread over the batch, per token."""
+    trainable = progress.state.trainable
+    clean = current_policy(params, trainable)
+    policies = aqn.add_noise(clean, noise), clean, trainable.lora
     count = setup.config.aqn.kl_rows
     stride = max(1, len(batch.lengths) // count)
     rows = np.zeros(len(batch.lengths), bool)

@@ -1,0 +1,1 @@
+"""Measures other libraries on this card, each beside a step of this project."""

@@ -1,0 +1,304 @@
+r"""Measures a GRPO step of TRL with vLLM in one process, with LoRA in bf16 or as QLoRA.
+
+    python -m benchmarks.peers.step --model=qwen2.5-7b --folder=/tmp/7b --ours=/tmp/ours.json
+    python -m benchmarks.peers.step --model=qwen2.5-7b --format=nf4 --rollout-format=bf16 ...
+
+It needs trl 1.16.0, vllm 0.22.0 (TRL takes 0.22.0 to 0.31.0), torch 2.11.0, transformers 5.17.0,
+peft 0.21.2, datasets 5.2.0, accelerate 1.15.0, and with nf4 bitsandbytes 0.50.2.
+
+A step is one prompt with --rows completions of full length, random rewards and one update. With
+--format=bf16 it is TRL's own: colocated vLLM gets the merged weights before a rollout. With
+--format=nf4 the trainer's base is NF4 (QLoRA). TRL would merge the adapter into the NF4 weights, so
+vLLM here keeps its own base, in bf16 or NF4 (--rollout-format), and gets the adapter before a
+rollout, as it serves an adapter otherwise. The KL penalty and the correction of the importance
+sampling, which cost further forward passes, are off.
+
+    rollout_s   seconds in which weights or the adapter go to vLLM and it completes the prompts
+    step_s      seconds from the start of a step to the end of the optimizer's
+    update_s    step_s less rollout_s
+
+All are medians over --steps steps after a first one. --micro is the number of rows of a forward and
+backward pass, and --no-checkpointing keeps the activations of the layers: `benchmarks.peers.update`
+finds the fastest of both. Our row is `benchmarks.step` in NVFP4 at the same lengths.
+"""
+
+import argparse
+import itertools
+import pathlib
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.peers import common, decode
+from experiments import cli
+
+_PACKAGES = decode.PACKAGES | {
+    "trl": "1.16.0",
+    "peft": "0.21.2",
+    "datasets": "5.2.0",
+    "accelerate": "1.15.0",
+}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = common.make_parser("benchmarks.peers.step", __doc__)
+    add = parser.add_argument
+    add("--format", choices=("bf16", "nf4"), default="bf16", help="trained base (default: bf16)")
+    add(
+        "--rollout-format",
+        choices=("bf16", "nf4"),
+        default="bf16",
+        help="vLLM's base; nf4 needs --format=nf4 (default: bf16)",
+    )
+    add("--micro", type=int, default=0, help="rows of a pass (default: all of a step)")
+    add(
+        "--no-checkpointing",
+        dest="checkpointing",
+        action="store_false",
+        help="keep the activations of the layers",
+    )
+    add("--attention", default="sdpa", help="attention of transformers (default: sdpa)")
+    return parser
+
+
+class Clock:
+    """The seconds of the rollouts and steps of a trainer.
+
+    Attributes:
+        rollouts: seconds of each step's rollout.
+        steps: seconds of each step.
+    """
+
+    def __init__(self):
+        self.rollouts: list[float] = []
+        self.steps: list[float] = []
+        self._began = 0.0
+
+    def begin(self) -> None:
+        """A step begins."""
+        common.synchronize()
+        self.rollouts.append(0.0)
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """A step ends."""
+        common.synchronize()
+        self.steps.append(time.perf_counter() - self._began)
+
+    def rollout(self, function: Callable) -> Callable:
+        """The function, whose seconds count as rollout."""
+
+        def timed(*arguments: Any, **options: Any) -> Any:
+            common.synchronize()
+            began = time.perf_counter()
+            result = function(*arguments, **options)
+            common.synchronize()
+            self.rollouts[-1] += time.perf_counter() - began
+            return result
+
+        return timed
+
+
+def share_engine() -> None:
+    """Makes TRL's trainers of this process share the first one's vLLM, which starts slowly."""
+    from trl.generation import vllm_generation  # pyrefly: ignore[missing-import]
+
+    make, engines = vllm_generation.LLM, []
+
+    def shared(**options: Any) -> Any:
+        if not engines:
+            engines.append(make(**options, enable_prefix_caching=False, disable_log_stats=True))
+        return engines[0]
+
+    vllm_generation.LLM = shared
+
+
+def adapter_rollout(engine: Any, new_tokens: int, folder: pathlib.Path) -> Callable:
+    """A rollout for TRL in which vLLM takes the trainer's adapter.
+
+    Args:
+        engine: from `decode.make_engine`.
+        new_tokens: length of a completion.
+        folder: where the adapter is written for vLLM.
+    """
+    from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
+
+    numbers = itertools.count(1)
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        number = next(numbers)
+        trainer.model.save_pretrained(folder / str(number))
+        adapter = LoRARequest(f"step-{number}", number, str(folder / str(number)))
+        ids = trainer.processing_class(prompts)["input_ids"]
+        outputs = decode.generate(engine, ids, new_tokens, adapter)
+        completions = [list(output.outputs[0].token_ids) for output in outputs]
+        return {"prompt_ids": ids, "completion_ids": completions, "logprobs": None}
+
+    return rollout
+
+
+def make_trainer(
+    arguments: argparse.Namespace,
+    model: Any,
+    folder: pathlib.Path,
+    rows: int,
+    *,
+    clock: Clock,
+    rollout: Callable | None,
+    work: pathlib.Path,
+) -> Any:
+    """TRL's trainer of one prompt a step, with random rewards.
+
+    Args:
+        arguments: parsed arguments of the command.
+        model: a PEFT model.
+        folder: its checkpoint, with the tokenizer.
+        rows: completions of a step.
+        clock: measures its steps, and its rollouts.
+        rollout: from `adapter_rollout`; None takes TRL's own colocated vLLM.
+        work: folder for what the trainer writes.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer  # pyrefly: ignore[missing-import]
+
+    class Timed(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            clock.begin()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            clock.end()
+
+    micro, draw = min(arguments.micro or rows, rows), random.Random(0)
+    tokens, vocab = arguments.prompt + arguments.new_tokens, model.config.vocab_size
+    prompts = [
+        " ".join(common.word(draw.randrange(1, vocab)) for _ in range(arguments.prompt))
+        for _ in range(arguments.steps + 1)
+    ]
+    trainer = GRPOTrainer(
+        model=model,
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder),
+        reward_funcs=lambda completions, **_: [draw.gauss(0.0, 1.0) for _ in completions],
+        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        callbacks=[Timed()],
+        rollout_func=rollout and clock.rollout(rollout),
+        args=GRPOConfig(
+            output_dir=str(work),
+            max_steps=arguments.steps + 1,
+            per_device_train_batch_size=micro,
+            gradient_accumulation_steps=rows // micro,
+            num_generations=rows,
+            max_completion_length=arguments.new_tokens,
+            temperature=1.0,
+            beta=0.0,
+            learning_rate=1e-5,
+            bf16=True,
+            use_cpu=not torch.cuda.is_available(),
+            gradient_checkpointing=arguments.checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            vllm_importance_sampling_correction=False,
+            use_vllm=rollout is None,
+            vllm_mode="colocate",
+            vllm_max_model_length=tokens,
+            vllm_gpu_memory_utilization=decode.engine_fraction(
+                arguments.model, "bf16", rows=max(common.check(arguments)), tokens=tokens
+            ),
+            generation_kwargs={"ignore_eos": True, "detokenize": False} if not rollout else None,
+            optim="adamw_torch_fused",
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        ),
+    )
+    if rollout is None:
+        engine = trainer.vllm_generation
+        engine.sync_weights = clock.rollout(engine.sync_weights)
+        engine.generate = clock.rollout(engine.generate)
+    return trainer
+
+
+def measure(arguments: argparse.Namespace, counts: list[int]) -> dict[int, dict[str, Any]]:
+    """The steps of these row counts, the largest first, by row count.
+
+    Raises:
+        UserError: a step does not fit into the memory.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+    from peft import get_peft_model  # pyrefly: ignore[missing-import]
+
+    from qerl_jax.errors import UserError
+
+    folder, results = common.model_folder(arguments), {}
+    model = common.load_policy(folder, format=arguments.format, attention=arguments.attention)
+    model = get_peft_model(model, common.lora_config(arguments.lora_rank))
+    with tempfile.TemporaryDirectory() as scratch:
+        work, rollout = pathlib.Path(scratch), None
+        if arguments.format == "nf4":
+            engine = decode.make_engine(arguments, folder, arguments.rollout_format, counts[0])
+            rollout = adapter_rollout(engine, arguments.new_tokens, work / "adapters")
+        else:
+            share_engine()
+        for rows in counts:
+            clock = Clock()
+            trainer = make_trainer(
+                arguments, model, folder, rows, clock=clock, rollout=rollout, work=work
+            )
+            common.reset_peak()
+            try:
+                trainer.train()
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"{rows} rows do not fit into the memory of the card; pass --micro below "
+                    f"{min(arguments.micro or rows, rows)}"
+                    + ("" if arguments.checkpointing else ", or leave out --no-checkpointing")
+                ) from error
+            step = statistics.median(clock.steps[1:])
+            rollout_s = statistics.median(clock.rollouts[1:])
+            results[rows] = {
+                "rollout_s": rollout_s,
+                "update_s": step - rollout_s,
+                "step_s": step,
+                "peak_gb": common.peak_gb(),
+                "micro": min(arguments.micro or rows, rows),
+                "checkpointing": arguments.checkpointing,
+            }
+            print(f"{rows} rows: {results[rows]}", flush=True)
+            del trainer
+    return results
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the benchmark with the parsed arguments."""
+    from qerl_jax.errors import UserError, check_limits
+
+    counts = common.check(arguments)
+    check_limits({"--micro": (arguments.micro, 0)})
+    if arguments.micro and any(rows % min(arguments.micro, rows) for rows in counts):
+        raise UserError(f"--micro={arguments.micro} does not divide the --rows={arguments.rows}")
+    if arguments.rollout_format == "nf4" and arguments.format == "bf16":
+        raise UserError("--rollout-format=nf4 needs --format=nf4: TRL gives vLLM its own weights")
+    quantized = {"bitsandbytes": "0.50.2"} if arguments.format == "nf4" else {}
+    packages = common.installed(_PACKAGES | quantized)
+    ours = common.our_rows(arguments, counts)
+    decode.set_environment()
+    for rows, result in measure(arguments, counts).items():
+        row = {
+            "peer": "TRL + vLLM" if arguments.format == "bf16" else "TRL (QLoRA) + vLLM",
+            "packages": packages,
+            "format": arguments.format,
+            "rollout_format": arguments.rollout_format,
+            "batch": rows,
+            "attention": arguments.attention,
+            **result,
+        }
+        common.save_row(arguments, "benchmarks.peers.step", row, ours[rows])
+
+
+if __name__ == "__main__":
+    cli.run_command(make_parser(), run)

@@ -1,0 +1,168 @@
+"""Cut weights: which slices a device has, and what cannot be cut. `test_mesh` runs them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_model import random_lora, tiny_policy
+
+from pallas_kernels import fp4_matmul
+from pallas_kernels.fp4_matmul import tiling
+from qerl_jax import sharding
+from qerl_jax.errors import UserError
+from qerl_jax.policy import quant
+from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.lora import FUSED, projection_shapes
+from qerl_jax.policy.quant import checkpoint_order, dequantize, quantize
+from qerl_jax.policy.tensor_parallel import cut, shard_of
+from qerl_jax.sharding import COLUMNS, ROWS, WHOLE
+
+SHARDS = 2
+# Whole blocks of 64 inputs as NF4 has them; the tiles of the kernel are not filled.
+SIZES = {
+    "embed_dim": 64,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "head_dim": 16,
+    "mlp_dim": 256,
+    "num_layers": 1,
+}
+
+
+@functools.cache
+def policy(format):
+    config, params = tiny_policy("qwen2", **SIZES)
+    (layer,) = params["layers"]
+    if format != "bf16":
+        shapes = projection_shapes(config)
+        for fused, members in FUSED.items():
+            rows = np.cumsum([shapes[name][0] for name in members])[:-1]
+            parts = np.split(np.asarray(layer[fused]), rows)
+            layer[fused] = jax.tree.map(jnp.asarray, quantize(parts, format=format))
+    return config, layer
+
+
+def values(leaf):
+    return np.asarray(leaf if isinstance(leaf, jax.Array) else dequantize(leaf, jnp.float32))
+
+
+def expected(name, whole, config, number):
+    """The slice of a whole weight that a device has, taken projection by projection."""
+    shapes, found = projection_shapes(config), []
+    if name in ("o_proj", "down_proj"):
+        return np.split(whole, SHARDS, axis=1)[number]
+    members = FUSED["qkv_proj" if name == "qkv_bias" else name]
+    begin = 0
+    for rows in (shapes[member][0] for member in members):
+        found.append(np.split(whole[begin : begin + rows], SHARDS)[number])
+        begin += rows
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "nf4", "bf16"])
+def test_a_shard_is_a_slice_of_each_projection(format, tiles, monkeypatch):
+    config, layer = policy(format)
+    monkeypatch.setattr(fp4_matmul, "supports_device", lambda: tiles)
+    for name in (*FUSED, "qkv_bias"):
+        shards = cut(name, layer[name], config, SHARDS)
+        for number, shard in enumerate(shards):
+            np.testing.assert_array_equal(
+                values(shard), expected(name, values(layer[name]), config, number)
+            )
+            if tiles and name in FUSED and format in ("nvfp4", "mxfp4"):
+                assert shard.tiles is not None
+
+
+def test_codes_and_scales_are_not_quantized_again(monkeypatch):
+    config, layer = policy("nvfp4")
+    down, packed = layer["down_proj"], []
+    monkeypatch.setattr(fp4_matmul, "supports_device", lambda: True)
+    for shard in cut("down_proj", down, config, SHARDS):
+        assert shard.shape == (config.embed_dim, config.mlp_dim // SHARDS)
+        packed.append(checkpoint_order(shard))
+    for name in ("packed", "scales"):
+        joined = np.concatenate([np.asarray(getattr(part, name)) for part in packed], axis=1)
+        assert joined.tobytes() == np.asarray(getattr(down, name)).tobytes()
+
+
+def test_norms_are_whole_on_every_device():
+    config, layer = policy("nvfp4")
+    norm = layer["input_layernorm"]
+    assert all(shard is norm for shard in cut("input_layernorm", norm, config, SHARDS))
+
+
+def test_weights_without_an_order_for_the_kernel_are_all_in_that_of_checkpoints(monkeypatch):
+    """One shard of MXFP4 scales may be too far apart, and all devices run one program."""
+    config, layer = policy("nvfp4")
+    monkeypatch.setattr(fp4_matmul, "supports_device", lambda: True)
+    calls = iter([quant.tile_order, lambda weight: weight])
+    monkeypatch.setattr(
+        "qerl_jax.policy.tensor_parallel.tile_order", lambda weight: next(calls)(weight)
+    )
+    shards = cut("qkv_proj", layer["qkv_proj"], config, SHARDS)
+    assert [shard.tiles for shard in shards] == [None, None]
+
+
+def test_the_architecture_of_a_device():
+    config = ARCHITECTURES["qwen2.5-72b"]
+    own = shard_of(config, 2, format="nvfp4")
+    assert (own.shards, own.num_heads, own.num_kv_heads, own.head_dim) == (2, 32, 4, 128)
+    assert (own.mlp_dim, own.vocab_size, own.embed_dim) == (14784, 76032, 8192)
+    assert shard_of(config, 1) is config
+
+
+@pytest.mark.parametrize(
+    ("changes", "shards", "format", "message"),
+    [
+        ({}, 3, "bf16", r"mesh\.tensor=3 .* the 8 query heads"),
+        ({}, 4, "bf16", r"mesh\.tensor=4 .* the 2 kv heads"),
+        ({"mlp_dim": 257}, 2, "bf16", r"mesh\.tensor=2 .* the 257 columns of the MLP"),
+        ({"vocab_size": 49}, 2, "bf16", r"mesh\.tensor=2 .* the 49 tokens"),
+        ({"mlp_dim": 48}, 2, "nvfp4", r"mesh\.tensor=2 cuts the 48 inputs of down_proj into 24, "
+         r".* blocks of 16 as nvfp4"),
+        ({"head_dim": 8}, 2, "nf4", r"mesh\.tensor=2 cuts the 64 inputs of o_proj into 32, "
+         r".* blocks of 64 as nf4"),
+    ],
+)  # fmt: skip
+def test_what_does_not_divide_is_refused(changes, shards, format, message):
+    config, _ = tiny_policy("qwen2", **(SIZES | changes))
+    with pytest.raises(UserError, match=message):
+        shard_of(config, shards, format=format)
+
+
+def test_every_array_has_a_rule():
+    config, params = tiny_policy("qwen3", quantized=True, num_layers=1)
+    found = sharding.specs(params, SHARDS)
+    assert found["embed_tokens"] == found["lm_head"] == ROWS
+    assert found["layers"][0]["qkv_proj"].global_scale == ROWS
+    assert found["layers"][0]["down_proj"].packed == COLUMNS
+    assert found["layers"][0]["down_proj"].global_scale == WHOLE
+    assert found["layers"][0]["q_norm"] == found["norm"] == WHOLE
+    adapter = sharding.specs(random_lora(config), SHARDS).layers[0]
+    assert adapter["q_proj"] == {"a": WHOLE, "b": ROWS}
+    assert adapter["down_proj"] == {"a": COLUMNS, "b": WHOLE}
+    assert set(jax.tree.leaves(sharding.specs(params, 1))) == {WHOLE}
+
+
+def test_an_array_without_a_rule_is_an_error():
+    with pytest.raises(ValueError, match=r"no rule says how layers/0/router .*mesh\.tensor=2"):
+        sharding.specs({"layers": [{"router": jnp.zeros(2)}]}, SHARDS)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 64, 128, 4480])
+@pytest.mark.parametrize("shards", [2, 4])
+@pytest.mark.parametrize("model", ["qwen2.5-32b", "qwen2.5-72b"])
+def test_the_kernel_has_a_tiling_for_shards(model, shards, rows):
+    """Also for shards that no table has, and whose inputs end inside of a tile."""
+    own = shard_of(ARCHITECTURES[model], shards, format="nvfp4")
+    shapes = projection_shapes(own)
+    for members in FUSED.values():
+        n, k = sum(shapes[name][0] for name in members), shapes[members[0]][1]
+        rank = tiling.padded_rank(32 * len(members))
+        config = tiling.choose(rows, n, k, rank=rank)
+        assert config.problem() is None
+        assert config.block_k >= rank
+        assert n % tiling.TILE_ROWS == 0
