@@ -31,7 +31,7 @@ _LOOK_SECONDS = 0.5
 _PART_SECONDS = 10.0  # how long a process that ends waits for the others to hear why
 _JOIN_SECONDS = 5.0
 _END_SECONDS = 600.0  # how long a finished process waits for the others
-_FAILED, _STOP = "told/failed", "told/stop"
+_FAILED, _STOP, _SIGNAL = "told/failed", "told/stop", "told/signal"
 
 
 class Processes:
@@ -41,6 +41,7 @@ class Processes:
         index: number of this process.
         count: number of all processes.
         names: the processes with their hosts, such as 'process 1 on node7'.
+        received: signals that this process has received; it may grow.
     """
 
     def __init__(self, index: int = 0, count: int = 1, address: str = ""):
@@ -55,6 +56,8 @@ class Processes:
         self.names = [f"process {number}" for number in range(count)]
         self._client: Any = multihost.get_jax_distributed_client() if count > 1 else None
         self._exchanges = 0  # number of the next exchange
+        self.received: Sequence[int] = ()
+        self._signal = 0  # that another process has received
         self._stop: dict[str, int] | None = None
         self._parting = threading.Lock()  # held by the thread that ends this process
         self._others_left, self._ended = threading.Event(), threading.Event()
@@ -133,20 +136,18 @@ class Processes:
                 said = "; ".join(f"{n} is {first.get(n)} and {found.get(n)}" for n in differ[:5])
                 raise UserError(f"{self.names[0]} and {self.names[other]} differ: {said}; {remedy}")
 
-    def stop_if_asked(self, received: Sequence[int]) -> None:
+    def stop_if_asked(self) -> None:
         """Ends this process with all others once one of them has received a signal.
 
-        Args:
-            received: signals that this process has received.
-
         Raises:
-            StoppedError: one has, and no process takes part in the next exchange.
+            StoppedError: one has, and no process completes the next exchange.
         """
-        if received:
-            if self.count > 1:
-                self._tell(_STOP, {"exchange": self._exchanges, "signal": received[0]})
-            raise StoppedError(received[0])
         self._stop_with_others()
+        signum = self.received[0] if self.received else self._signal
+        if signum:
+            if self.count > 1:
+                self._tell(_STOP, {"exchange": self._exchanges, "signal": signum})
+            raise StoppedError(signum)
 
     def fail(self, error: BaseException) -> None:
         """Tells the other processes that this one ends by an error; then all of them end.
@@ -194,6 +195,8 @@ class Processes:
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
+            if self.received:  # Too late for this process: one that has not given its share stops.
+                self._tell(_SIGNAL, {"signal": self.received[0]})
             self._stop_with_others()
 
     def _stop_with_others(self) -> None:
@@ -220,6 +223,8 @@ class Processes:
                 told = dict(self._client.key_value_dir_get("told/"))
             except jax.errors.JaxRuntimeError:
                 return  # The connection has ended.
+            if _SIGNAL in told:
+                self._signal = json.loads(told[_SIGNAL])["signal"]
             if _STOP in told:
                 self._stop = json.loads(told[_STOP])
             if _FAILED in told:

@@ -39,7 +39,6 @@ class Run:
         folder: the open run folder.
         checkpoints: saves `progress`.
         log: writes the rows of metrics; None in a process that writes nothing.
-        received: signals that ask the run to stop.
         progress: the part that the steps change.
         evaluations: greedy accuracy by step, as logged; step 0 is before training.
         fingerprints: digests of the training and the held-out problems.
@@ -53,7 +52,6 @@ class Run:
     folder: OpenRun
     checkpoints: Checkpoints
     log: MetricsLog | None
-    received: list[int]
     progress: Progress
     evaluations: dict[int, float]
     fingerprints: dict[str, str]
@@ -64,7 +62,7 @@ class Run:
 
     def stop_if_asked(self) -> None:
         """Raises a StoppedError once a signal has arrived, in any process of the run."""
-        self.setup.processes.stop_if_asked(self.received)
+        self.setup.processes.stop_if_asked()
 
 
 def check_starts(
@@ -95,7 +93,6 @@ def begin(
     folder: OpenRun,
     checkpoints: Checkpoints,
     log: MetricsLog | None,
-    received: list[int],
     compilations: Compilations,
 ) -> Run:
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
@@ -145,7 +142,6 @@ def begin(
         folder,
         checkpoints,
         log,
-        received,
         progress,
         evaluations,
         fingerprints,

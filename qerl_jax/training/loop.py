@@ -114,7 +114,8 @@ def _train_in(
             stop_signals() as received,
             counted() as compilations,
         ):
-            run = begin(setup, folder, checkpoints, log, received, compilations)
+            processes.received = received
+            run = begin(setup, folder, checkpoints, log, compilations)
             try:
                 _train_steps(run)
             except (StoppedError, MissingProgramError, NoRewardError) as error:
