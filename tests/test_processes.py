@@ -10,11 +10,13 @@ import socket
 import subprocess
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 import tiny_run
 
+from qerl_jax import sharding
 from qerl_jax.errors import UserError
 from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
@@ -269,6 +271,18 @@ def test_runs_on_one_device_do_not_connect_under_slurm():
 def test_an_environment_that_is_wrong_is_refused(changes, devices, message):
     with pytest.raises(UserError, match=message):
         place_of(PLAIN | changes, devices=devices)
+
+
+def test_a_mesh_of_all_processes_names_both_numbers():
+    devices = [types.SimpleNamespace(process_index=number // 2) for number in range(4)]
+    with pytest.raises(
+        UserError, match=r"^mesh.data=2 x .* are 2 devices, and the 2 processes h.* 4"
+    ):
+        sharding.make_mesh(2, 1, devices)
+    with pytest.raises(
+        UserError, match=r"mesh.tensor=4 does not divide the 2 devices of each proc"
+    ):
+        sharding.make_mesh(1, 4, devices)
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
