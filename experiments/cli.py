@@ -11,8 +11,9 @@ Experiments that train take
 
 and the other commands define their own arguments (`run_command`).
 
-Exit codes: 0 done; 2 bad input, where one line on stderr says what to change; 130 and 143 stopped
-by SIGINT and SIGTERM; 141 stdout was closed, as by `| head`.
+Exit codes: 0 done; 1 another process of the run failed or is lost, which one line on stderr names;
+2 bad input, where one line on stderr says what to change; 130 and 143 stopped by a signal;
+141 stdout was closed, as by `| head`.
 """
 
 import argparse

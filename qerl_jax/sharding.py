@@ -77,9 +77,11 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
             remedy = f"pass two numbers whose product is {len(found)}"
         visible = ",".join(map(str, range(data * tensor)))
         fewer = f", or show it fewer devices, such as CUDA_VISIBLE_DEVICES={visible}"
+        processes = len({device.process_index for device in found})
+        have = f"the {processes} processes have" if processes > 1 else "this process has"
         raise UserError(
-            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and this "
-            f"process has {len(found)}: {remedy}{fewer if len(found) > data * tensor else ''}"
+            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and {have} "
+            f"{len(found)}: {remedy}{fewer if len(found) > data * tensor else ''}"
         )
     grid = np.array(found).reshape(data, tensor)
     if any(len({device.process_index for device in group}) > 1 for group in grid):
@@ -141,10 +143,30 @@ def placed(tree: Any, mesh: Mesh | None) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     targets = jax.tree.leaves(shardings(tree, mesh))
     copies = {
-        id(leaf): jax.device_put(leaf, target)
+        id(leaf): put(leaf, target)
         for leaf, target in {id(x): (x, t) for x, t in zip(leaves, targets, strict=True)}.values()
     }
     return jax.tree.unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
+
+
+def put(array: Any, target: NamedSharding) -> jax.Array:
+    """Returns an array on the devices of a sharding, those of other processes included.
+
+    Args:
+        array: the whole array, which is the same in every process, or an array that has the
+            sharding already.
+        target: the sharding.
+    """
+    if target.is_fully_addressable:
+        return jax.device_put(array, target)
+    if isinstance(array, jax.Array) and array.sharding == target:
+        return array
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        array = array.addressable_data(0)  # It is replicated.
+    whole = target.is_fully_replicated
+    places = target.addressable_devices_indices_map(array.shape)
+    parts = [jax.device_put(array if whole else array[i], one) for one, i in places.items()]
+    return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 
 
 def placed_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dict:

@@ -41,10 +41,11 @@ ALLOWED = {
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
     "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
+    "processes": {"run", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run", "config"}
     | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
-    | {"hub", "paths", "errors"},
+    | {"processes", "sharding", "hub", "paths", "errors"},
     "export": {
         "staging",
         "live_line",
@@ -63,7 +64,7 @@ ALLOWED = {
     },
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
-    | {"problem_order"},
+    | {"problem_order", "processes"},
     "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"problem_order", "model_source", "paths", "errors"},

@@ -326,7 +326,9 @@ def _fields(model: str) -> ConfigDict:
     # that of the loss 'bnpo'.
     c.train.micro_batch_rows = 8
 
-    # Devices of the run, data x tensor of them. A run may go on with other numbers.
+    # Devices of the run, data x tensor of them, in all its processes. A run may go on with other
+    # numbers. Processes connect by srun's variables, or by JAX_COORDINATOR_ADDRESS=HOST:PORT of
+    # process 0, JAX_NUM_PROCESSES and JAX_PROCESS_ID, which counts from 0.
     c.mesh = ConfigDict()
     # Groups of devices that the rows of a step are dealt out to; it divides
     # rollout.prompts_per_step. Every group has a copy of the weights.

@@ -13,12 +13,14 @@ import numpy as np
 
 from qerl_jax.data import Prompt
 from qerl_jax.policy.lora import Lora
+from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize
 from qerl_jax.rollout.programs import Executables
-from qerl_jax.rollout.replicas import generate_steps
+from qerl_jax.rollout.replicas import deal, generate_steps
 from qerl_jax.scoring.score import Scores, score
+from qerl_jax.sharding import groups_of
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -49,6 +51,7 @@ def greedy_accuracy(
     time_limit: float,
     sampling: SamplingConfig,
     engine: EngineConfig = DEFAULT_ENGINE,
+    processes: Processes = ALONE,
     executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
@@ -64,39 +67,48 @@ def greedy_accuracy(
         time_limit: time limit for one call of the reward in seconds.
         sampling: limits of the completions; its temperature is ignored.
         engine: settings of the engine.
+        processes: the processes of the run, each of which completes a part of the prompts.
         executables: compiled programs, as in `replicas.generate_steps`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
         on_wait: as in `score.Scoring`.
     """
-    steps = generate_steps(
-        jax.random.key(0),
-        model.params,
-        lora,
-        [prompt.ids for prompt in prompts],
-        config=model.config,
-        sampling=greedy(sampling),
-        tokenizer=model.tokenizer,
-        engine=engine,
-        executables=executables,
-    )
-    with contextlib.closing(steps):
-        for step in steps:
-            if on_progress is not None and step.ended_rows < step.rows:
-                on_progress(step.ended_rows, step.tokens)
-    rollout = step.rollout
-    scores = score_completions(
-        {"correct": correctness},
-        prompts,
-        detokenize(rollout, model.tokenizer.decode),
-        rollout.lengths,
-        rollout.finished,
-        time_limit=time_limit,
-        on_wait=on_wait,
-    )
+    shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
+    own = [prompts[i] for i in shares[processes.index]]
+    groups = processes.count * len(groups_of(model.params))
+    largest = -(-len(prompts) // groups)  # share of a group of devices
+    right, finished = np.zeros(0, bool), np.zeros(0, bool)
+    if own:  # There may be fewer prompts than processes.
+        steps = generate_steps(
+            jax.random.key(0),
+            model.params,
+            lora,
+            [prompt.ids for prompt in own],
+            config=model.config,
+            sampling=greedy(sampling),
+            tokenizer=model.tokenizer,
+            engine=dataclasses.replace(engine, prompts=max(engine.prompts, largest)),
+            executables=executables,
+        )
+        with contextlib.closing(steps):
+            for step in steps:
+                if on_progress is not None and step.ended_rows < step.rows:
+                    on_progress(step.ended_rows, step.tokens)
+        rollout = step.rollout
+        scores = score_completions(
+            {"correct": correctness},
+            own,
+            detokenize(rollout, model.tokenizer.decode),
+            rollout.lengths,
+            rollout.finished,
+            time_limit=time_limit,
+            on_wait=on_wait,
+        )
+        right, finished = passed(scores.parts["correct"]), rollout.finished
+    found = processes.exchange({"right": right, "finished": finished})
     return GreedyScore(
-        accuracy=float(passed(scores.parts["correct"]).mean()),
-        truncated=float(1 - np.mean(rollout.finished)),
+        accuracy=float(np.concatenate([share["right"] for share in found]).mean()),
+        truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in found]))),
     )
 
 

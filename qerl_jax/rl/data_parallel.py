@@ -31,7 +31,7 @@ from qerl_jax.rl import train_step
 from qerl_jax.rl.losses import add_metrics
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
 from qerl_jax.rl.train_step import Totals, TrainState, UpdateConfig
-from qerl_jax.sharding import DATA, dealt, shardings, specs
+from qerl_jax.sharding import DATA, dealt, put, shardings, specs
 
 _TOGETHER = 8 << 20  # numbers that are added up over the devices at once
 
@@ -61,7 +61,7 @@ def functions(
         ),
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
-        "buffer_kl": _on_each(train_step.buffer_kl, mesh, **policy),
+        "buffer_kl": _on_each(train_step.buffer_kl, mesh, gathers=True, **policy),
     }
 
 
@@ -81,7 +81,7 @@ def deal_buffers(buffers: Sequence[PackedBuffer], mesh: Mesh | None) -> list[Pac
     padding = empty_buffer(len(buffers[0].tokens))
     filled = [*buffers, *[padding] * (-len(buffers) % count)]
     rounds = [filled[start : start + count] for start in range(0, len(filled), count)]
-    return [jax.device_put(_stack(found), dealt(mesh)) for found in rounds]
+    return [jax.tree.map(lambda x: put(x, dealt(mesh)), _stack(found)) for found in rounds]
 
 
 def abstract_buffer(buffer: PackedBuffer, mesh: Mesh) -> PackedBuffer:
@@ -115,6 +115,7 @@ def _on_each(
     mesh: Mesh,
     *,
     donates: bool = False,
+    gathers: bool = False,
     results: Callable[[Any], Any] = lambda totals: P(DATA),
     **static: Any,
 ) -> Callable[..., Any]:
@@ -124,13 +125,17 @@ def _on_each(
         function: function of `train_step`.
         mesh: mesh of the run.
         donates: whether the first argument is donated.
+        gathers: whether every device gets the results of all, such as those that the host reads.
         results: function from the specs of totals to those of the results.
         **static: static arguments of the function.
     """
 
     def local(*arguments: Any) -> Any:
         own = [_own(x) if _is_dealt(x) else x for x in arguments]
-        return jax.tree.map(lambda x: x[None], function(*own, **static))
+        found = function(*own, **static)
+        if gathers:
+            return jax.lax.all_gather(found, DATA)
+        return jax.tree.map(lambda x: x[None], found)
 
     def on_mesh(*arguments: Any) -> Any:
         trained = next((x for x in arguments if isinstance(x, Trainable)), None)
@@ -145,7 +150,7 @@ def _on_each(
             local,
             mesh=mesh,
             in_specs=tuple(map(spec, arguments)),
-            out_specs=results(totals),
+            out_specs=P() if gathers else results(totals),
             check_vma=False,
         )(*arguments)
 

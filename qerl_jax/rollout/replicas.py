@@ -43,6 +43,7 @@ def generate_steps(
     tokenizer: Tokenizer,
     engine: EngineConfig,
     group_size: int = 1,
+    prompt_ids: Sequence[int] | None = None,
     executables: Executables | None = None,
 ) -> Generator[Progress, None, Rollout]:
     """Samples as `engine.generate_steps` does, on all devices of the policy.
@@ -60,6 +61,7 @@ def generate_steps(
         tokenizer: as in `engine.generate`.
         engine: settings of the engine; its bounds of rows and memory are those of one device.
         group_size: G, number of completions of each prompt.
+        prompt_ids: as in `engine.generate_steps`.
         executables: as in `engine.generate_steps`, with those of the other groups as `replicas`.
 
     Raises:
@@ -69,6 +71,7 @@ def generate_steps(
     groups = sharding.groups_of(params)
     shares = deal([len(prompt) for prompt in prompts], len(groups))
     engine = dataclasses.replace(engine, prompts=max(engine.prompts, most(prompts, groups)))
+    ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
     programs = [None] * len(groups) if executables is None else [executables]
     programs += [] if executables is None else executables.replicas
 
@@ -84,7 +87,7 @@ def generate_steps(
             tokenizer=tokenizer,
             engine=engine,
             group_size=group_size,
-            prompt_ids=shares[number].tolist(),
+            prompt_ids=ids[shares[number]].tolist(),
             executables=programs[number],
         )
 

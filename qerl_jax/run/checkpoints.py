@@ -3,9 +3,13 @@
 Orbax writes a checkpoint under a temporary name and renames it when it is complete, so a process
 that is killed while it saves leaves the earlier checkpoints as they were. Orbax does not notice
 altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved beside them.
+
+Where a run has several processes, all of them hold the whole state and make the same calls of
+`Checkpoints`: Orbax writes the arrays of process 0, and every process restores them.
 """
 
 import contextlib
+import functools
 import shutil
 import sys
 import zlib
@@ -14,6 +18,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from qerl_jax.errors import UserError
@@ -35,13 +40,14 @@ class Checkpoints:
             raise UserError(f"checkpoint.keep is {keep}: at least 1 checkpoint must be kept")
         self._folder = Path(folder).resolve()
         # Orbax would do this in a thread that may outlive the interpreter.
-        for interrupted in self._folder.glob("*.orbax-checkpoint-tmp"):
+        for interrupted in self._folder.glob("*.orbax-checkpoint-tmp") if _is_first() else ():
             shutil.rmtree(interrupted)
-        self._checkpointer = ocp.training.Checkpointer(
-            str(self._folder),
-            # pyrefly: ignore[bad-argument-type]  Orbax's annotation names another class.
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
-        )
+        with _together():
+            self._checkpointer = ocp.training.Checkpointer(
+                str(self._folder),
+                # pyrefly: ignore[bad-argument-type]  Orbax's annotation names another class.
+                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            )
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -142,7 +148,7 @@ class Checkpoints:
         return state, custom["meta"]
 
     def _set_aside(self, failures: dict[int, str], restored: int) -> None:
-        for step, reason in failures.items():
+        for step, reason in failures.items() if _is_first() else ():
             target = self._folder / f"damaged-{step}"
             number = 1
             while target.exists():
@@ -156,6 +162,8 @@ class Checkpoints:
                 flush=True,
             )
         if failures:
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("damaged checkpoints are set aside")
             self._checkpointer.reload()
 
 
@@ -167,7 +175,7 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
     found = [path for path in Path(folder).glob("*") if path.name.isdigit()]
     for path in sorted(found, key=lambda path: -int(path.name)):
         # An incomplete or damaged checkpoint raises exceptions without a common class.
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception), _alone():
             custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
             return custom["meta"]
     return {}
@@ -181,7 +189,8 @@ def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]
 
     Args:
         folder: folder of the checkpoints of a run.
-        like: as in `Checkpoints.restore_latest`.
+        like: as in `Checkpoints.restore_latest`. Where an array has parts in other processes, this
+            process gets the whole array on its first device.
 
     Returns:
         As `Checkpoints.restore_latest` does.
@@ -189,24 +198,31 @@ def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]
     Raises:
         UserError: there are checkpoints, and none can be read.
     """
-    abstract, reasons = jax.tree.map(_abstract, like), {}
+    abstract = jax.tree.map(functools.partial(_abstract, alone=True), like)
+    reasons: dict[int, str] = {}
     for _ in range(3):
         found = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
         for step in sorted(set(found) - reasons.keys(), reverse=True):
-            path = str((Path(folder) / str(step)).resolve())
+            path = Path(folder) / str(step)
             # An incomplete or damaged checkpoint raises exceptions without a common class.
             try:
-                custom: Any = ocp.metadata(path).custom_metadata
-                state = ocp.load(path, abstract)
-                if _crc32(state) == custom["crc32"]:
-                    return step, state, custom["meta"]
-                reasons[step] = "its arrays do not match their checksum"
+                return step, *_read(path, abstract)
             except Exception as error:
                 reasons[step] = _reason(error)
     if reasons:
         listed = "; ".join(f"{step}: {reason}" for step, reason in reasons.items())
         raise UserError(f"no checkpoint in {folder} can be read ({listed})")
     return None
+
+
+def _read(path: Path, abstract: Any) -> tuple[Any, dict[str, Any]]:
+    """Reads the state and the meta object of a checkpoint, or raises any exception."""
+    with _alone():
+        custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
+        state = ocp.load(str(path.resolve()), abstract)
+    if _crc32(state) != custom["crc32"]:
+        raise ValueError("its arrays do not match their checksum")
+    return state, custom["meta"]
 
 
 def require_free_space(path: str | Path, num_bytes: int) -> None:
@@ -219,21 +235,45 @@ def require_free_space(path: str | Path, num_bytes: int) -> None:
         )
 
 
+def _is_first() -> bool:
+    return jax.process_index() == 0
+
+
+def _together() -> contextlib.AbstractContextManager[Any]:
+    """Lets Orbax write what all processes hold from the first one, and not a part from each."""
+    if jax.process_count() == 1:
+        return contextlib.nullcontext()
+    saving = ocp.options.ArrayOptions.Saving(use_replica_parallel=False)
+    return ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving))
+
+
+def _alone() -> contextlib.AbstractContextManager[Any]:
+    """Lets Orbax read in this process without the other processes of the run."""
+    if jax.process_count() == 1:
+        return contextlib.nullcontext()
+    own = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    return ocp.Context(multiprocessing_options=options)
+
+
 def _one_copy(leaf: Any) -> Any:
     """Returns an array that several devices hold as the first of them does.
 
-    Of such an array Orbax would cut a part from each device, and compile programs to do so.
+    Of such an array Orbax would cut a part from each device, and compile programs to do so. Where
+    other processes hold it too, Orbax must know of them.
     """
+    if jax.process_count() > 1:
+        return leaf
     shared = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
     if shared and leaf.is_fully_replicated:
         return leaf.addressable_shards[0].data
     return leaf
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Any, *, alone: bool = False) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    if sharding is None or (alone and not sharding.is_fully_addressable):
+        sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

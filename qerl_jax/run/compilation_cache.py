@@ -17,7 +17,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 @contextlib.contextmanager
-def programs_in(path: Path) -> Generator[None]:
+def programs_in(path: Path, *, writes: bool = True) -> Generator[None]:
     """On a GPU, keeps compiled programs in a folder while the block runs.
 
     The folder starts with the programs of JAX's cache, and JAX's cache receives the new programs
@@ -25,13 +25,16 @@ def programs_in(path: Path) -> Generator[None]:
 
     Args:
         path: folder of the programs; made if missing.
+        writes: whether this process keeps the folder in order. Of several processes of a run one
+            does; JAX writes the programs of that one too.
     """
     if jax.default_backend() != "gpu":
         yield
         return
-    _remove_torn(path)
+    if writes:
+        _remove_torn(path)
     common = jax.config.jax_compilation_cache_dir
-    if not common or "://" in common:
+    if not writes or not common or "://" in common:
         with cached_in(path):
             yield
         return

@@ -19,16 +19,22 @@ def provenance() -> dict[str, Any]:
 
     devices = jax.devices()
     return {
-        "versions": {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES},
+        "versions": versions(),
         "git": git_state(),
         "device": {
             "platform": devices[0].platform,
             "kind": devices[0].device_kind,
             "count": len(devices),
+            **({"processes": jax.process_count()} if jax.process_count() > 1 else {}),
         },
         "command": shlex.join(sys.orig_argv),
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages that results depend on; None where missing."""
+    return {"python": platform.python_version()} | {p: _version(p) for p in _PACKAGES}
 
 
 def without_folders(text: str) -> str:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.config.mixture import has_own_evaluation
@@ -12,12 +13,14 @@ from qerl_jax.errors import UserError
 from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.problem_order import Cursor, read_cursor
+from qerl_jax.processes.group import Processes
+from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilations import Compilations
-from qerl_jax.run.folder import OpenRun, record_places
+from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
-from qerl_jax.run.signals import StoppedError
+from qerl_jax.run.provenance import versions
 from qerl_jax.sharding import placed
 from qerl_jax.training.init_from import begin_from, with_reference
 from qerl_jax.training.problems import EVAL, TRAIN, by_source, mixture_of
@@ -35,8 +38,7 @@ class Run:
         setup: the parts that do not change.
         folder: the open run folder.
         checkpoints: saves `progress`.
-        log: writes the rows of metrics.
-        received: signals that ask the run to stop.
+        log: writes the rows of metrics; None in a process that writes nothing.
         progress: the part that the steps change.
         evaluations: greedy accuracy by step, as logged; step 0 is before training.
         fingerprints: digests of the training and the held-out problems.
@@ -49,8 +51,7 @@ class Run:
     setup: Setup
     folder: OpenRun
     checkpoints: Checkpoints
-    log: MetricsLog
-    received: list[int]
+    log: MetricsLog | None
     progress: Progress
     evaluations: dict[int, float]
     fingerprints: dict[str, str]
@@ -60,26 +61,50 @@ class Run:
     drawn: float = dataclasses.field(default_factory=time.monotonic)
 
     def stop_if_asked(self) -> None:
-        """Raises a StoppedError once a signal has arrived."""
-        if self.received:
-            raise StoppedError(self.received[0])
+        """Raises a StoppedError once a signal has arrived, in any process of the run."""
+        self.setup.processes.stop_if_asked()
+
+
+def check_starts(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], processes: Processes
+) -> None:
+    """Refuses processes that were started in different ways, before a folder is made.
+
+    Args:
+        config: the resolved config.
+        rewards: function and weight by name.
+        processes: processes of the run.
+
+    Raises:
+        UserError: they differ.
+    """
+    if processes.count == 1:
+        return
+    found = flatten(config_dict(config))
+    found |= {f"weight of the reward {name}": weight for name, (_, weight) in rewards.items()}
+    found |= {f"version of {name}": version for name, version in versions().items()}
+    devices = jax.local_devices()
+    found |= {"number of devices": len(devices), "kind of device": devices[0].device_kind}
+    processes.check_same(found, "start all of them with the same command, versions and devices")
 
 
 def begin(
     setup: Setup,
     folder: OpenRun,
     checkpoints: Checkpoints,
-    log: MetricsLog,
-    received: list[int],
+    log: MetricsLog | None,
     compilations: Compilations,
 ) -> Run:
     """Starts a run, or restores the latest checkpoint and drops the rows after it."""
+    processes = setup.processes
     restored = checkpoints.restore_latest(setup.state_shapes)
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
     fingerprints = problem_fingerprints(prompts, setup.collect.rewards)
+    _check_processes(setup, fingerprints, None if restored is None else restored[0])
     if restored is None:
-        log.truncate(-1)
-        folder.best.unlink(missing_ok=True)
+        if log is not None:
+            log.truncate(-1)
+            folder.best.unlink(missing_ok=True)
         if setup.config.init_from:
             setup, progress = begin_from(setup, folder, fingerprints)
         else:
@@ -100,19 +125,23 @@ def begin(
         check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
         _check_problems(setup.config, meta.get("problems", {}), fingerprints)
         _check_moved(folder, meta)
-        _truncate_log(log, folder, step, meta.get("unlogged"))
+        if log is not None:
+            _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
         noise = SigmaState(**meta.get("noise", {}))
         progress = Progress(step=step, state=state, cursor=read_cursor(meta["cursor"]), noise=noise)
-    evaluations = read_evaluations(folder.metrics) if folder.metrics.exists() else {}
-    if folder.moved:
+    evaluations = {}
+    if processes.writes and folder.metrics.exists():
+        evaluations = read_evaluations(folder.metrics)
+    if processes.count > 1:
+        evaluations = dict(processes.of_first(list(evaluations.items())))
+    if processes.writes and folder.moved:
         record_places(folder, setup.config)
     run = Run(
         setup,
         folder,
         checkpoints,
         log,
-        received,
         progress,
         evaluations,
         fingerprints,
@@ -122,6 +151,20 @@ def begin(
         save_checkpoint(run)
         checkpoints.wait()  # From here on the run needs nothing of the other one.
     return run
+
+
+def _check_processes(setup: Setup, fingerprints: Mapping[str, str], step: int | None) -> None:
+    """Refuses processes that have read other things, or have planned other programs."""
+    found = {f"{split} problems": digest[:16] for split, digest in fingerprints.items()}
+    found |= {
+        "step of the checkpoint": step,
+        "weights": setup.model.fingerprint[:16],
+        "reference policy": setup.reference_fingerprint,
+        "buffer_tokens of the memory plan": setup.memory.buffer_tokens,
+        "recompute of the memory plan": list(setup.update.recompute),
+    }
+    remedy = "give all of them the same model, problems and GPU memory"
+    setup.processes.check_same(found, remedy)
 
 
 def save_checkpoint(run: Run) -> None:

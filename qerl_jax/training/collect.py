@@ -19,15 +19,17 @@ from qerl_jax.problem_order import (
     record,
     source_metrics,
 )
+from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, overlong_penalty
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import Progress, live_fraction
+from qerl_jax.rollout.engine import Progress, detokenize, live_fraction
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.replicas import generate_steps
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.scoring.score import Completion, Scores, Scoring
+from qerl_jax.training.gather import Scored, gathered, own_prompts
 from qerl_jax.weights.load import LoadedModel
 
 
@@ -164,6 +166,7 @@ def collect(
     cursor: Cursor,
     *,
     config: CollectConfig,
+    processes: Processes = ALONE,
     executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
@@ -185,6 +188,7 @@ def collect(
         prompts: the training prompts.
         cursor: position in the prompts.
         config: options.
+        processes: the processes of the run, each of which samples and scores a part.
         executables: compiled rollout programs, as in `replicas.generate_steps`.
         on_progress: called with the number of finished rows of a rollout and the number of tokens
             of all rounds, after every chunk but the last of a rollout.
@@ -202,19 +206,22 @@ def collect(
         places, cursor = draw(config.order, cursor, config.prompts_per_step, without=taken)
         taken.extend(places)
         drawn = [prompts[place] for place in places]
-        rows = [prompt for prompt in drawn for _ in range(config.group_size)]
+        lengths = [len(prompt.ids) for prompt in drawn]
+        own = own_prompts(lengths, processes)
+        rows = [drawn[i] for i in own for _ in range(config.group_size)]
         texts = _Texts(rows, model, config)
         started = time.perf_counter()
         steps = generate_steps(
             jax.random.fold_in(key, index),
             params,
             lora,
-            [prompt.ids for prompt in drawn],
+            [drawn[i].ids for i in own],
             config=model.config,
             sampling=config.sampling,
             tokenizer=model.tokenizer,
             engine=config.engine,
             group_size=config.group_size,
+            prompt_ids=own.tolist(),
             executables=executables,
         )
         with (
@@ -228,10 +235,15 @@ def collect(
                     on_progress(step.ended_rows, tokens + step.tokens)
                 scoring.add(texts.ended(step))
             seconds = time.perf_counter() - started
-            scores = _checked(scoring.finish(), step.rollout, config)
-        made = [texts.found[row] for row in range(len(rows))]
+            made = Scored(step.rollout, scoring.finish(), [step.statistics], seconds)
+        made = gathered(made, lengths, model.tokenizer.pad_id, processes)
+        found = [texts.found[row] for row in range(len(rows))]
+        if processes.count > 1:
+            rows = [prompt for prompt in drawn for _ in range(config.group_size)]
+            found = detokenize(made.rollout, model.tokenizer.decode)
+        scores = _checked(made.scores, made.rollout, config)
         cursor = record(config.order, cursor, places, _correct(scores, config))
-        return _Round(places, rows, made, step.rollout, scores, [step.statistics], seconds), cursor
+        return _Round(places, rows, found, made.rollout, scores, made.costs, made.seconds), cursor
 
     rounds, informative, cursor = _sample_rounds(sample, cursor, config)
     made = _choose(_concatenate(rounds), informative, config)

@@ -40,11 +40,12 @@ def compile_programs(
     trainable = state.trainable
     policy = setup.key, current_policy(setup.model.params, trainable), trainable.lora
     updates = _update_operations(setup, state) if trains else {}
-    groups = sharding.groups_of(setup.model.params)
+    groups = sharding.groups_of(setup.model.params)  # those of this process
+    count = len(groups) * setup.processes.count
     local, head = sharding.on_group((policy, setup.rollout_head), groups[0])
-    rollouts = _rollout_operations(setup, local, head, len(groups)) if trains else []
+    rollouts = _rollout_operations(setup, local, head, count) if trains else []
     if evaluates:
-        rollouts += _evaluation_operations(setup, local, len(groups))
+        rollouts += _evaluation_operations(setup, local, count)
     arrays = committed((*local, head))
     if setup.mesh is None:
         executables = compile_operations(arrays, [*updates.values(), *rollouts], on_progress)

@@ -31,6 +31,7 @@ from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 
 BEST = ":best"
+_SETTLED = "begin from a run that has ended, or start again"
 # The fields that say what the trained parameters are. A scale of the adapter is one of them:
 # another one would be another policy.
 _SAME = (
@@ -127,23 +128,25 @@ def begin_from(
         f"{origin.path}; {fresh or 'its optimizer state goes on'}; {why}",
         flush=True,
     )
-    record_origin(
-        folder,
-        {
-            "run": str(origin.path.resolve()),
-            "step": step,
-            "best": best,
-            "optimizer": not fresh,
-            "cursor": cursor.without_scores().to_json(),
-        },
-    )
-    if config.rl.kl_coef:
-        save_peft_adapter(
-            folder.first_adapter,
-            state.trainable,
-            setup.lora_config,
-            base_model=setup.model.source,
+    if setup.processes.writes:
+        record_origin(
+            folder,
+            {
+                "run": str(origin.path.resolve()),
+                "step": step,
+                "best": best,
+                "optimizer": not fresh,
+                "cursor": cursor.without_scores().to_json(),
+            },
         )
+        if config.rl.kl_coef:
+            save_peft_adapter(
+                folder.first_adapter,
+                state.trainable,
+                setup.lora_config,
+                base_model=setup.model.source,
+            )
+    setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _SETTLED)
     return with_reference(setup, folder), Progress(step=0, state=state, cursor=cursor)
 
 

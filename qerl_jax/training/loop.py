@@ -23,17 +23,20 @@ from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.memory.report import out_of_memory
 from qerl_jax.policy.trainable import current_policy
+from qerl_jax.processes.folder import open_run_together
+from qerl_jax.processes.group import Processes
+from qerl_jax.processes.launch import connected
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.compilations import counted
-from qerl_jax.run.folder import fingerprint, open_run
+from qerl_jax.run.folder import OpenRun, fingerprint
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import format_row
-from qerl_jax.training.begin import Run, begin
+from qerl_jax.training.begin import Run, begin, check_starts
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.init_from import check_origin
@@ -77,43 +80,52 @@ def train(
     validate(config)
     rewards = rewards or configured_rewards(config)
     with (
+        connected(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
-        open_run(workdir, config) as folder,
-        Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
     ):
+        check_starts(config, rewards, processes)
+        with open_run_together(workdir, config, processes) as folder:
+            _train_in(folder, config, rewards, processes)
+        return folder.path
+
+
+def _train_in(
+    folder: OpenRun,
+    config: ConfigDict,
+    rewards: Mapping[str, tuple[Reward, float]],
+    processes: Processes,
+) -> None:
+    with Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints:
         last = checkpoints.steps[-1] if checkpoints.steps else -1
-        if last >= config.steps and folder.finished_steps() == last:
+        finished = last >= config.steps and folder.finished_steps() == last
+        last, finished = processes.of_first([last, finished])
+        if finished:
             announce_finished(folder, last, config)
-            return folder.path
+            return
         trained = trained_folder(folder, config)
         check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
-        if not checkpoints.steps:
+        if last < 0:
             check_origin(config)
-        setup = prepare(config, rewards, schedule_steps=folder.schedule_steps)
+        setup = prepare(config, rewards, schedule_steps=folder.schedule_steps, processes=processes)
         with (
             memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
-            programs_in(folder.programs),
-            MetricsLog(
-                folder.path,
-                tensorboard=config.log.tensorboard,
-                wandb=config.log.wandb,
-                trackio=config.log.trackio,
-                project=config.log.project,
-                group=config.log.group,
-                run_name=f"{folder.path.name}-{fingerprint(config)}",
-            ) as log,
+            programs_in(folder.programs, writes=processes.writes),
+            _metrics_log(folder, config, processes) as log,
             stop_signals() as received,
             counted() as compilations,
         ):
-            run = begin(setup, folder, checkpoints, log, received, compilations)
+            processes.received = received
+            run = begin(setup, folder, checkpoints, log, compilations)
             try:
                 _train_steps(run)
             except (StoppedError, MissingProgramError, NoRewardError) as error:
                 if isinstance(error, NoRewardError) and not run.progress.step:
                     raise  # There is nothing to save, and the run may begin with other rewards.
-                save(run, stops=True)
-                step = run.progress.step
-                print(f"saved after step {step}; the same command continues", flush=True)
+                if processes.count == 1 or not isinstance(error, MissingProgramError):
+                    # All processes stop, or have the same completions; they save together.
+                    save(run, stops=True)
+                    step = run.progress.step
+                    print(f"saved after step {step}; the same command continues", flush=True)
                 if isinstance(error, StoppedError | NoRewardError):
                     raise
                 raise UserError(
@@ -121,7 +133,22 @@ def train(
                     f"with {folder.path}/config.json"
                 ) from error
         finish(run)
-    return folder.path
+
+
+def _metrics_log(
+    folder: OpenRun, config: ConfigDict, processes: Processes
+) -> contextlib.AbstractContextManager[MetricsLog | None]:
+    if not processes.writes:
+        return contextlib.nullcontext()
+    return MetricsLog(
+        folder.path,
+        tensorboard=config.log.tensorboard,
+        wandb=config.log.wandb,
+        trackio=config.log.trackio,
+        project=config.log.project,
+        group=config.log.group,
+        run_name=f"{folder.path.name}-{fingerprint(config)}",
+    )
 
 
 def _train_steps(run: Run) -> None:
@@ -134,7 +161,8 @@ def _train_steps(run: Run) -> None:
         while run.progress.step < config.steps:
             began = time.perf_counter()
             number = run.progress.step + 1
-            if config.profile.start and number == first_traced <= config.profile.stop:
+            traces = config.profile.start and run.log is not None
+            if traces and number == first_traced <= config.profile.stop:
                 trace.enter_context(jax.profiler.trace(str(run.folder.profile)))
             label = f"step {number}/{config.steps}"
             result = take_step(
@@ -170,6 +198,8 @@ def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
     for error in result.experience.scores.errors:
         print(f"warning: {error}", file=sys.stderr, flush=True)
     print(format_row(row, config.steps), flush=True)
+    if run.log is None:
+        return
     run.log.write(row)
     samples = sample_rows(result, config.rollout.group_size, config.log.completions)
     run.log.write_completions(number, samples)
@@ -199,12 +229,13 @@ def _evaluate(run: Run, executables: Executables) -> None:
         time_limit=config.reward_time_limit,
         sampling=setup.eval_sampling,
         engine=setup.eval_engine,
+        processes=setup.processes,
         executables=executables,
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
         on_wait=run.stop_if_asked,
     )
     seconds = time.perf_counter() - began
-    if step and score.accuracy > best_so_far(run):
+    if run.log is not None and step and score.accuracy > best_so_far(run):
         save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
     run.evaluations[step] = score.accuracy
     key = "eval_accuracy" if step else "eval_accuracy_before"
@@ -212,7 +243,8 @@ def _evaluate(run: Run, executables: Executables) -> None:
     row |= {"eval_seconds": seconds} | run.compilations.take()
     run.live.clear()
     print(format_row(row, config.steps), flush=True)
-    run.log.write(row)
+    if run.log is not None:
+        run.log.write(row)
 
 
 def _save_or_stop(run: Run) -> None:

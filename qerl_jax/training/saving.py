@@ -25,6 +25,8 @@ PICTURE_SECONDS = 10.0
 def save(run: Run, *, stops: bool = False) -> None:
     """Saves a checkpoint in the background, and writes the adapter and the curves beside it.
 
+    All processes of a run save the checkpoint together, and one of them writes the rest.
+
     Args:
         run: the run; nothing is written twice for a step.
         stops: whether the run ends here. Then everything is on disk when the function returns, the
@@ -37,6 +39,8 @@ def save(run: Run, *, stops: bool = False) -> None:
     save_checkpoint(run)
     if stops:
         run.checkpoints.wait()
+    if run.log is None:
+        return
     if run.written != step:
         save_trained(run.folder, run.setup, run.progress.state.trainable)
         run.written = step
@@ -47,6 +51,8 @@ def save(run: Run, *, stops: bool = False) -> None:
 def finish(run: Run) -> None:
     """Writes what a finished run leaves, summary.json last, and says so."""
     run.checkpoints.wait()  # The adapter of a finished run never lies there without its checkpoint.
+    if run.log is None:
+        return
     if run.written != run.progress.step:
         save_trained(run.folder, run.setup, run.progress.state.trainable)
     _draw(run)

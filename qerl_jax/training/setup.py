@@ -17,6 +17,7 @@ from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
+from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -62,6 +63,7 @@ class Setup:
         temperature: sampling temperature by step.
         key: key of the run.
         mesh: devices of the run; None for one device.
+        processes: processes of the run.
     """
 
     config: ConfigDict
@@ -84,10 +86,15 @@ class Setup:
     temperature: Callable[[int], float]
     key: jax.Array
     mesh: Mesh | None
+    processes: Processes = ALONE
 
 
 def prepare(
-    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]], *, schedule_steps: int
+    config: ConfigDict,
+    rewards: Mapping[str, tuple[Reward, float]],
+    *,
+    schedule_steps: int,
+    processes: Processes = ALONE,
 ) -> Setup:
     """Loads the model and the problems, and makes the other parts from the config.
 
@@ -95,6 +102,7 @@ def prepare(
         config: the resolved config.
         rewards: function and weight by name.
         schedule_steps: number of steps that the schedules of noise and learning rate span.
+        processes: processes of the run.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -109,7 +117,11 @@ def prepare(
     model = _load_model(config, mesh)
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
-    return assemble(config, rewards, model, prompts, method=method, mesh=mesh)
+    setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
+    if processes.count == 1:
+        return setup
+    assert mesh is not None, "several processes have several devices"
+    return dataclasses.replace(setup, processes=processes, key=placed(setup.key, mesh))
 
 
 def check_method(

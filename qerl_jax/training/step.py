@@ -130,6 +130,7 @@ def take_step(
         setup.train_prompts,
         progress.cursor,
         config=dataclasses.replace(setup.collect, sampling=sampling),
+        processes=setup.processes,
         executables=executables,
         on_progress=on_rollout,
         on_wait=on_wait,
@@ -167,7 +168,6 @@ def take_step(
         number=config.rl.updates_per_rollout,
     )
     seconds = time.perf_counter() - began
-
     metrics |= experience.metrics | updates | packing_metrics(batch, packed)
     metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
     trained = float(batch.lengths.sum()) * config.rl.updates_per_rollout

@@ -1,0 +1,1 @@
+"""The processes of a run, on one host or several: how they connect, agree and end together."""

@@ -1,0 +1,169 @@
+"""How the processes of a run find each other: from the environment, through JAX's runtime.
+
+One process serves all devices that it sees. Plain variables name the processes, or SLURM does:
+
+    JAX_COORDINATOR_ADDRESS=HOST:PORT   of process 0, which the others connect to
+    JAX_NUM_PROCESSES=N
+    JAX_PROCESS_ID=0 to N-1
+    srun --ntasks=N ...                 SLURM names all three
+
+`connected` brings the processes together while a run lasts.
+"""
+
+import contextlib
+import os
+import re
+from collections.abc import Generator, Mapping
+from typing import NamedTuple, TextIO
+
+import jax
+
+from qerl_jax.errors import UserError, first_line
+from qerl_jax.processes.abort import line_on_abort
+from qerl_jax.processes.group import HEARTBEAT_SECONDS, Processes
+from qerl_jax.run.signals import StoppedError
+
+_ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_DEVICES = "JAX_LOCAL_DEVICE_IDS"
+# SLURM sets the first one for what srun starts, and not for a batch script.
+_SLURM_COUNT, _SLURM_INDEX = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
+_CONNECT_SECONDS = 300
+_FIRST_PORT, _PORTS = 61440, 4096
+
+
+class Place(NamedTuple):
+    """One process among all: HOST:PORT of process 0, their number, its own."""
+
+    address: str
+    count: int
+    index: int
+
+
+def place_of(environment: Mapping[str, str], *, devices: int) -> Place | None:
+    """Returns the place of this process, or None where it runs alone.
+
+    A run on one device is a run of one process, so that SLURM may start several such runs at once.
+
+    Args:
+        environment: the environment variables.
+        devices: number of devices of the run's mesh.
+
+    Raises:
+        UserError: the variables are incomplete or wrong, or name processes for a single device.
+    """
+    plain = {name: environment.get(name) for name in (_COUNT, _INDEX, _ADDRESS)}
+    if any(plain.values()):
+        if plain[_COUNT] == "1":
+            return None
+        missing = [name for name, value in plain.items() if not value]
+        if missing:
+            given = ", ".join(f"{name}={value}" for name, value in plain.items() if value)
+            raise UserError(
+                f"{given} without {' and '.join(missing)}: to start several processes set all "
+                "three variables, and none of them for one process"
+            )
+        count, index = (_number(name, environment[name]) for name in (_COUNT, _INDEX))
+        address = environment[_ADDRESS]
+        if not address.rpartition(":")[2].isdecimal() or address.startswith(":"):
+            raise UserError(f"{_ADDRESS}={address}: it must be HOST:PORT of process 0")
+        if devices == 1:
+            raise UserError(
+                f"{_COUNT}={count} with mesh.data=1 and mesh.tensor=1, which is one device: pass "
+                "--config.mesh.data with the number of devices of all processes"
+            )
+    elif environment.get(_SLURM_COUNT, "1") != "1" and devices > 1:
+        count, index = (_number(name, environment[name]) for name in (_SLURM_COUNT, _SLURM_INDEX))
+        address = _slurm_address(environment)
+    else:
+        return None
+    if index >= count:
+        raise UserError(f"process {index} of {count} processes: they are numbered from 0")
+    return Place(address, count, index)
+
+
+@contextlib.contextmanager
+def connected(*, devices: int) -> Generator[Processes]:
+    """Connects the processes of a run; an error in one of them ends all.
+
+    A process that is lost ends the others within a minute, with a line that names it. Process 0
+    speaks for all: the others write nothing to stdout.
+
+    Args:
+        devices: number of devices of the run's mesh.
+
+    Yields:
+        The processes, as this one sees them.
+
+    Raises:
+        UserError: as in `place_of`, or the processes cannot connect.
+    """
+    place = place_of(os.environ, devices=devices)
+    if place is None:
+        yield Processes()
+        return
+    with contextlib.ExitStack() as stack:
+        with line_on_abort(lambda: f"error: {_unconnected(place)}"):
+            _initialize(place)
+        processes = Processes(place.index, place.count, place.address)
+        stack.enter_context(line_on_abort(processes.coordinator_is_lost))
+        if place.index:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_nowhere())))
+        try:
+            processes.begin()
+            yield processes
+        except StoppedError:
+            processes.end()
+            raise
+        except BaseException as error:
+            processes.fail(error)
+            raise
+        processes.end()
+
+
+def _initialize(place: Place) -> None:
+    """Connects this process to the others."""
+    # JAX would take SIGTERM, which is a request to save here.
+    jax.config.update("jax_enable_preemption_service", False)
+    # Without it the runtime aborts all processes when one is lost, before a line can name it.
+    jax.config.update("jax_enable_recoverability", True)
+    devices = os.environ.get(_DEVICES)
+    try:
+        jax.distributed.initialize(
+            place.address,
+            place.count,
+            place.index,
+            # By default a process under SLURM would use one device alone.
+            local_device_ids=[int(number) for number in devices.split(",")] if devices else [],
+            initialization_timeout=_CONNECT_SECONDS,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"{_unconnected(place)}: {first_line(error)}") from error
+
+
+def _unconnected(place: Place) -> str:
+    return (
+        f"process {place.index} of {place.count} was not connected at {place.address}: "
+        "start all of them with the same address and different numbers, and see the lines before"
+    )
+
+
+def _slurm_address(environment: Mapping[str, str]) -> str:
+    """The first host of a SLURM step, with a port that differs between the steps of a job."""
+    nodes = environment["SLURM_STEP_NODELIST"]  # such as node7, node7,node9 or node[07-12,15],gpu1
+    first = re.match(r"([^,\[]*)(?:\[([^],-]*))?", nodes)
+    assert first is not None, "all parts of the pattern may be empty"
+    host = "".join(part or "" for part in first.groups())
+    step = _number("SLURM_JOB_ID", environment["SLURM_JOB_ID"])
+    step += _number("SLURM_STEP_ID", environment["SLURM_STEP_ID"])
+    return f"{host}:{_FIRST_PORT + step % _PORTS}"
+
+
+def _number(name: str, text: str) -> int:
+    if not text.isdecimal() or len(text) > 9:
+        raise UserError(f"{name}={text}: it must be a whole number")
+    return int(text)
+
+
+def _nowhere() -> TextIO:
+    return open(os.devnull, "w", encoding="utf-8")

@@ -1,0 +1,304 @@
+"""Runs of several processes: the results are those of one, and the end of one ends all.
+
+The processes run on one machine and connect over loopback, with Gloo in place of NCCL.
+"""
+
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+import tiny_run
+
+from qerl_jax import sharding
+from qerl_jax.errors import UserError
+from qerl_jax.processes import folder as folder_lib
+from qerl_jax.processes.group import Processes
+from qerl_jax.processes.launch import Place, place_of
+
+STEPS = 3
+# Everything that an update can compute, and fewer problems of an evaluation than fit the devices.
+CHANGES = {
+    "steps": STEPS,
+    "mesh.data": 2,
+    "rollout.prompts_per_step": 4,
+    "rewards.correctness.function": "tiny_run:rare",
+    "train.parameters": "lora+norms",
+    "aqn.correction": "noisy_forward",
+    "aqn.kl_every": 1,
+    "rl.kl_coef": 0.1,
+    "eval.every": STEPS,
+    "eval.problems": 3,
+}
+ROWS = 8  # completions that each of two processes scores in a step
+EVALUATED = 2  # and in an evaluation, at most
+LOST_SECONDS = 60
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return found.getsockname()[1]
+
+
+class Started:
+    """Processes of one run, and what they said."""
+
+    def __init__(self, command, environments, folder):
+        port = free_port()
+        self.processes, self.files = [], []
+        for number, environment in enumerate(environments):
+            place = {
+                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+                "JAX_NUM_PROCESSES": str(len(environments)),
+                "JAX_PROCESS_ID": str(number),
+                "JAX_PLATFORMS": "cpu",
+            }
+            self.files.append(folder / f"said-{port}-{number}")
+            with self.files[-1].open("w") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        command(number),
+                        env=environment | place,
+                        cwd=folder,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+
+    def wait(self, seconds=LOST_SECONDS):
+        """The exit codes."""
+        ends = time.monotonic() + seconds
+        try:
+            return [process.wait(ends - time.monotonic()) for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+    def said(self, number):
+        return self.files[number].read_text()
+
+    def errors(self, number):
+        return [line for line in self.said(number).splitlines() if line.startswith("error: ")]
+
+    def until(self, happened):
+        ends = time.monotonic() + 120
+        while not happened():
+            assert time.monotonic() < ends, [self.said(0), self.said(1)]
+            assert all(p.poll() is None for p in self.processes), [self.said(0), self.said(1)]
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run of one process with two devices; the same with two processes, lost and stopped."""
+    folder = tmp_path_factory.mktemp("processes")
+    tiny = tiny_run.write_tiny(folder, folder / "cache", num_layers=1)
+    file, pause = tiny.config_file(folder / "config.py", CHANGES), folder / "pause"
+    command = [
+        *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}"),
+        "--config.reward_time_limit=0",
+    ]
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    alone = tiny.environment() | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    subprocess.run(
+        [*command, "--workdir=one"],
+        env=alone,
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+
+    def start(at):
+        """Starts both processes; process 1 waits in a call of the reward where `at` is given."""
+        environments = [tiny.environment(), tiny.environment()]
+        if at:
+            environments[1]["TINY_RUN_PAUSE"] = f"{at}:{pause}"
+        started = Started(lambda number: [*command, "--workdir=two"], environments, folder)
+        if at:
+            started.until(pause.exists)
+        return started
+
+    lost = start(EVALUATED + ROWS + 3)  # in step 2
+    lost.until((folder / "two/checkpoints/1").exists)
+    lost.processes[1].send_signal(signal.SIGKILL)
+    lost_at = time.monotonic()
+    lost_codes = lost.wait()
+    lost_seconds = time.monotonic() - lost_at
+    pause.unlink()
+    stopped = start(ROWS)  # the last one of step 2, with which the run goes on; step 2 ends
+    stopped.processes[1].send_signal(signal.SIGTERM)
+    pause.unlink()
+    stopped_codes = stopped.wait()
+    saved = sorted(path.name for path in (folder / "two/checkpoints").glob("*"))
+    ended = start(None)
+    return {
+        "folder": folder,
+        "lost": (lost, lost_codes, lost_seconds),
+        "stopped": (stopped, stopped_codes, saved),
+        "ended": (ended, ended.wait(120)),
+    }
+
+
+def test_a_lost_process_ends_the_others_with_a_line_that_names_it(trained):
+    lost, codes, seconds = trained["lost"]
+    assert codes == [1, -signal.SIGKILL]
+    assert seconds < LOST_SECONDS
+    (line,) = lost.errors(0)
+    assert line.startswith(f"error: process 1 on {socket.gethostname()} is lost, which ends the ")
+
+
+def test_a_signal_to_one_process_saves_the_same_step_in_all(trained):
+    stopped, codes, saved = trained["stopped"]
+    assert codes == [128 + signal.SIGTERM] * 2
+    assert "resuming after step 1\n" in stopped.said(0)
+    assert "saved after step 2; the same command continues\n" in stopped.said(0)
+    assert saved == ["1", "2"]
+    assert "SIGTERM: saving and stopping" in stopped.said(1)
+
+
+def test_two_processes_train_as_one_with_two_devices(trained):
+    ended, codes = trained["ended"]
+    assert codes == [0, 0], ended.said(1)
+    assert "resuming after step 2\n" in ended.said(0)
+    one, two = (trained["folder"] / name for name in ("one", "two"))
+    rows = tiny_run.results(one), tiny_run.results(two)
+    assert [row["step"] for row in rows[1]] == list(range(1, STEPS + 1))
+    for alone, ours in zip(*rows, strict=True):
+        assert alone.keys() == ours.keys()
+        for name, value in alone.items():
+            np.testing.assert_allclose(ours[name], value, 1e-5, err_msg=name)
+    assert tiny_run.evaluations(two) == tiny_run.evaluations(one)
+    completions = [(run / "completions.jsonl").read_text() for run in (one, two)]
+    assert completions[0].count("\n") == completions[1].count("\n") == 2 * STEPS
+
+
+def test_one_process_writes_and_speaks(trained):
+    ended, _ = trained["ended"]
+    assert f"step {STEPS}/{STEPS}" in ended.said(0)
+    assert "step" not in ended.said(1)
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory):
+    """Starts two processes of `processes_cases`."""
+
+    def start(case):
+        script = pathlib.Path(__file__).with_name("processes_cases.py")
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        folder = tmp_path_factory.mktemp("cases")
+        return Started(
+            lambda number: [sys.executable, str(script), case], [environment] * 2, folder
+        )
+
+    return start
+
+
+def test_processes_that_differ_are_refused_and_the_loss_of_the_first_has_a_line(cases):
+    started = cases("differs")
+    codes = started.wait()
+    host = socket.gethostname()
+    for number in (0, 1):
+        assert (
+            f"process 0 on {host} and process 1 on {host} differ: optimizer.learning_rate is 1e-05 "
+            "and 2e-05; start all of them with the same command, versions and devices\n"
+        ) in started.said(number)
+    assert codes == [-signal.SIGABRT, 1]
+    (line,) = started.errors(1)
+    assert line.startswith(f"error: process 0 on {socket.gethostname()} is lost, which ends ")
+
+
+@pytest.mark.slow  # 10 s
+def test_an_error_of_one_process_ends_the_others(cases):
+    started = cases("fails")
+    assert started.wait() == [1, 1]
+    (line,) = started.errors(0)
+    assert line.endswith("failed, which ends the run: the device is out of memory")
+
+
+PLAIN = {
+    "JAX_COORDINATOR_ADDRESS": "node1:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JAX_PROCESS_ID": "3",
+}
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_STEP_NODELIST": "node[07-12,15],gpu1",
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_ID": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "place"),
+    [
+        ({}, None),
+        (PLAIN, Place("node1:1234", 4, 3)),
+        (SLURM, Place("node07:61443", 2, 1)),
+        (SLURM | PLAIN, Place("node1:1234", 4, 3)),
+        (SLURM | {"JAX_NUM_PROCESSES": "1"}, None),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        (SLURM | {"SLURM_STEP_NODELIST": "a-b7,a-b9"}, Place("a-b7:61443", 2, 1)),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3,5]"}, Place("gpu3:61443", 2, 1)),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script
+    ],
+)
+def test_the_environment_names_the_processes(environment, place):
+    assert place_of(environment, devices=4) == place
+
+
+def test_runs_on_one_device_do_not_connect_under_slurm():
+    assert place_of(SLURM, devices=1) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "message"),
+    [
+        ({"JAX_PROCESS_ID": ""}, 4, "JAX_NUM_PROCESSES=4, .* without JAX_PROCESS_ID: "),
+        ({"JAX_PROCESS_ID": "4"}, 4, "process 4 of 4 processes: .* from 0"),
+        ({"JAX_PROCESS_ID": "-1"}, 4, "JAX_PROCESS_ID=-1: it must be a whole number"),
+        ({"JAX_COORDINATOR_ADDRESS": "node1"}, 4, "=node1: it must be HOST:PORT"),
+        ({}, 1, "JAX_NUM_PROCESSES=4 with mesh.data=1 .*: pass --config.mesh.data"),
+    ],
+)
+def test_an_environment_that_is_wrong_is_refused(changes, devices, message):
+    with pytest.raises(UserError, match=message):
+        place_of(PLAIN | changes, devices=devices)
+
+
+def test_a_mesh_of_all_processes_names_both_numbers():
+    devices = [types.SimpleNamespace(process_index=number // 2) for number in range(4)]
+    with pytest.raises(
+        UserError, match=r"^mesh.data=2 x .* are 2 devices, and the 2 processes h.* 4"
+    ):
+        sharding.make_mesh(2, 1, devices)
+    with pytest.raises(
+        UserError, match=r"mesh.tensor=4 does not divide the 2 devices of each proc"
+    ):
+        sharding.make_mesh(1, 4, devices)
+
+
+def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
+    class Blind(Processes):
+        """Process 1 of two, on a host without the folder."""
+
+        def exchange_json(self, value):
+            elsewhere = {"mark": str(tmp_path / "gone/run/lock.1"), "schedule_steps": 1}
+            return [elsewhere, None] if value is None else [True, value]
+
+    monkeypatch.setattr(folder_lib, "_SEEN_SECONDS", 0.0)
+    processes = Blind()
+    processes.index, processes.count = 1, 2
+    processes.names = ["process 0 on node1", "process 1 on node2"]
+    with (
+        pytest.raises(UserError, match=r"/run of process 0 on node1 is not seen by process 1 on"),
+        folder_lib.open_run_together(None, None, processes),
+    ):
+        pass
