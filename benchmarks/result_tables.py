@@ -20,7 +20,7 @@ _KERNELS = {
 _BETWEEN = (40, 96, 160, 384)  # token counts that have no column of their own
 # Options that all rows of the rollout tables share.
 SAME = {"chunk_steps": 16, "dequantize": "once"}
-STEPS = SAME | {"weights": "random", "tensor": 1, "prompt": 256, "new_tokens": 144}
+STEPS = SAME | {"weights": "random", "prompt": 256, "new_tokens": 144}
 
 
 def learning_table(result: dict) -> str:

@@ -9,6 +9,7 @@ made of the first docstring line of each package (`benchmarks/source_tree.py`).
 import json
 import pathlib
 
+from benchmarks.mesh_tables import scaling_table, tensor_ratios
 from benchmarks.result_tables import (
     SAME,
     STEPS,
@@ -125,7 +126,9 @@ def speed_text() -> str:
     """What the README states about the speed of rollouts."""
     rollout = _read("rollout.json")
     times: dict[tuple, float] = {}
-    for row in rows_of(rollout, "decode", STEPS | {"lora_rank": 32, "head_format": ""}):
+    for row in rows_of(
+        rollout, "decode", STEPS | {"lora_rank": 32, "head_format": "", "tensor": 1}
+    ):
         times[row["model"], row["batch"], row["format"]] = row["ms_per_step"]
     fractions = {
         (model, batch): times[model, batch, "nvfp4"] / time
@@ -271,7 +274,7 @@ def _accuracy_section() -> str:
 
 
 def _rollout_sections() -> list[str]:
-    rollout = _read("rollout.json")
+    rollout, h100 = _read("rollout.json"), _read("rollout_h100.json")
     versions = f"{rollout['device']}, jax {rollout['rows'][0]['versions']['jax']}"
     return [
         _section(
@@ -281,6 +284,12 @@ def _rollout_sections() -> list[str]:
             "`benchmarks/rollout`). Each row was measured at the commit in its last column.",
             _DECODE_PICTURE % "decode.svg",
             rollout_table(rollout),
+        ),
+        _section(
+            "Decode step on an H100",
+            f"The same on one {h100['device']}, and with `--tensor=2` on two. The time with two "
+            f"divided by the time with one: {tensor_ratios(h100)}.",
+            rollout_table(h100),
         ),
         _section(
             "Parts of a decode step",
@@ -353,6 +362,14 @@ def benchmarks_page() -> str:
             _learning_section(),
             _training_section(),
             _step_section(),
+            _section(
+                "Several GPUs",
+                "The batch per GPU is that of one GPU, whose row is in the table above "
+                "(`benchmarks/step.py`).",
+                scaling_table(_read("step.json")["rows"]),
+                "    uv run --extra cuda python -m benchmarks.step --model=qwen2.5-7b "
+                "--format=nvfp4 --mesh=data=1 --mesh=data=2",
+            ),
             *_peer_sections(),
             *_loading_sections(),
             _accuracy_section(),

@@ -18,13 +18,15 @@ import tiny_run
 from benchmarks import (
     agreement,
     learning,
+    mesh_tables,
     pictures,
     result_tables,
     run_summary,
     source_tree,
     tables,
 )
-from benchmarks.step import make_parser, timed_steps
+from benchmarks.result_tables import STEPS
+from benchmarks.step import KEYS, make_parser, timed_steps
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.scoring.calls import call_of
@@ -282,6 +284,29 @@ def test_between_two_columns_the_slowest_layer_counts():
     assert result_tables.slowest_between_columns({"rows": rows}) == (
         "40 tokens take at most 1.05x of 64"
     )
+
+
+def test_a_step_on_several_gpus_is_compared_with_the_same_batch_on_one():
+    fixed = dict.fromkeys(KEYS, 0) | {"model": "a", "device": "H100", "step_s": 1.0, "commit": "c"}
+
+    def row(devices: int, batch: int, samples_per_s: float, **changes: str) -> dict:
+        mesh = f"data={devices},tensor=1"
+        sizes = {"devices": devices, "mesh": mesh, "batch": batch, "samples_per_s": samples_per_s}
+        return fixed | sizes | changes
+
+    one, small, two = row(1, 8, 4.0), row(1, 4, 3.0), row(2, 16, 7.0)
+    table = mesh_tables.scaling_table([small, one, two, row(2, 16, 9.0, model="not on one")])
+    assert table.count("\n") == 2
+    assert "| 7.00 | 1.75 | c |" in table
+
+
+def test_the_time_on_two_gpus_is_divided_by_that_on_one():
+    fixed = STEPS | {"kind": "decode", "format": "nvfp4", "model": "a"}
+    rows = [
+        fixed | {"batch": batch, "tensor": tensor, "ms_per_step": ms}
+        for batch, tensor, ms in ((1, 1, 10.0), (1, 2, 7.5), (8, 1, 10.0), (32, 2, 9.0))
+    ]
+    assert mesh_tables.tensor_ratios({"rows": rows}) == "a at 1 row 0.75"
 
 
 def test_a_step_that_compiles_is_no_measurement():
