@@ -36,9 +36,10 @@ from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import jitted
 from qerl_jax.rl.train_step import UpdateConfig, init_state
-from qerl_jax.rollout import replicas
+from qerl_jax.rollout import executable_cache, replicas
 from qerl_jax.rollout.aot import compile_operations, rollout_operations
 from qerl_jax.run.checkpoints import Checkpoints
+from qerl_jax.run.compilation_cache import cached_in
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
 
@@ -185,6 +186,17 @@ def rollouts(shape):
     return found
 
 
+def cached(shape, folder):
+    """Rollouts whose programs are compiled, and the same with those that a file brings."""
+    with pytest.MonkeyPatch.context() as patch, cached_in(folder):
+        patch.setattr(executable_cache, "_is_used", lambda: True)  # as on a GPU
+        jax.clear_caches()  # JAX has the programs of the same rollouts in memory.
+        first = rollouts(shape)
+        files = len(list(folder.glob("rollout-*")))
+        jax.clear_caches()
+        return first, files, rollouts(shape)
+
+
 def fused_step(shape):
     """The logits of a decode step out of the kernels that a GPU has, in the interpreter."""
     config, params = tiny_policy("qwen2", **CUT | {"embed_dim": 64, "head_dim": 32})
@@ -269,6 +281,7 @@ def main(path):
         found = {
             "steps": {shape: step(shape) for shape in SHAPES},
             "rollouts": {shape: rollouts(shape) for shape in SHAPES},
+            "cached": cached((2, 2), folder / "programs"),
             "fused steps": {shape: fused_step(shape) for shape in [(1, 1), (1, 2)]},
             "checkpoints": checkpoints(folder / "checkpoints"),
             "runs": runs(folder),

@@ -91,6 +91,15 @@ def test_programs_are_compiled_once_for_all_groups(found, shape):
     assert compiled <= programs == found["rollouts"][1, 1]["compiled"][1]
 
 
+def test_programs_of_several_devices_are_loaded_from_their_files(found):
+    first, files, again = found["cached"]
+    compiled, programs = first["compiled"]
+    assert compiled > 0
+    assert files >= programs
+    assert again["compiled"] == (0, programs)
+    assert_same(again[1.0].tokens, first[1.0].tokens)
+
+
 @pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
 def test_an_update_gathers_no_weight(found, shape):
     kinds = [kind for kind, *_ in found["steps"][shape]["collectives"]]

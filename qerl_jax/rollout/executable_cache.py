@@ -3,9 +3,9 @@
 With JAX's cache of compiled programs a process does not compile, but it still traces and lowers.
 This is Python's work and, with Pallas kernels in the programs, the longest part of a start: the
 executable cache shortens later starts of a 7B rollout from 36 to 6 seconds. So on a GPU the
-executables of a policy on one device are also serialized into the folder of JAX's cache, under a
-digest of everything that they are made from. Loading an executable runs code from its file, so
-every writer of the folder must be trusted. Files are never deleted.
+executables of a policy are also serialized into the folder of JAX's cache, under a digest of
+everything that they are made from. Loading an executable runs code from its file, so every writer
+of the folder must be trusted. Files are never deleted.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def _is_used() -> bool:
 def paths(
     keys: Collection[Hashable], policy: Any, *, of_any_policy: Collection[Hashable] = ()
 ) -> dict[Hashable, pathlib.Path]:
-    """Returns the files of programs; none without a folder or with a policy on several devices.
+    """Returns the files of programs; none without a folder or across processes.
 
     Args:
         keys: identities of the programs among all programs of the policy.
@@ -51,7 +51,7 @@ def paths(
     folder = jax.config.jax_compilation_cache_dir if _is_used() else None
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return {}
-    if len(devices_of(policy)) > 1:
+    if any(one.process_index != jax.process_index() for one in devices_of(policy)):
         return {}
     policy_text, any_text = origin(policy), origin(policy, shapes=False)
     found = {}
@@ -79,6 +79,9 @@ def origin(policy: Any, *, shapes: bool = True) -> str:
         shapes: whether they depend on the arrays of the policy, and not only on where these are.
     """
     leaves, treedef = jax.tree.flatten(policy)
+    # A program of several devices names them; that of one device runs on any.
+    devices = [one.id for one in devices_of(policy)]
+    where = devices if len(devices) > 1 else "any"
     arrays: Any = sorted({str(leaf.sharding) for leaf in leaves})
     if shapes:
         arrays = treedef, [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
@@ -91,7 +94,7 @@ def origin(policy: Any, *, shapes: bool = True) -> str:
     kernels = fp4_matmul.supports_device(), device.has_triton(), device.num_sms()
     versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
     flags = os.environ.get("XLA_FLAGS", "")
-    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays}"
+    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays} {where}"
 
 
 def _sources() -> str:
