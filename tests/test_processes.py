@@ -20,7 +20,7 @@ from qerl_jax import sharding
 from qerl_jax.errors import UserError
 from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
-from qerl_jax.processes.launch import Place, place_of
+from qerl_jax.processes.launch import Place, local_devices, place_of
 
 STEPS = 3
 # Everything that an update can compute, and fewer problems of an evaluation than fit the devices.
@@ -247,11 +247,19 @@ SLURM = {
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         (SLURM | {"SLURM_STEP_NODELIST": "a-b7,a-b9"}, Place("a-b7:61443", 2, 1)),
         (SLURM | {"SLURM_STEP_NODELIST": "gpu[3,5]"}, Place("gpu3:61443", 2, 1)),
+        (SLURM | {"SLURM_JOB_ID": str(2**31 + 4097)}, Place("node07:61443", 2, 1)),  # a federation
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script
     ],
 )
 def test_the_environment_names_the_processes(environment, place):
     assert place_of(environment, devices=4) == place
+
+
+def test_the_environment_lists_the_devices_of_a_process():
+    assert local_devices({}) == []
+    assert local_devices({"JAX_LOCAL_DEVICE_IDS": "0,3"}) == [0, 3]
+    with pytest.raises(UserError, match="JAX_LOCAL_DEVICE_IDS=all: it must be a whole number"):
+        local_devices({"JAX_LOCAL_DEVICE_IDS": "all"})
 
 
 def test_runs_on_one_device_do_not_connect_under_slurm():
