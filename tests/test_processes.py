@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 import tiny_run
@@ -220,6 +221,41 @@ def test_an_error_of_one_process_ends_the_others(cases):
     assert started.wait() == [1, 1]
     (line,) = started.errors(0)
     assert line.endswith("failed, which ends the run: the device is out of memory")
+
+
+def test_a_share_may_take_longer_to_arrive_than_a_look():
+    """The client of JAX gives a value up that has not arrived when the time is over."""
+
+    class Slow:
+        def __init__(self):
+            self.values, self.deleted, self.asked = {}, [], []
+
+        def key_value_set(self, key, value):
+            self.values[key] = value
+
+        key_value_set_bytes = key_value_set
+
+        def blocking_key_value_get(self, key, milliseconds):
+            """Another process gives what this one gives, after two looks."""
+            self.asked.append(key)
+            if self.asked.count(key) < 3:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+            return self.values[key.replace("/1/is", "/0/is")]
+
+        def blocking_key_value_get_bytes(self, key, milliseconds):
+            if milliseconds < 1000 * LOST_SECONDS:
+                raise AssertionError(f"{key}: has not arrived after {milliseconds} ms")
+            return self.values[key.replace("/1/share", "/0/share")]
+
+        def key_value_delete(self, key):
+            self.deleted.append(key)
+
+    processes = Processes()
+    processes.count, processes._client = 2, Slow()
+    for value in (7, 8):
+        shares = processes.exchange({"x": np.array([value])})
+        assert [share["x"].tolist() for share in shares] == [[value], [value]]
+    assert processes._client.deleted == ["exchange/0/0"]
 
 
 PLAIN = {
