@@ -160,7 +160,8 @@ def load_mixture(
     """Loads the problems of several sources; no question is trained on and evaluated.
 
     Without a place of their own, the evaluation problems come from every source in the way of
-    `load_splits`, in numbers that follow from the weights.
+    `load_splits`, in numbers that follow from the weights: a source that is rarely drawn may have
+    none.
 
     Args:
         sources: the sources by name, at least one.
@@ -193,12 +194,13 @@ def load_mixture(
     shares = divide(MOST_HELD_OUT if eval_size is None else eval_size, sources)
     train = {}
     for name, source in sources.items():
+        size = None if eval_size is None and shares[name] else shares[name]
         train[name], held_out = load_splits(
             source.source,
             path=source.path,
             train_split=source.split,
             eval_source="" if own else eval_source,
-            eval_size=0 if own else None if eval_size is None else shares[name],
+            eval_size=0 if own else size,
             eval_most=shares[name],
             rewards=rewards,
             levels=source.levels,

@@ -248,6 +248,11 @@ def test_evaluation_problems_come_from_every_source_or_have_their_own(tmp_path, 
     # No number given: at most a tenth of each source.
     _, held_out = data.load_mixture(sources, eval_source="held_out", eval_size=None)
     assert [int(p.answer) for p in held_out] == [36, 37, 38, 39, 44]
+    # A source that is rarely drawn is not evaluated.
+    rare = sources | {"short": MixtureSource(files["short"], weight=1e-3)}
+    train_, held_out = data.load_mixture(rare, eval_source="held_out", eval_size=None)
+    assert [int(p.answer) for p in held_out] == [36, 37, 38, 39]
+    assert [len(found) for found in train_.values()] == [36, 5]
     # A question of one source that is evaluated is trained on in none.
     own = write(tmp_path / "eval.jsonl", 30, 12)
     train_, held_out = data.load_mixture(sources, eval_path=own, eval_size=20)

@@ -12,6 +12,7 @@ import sys
 import time
 import types
 
+import jax
 import numpy as np
 import pytest
 import tiny_run
@@ -20,7 +21,7 @@ from qerl_jax import sharding
 from qerl_jax.errors import UserError
 from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
-from qerl_jax.processes.launch import Place, place_of
+from qerl_jax.processes.launch import Place, local_devices, place_of
 
 STEPS = 3
 # Everything that an update can compute, and fewer problems of an evaluation than fit the devices.
@@ -222,6 +223,41 @@ def test_an_error_of_one_process_ends_the_others(cases):
     assert line.endswith("failed, which ends the run: the device is out of memory")
 
 
+def test_a_share_may_take_longer_to_arrive_than_a_look():
+    """The client of JAX gives a value up that has not arrived when the time is over."""
+
+    class Slow:
+        def __init__(self):
+            self.values, self.deleted, self.asked = {}, [], []
+
+        def key_value_set(self, key, value):
+            self.values[key] = value
+
+        key_value_set_bytes = key_value_set
+
+        def blocking_key_value_get(self, key, milliseconds):
+            """Another process gives what this one gives, after two looks."""
+            self.asked.append(key)
+            if self.asked.count(key) < 3:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: timed out")
+            return self.values[key.replace("/1/is", "/0/is")]
+
+        def blocking_key_value_get_bytes(self, key, milliseconds):
+            if milliseconds < 1000 * LOST_SECONDS:
+                raise AssertionError(f"{key}: has not arrived after {milliseconds} ms")
+            return self.values[key.replace("/1/share", "/0/share")]
+
+        def key_value_delete(self, key):
+            self.deleted.append(key)
+
+    processes = Processes()
+    processes.count, processes._client = 2, Slow()
+    for value in (7, 8):
+        shares = processes.exchange({"x": np.array([value])})
+        assert [share["x"].tolist() for share in shares] == [[value], [value]]
+    assert processes._client.deleted == ["exchange/0/0"]
+
+
 PLAIN = {
     "JAX_COORDINATOR_ADDRESS": "node1:1234",
     "JAX_NUM_PROCESSES": "4",
@@ -247,11 +283,19 @@ SLURM = {
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
         (SLURM | {"SLURM_STEP_NODELIST": "a-b7,a-b9"}, Place("a-b7:61443", 2, 1)),
         (SLURM | {"SLURM_STEP_NODELIST": "gpu[3,5]"}, Place("gpu3:61443", 2, 1)),
+        (SLURM | {"SLURM_JOB_ID": str(2**31 + 4097)}, Place("node07:61443", 2, 1)),  # a federation
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script
     ],
 )
 def test_the_environment_names_the_processes(environment, place):
     assert place_of(environment, devices=4) == place
+
+
+def test_the_environment_lists_the_devices_of_a_process():
+    assert local_devices({}) == []
+    assert local_devices({"JAX_LOCAL_DEVICE_IDS": "0,3"}) == [0, 3]
+    with pytest.raises(UserError, match="JAX_LOCAL_DEVICE_IDS=all: it must be a whole number"):
+        local_devices({"JAX_LOCAL_DEVICE_IDS": "all"})
 
 
 def test_runs_on_one_device_do_not_connect_under_slurm():

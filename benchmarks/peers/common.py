@@ -141,13 +141,11 @@ def _our_row(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
         found = [row for row in rows if wanted.items() <= row.items()]
         if found:
             return found[-1]
-        command = [sys.executable, "-m", "benchmarks.step", "--format=nvfp4", f"--out={path}"]
-        command += [
-            f"--model={arguments.model}",
-            f"--group={count}",
-            f"--prompt={arguments.prompt}",
+        command = [
+            *(sys.executable, "-m", "benchmarks.step", "--format=nvfp4", f"--out={path}"),
+            *(f"--model={arguments.model}", f"--group={count}", f"--prompt={arguments.prompt}"),
+            *(f"--new-tokens={arguments.new_tokens}", f"--lora-rank={arguments.lora_rank}"),
         ]
-        command += [f"--new-tokens={arguments.new_tokens}", f"--lora-rank={arguments.lora_rank}"]
         if subprocess.run(command).returncode:
             break
     raise UserError(f"{' '.join(command[1:])}: failed, so there is no row to compare with")

@@ -219,7 +219,8 @@ def run(arguments: argparse.Namespace) -> None:
     counts, formats = common.check(arguments), arguments.format.split(",")
     check_limits({"--new-tokens": (arguments.new_tokens, _FEW + 1)})
     if not set(formats) <= set(FORMATS):
-        raise UserError(f"--format={arguments.format}: {', '.join(FORMATS)}, with commas")
+        known = ", ".join(FORMATS)
+        raise UserError(f"--format={arguments.format}: choose from {known}, with commas between")
     needed = PACKAGES | ({"bitsandbytes": "0.50.2"} if "nf4" in formats else {})
     packages = common.installed(needed)
     ours = common.our_rows(arguments, counts)

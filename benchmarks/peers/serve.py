@@ -23,6 +23,8 @@ from benchmarks.peers import common, decode
 from experiments import cli
 from qerl_jax.paths import user_path
 
+_PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
@@ -140,7 +142,7 @@ def complete(
     engine = LLM(
         model=str(arguments.base),
         dtype="bfloat16",
-        max_model_len=1024 + limit,
+        max_model_len=_PROMPT_TOKENS + limit,
         gpu_memory_utilization=0.6,
         **options,
     )

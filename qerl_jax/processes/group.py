@@ -28,6 +28,7 @@ from qerl_jax.run.signals import StoppedError
 
 HEARTBEAT_SECONDS = 20  # after which JAX's runtime gives a silent process up
 _LOOK_SECONDS = 0.5
+_READ_SECONDS = 600.0  # how long a share that is there may take to arrive
 _PART_SECONDS = 10.0  # how long a process that ends waits for the others to hear why
 _JOIN_SECONDS = 5.0
 _END_SECONDS = 600.0  # how long a finished process waits for the others
@@ -93,7 +94,8 @@ class Processes:
             return [dict(share)]
         number, own = self._exchanges, self.index
         try:
-            self._client.key_value_set_bytes(f"exchange/{number}/{own}", _dumps(share))
+            self._client.key_value_set_bytes(f"exchange/{number}/{own}/share", _dumps(share))
+            self._client.key_value_set(f"exchange/{number}/{own}/is_there", "yes")
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
@@ -188,16 +190,19 @@ class Processes:
         return None
 
     def _wait_for(self, number: int, other: int) -> bytes:
+        key = f"exchange/{number}/{other}"
         while True:
             try:
-                key = f"exchange/{number}/{other}"
-                return self._client.blocking_key_value_get_bytes(key, int(1000 * _LOOK_SECONDS))
+                # A share may take longer to arrive than a look, which would give it up each time.
+                self._client.blocking_key_value_get(f"{key}/is_there", int(1000 * _LOOK_SECONDS))
+                break
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             if self.received:  # Too late for this process: one that has not given its share stops.
                 self._tell(_SIGNAL, {"signal": self.received[0]})
             self._stop_with_others()
+        return self._client.blocking_key_value_get_bytes(f"{key}/share", int(1000 * _READ_SECONDS))
 
     def _stop_with_others(self) -> None:
         if self._stop is not None and self._stop["exchange"] == self._exchanges:

@@ -6,6 +6,7 @@ One process serves all devices that it sees. Plain variables name the processes,
     JAX_NUM_PROCESSES=N
     JAX_PROCESS_ID=0 to N-1
     srun --ntasks=N ...                 SLURM names all three
+    JAX_LOCAL_DEVICE_IDS=0,1            of this process, where it should not serve all that it sees
 
 `connected` brings the processes together while a run lasts.
 """
@@ -81,6 +82,19 @@ def place_of(environment: Mapping[str, str], *, devices: int) -> Place | None:
     return Place(address, count, index)
 
 
+def local_devices(environment: Mapping[str, str]) -> list[int]:
+    """Returns the numbers of the devices that this process serves; [] for all that it sees.
+
+    Args:
+        environment: the environment variables.
+
+    Raises:
+        UserError: the variable does not list numbers.
+    """
+    listed = environment.get(_DEVICES)
+    return [_number(_DEVICES, number) for number in listed.split(",")] if listed else []
+
+
 @contextlib.contextmanager
 def connected(*, devices: int) -> Generator[Processes]:
     """Connects the processes of a run; an error in one of them ends all.
@@ -126,14 +140,14 @@ def _initialize(place: Place) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     # Without it the runtime aborts all processes when one is lost, before a line can name it.
     jax.config.update("jax_enable_recoverability", True)
-    devices = os.environ.get(_DEVICES)
+    devices = local_devices(os.environ)
     try:
         jax.distributed.initialize(
             place.address,
             place.count,
             place.index,
             # By default a process under SLURM would use one device alone.
-            local_device_ids=[int(number) for number in devices.split(",")] if devices else [],
+            local_device_ids=devices,
             initialization_timeout=_CONNECT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
         )
@@ -160,7 +174,7 @@ def _slurm_address(environment: Mapping[str, str]) -> str:
 
 
 def _number(name: str, text: str) -> int:
-    if not text.isdecimal() or len(text) > 9:
+    if not text.isdecimal() or len(text) > 10:  # A job of a federation of clusters has 10 digits.
         raise UserError(f"{name}={text}: it must be a whole number")
     return int(text)
 
