@@ -48,7 +48,7 @@ def learning_data() -> dict[str, dict]:
         For "learning" and "control" the `steps` of a run, the number of `seeds`, and `reward`: a
         list for each seed with the reward of each step.
     """
-    path = _RESULTS / "learning_by_step_smollm2-135m.json"
+    path = _RESULTS / "learning_smollm2-135m.json"
     result = json.loads(path.read_text(encoding="utf-8"))
     data = {}
     for name in ("learning", "control"):
