@@ -1,5 +1,6 @@
 """The command lines of the README: each is read by its command, and runs on a tiny model."""
 
+import math
 import pathlib
 import re
 import shlex
@@ -153,7 +154,8 @@ def get_sweep(*preset):
     return named.get_sweep(*preset)
 """
 
-WIDE = {"embed_dim": 64, "mlp_dim": 128, "head_dim": 16}  # whole blocks of every format
+# Whole blocks of every format, also cut in two.
+WIDE = {"embed_dim": 64, "mlp_dim": 128, "head_dim": 16}
 
 
 @pytest.mark.slow  # each run is a process that traces and compiles
@@ -166,7 +168,8 @@ def test_a_command_trains(line, tiny, tmp_path):
     module, arguments = split(line)
     given = next((word for word in arguments if word.startswith("--config=")), f"--config={CONFIG}")
     file, colon, preset = given.removeprefix("--config=").partition(":")
-    model = tiny_run.write_model(tmp_path / "model", **WIDE) if "nf4" in line[-1] else tiny.model
+    wide = any("nf4" in word or "mesh.tensor" in word for word in line)
+    model = tiny_run.write_model(tmp_path / "model", **WIDE) if wide else tiny.model
     paths = [str(path) for path in (model, tiny.problems, tiny.compile_cache)]
     text = TINY_FILE.format(name=pathlib.Path(file).stem, paths=paths)
     (tmp_path / "named.py").write_text(text)
@@ -176,9 +179,13 @@ def test_a_command_trains(line, tiny, tmp_path):
         if word != given:
             name, equals, value = word.partition("=")
             words.append(f"{name}{equals}{places.get(value, value)}")
+    environment = tiny.environment()
+    sizes = [int(word.partition("=")[2]) for word in arguments if word.startswith("--config.mesh.")]
+    flags = environment.get("XLA_FLAGS", "")
+    devices = f"--xla_force_host_platform_device_count={math.prod(sizes)}"
     done = subprocess.run(
         [sys.executable, "-m", module, *words],
-        env=tiny.environment(),
+        env=environment | {"XLA_FLAGS": f"{flags} {devices}"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
