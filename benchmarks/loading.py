@@ -1,7 +1,7 @@
 r"""Measures how long it takes to read a checkpoint onto the device, and the memory of the host.
 
-    python -m benchmarks.loading --model=qwen2.5-7b --stored=bf16 --folder=/tmp/7b
-    python -m benchmarks.loading --model=qwen2.5-32b --stored=nvfp4 --folder=/tmp/32b
+    python -m benchmarks.loading --model=qwen2.5-7b --stored=bf16 --folder=7b
+    python -m benchmarks.loading --model=qwen2.5-32b --stored=nvfp4 --folder=32b
 
 A folder that does not exist is first written: shards of 5 GB with random weights in the shapes of
 the model, projections in NVFP4 with --stored=nvfp4. A folder that exists is read as it is; delete

@@ -179,7 +179,7 @@ def load_mixture(
     Raises:
         UserError: as in `load_splits`; no source is empty.
     """
-    own = bool(eval_path) or eval_source not in ("", HELD_OUT)
+    own = problem_sources.evaluates_apart(eval_source, eval_path)
     evaluation: list[Problem] = []
     if own and eval_size != 0:
         evaluation = load_problems(
@@ -246,16 +246,15 @@ class _Asked:
 
     def separate_evaluation(self) -> list[Problem]:
         """Returns the evaluation problems that have a source of their own; [] without one."""
-        if self.eval_size == 0:
+        apart = problem_sources.evaluates_apart(self.eval_source, self.eval_path)
+        if self.eval_size == 0 or not apart:
             return []
         count = self.eval_most if self.eval_size is None else self.eval_size
         if self.eval_path:
             found = problem_sources.read_problems(self.eval_path, self.evaluation, split="test")
             found = found[:count]
-        elif self.eval_source not in ("", HELD_OUT):
-            found = self.test_problems(self.eval_source, count)
         else:
-            return []
+            found = self.test_problems(self.eval_source, count)
         return _nonempty(found, f"{self.eval_path or self.eval_source}: no evaluation problems")
 
     def test_problems(self, source: str, count: int) -> list[Problem]:

@@ -27,6 +27,11 @@ _ROLES = ("system", "user", "assistant")
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
 
 
+def evaluates_apart(eval_source: str, eval_path: str) -> bool:
+    """Whether the evaluation problems have a source of their own, and none is held out."""
+    return bool(eval_path) or eval_source not in ("", HELD_OUT)
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """A question and its short reference answer (`72`, not the solution that leads to it).

@@ -1,7 +1,7 @@
 r"""Measures rollouts of vLLM: the time of a decode step, and of completions of full length.
 
-    python -m benchmarks.peers.decode --model=qwen2.5-7b --format=bf16,nvfp4 --folder=/tmp/7b \
-        --ours=/tmp/ours.json
+    python -m benchmarks.peers.decode --model=qwen2.5-7b --format=bf16,nvfp4 --folder=7b \
+        --ours=ours.json
 
 It needs vllm 0.22.0, and with --format=nf4 bitsandbytes 0.50.2. The weights are random: bf16 and
 nf4 read the checkpoint of --folder, which bitsandbytes quantizes while it loads, and nvfp4 takes

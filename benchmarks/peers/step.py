@@ -1,6 +1,6 @@
 r"""Measures a GRPO step of TRL with vLLM in one process, with LoRA in bf16 or as QLoRA.
 
-    python -m benchmarks.peers.step --model=qwen2.5-7b --folder=/tmp/7b --ours=/tmp/ours.json
+    python -m benchmarks.peers.step --model=qwen2.5-7b --folder=7b --ours=ours.json
     python -m benchmarks.peers.step --model=qwen2.5-7b --format=nf4 --rollout-format=bf16 ...
 
 It needs trl 1.16.0, vllm 0.22.0 (TRL takes 0.22.0 to 0.31.0), torch 2.11.0, transformers 5.17.0,

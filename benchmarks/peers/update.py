@@ -1,7 +1,7 @@
 r"""Measures the update of transformers + PEFT: a policy gradient of a LoRA adapter on full rows.
 
-    python -m benchmarks.peers.update --model=qwen2.5-7b --folder=/tmp/7b --ours=/tmp/ours.json
-    python -m benchmarks.peers.update --model=qwen2.5-7b --format=nf4 --folder=/tmp/7b --ours=...
+    python -m benchmarks.peers.update --model=qwen2.5-7b --folder=7b --ours=ours.json
+    python -m benchmarks.peers.update --model=qwen2.5-7b --format=nf4 --folder=7b --ours=...
 
 It needs torch 2.11.0, transformers 5.17.0 and peft 0.21.2, and with --format=nf4 (QLoRA)
 bitsandbytes 0.50.2. An update processes --rows rows of --prompt and --new-tokens tokens, of which

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
-from qerl_jax.problem_sources import GENERATED, HELD_OUT
+from qerl_jax.problem_sources import GENERATED, evaluates_apart
 
 _FIELDS = ("question", "answer", "level")
 # The keys of a source with values of their types.
@@ -65,7 +65,7 @@ def has_own_evaluation(data: Mapping[str, Any]) -> bool:
     Args:
         data: the section `data` of a config.
     """
-    return bool(data["eval_path"]) or data.get("eval_source", "") not in ("", HELD_OUT)
+    return evaluates_apart(data.get("eval_source", ""), data["eval_path"])
 
 
 def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:

@@ -38,6 +38,26 @@ def _qwen3(embed: int, mlp: int, layers: int, heads: int, kv_heads: int) -> Mode
     )
 
 
+_LLAMA_8B = ModelConfig(
+    model_type="llama",
+    vocab_size=128256,
+    embed_dim=4096,
+    mlp_dim=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    rope_theta=5e5,
+    rope_scaling=RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
+    ),
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    attention_bias=False,
+    qk_norm=False,
+    max_position=131072,
+)
+
 ARCHITECTURES = {
     "smollm2-135m": ModelConfig(
         model_type="llama",
@@ -69,40 +89,13 @@ ARCHITECTURES = {
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, 8),
     "qwen3-14b": _qwen3(5120, 17408, 40, 40, 8),
     "qwen3-32b": _qwen3(5120, 25600, 64, 64, 8),
-    "mistral-7b": ModelConfig(
+    "mistral-7b": dataclasses.replace(
+        _LLAMA_8B,
         model_type="mistral",
         vocab_size=32768,
-        embed_dim=4096,
-        mlp_dim=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
         rope_theta=1e6,
         rope_scaling=None,
-        norm_eps=1e-5,
-        tie_embeddings=False,
-        attention_bias=False,
-        qk_norm=False,
         max_position=32768,
     ),
-    "llama3.1-8b": ModelConfig(
-        model_type="llama",
-        vocab_size=128256,
-        embed_dim=4096,
-        mlp_dim=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rope_theta=5e5,
-        rope_scaling=RopeScaling(
-            factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position=8192
-        ),
-        norm_eps=1e-5,
-        tie_embeddings=False,
-        attention_bias=False,
-        qk_norm=False,
-        max_position=131072,
-    ),
+    "llama3.1-8b": _LLAMA_8B,
 }

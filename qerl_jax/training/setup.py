@@ -118,11 +118,8 @@ def prepare(
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
     setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
-    setup = dataclasses.replace(setup, processes=processes)
-    if processes.count == 1:
-        return setup
-    assert mesh is not None, "several processes have several devices"
-    return dataclasses.replace(setup, key=placed(setup.key, mesh))
+    key = placed(setup.key, mesh) if mesh is not None and processes.count > 1 else setup.key
+    return dataclasses.replace(setup, processes=processes, key=key)
 
 
 def check_method(
