@@ -171,7 +171,9 @@ def _choose_fwd(logits, ids, config, entropy_gradient):
 
 
 def _choose_bwd(config, entropy_gradient, saved, gradients):
-    return _logits_gradient(*saved, *gradients, config, entropy_gradient), None
+    return _logits_gradient(
+        *saved, *gradients, config=config, entropy_gradient=entropy_gradient
+    ), None
 
 
 _choose.defvjp(_choose_fwd, _choose_bwd)
@@ -203,14 +205,15 @@ def _choose_in_chunks_fwd(head, hidden, ids, count, temperature, config, entropy
 
 def _choose_in_chunks_bwd(config, entropy_gradient, saved, gradients):
     head, hidden, ids, count, temperature, normalizers, entropies = saved
+    of_logits = functools.partial(
+        _logits_gradient, config=config, entropy_gradient=entropy_gradient
+    )
 
-    def add_gradient(of_head, hidden, ids, *rest):
+    def add_gradient(of_head, hidden, *rest):
         logits, pull_back = jax.vjp(
             lambda head, hidden: _tempered_logits(head, hidden, temperature), head, hidden
         )
-        of_chunk, of_hidden = pull_back(
-            _logits_gradient(logits, ids, *rest, config, entropy_gradient)
-        )
+        of_chunk, of_hidden = pull_back(of_logits(logits, *rest))
         return jax.tree.map(jnp.add, of_head, of_chunk), of_hidden
 
     # The gradient of a frozen head is not used, and nothing of it is left in a compiled program.
@@ -243,7 +246,7 @@ def _statistics(logits, ids, config):
 
 
 def _logits_gradient(
-    logits, ids, normalizers, entropies, gradient, of_entropy, config, entropy_gradient
+    logits, ids, normalizers, entropies, gradient, of_entropy, *, config, entropy_gradient
 ):
     """Gradient of logits [M, V], given those of the log-probabilities and the entropies."""
     logprobs = logits - normalizers[:, None]
