@@ -258,6 +258,18 @@ def test_a_measured_mesh_has_all_devices_of_several_processes(cases, tmp_path):
     assert not path.exists()
 
 
+def test_a_checkpoint_that_one_process_cannot_read_is_set_aside_by_all(cases, tmp_path):
+    folder = tmp_path / "checkpoints"
+    started = cases("damaged", str(folder))
+    assert started.wait() == [0, 0], started.said(0) + started.said(1)
+    for number in (0, 1):
+        assert f"step 1: {[1.0] * 8}\n" in started.said(number)
+    warning = "WARNING: the checkpoint of step 2 is damaged (process 1: its arrays do not match "
+    assert started.said(0).count(warning) == 1
+    assert warning not in started.said(1)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "damaged-2"]
+
+
 def test_a_share_may_take_longer_to_arrive_than_a_look():
     """The client of JAX gives a value up that has not arrived when the time is over."""
 
