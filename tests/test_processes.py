@@ -19,11 +19,13 @@ import pytest
 import tiny_run
 
 from benchmarks import step
+from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
 from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
 from qerl_jax.processes.launch import Place, local_devices, place_of
+from qerl_jax.run.signals import StoppedError
 
 STEPS = 3
 # Everything that an update can compute, and fewer problems of an evaluation than fit the devices.
@@ -393,3 +395,60 @@ def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeyp
         folder_lib.open_run_together(None, None, processes),
     ):
         pass
+
+
+def test_the_mark_of_a_killed_start_does_not_stay(tmp_path):
+    """Process 0 of two, and then a run of one process, open the folder of a killed start."""
+
+    class First(Processes):
+        def exchange_json(self, value):
+            self.seen = sorted(path.name for path in folder.glob("lock.*"))
+            return [value, True]
+
+    folder, stale, other = tmp_path / "run", "lock.0123456789abcdef", "lock.txt"
+    processes = First()
+    processes.count = 2
+    config = get_config()
+    with folder_lib.open_run_together(folder, config, processes):
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "lock"]
+        (folder / stale).touch()
+        (folder / other).touch()
+        # A live mark stays: the start that finds the run locked changes nothing.
+        command = [sys.executable, "-c", _OPEN, str(folder)]
+        refused = subprocess.run(command, capture_output=True, text=True)
+        assert "is in use by process" in refused.stderr
+        assert (folder / stale).exists()
+    for processes.count in (2, 1):
+        with folder_lib.open_run_together(folder, config, processes):
+            assert sorted(path.name for path in folder.glob("lock.*")) == [other]
+        assert stale not in processes.seen
+        (folder / stale).touch()
+
+
+_OPEN = """
+import sys
+from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.processes.folder import open_run_together
+from qerl_jax.processes.group import ALONE
+with open_run_together(sys.argv[1], get_config(), ALONE):
+    pass
+"""
+
+
+def test_a_start_that_fails_leaves_neither_mark_nor_folder(tmp_path):
+    class Failing(Processes):
+        """Process 0 of two; process 1 fails before it looks for the folder."""
+
+        def exchange_json(self, value):
+            if value is True:
+                raise StoppedError(signal.SIGTERM)
+            return [value, None]
+
+    processes = Failing()
+    processes.count = 2
+    with (
+        pytest.raises(StoppedError),
+        folder_lib.open_run_together(tmp_path / "run", get_config(), processes),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()
