@@ -367,15 +367,23 @@ def test_an_environment_that_is_wrong_is_refused(changes, devices, message):
 
 
 def test_a_mesh_of_all_processes_names_both_numbers():
-    devices = [types.SimpleNamespace(process_index=number // 2) for number in range(4)]
-    with pytest.raises(
-        UserError, match=r"^mesh.data=2 x .* are 2 devices, and the 2 processes h.* 4"
+    devices = [types.SimpleNamespace(process_index=number // 4) for number in range(8)]
+    for data, remedy in (
+        (2, ", or show each process 1 of its 4 devices"),
+        (4, ", or start 1 process instead of 2"),
+        (5, ""),
+        (9, ""),
     ):
-        sharding.make_mesh(2, 1, devices)
+        with pytest.raises(UserError) as refused:
+            sharding.make_mesh(data, 1, devices)
+        assert str(refused.value) == (
+            f"mesh.data={data} x mesh.tensor=1 are {data} devices, and the 2 processes have 8: "
+            f"pass mesh.data=8{remedy}"
+        )
     with pytest.raises(
-        UserError, match=r"mesh.tensor=4 does not divide the 2 devices of each proc"
+        UserError, match=r"mesh.tensor=8 does not divide the 4 devices of each proc"
     ):
-        sharding.make_mesh(1, 4, devices)
+        sharding.make_mesh(1, 8, devices)
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
