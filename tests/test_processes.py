@@ -6,6 +6,7 @@ The processes run on one machine and connect over loopback, with Gloo in place o
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from safetensors.numpy import load_file
 
 from benchmarks import step
 from experiments.configs.grpo_gsm8k import get_config
@@ -188,6 +190,41 @@ def test_one_process_writes_and_speaks(trained):
     ended, _ = trained["ended"]
     assert f"step {STEPS}/{STEPS}" in ended.said(0)
     assert "step" not in ended.said(1)
+
+
+@pytest.mark.slow  # 60 s
+def test_two_processes_that_cut_weights_train_as_one_on_the_same_mesh(tmp_path):
+    """Each of two processes has a group of two devices, between which weights in bf16 are cut."""
+    tiny = tiny_run.write_tiny(tmp_path, tmp_path / "cache", num_layers=1, mlp_dim=64)
+    mesh = {"mesh.data": 2, "mesh.tensor": 2, "model.format": "bf16"}
+    file = tiny.config_file(tmp_path / "config.py", CHANGES | {"steps": 2, "eval.every": 2} | mesh)
+    command = [
+        *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}"),
+        "--config.reward_time_limit=0",
+    ]
+
+    def environment(devices):
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        return tiny.environment() | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+    alone = [*command, "--workdir=one"]
+    subprocess.run(alone, env=environment(4), cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    one, two = tmp_path / "one", tmp_path / "two"
+    for resumed in (False, True):
+        if resumed:
+            shutil.rmtree(two / "checkpoints/2")
+        started = Started(lambda _: [*command, "--workdir=two"], [environment(2)] * 2, tmp_path)
+        assert started.wait(300) == [0, 0], started.said(0) + started.said(1)
+        assert ("resuming after step 1\n" in started.said(0)) == resumed
+    for expected, found in zip(tiny_run.results(one), tiny_run.results(two), strict=True):
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, 1e-5, err_msg=name)
+    assert tiny_run.evaluations(two) == tiny_run.evaluations(one)
+    adapters = [load_file(run / "adapter/adapter_model.safetensors") for run in (one, two)]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, value in adapters[0].items():
+        np.testing.assert_allclose(adapters[1][name], value, 1e-4, 1e-6, err_msg=name)
 
 
 @pytest.fixture(scope="module")
