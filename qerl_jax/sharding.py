@@ -92,7 +92,7 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
 
 
 def _fewer(wanted: int, found: int, processes: int) -> str:
-    """Says how a run gets fewer devices, where that is possible, after what else its user can do.
+    """Returns the end of a sentence that says how a run gets fewer devices, '' if it cannot.
 
     Args:
         wanted: number of devices of the mesh.

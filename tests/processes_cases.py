@@ -24,7 +24,7 @@ LONG = 100  # seconds; the test ends the processes before
 
 def measure(*flags):
     """Measures steps of a tiny model under the name of another one."""
-    ARCHITECTURES["qwen2.5-1.5b"] = model_config("qwen2", vocab_size=1000)
+    ARCHITECTURES["qwen2.5-1.5b"] = model_config("qwen2", vocab_size=1000, num_layers=1)
     command = ["--model=qwen2.5-1.5b", "--format=bf16", "--prompt=5", "--new-tokens=8"]
     sizes = ["--group=2", "--lora-rank=2", "--buffer-tokens=32", "--steps=1", "--mesh=data=2"]
     cli.run_command(step.make_parser(), step.run, [*command, *sizes, *flags])

@@ -285,6 +285,7 @@ def test_a_measured_step_of_two_processes_has_one_row(cases, tmp_path):
     assert "samples/s" not in started.said(1)
 
 
+@pytest.mark.slow  # 10 s
 def test_a_measured_mesh_has_all_devices_of_several_processes(cases, tmp_path):
     path = tmp_path / "step.json"
     started = cases("measures", f"--out={path}", "--mesh=data=4")

@@ -170,7 +170,7 @@ def test_only_arrays_without_a_device_of_their_own_are_committed():
     loose, held = jnp.arange(3), jax.device_put(jnp.arange(4), first)
     found = programs.committed({"loose": loose, "held": held, "host": np.arange(2)})
     assert found["held"] is held
-    assert not loose.committed and found["loose"].committed
+    assert (loose.committed, found["loose"].committed) == (False, True)
     assert {name: x.tolist() for name, x in found.items()} == {
         "loose": [0, 1, 2],
         "held": [0, 1, 2, 3],

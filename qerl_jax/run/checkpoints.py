@@ -125,7 +125,8 @@ class Checkpoints:
         self.wait()
         abstract = jax.tree.map(_abstract, like)
         failures = {}
-        for step in reversed(self.steps):
+        steps, *_ = self._exchange(self.steps)  # A network file system may show others elsewhere.
+        for step in reversed(steps):
             found, reason = None, None
             try:
                 found = self._load(step, abstract)
