@@ -129,17 +129,20 @@ class FirstRunAlone:
     Args:
         program: the compiled program.
         lock: lock that the programs of all threads share.
+
+    Attributes:
+        program: the compiled program.
     """
 
     def __init__(self, program: Callable[..., Any], lock: threading.Lock) -> None:
-        self._program, self._lock, self._has_run = program, lock, False
+        self.program, self._lock, self._has_run = program, lock, False
 
     def __call__(self, *arguments: Any) -> Any:
         """Runs the program."""
         if self._has_run:
-            return self._program(*arguments)
+            return self.program(*arguments)
         with self._lock:
-            results = jax.block_until_ready(self._program(*arguments))
+            results = jax.block_until_ready(self.program(*arguments))
         self._has_run = True
         return results
 
