@@ -186,7 +186,7 @@ def update_memory(
     """Returns the bytes of an update on one buffer.
 
     They are those that XLA's memory analysis gives for the compiled program, to 1 %: it keeps the
-    results of the products of every layer and the adapter in the dtype of the computation.
+    results of the products of every layer.
 
     Args:
         config: architecture of the policy.
@@ -204,9 +204,9 @@ def update_memory(
         "gate_up_proj": 2 * config.mlp_dim,
     }
     kept = config.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
-    # One layer while its backward pass runs: its states, with those that are added up over devices,
-    # and what it computes again; of the MLP the gradients of gate and up, beside either what
-    # SwiGLU's gradient reads and writes or the dequantized weights of both.
+    # One layer while its backward pass runs: its adapter, what it computes again, and its states,
+    # with those that are added up over devices; of the MLP the gradients of gate and up, beside
+    # either what SwiGLU's gradient reads and writes or the dequantized weights of both.
     states = config.embed_dim * (4 if config.shards == 1 else 6)
     again = sum(widths[name] for name in recompute if name != "gate_up_proj")
     swiglu = tokens * config.mlp_dim * (3 if "gate_up_proj" in recompute else 1)
@@ -216,9 +216,9 @@ def update_memory(
     logits = min(logits_chunk(config.vocab_size), tokens) * config.vocab_size
     head = itemsize * 4 * tokens * config.embed_dim
     return MemoryPlan(
-        activations=adapter + itemsize * tokens * config.num_layers * kept,
+        activations=itemsize * tokens * config.num_layers * kept,
         head=head + (4 + itemsize) * logits,
-        layer=itemsize * layer,
+        layer=itemsize * layer + adapter // config.num_layers,
         buffer_tokens=tokens,
         recompute=recompute,
     )
