@@ -219,7 +219,8 @@ def rollouts(shape):
         found["last"] = last.ended_rows, last.tokens, last.statistics
         found["compiled"] = len(programs.compiled), len(programs)
         found["collectives", temperature] = {
-            key[0]: collectives(program.as_text()) for key, program in programs.items()
+            key[0]: collectives(getattr(one, "program", one).as_text())
+            for key, one in programs.items()
         }
     return found
 
