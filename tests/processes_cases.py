@@ -4,15 +4,31 @@ import os
 import sys
 import time
 
+from tiny_checkpoints import model_config
+
+from benchmarks import step
+from experiments import cli
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
+from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.processes.launch import connected
 from qerl_jax.training.begin import check_starts
 
 LONG = 100  # seconds; the test ends the processes before
 
 
-def main(case):
+def measure(*flags):
+    """Measures steps of a tiny model under the name of another one."""
+    ARCHITECTURES["qwen2.5-1.5b"] = model_config("qwen2", vocab_size=1000)
+    command = ["--model=qwen2.5-1.5b", "--format=bf16", "--prompt=5", "--new-tokens=8"]
+    sizes = ["--group=2", "--lora-rank=2", "--buffer-tokens=32", "--steps=1", "--mesh=data=2"]
+    cli.run_command(step.make_parser(), step.run, [*command, *sizes, *flags])
+
+
+def main(case, *flags):
+    if case == "measures":
+        measure(*flags)
+        return
     with connected(devices=2) as processes:
         number = processes.index
         print(f"connected {number}", file=sys.stderr, flush=True)
@@ -32,4 +48,4 @@ def main(case):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -10,15 +10,17 @@ import sys
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_cases import CUT, LENGTHS, MOVED, SHAPES
+from mesh_cases import CUT, LENGTHS, MOVED, SHAPES, head_loss, packed
 from tiny_checkpoints import VOCAB
 from tiny_model import tiny_policy
 
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
 from qerl_jax.rollout.engine import Progress
 from qerl_jax.rollout.replicas import _in_threads, deal
 from qerl_jax.rollout.scheduler import Statistics
@@ -61,6 +63,25 @@ def test_a_step_does_not_depend_on_the_mesh(found, shape):
     assert abs(float(alone["metrics"]["loss"])) > 1e-3
     assert alone["kl"] > 1e-3
     assert_near(ours, alone)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_the_gradient_by_a_cut_head_is_that_of_a_log_softmax(found, shape):
+    config, params = tiny_policy("qwen2", **CUT)
+    buffer = packed()[0]
+    hidden = transformer.packed_hidden_states(
+        params, None, buffer.tokens, buffer.positions, buffer.segments, config=config
+    )
+
+    def loss(head):
+        logits = jnp.matmul(hidden[buffer.order], head.T, precision="highest")
+        whole = jax.nn.log_softmax(logits / 0.7)
+        entropies = -(jnp.exp(whole) * whole).sum(axis=-1)
+        return head_loss((whole[jnp.arange(len(whole)), buffer.targets], entropies))
+
+    expected = jax.grad(loss, has_aux=True)(params["lm_head"])
+    assert jnp.abs(expected[0]).max() > 0.1
+    assert_near(found["trained head"][shape], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:])

@@ -3,6 +3,7 @@
 The processes run on one machine and connect over loopback, with Gloo in place of NCCL.
 """
 
+import json
 import os
 import pathlib
 import signal
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import tiny_run
 
+from benchmarks import step
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
 from qerl_jax.processes import folder as folder_lib
@@ -190,12 +192,12 @@ def test_one_process_writes_and_speaks(trained):
 def cases(tmp_path_factory):
     """Starts two processes of `processes_cases`."""
 
-    def start(case):
+    def start(case, *flags):
         script = pathlib.Path(__file__).with_name("processes_cases.py")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         folder = tmp_path_factory.mktemp("cases")
         return Started(
-            lambda number: [sys.executable, str(script), case], [environment] * 2, folder
+            lambda number: [sys.executable, str(script), case, *flags], [environment] * 2, folder
         )
 
     return start
@@ -221,6 +223,39 @@ def test_an_error_of_one_process_ends_the_others(cases):
     assert started.wait() == [1, 1]
     (line,) = started.errors(0)
     assert line.endswith("failed, which ends the run: the device is out of memory")
+
+
+def test_a_measured_step_of_two_processes_has_one_row(cases, tmp_path):
+    path = tmp_path / "step.json"
+    old = {name: 0 for name in step.KEYS if name != "processes"}
+    path.write_text(json.dumps({"rows": [old]}))
+    step.merge(path, old | {"processes": 1, "new": True})
+    step.merge(path, old | {"processes": 2})
+    started = cases("measures", f"--out={path}")
+    assert started.wait(180) == [0, 0], started.said(0) + started.said(1)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["processes"] for row in rows if row["model"] == 0] == [1, 2]
+    (row,) = (row for row in rows if row["model"])
+    assert (row["processes"], row["devices"], row["batch"]) == (2, 2, 4)
+    assert row["mesh"] == "data=2,tensor=1"
+    # A prompt of 5 tokens and 8 new ones for each of the 4 completions of both processes.
+    assert row["update_tokens_per_s"] == pytest.approx(4 * 13 / row["update_s"])
+    assert 0 < row["rollout_s"] < row["step_s"]
+    (line,) = (line for line in started.said(0).splitlines() if "samples/s" in line)
+    assert line.startswith("qwen2.5-1.5b bf16 data=2,tensor=1 in 2 processes 4 x 5+8: ")
+    assert "samples/s" not in started.said(1)
+
+
+def test_a_measured_mesh_has_all_devices_of_several_processes(cases, tmp_path):
+    path = tmp_path / "step.json"
+    started = cases("measures", f"--out={path}", "--mesh=data=4")
+    assert started.wait() in ([2, 2], [1, 2], [2, 1])  # The first to fail may end the other.
+    for number in (0, 1):
+        assert (
+            "--mesh=data=4,tensor=1 has 4 devices, the 2 processes have 2: every mesh of several "
+            "processes has all of their devices\n"
+        ) in started.said(number)
+    assert not path.exists()
 
 
 def test_a_share_may_take_longer_to_arrive_than_a_look():
