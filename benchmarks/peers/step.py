@@ -301,14 +301,15 @@ def measure(
             share_engine()
         make = functools.partial(make_trainer, arguments, model, folder, rollout=rollout, work=work)
         for rows in counts:
-            fitting = [choice for choice in choices if rows % choice[0] == 0]
-            for choices in (fitting[number:] for number in range(len(fitting))):
+            choices = [choice for choice in choices if rows % choice[0] == 0]
+            while choices:
                 micro, checkpointing = choices[0]
                 found = measure_rows(arguments, make, rows, micro, checkpointing)
                 print(f"{rows} rows, {micro} a pass: {found or 'too large'}", flush=True)
                 if found:
                     yield rows, found
                     break
+                choices = choices[1:]  # Fewer rows begin with what these end with.
             else:
                 raise UserError(f"{rows} rows: not even a row a pass fits into the card's memory")
 

@@ -7,7 +7,7 @@ It needs torch 2.11.0, transformers 5.17.0 and peft 0.21.2, and with --format=nf
 bitsandbytes 0.50.2. An update processes --rows rows of --prompt and --new-tokens tokens, of which
 the completion's are in the loss: forward pass, log-probabilities (in chunks, so that the logits
 never lie in memory at once), backward pass, fused AdamW. Weights, activations and the adapter are
-in bf16, and attention is PyTorch's flash kernel. An update is taken with every number of rows a
+in bf16, and attention is fused in PyTorch. An update is taken with every number of rows a
 pass (`micro`) of --micro that divides --rows, with and without the recomputation of the layers
 (`checkpointing`); what does not fit is left out and the fastest is written. Our row is
 `benchmarks.step` in NVFP4 at the same lengths.
