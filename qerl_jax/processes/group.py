@@ -8,6 +8,7 @@ A stop is agreed on by the number of the exchange that the stopped process does 
 process can complete that exchange, so all of them end in the same step.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -31,6 +32,7 @@ _LOOK_SECONDS = 0.5
 _READ_SECONDS = 600.0  # how long a share that is there may take to arrive
 _PART_SECONDS = 10.0  # how long a process that ends waits for the others to hear why
 _JOIN_SECONDS = 5.0
+_FIRST_SECONDS = 10.0  # how long process 0 may take to find an error that another one has found
 _END_SECONDS = 600.0  # how long a finished process waits for the others
 _FAILED, _STOP, _SIGNAL = "told/failed", "told/stop", "told/signal"
 
@@ -156,9 +158,12 @@ class Processes:
 
         An error of a collective may follow from the loss of another process. Then this process
         waits for the runtime to find out which one, and ends with the line that names it.
+        Bad input is an error in all processes, and process 0 is to say so.
         """
         if _may_follow(error):
             time.sleep(2 * HEARTBEAT_SECONDS)  # `_watch_lost` ends the process.
+        elif self.index and isinstance(error, UserError):
+            time.sleep(_FIRST_SECONDS)  # `_watch_told` ends the process.
         if not self._parting.acquire(blocking=False):
             return
         text = first_line(error) or type(error).__name__
@@ -268,7 +273,8 @@ class Processes:
         """Ends this process from a thread: its main thread may wait in a collective for ever."""
         if not self._parting.acquire(blocking=False):
             return
-        print(line, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # The terminal was closed.
+            print(line, file=sys.stderr, flush=True)
         self._part(alive)
         os._exit(1)
 

@@ -25,7 +25,7 @@ from qerl_jax.processes.group import HEARTBEAT_SECONDS, Processes
 from qerl_jax.run.signals import StoppedError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-_DEVICES = "JAX_LOCAL_DEVICE_IDS"
+DEVICES = "JAX_LOCAL_DEVICE_IDS"
 # SLURM sets the first one for what srun starts, and not for a batch script.
 _SLURM_COUNT, _SLURM_INDEX = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
 _CONNECT_SECONDS = 300
@@ -91,8 +91,8 @@ def local_devices(environment: Mapping[str, str]) -> list[int]:
     Raises:
         UserError: the variable does not list numbers.
     """
-    listed = environment.get(_DEVICES)
-    return [_number(_DEVICES, number) for number in listed.split(",")] if listed else []
+    listed = environment.get(DEVICES)
+    return [_number(DEVICES, number) for number in listed.split(",")] if listed else []
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ the processes of `launch`, as if a user had started them. Nothing is started whe
 `launch` are set (JAX_NUM_PROCESSES=1 keeps one process for all GPUs), nor without enough GPUs.
 """
 
+import collections
 import contextlib
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -17,12 +19,18 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 
-from qerl_jax.processes.launch import ADDRESS, COUNT, INDEX, place_of
+from qerl_jax.processes.launch import ADDRESS, COUNT, DEVICES, INDEX, place_of
 from qerl_jax.run.device_memory import uses_gpus
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_END_SECONDS = 60  # how long processes may take to end after process 0, or after one of them
+_END_SECONDS = 60  # how long the others may take to end after process 0
+_FAILED_SECONDS = 3  # and after an error in it, which connected processes have heard of
+_LOST_SECONDS = 30  # how long connected processes may take to find out that one has ended
+_KEPT_LINES = 100
+_ERROR = "error: "
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
+# Variables by which a user decides what this process serves.
+_DECIDED = COUNT, DEVICES, "JAX_CUDA_VISIBLE_DEVICES"
 
 
 def environments(
@@ -36,12 +44,15 @@ def environments(
         environment: the environment variables of this process.
         gpus: number of GPUs of the machine.
     """
-    if data == 1 or environment.get(COUNT) or place_of(environment, devices=data * tensor):
+    if data == 1 or not gpus or any(environment.get(name) for name in _DECIDED):
+        return []
+    if place_of(environment, devices=data * tensor):
         return []
     named = [str(number) for number in range(gpus)]
     if _VISIBLE in environment:
-        named = [name.strip() for name in environment[_VISIBLE].split(",") if name.strip()]
-    if len(named) < data * tensor:
+        names = (name.strip() for name in environment[_VISIBLE].split(","))
+        named = list(itertools.takewhile(lambda name: _may_be_gpu(name, gpus), names))
+    if len(named) < data * tensor or len(set(named)) < len(named):
         return []  # The run itself says how many there are.
     with socket.socket() as found:
         found.bind(("localhost", 0))
@@ -61,8 +72,8 @@ def environments(
 def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
     """Makes this process the first of those of a mesh, and starts the others while the block runs.
 
-    It must run before JAX and CUDA start. Signals go to process 0, which tells the others; Ctrl-C
-    goes to all.
+    It must run before JAX and CUDA start. Signals, such as Ctrl-C, go to process 0 alone, which
+    tells the others. It speaks for all: what another one says is shown where it fails alone.
 
     Args:
         data: number of groups, each of which gets a process.
@@ -75,53 +86,108 @@ def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
         return
     print(f"starting {1 + len(others)} processes, one for each group of GPUs", flush=True)
     command = [sys.executable, *sys.orig_argv[1:]]
-    started = [_start(command, os.environ | place) for place in others]
+    started = [_Started(i, command, os.environ | place) for i, place in enumerate(others, 1)]
     os.environ.update(own)
     ended = threading.Event()
     threading.Thread(target=_watch, args=(started, ended), daemon=True).start()
+    seconds = _FAILED_SECONDS
     try:
         yield
+        seconds = _END_SECONDS
     finally:
         ended.set()
-        _end(started)
+        _end(started, seconds)
 
 
-def _start(command: list[str], environment: Mapping[str, str]) -> subprocess.Popen:
-    libc = ctypes.CDLL(None)
-    return subprocess.Popen(
-        command,
-        env=dict(environment),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,  # Process 0 speaks for all.
-        # If process 0 is killed before the processes have connected, nothing else ends the others.
-        preexec_fn=lambda: libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGTERM),
-    )
+class _Started:
+    """Another process of the run.
 
-
-def _watch(started: list[subprocess.Popen], ended: threading.Event) -> None:
-    """Ends this process if another one has failed and the processes have not ended by themselves.
-
-    Connected processes do; one that fails before leaves the others waiting for it.
+    Attributes:
+        index: its number.
+        process: the process.
+        said: the last lines that it wrote to stderr and that are not shown.
     """
-    while not any(process.poll() for process in started):
+
+    def __init__(self, index: int, command: list[str], environment: Mapping[str, str]):
+        libc, own = ctypes.CDLL(None), os.getpid()
+
+        def end_with_the_first() -> None:
+            libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+            if os.getppid() != own:  # It has ended before.
+                os._exit(1)
+
+        self.index = index
+        self.process = subprocess.Popen(
+            command,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            preexec_fn=end_with_the_first,
+            process_group=0,  # A terminal sends Ctrl-C to the group of process 0.
+        )
+        self.said: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def how_it_ended(self) -> str:
+        """Shows what a process said before it crashed, and returns a line on its end."""
+        self._reader.join(1.0)  # A worker of the process may hold the pipe open.
+        code, said = self.process.returncode, list(self.said)
+        last = said[-1].decode(errors="replace").strip() if said else ""
+        if last.startswith(_ERROR):
+            return f"{_ERROR}process {self.index} failed, which ends the run: {last[len(_ERROR) :]}"
+        if code < 0 or 0 < code < 128:
+            _write(b"".join(said))
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return f"{_ERROR}process {self.index} ended with {how}, which ends the run"
+
+    def _read(self) -> None:
+        shows = False
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            shows = shows or line.startswith(b"Traceback ")  # a bug
+            if shows:
+                _write(line)
+            else:
+                self.said.append(line)
+
+
+def _watch(started: list[_Started], ended: threading.Event) -> None:
+    """Ends this process if another one has ended and the processes do not end by themselves.
+
+    Connected processes do; one that ends before leaves the others waiting for it.
+    """
+    while all(one.process.poll() is None for one in started):
         if ended.wait(1.0):
             return
-    if not ended.wait(_END_SECONDS):
-        index = next(i for i, process in enumerate(started, 1) if process.poll())
-        code = started[index - 1].returncode
-        os.write(2, f"error: process {index} ended with exit code {code}; see above\n".encode())
+    line = next(one for one in started if one.process.poll() is not None).how_it_ended()
+    if not ended.wait(_LOST_SECONDS):
+        _write(f"{line}\n".encode())
         _end(started, seconds=0)
         os._exit(1)
 
 
-def _end(started: list[subprocess.Popen], seconds: float = _END_SECONDS) -> None:
+def _end(started: list[_Started], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    for process in started:
+    for one in started:
         try:
-            process.wait(max(0.0, deadline - time.monotonic()))
+            one.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            one.process.kill()
+            one.process.wait()
+
+
+def _write(text: bytes) -> None:
+    with contextlib.suppress(OSError):  # stderr may be closed.
+        os.write(2, text)
+
+
+def _may_be_gpu(name: str, gpus: int) -> bool:
+    """Whether CUDA may show a GPU of this name; it ignores a name that is wrong, and all after."""
+    if name.removeprefix("-").isdecimal():
+        return 0 <= int(name) < gpus
+    return bool(name)
 
 
 def _number_of_gpus() -> int:
