@@ -8,7 +8,7 @@ from qerl_jax.processes import spawn
 
 spawn.uses_gpus = lambda: True
 spawn._number_of_gpus = lambda: 2
-spawn._END_SECONDS = 3
+spawn._LOST_SECONDS = 3
 
 if __name__ == "__main__":
     if "--fails" in sys.argv and os.environ.get("JAX_PROCESS_ID") == "1":

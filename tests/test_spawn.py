@@ -1,5 +1,6 @@
 """A command that starts a process for each group of GPUs."""
 
+import os
 import pathlib
 import signal
 import subprocess
@@ -10,7 +11,7 @@ import pytest
 import tiny_run
 
 from qerl_jax.errors import UserError
-from qerl_jax.processes.spawn import environments
+from qerl_jax.processes.spawn import _Started, environments
 
 STEPS = 2
 CHANGES = {"steps": STEPS, "mesh.data": 2, "eval.every": STEPS, "aqn.kl_every": 0}
@@ -32,6 +33,8 @@ def test_each_process_sees_the_gpus_of_its_group():
 def test_the_gpus_are_those_that_the_user_shows():
     found = places(2, 1, 8, CUDA_VISIBLE_DEVICES="5, GPU-1a,7")
     assert [place["CUDA_VISIBLE_DEVICES"] for place in found] == ["5", "GPU-1a"]
+    found = places(2, 1, 1, CUDA_VISIBLE_DEVICES="MIG-1,MIG-2")
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in found] == ["MIG-1", "MIG-2"]
 
 
 @pytest.mark.parametrize(
@@ -40,7 +43,15 @@ def test_the_gpus_are_those_that_the_user_shows():
         (1, 2, 8, {}),
         (2, 1, 1, {}),
         (2, 2, 3, {}),
+        (2, 1, 0, {"CUDA_VISIBLE_DEVICES": "0,1"}),  # JAX_PLATFORMS=cpu
         (2, 1, 8, {"CUDA_VISIBLE_DEVICES": "3"}),
+        (2, 1, 8, {"CUDA_VISIBLE_DEVICES": ""}),
+        (2, 1, 8, {"CUDA_VISIBLE_DEVICES": "-1"}),
+        (2, 1, 8, {"CUDA_VISIBLE_DEVICES": "0,-1,1"}),  # CUDA shows those before a wrong one.
+        (2, 1, 8, {"CUDA_VISIBLE_DEVICES": "0,8,1"}),
+        (2, 1, 8, {"CUDA_VISIBLE_DEVICES": "1,1,2"}),
+        (2, 1, 8, {"JAX_LOCAL_DEVICE_IDS": "0,1"}),
+        (2, 1, 8, {"JAX_CUDA_VISIBLE_DEVICES": "0,1"}),
         (2, 1, 8, {"JAX_NUM_PROCESSES": "1"}),
         (
             *(2, 1, 8),
@@ -90,6 +101,7 @@ def start(tmp_path_factory):
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            process_group=0,  # which a terminal sends Ctrl-C to
         )
         return process, folder / name
 
@@ -110,11 +122,53 @@ def test_a_process_that_fails_before_it_connects_ends_the_first(start):
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "process 1 has no memory\n" in said
-    assert said.endswith("error: process 1 ended with exit code 1; see above\n")
+    assert said.endswith("error: process 1 ended with exit code 1, which ends the run\n")
 
 
-def test_no_process_outlives_the_first(start):
-    process, _ = start("killed")
+@pytest.mark.parametrize(
+    ("code", "shown", "line"),
+    [
+        ("sys.exit('note\\nerror: no memory')", "", "failed, which ends the run: no memory"),
+        ("sys.exit('no memory')", "no memory\n", "ended with exit code 1, which ends the run"),
+        (
+            "os.write(2, b'fatal\\n'); os.abort()",
+            "fatal\n",
+            "ended by signal 6, which ends the run",
+        ),
+        ("sys.exit(128 + 15)", "", "ended with exit code 143, which ends the run"),
+        ("sys.exit(0)", "", "ended with exit code 0, which ends the run"),
+    ],
+)
+def test_the_end_of_a_process_has_one_line(capfd, code, shown, line):
+    one = _Started(1, [sys.executable, "-c", f"import os, sys; {code}"], os.environ)
+    one.process.wait(60)
+    assert one.how_it_ended() == f"error: process 1 {line}"
+    assert capfd.readouterr().err == shown
+
+
+def test_a_traceback_is_shown_while_the_process_lives(capfd):
+    code = "import time, traceback; traceback.print_exception(ValueError(9)); time.sleep(60)"
+    one = _Started(1, [sys.executable, "-c", f"{code}"], os.environ)
+    shown = ""
+    while "ValueError: 9\n" not in shown:
+        shown += capfd.readouterr().err
+    one.process.kill()
+    one.process.wait()
+
+
+def test_bad_data_has_one_line(start):
+    process, run = start("bad", "--config.data.path=nowhere.jsonl")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 2, said
+    assert said.endswith(
+        "error: nowhere.jsonl: cannot read the problems: No such file or directory\n"
+    )
+    assert said.count("error:") == 1
+    assert not run.exists()
+
+
+def started_child(process):
+    """The number of the process that a command has started, once it runs its program."""
     for line in process.stdout:
         if line.startswith("starting"):
             break
@@ -122,9 +176,23 @@ def test_no_process_outlives_the_first(start):
     while not children.read_text():
         assert process.poll() is None
     (child,) = map(int, children.read_text().split())
-    command = pathlib.Path(f"/proc/{child}/cmdline")
-    while b"spawn_cases" not in command.read_bytes():  # It is not yet the new program.
-        pass
+    while b"spawn_cases" not in pathlib.Path(f"/proc/{child}/cmdline").read_bytes():
+        assert process.poll() is None
+    return child
+
+
+def test_an_interrupt_while_the_processes_connect_has_one_line(start):
+    process, _ = start("interrupted")
+    child = started_child(process)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert (process.returncode, said) == (130, "interrupted\n")
+    assert not pathlib.Path(f"/proc/{child}").exists()
+
+
+def test_no_process_outlives_the_first(start):
+    process, _ = start("killed")
+    command = pathlib.Path(f"/proc/{started_child(process)}/cmdline")
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()

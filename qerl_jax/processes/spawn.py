@@ -63,6 +63,7 @@ def environments(
             COUNT: str(data),
             INDEX: str(index),
             _VISIBLE: ",".join(named[index * tensor : (index + 1) * tensor]),
+            "no_grpc_proxy": "localhost",  # JAX's runtime would ask http_proxy for the address.
         }
         for index in range(data)
     ]
@@ -139,18 +140,19 @@ class _Started:
             return f"{_ERROR}process {self.index} failed, which ends the run: {last[len(_ERROR) :]}"
         if code < 0 or 0 < code < 128:
             _write(b"".join(said))
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return f"{_ERROR}process {self.index} ended with {how}, which ends the run"
+        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"{_ERROR}process {self.index} ended {how}, which ends the run"
 
     def _read(self) -> None:
         shows = False
         assert self.process.stderr is not None
-        for line in self.process.stderr:
-            shows = shows or line.startswith(b"Traceback ")  # a bug
-            if shows:
-                _write(line)
-            else:
-                self.said.append(line)
+        with self.process.stderr as lines:
+            for line in lines:
+                shows = shows or line.startswith(b"Traceback ")  # a bug
+                if shows:
+                    _write(line)
+                else:
+                    self.said.append(line)
 
 
 def _watch(started: list[_Started], ended: threading.Event) -> None:
