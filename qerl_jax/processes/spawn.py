@@ -27,6 +27,7 @@ _END_SECONDS = 60  # how long the others may take to end after process 0
 _FAILED_SECONDS = 3  # and after an error in it, which connected processes have heard of
 _LOST_SECONDS = 30  # how long connected processes may take to find out that one has ended
 _KEPT_LINES = 100
+_PROXIES = {"grpc_proxy", "https_proxy", "http_proxy"}
 _ERROR = "error: "
 _PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 # Variables by which a user decides what this process serves.
@@ -57,14 +58,16 @@ def environments(
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = f"localhost:{found.getsockname()[1]}"
+    # JAX's runtime would ask a proxy for this address; it warns of the variable where it is needless.
+    direct = {"no_grpc_proxy": "localhost"} if _PROXIES & environment.keys() else {}
     return [
         {
             ADDRESS: address,
             COUNT: str(data),
             INDEX: str(index),
             _VISIBLE: ",".join(named[index * tensor : (index + 1) * tensor]),
-            "no_grpc_proxy": "localhost",  # JAX's runtime would ask http_proxy for the address.
         }
+        | direct
         for index in range(data)
     ]
 
