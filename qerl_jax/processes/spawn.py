@@ -58,7 +58,7 @@ def environments(
     with socket.socket() as found:
         found.bind(("localhost", 0))
         address = f"localhost:{found.getsockname()[1]}"
-    # JAX's runtime would ask a proxy for this address; it warns of the variable where it is needless.
+    # JAX's runtime would ask a proxy for this address. Without one it would warn of the variable.
     direct = {"no_grpc_proxy": "localhost"} if _PROXIES & environment.keys() else {}
     return [
         {
