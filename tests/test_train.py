@@ -593,6 +593,20 @@ def test_rewards_that_wait_train_the_same_with_any_advantage(tiny, tmp_path):
     assert found["grpo", "plain"]["grad_norm"] != found["gdpo", "plain"]["grad_norm"]
 
 
+@pytest.mark.parametrize(("advantage", "uninformative"), [("grpo", 1), ("gdpo", 0)])
+def test_groups_whose_rewards_differ_train_gdpo_though_totals_do_not(
+    tiny, tmp_path, advantage, uninformative
+):
+    def half_high(*arguments):
+        return 0.5 * (1.0 - tiny_run.low_fraction(*arguments))
+
+    config = tiny.config({"eval.every": 0, "steps": 1, "rl.advantage": advantage})
+    rewards = {"low": (tiny_run.low_fraction, 1.0), "high": (half_high, 2.0)}
+    (row,) = tiny_run.results(train(config, workdir=tmp_path / "run", rewards=rewards))
+    assert row["advantage_zero_groups"] == uninformative
+    assert (row["grad_norm"] > 0) == (advantage == "gdpo")
+
+
 def test_a_reward_whose_column_is_missing_ends_the_run_at_once(tiny, tmp_path):
     def needy(prompt, completion, answer, num_tokens, finished, tests):
         return 1.0

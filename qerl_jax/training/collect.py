@@ -73,7 +73,7 @@ class CollectConfig:
     rounds: int
     metric: str
     order: Order
-    advantage: str = "grpo"
+    advantage: str
 
     @property
     def weights(self) -> dict[str, float]:

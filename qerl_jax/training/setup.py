@@ -215,6 +215,7 @@ def assemble(
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
             metric=_metric(config, rewards),
             order=order_of(config, prompts),
+            advantage=config.rl.advantage,
         ),
         eval_sampling=eval_sampling,
         eval_engine=eval_engine,
