@@ -137,16 +137,7 @@ def begin(
         evaluations = dict(processes.of_first(list(evaluations.items())))
     if processes.writes and folder.moved:
         record_places(folder, setup.config)
-    run = Run(
-        setup,
-        folder,
-        checkpoints,
-        log,
-        progress,
-        evaluations,
-        fingerprints,
-        compilations,
-    )
+    run = Run(setup, folder, checkpoints, log, progress, evaluations, fingerprints, compilations)
     if setup.config.init_from and restored is None:
         save_checkpoint(run)
         checkpoints.wait()  # From here on the run needs nothing of the other one.

@@ -106,7 +106,7 @@ class _Round:
     """The scored completions of one rollout.
 
     Attributes:
-        problems: P places of the prompts among the training prompts.
+        places: P places of the prompts among the training prompts.
         prompts: B prompts.
         texts: B completions as text.
         rollout: B completions as tokens.
@@ -115,7 +115,7 @@ class _Round:
         seconds: duration of the rollout.
     """
 
-    problems: list[int]
+    places: list[int]
     prompts: list[Prompt]
     texts: list[str]
     rollout: Rollout
@@ -385,7 +385,7 @@ def _checked(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
 def _concatenate(rounds: list[_Round]) -> _Round:
     scores = [done.scores for done in rounds]
     return _Round(
-        problems=[place for done in rounds for place in done.problems],
+        places=[place for done in rounds for place in done.places],
         prompts=[prompt for done in rounds for prompt in done.prompts],
         texts=[text for done in rounds for text in done.texts],
         rollout=jax.tree.map(lambda *x: np.concatenate(x), *(done.rollout for done in rounds)),
@@ -431,7 +431,7 @@ def _metrics(sampled: _Round, config: CollectConfig) -> dict[str, float]:
         if "correctness" in scores.parts
         else {}
     )
-    return metrics | source_metrics(config.order, sampled.problems, values)
+    return metrics | source_metrics(config.order, sampled.places, values)
 
 
 def _mean(values: np.ndarray) -> float:

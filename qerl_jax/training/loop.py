@@ -44,10 +44,7 @@ from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
 from qerl_jax.training.saving import announce_finished, best_so_far, finish, save
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step
-from qerl_jax.training.validate import (
-    check_extension,
-    validate,
-)
+from qerl_jax.training.validate import check_extension, validate
 
 _SKIPS_THAT_STOP = 3
 
@@ -72,9 +69,8 @@ def train(
         trained.
 
     Raises:
-        UserError: the config asks for something that cannot be done.
-            A program that is missing after the first step is one too, and completions of which none
-            has a reward; the last whole step is saved.
+        UserError: the config asks for something that cannot be done; a program is missing after the
+            first step, or no completion of a step has a reward. The last whole step is saved.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)

@@ -111,7 +111,8 @@ def prepare(
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
     problems = load_problems(config, rewards)
     device = this_device()
-    if device.pool is not None or config.mesh.tensor > 1:  # which may not divide the model
+    # A model that does not fit, or that mesh.tensor does not divide, is refused before it is read.
+    if device.pool is not None or config.mesh.tensor > 1:
         architecture = read_architecture(config.model.source)
         check_fits(plan_run(config, architecture, device), config, architecture)
     model = _load_model(config, mesh)
@@ -127,8 +128,8 @@ def check_method(
 ) -> Method:
     """Makes what needs no model, and refuses bad options before one is loaded.
 
-    A custom schedule is called for every step, as it could fail at one that is hours away, such as
-    one after the end of the first schedule.
+    A custom schedule is called for every step now, because it could fail at one that is hours away,
+    such as a step of an extended run.
 
     Args:
         config: the resolved config.
