@@ -68,7 +68,7 @@ from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.aot import compile_operations, compile_rollout
 from qerl_jax.rollout.config import EngineConfig
-from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
+from qerl_jax.rollout.engine import RolloutProgress, generate_steps, live_fraction
 from qerl_jax.rollout.programs import Executables, committed, operations
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.sharding import beside, of_one_device
@@ -223,7 +223,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         "group_size": config.group,
     }
 
-    def run(number: int, programs: Executables) -> Progress:
+    def run(number: int, programs: Executables) -> RolloutProgress:
         steps = generate_steps(
             jax.random.fold_in(key, number),
             subject.params,
