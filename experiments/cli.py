@@ -49,6 +49,8 @@ _PRESETS = (
 )
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
+# What the second error for an unreadable config file begins with.
+_EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
 
 
 def main(
@@ -127,13 +129,15 @@ def _config_message(error: Exception) -> str:
             return f"{frame.f_code.co_filename}:{line}: {told}"
     if isinstance(error, OSError):
         # The flag's error for an unreadable config file ends with the system's message.
-        return f"cannot read the config: {str(error).strip().splitlines()[-1].strip()}"
+        told = str(error).strip().splitlines()[-1].strip()
+        return f"cannot read the config: {told.removeprefix(_EARLIER_FAILURE)}"
     if isinstance(error, AttributeError) and error.name == "get_config":
         return "the config file has no get_config(): experiments/configs/grpo_gsm8k.py shows one"
     if isinstance(error, AttributeError | KeyError):
         return f"the config has no such field: {_key_message(error)}"
     if isinstance(error, flags.Error):
-        return str(error)
+        # absl's error for a boolean flag ends with a tuple, its arguments.
+        return re.sub(r"\('(Non-boolean argument to boolean flag)', .*\)$", r"\1", str(error))
     raise error
 
 
@@ -262,6 +266,8 @@ def _parse_flags(
             f"unexpected argument {rest[1]!r}; a config field is set like --config.steps=10"
         )
     flags.FLAGS.config.lock()  # raises OSError when the file could not be read
+    if flags.FLAGS.workdir == "":  # as --workdir=$UNSET, which would be the working directory
+        raise UserError("--workdir is empty: pass a folder, or leave out the flag")
     return rest
 
 

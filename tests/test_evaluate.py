@@ -471,6 +471,8 @@ def test_other_problems_of_the_same_name_are_noticed(settings, tiny, tmp_path):
         ({"samples": 2, "temperature": 0.0}, ["greedy samples are all the same"]),
         ({"temperature": -1.0}, ["--temperature=-1.0"]),
         ({"top_p": float("nan")}, ["--top-p=nan"]),
+        ({"samples": 1, "top_p": 0.5}, ["--top-p=0.5 with greedy decoding"]),
+        ({"adapters": ("none", "none")}, ["--adapter=none,none", "twice"]),
         ({"max_rows": -1}, ["--max-rows=-1"]),
         ({"overrides": {"max_new_tokens": ("125",)}}, ["8 of 8", "128", "--max-new-tokens=122"]),
         ({"overrides": {"scorer": ("absent:f",)}}, ["absent:f"]),

@@ -17,7 +17,7 @@ from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.sharding import check_mesh
 from qerl_jax.training.problems import mixture_of
-from qerl_jax.weights.load import DTYPES
+from qerl_jax.weights.load import DTYPES, FORMATS
 
 _WIDEST_SEQUENCE_CLIP = 0.1
 
@@ -49,6 +49,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "aqn.tis_cap": (1e-6,),
     "aqn.kl_every": (0,),
     "aqn.kl_rows": (1,),
+    "rl.kl_coef": (0,),
     "rl.entropy_coef": (0,),
     "rl.sapo_temperature_pos": (1e-6,),
     "rl.sapo_temperature_neg": (1e-6,),
@@ -79,6 +80,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
 }
 
 _CHOICES = {
+    "model.format": FORMATS,
     "model.dtype": tuple(DTYPES),
     "rollout.dequantize": ("auto", "once", "step"),
     "data.curriculum": ("off", "learnability"),
