@@ -492,7 +492,7 @@ def leave(*_):
         (lambda *_: float("nan"), "ValueError: it returned nan"),
         (lambda *_: float("inf"), "ValueError: it returned inf"),
         (lambda *_: -1e300, "ValueError: it returned -1e+300"),
-        (lambda *_: "high", "ValueError: could not convert string to float: 'high'"),
+        (lambda *_: "1.0", "TypeError: it returned the text '1.0'; a reward is a number"),
         (lambda: 1.0, "TypeError"),
     ],
 )
