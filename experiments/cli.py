@@ -191,7 +191,8 @@ def run_command(
 
 def _quiet() -> None:
     """Hides the log messages of libraries; warnings of Python and JAX stay."""
-    logging.get_absl_logger().setLevel("ERROR")
+    # Orbax logs an error with its traceback, several times, and raises it.
+    logging.get_absl_logger().setLevel("CRITICAL")
     getLogger().setLevel("ERROR")  # the level of all other libraries, such as matplotlib
     getLogger("jax").setLevel("WARNING")
     getLogger("datasets").setLevel("ERROR")

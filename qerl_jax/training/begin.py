@@ -147,6 +147,8 @@ def begin(
         fingerprints,
         compilations,
     )
+    if progress.step < setup.config.steps:
+        checkpoints.require_space(progress.state)  # before steps are taken that it would cost
     if setup.config.init_from and restored is None:
         save_checkpoint(run)
         checkpoints.wait()  # From here on the run needs nothing of the other one.
