@@ -73,6 +73,7 @@ def main(
     """
     if description:
         sys.modules["__main__"].__doc__ = description
+    _import_from_here()
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
@@ -179,6 +180,7 @@ def run_command(
         argv: the arguments; None takes the arguments of the process.
     """
     _quiet()
+    _import_from_here()
     name = os.path.basename(sys.argv[0])
     if name.startswith("qerl-"):  # an installed command
         parser.prog = name
@@ -187,6 +189,13 @@ def run_command(
         arguments = parser.parse_args(argv)
         take_memory()
         run(arguments)
+
+
+def _import_from_here() -> None:
+    """Lets an installed command import rewards from the working directory, as `python -m` does."""
+    with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
+        if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+            sys.path.append(os.getcwd())
 
 
 def _quiet() -> None:

@@ -188,7 +188,7 @@ def test_bad_problems(fails, tmp_path, text, words):
 
 def test_another_config_in_an_existing_folder(fails, finished):
     before = tiny_run.contents(finished)
-    words = ["optimizer.b2: 0.99 -> 0.9", "seed: 0 -> 1", "--workdir"]
+    words = ["optimizer.b2: 0.99 -> 0.9", "seed: 0 -> 1", f"--config.init_from={finished}"]
     fails("--config.optimizer.b2=0.9", "--config.seed=1", f"--workdir={finished}", words=words)
     assert tiny_run.contents(finished) == before
 

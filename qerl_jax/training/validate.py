@@ -1,6 +1,7 @@
 """Validates a config: rejects at the start what would fail minutes later, or silently."""
 
 import functools
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,7 @@ def how_to_train_on(
     if _decays_to_zero(config):
         more = min(more, schedule_steps)
     if more > steps:
-        return f"to train on, pass --workdir={workdir} --config.steps={more}"
+        return f"to train on, pass --workdir={shlex.quote(str(workdir))} --config.steps={more}"
     anew = _begin_from(config, trained)
     return f"its learning rate has decayed to 0; to train on, begin a new run with {anew}"
 
@@ -224,7 +225,7 @@ def _decays_to_zero(config: ConfigDict) -> bool:
 def _begin_from(config: ConfigDict, trained: Path) -> str:
     """The options of a new run that begins where another one ended."""
     name = "model.source" if config.train.parameters == "full" else "lora.init"
-    return f"--config.{name}={trained} and another --workdir"
+    return f"--config.{name}={shlex.quote(str(trained))} and another --workdir"
 
 
 def _check_texts(value: Any, name: str) -> None:
