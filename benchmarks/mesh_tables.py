@@ -6,7 +6,7 @@ from benchmarks.result_tables import STEPS, markdown, rows_of
 from benchmarks.step import KEYS
 
 # What a step on several GPUs has in common with the step on one that it is compared with.
-_FIXED = tuple(key for key in KEYS if key not in ("batch", "mesh"))
+_FIXED = tuple(key for key in KEYS if key not in ("batch", "mesh", "processes"))
 
 
 def scaling_table(rows: Iterable[dict]) -> str:
@@ -22,8 +22,9 @@ def scaling_table(rows: Iterable[dict]) -> str:
             row["model"],
             f"{row['devices']} x {row['device']}",
             row["mesh"],
+            str(row.get("processes", 1)),
             f"{row['batch']} x {row['prompt']} + {row['new_tokens']}",
-            f"{row['step_s']:.2f}",
+            *(f"{row[name]:.2f}" for name in ("rollout_s", "step_s")),
             f"{row['samples_per_s']:.2f}",
             f"{row['samples_per_s'] / one[_setting(row)]['samples_per_s']:.2f}",
             row["commit"][:8],
@@ -31,8 +32,9 @@ def scaling_table(rows: Iterable[dict]) -> str:
         for row in rows
         if row["devices"] > 1 and _setting(row) in one
     ]
-    header = ("model", "GPUs", "mesh", "completions", "step s", "completions/s", "against one GPU")
-    return markdown((*header, "commit"), lines)
+    sizes = "GPUs", "mesh", "processes", "completions"
+    measured = "rollout s", "step s", "completions/s", "against one GPU"
+    return markdown(("model", *sizes, *measured, "commit"), lines)
 
 
 def _setting(row: dict) -> tuple:

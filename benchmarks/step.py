@@ -16,16 +16,26 @@ With --mesh=data=N,tensor=M the rows of a step are dealt out to N groups of M de
 are cut between the devices of a group; --prompts are those of one group. Several meshes are
 measured one after the other, in the order given, so that they compare.
 
+The groups may belong to several processes, as in training (docs/several_gpus.md). On two GPUs:
+
+    export JAX_COORDINATOR_ADDRESS=localhost:9876 JAX_NUM_PROCESSES=2
+    COMMAND="python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --mesh=data=2"
+    CUDA_VISIBLE_DEVICES=1 JAX_PROCESS_ID=1 $COMMAND &
+    CUDA_VISIBLE_DEVICES=0 JAX_PROCESS_ID=0 $COMMAND
+
+Every mesh then has all devices of all processes, and process 0 prints and writes.
+
 Every measurement prints a line and at once writes its row to --out. A run replaces the rows of the
-same model, format, lengths and device. Times are medians over the steps after the first; a step
-after the first that compiles anything ends the command. The columns are:
+same model, format, lengths, mesh, processes and device. Times are medians over the steps after the
+first; a step after the first that compiles anything ends the command. The columns are:
 
     rollout_s, update_s, step_s  seconds of sampling, of everything from scored completions to the
-        new adapter, and from the start of a step to the next
+        new adapter, and from the start of a step to the next; of several processes the slowest
+        rollout, and what they exchange after it belongs to the step alone
     update_tokens_per_s   prompt and completion tokens of all rows, times updates, by update_s
     samples_per_s         completions of a step by step_s
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
-    peak_gb, plan_gb      largest memory of the process on a device, which includes what was
+    peak_gb, plan_gb      largest memory of process 0 on a device, which includes what was
         measured before, and what the plan of the update says
 """
 
@@ -38,15 +48,19 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from experiments import cli
 from qerl_jax.paths import user_path
 
+if TYPE_CHECKING:
+    from qerl_jax.processes.group import Processes
+
 KEYS = (
     *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
-    *("recompute", "buffer_tokens", "mesh", "device"),
+    *("recompute", "buffer_tokens", "mesh", "processes", "device"),
 )
+_ONE_PROCESS = {"processes": 1}  # what rows of an earlier version do not tell
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -120,7 +134,13 @@ class _RandomText:
         return ""
 
 
-def _setup(arguments: argparse.Namespace, model: str, format: str, shape: tuple[int, int]) -> Any:
+def _setup(
+    arguments: argparse.Namespace,
+    model: str,
+    format: str,
+    shape: tuple[int, int],
+    processes: "Processes",
+) -> Any:
     """The parts of a run with random weights, prompts and rewards."""
     import jax
     import numpy as np
@@ -130,7 +150,7 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, shape: tuple[
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.policy.tensor_parallel import shard_of
-    from qerl_jax.sharding import make_mesh
+    from qerl_jax.sharding import make_mesh, placed
     from qerl_jax.training.method import method_of
     from qerl_jax.training.setup import assemble
     from qerl_jax.weights.load import LoadedModel
@@ -164,7 +184,7 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, shape: tuple[
     weights_key = jax.random.key(arguments.seed, impl="rbg")
     params = random_params(weights_key, architecture, format=format, mesh=mesh)
     ids = rng.integers(0, architecture.vocab_size, (prompts, arguments.prompt))
-    return assemble(
+    setup = assemble(
         config,
         {"random": (lambda *_: float(rng.standard_normal()), 1.0)},
         LoadedModel(
@@ -185,6 +205,12 @@ def _setup(arguments: argparse.Namespace, model: str, format: str, shape: tuple[
         method=method_of(config, arguments.steps + 1),
         mesh=mesh,
     )
+    processes.check_same(
+        {"buffer_tokens": setup.memory.buffer_tokens, "recompute": list(setup.update.recompute)},
+        "give all of them the same GPU memory",
+    )
+    key = placed(setup.key, mesh) if processes.count > 1 else setup.key
+    return dataclasses.replace(setup, processes=processes, key=key)
 
 
 def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[str, Any]]:
@@ -217,7 +243,11 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
 
 
 def measure(
-    arguments: argparse.Namespace, model: str, format: str, shape: tuple[int, int] = (1, 1)
+    arguments: argparse.Namespace,
+    model: str,
+    format: str,
+    shape: tuple[int, int],
+    processes: "Processes",
 ) -> dict[str, Any]:
     """Takes the steps of one model on a mesh (data, tensor) and returns their row."""
     import jax
@@ -230,7 +260,7 @@ def measure(
     from qerl_jax.training.start import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
-    (data, tensor), setup = shape, _setup(arguments, model, format, shape)
+    (data, tensor), setup = shape, _setup(arguments, model, format, shape, processes)
     trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
     state = placed(init_state(trainable, setup.optimizer), setup.mesh)
     began = time.perf_counter()
@@ -253,7 +283,7 @@ def measure(
         return result.metrics
 
     rows = timed_steps(step, arguments.steps + 1)
-    if arguments.adapter is not None:
+    if arguments.adapter is not None and processes.writes:
         _save_and_read(arguments.adapter, setup, progress.state.trainable)
 
     def median(name: str) -> float:
@@ -288,6 +318,7 @@ def measure(
         "plan_gb": setup.memory.peak / 1e9,
         "devices": data * tensor,
         "mesh": f"data={data},tensor={tensor}",
+        "processes": processes.count,
         "device": jax.devices()[0].device_kind,
         **origin("benchmarks.step"),
     }
@@ -315,9 +346,10 @@ def _save_and_read(folder: pathlib.Path, setup: Any, trainable: Any) -> None:
 
 def describe(row: dict[str, Any]) -> str:
     """A row as one line of text."""
+    processes = f" in {row['processes']} processes" if row["processes"] > 1 else ""
     peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
     return (
-        f"{row['model']} {row['format']} {row['mesh']} {row['batch']} x "
+        f"{row['model']} {row['format']} {row['mesh']}{processes} {row['batch']} x "
         f"{row['prompt']}+{row['new_tokens']}: {row['samples_per_s']:.2f} samples/s, "
         f"rollout {row['rollout_s']:.2f} s, update {row['update_s']:.2f} s, step "
         f"{row['step_s']:.2f} s; {row['update_tokens_per_s']:,.0f} tokens/s in the update, "
@@ -332,17 +364,16 @@ def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -
     from qerl_jax.run.atomic import write_json
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    found = {tuple(old[key] for key in keys): old for old in [*rows, row]}
+    found = {tuple((_ONE_PROCESS | old)[key] for key in keys): old for old in [*rows, row]}
     ordered = [found[key] for key in sorted(found, key=str)]
     write_json(path, {"rows": ordered}, indent=1)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
-    import jax
-
     from benchmarks.rollout.subject import check_names
-    from qerl_jax.errors import UserError, check_limits
+    from qerl_jax.errors import check_limits
+    from qerl_jax.processes.launch import connected
 
     models, formats = arguments.model.split(","), arguments.format.split(",")
     check_names(models, formats)
@@ -358,16 +389,34 @@ def run(arguments: argparse.Namespace) -> None:
         }
     )
     meshes = arguments.mesh or [(1, 1)]
-    data, tensor = max(meshes, key=math.prod)
-    if data * tensor > len(jax.devices()):
+    with connected(devices=max(map(math.prod, meshes))) as processes:
+        asked = {name: str(value) for name, value in vars(arguments).items()}
+        processes.check_same(asked, "start all of them with the same command")
+        for data, tensor in meshes:
+            _check_devices(data, tensor, processes)
+        for model, format, mesh in itertools.product(models, formats, meshes):
+            row = measure(arguments, model, format, mesh, processes)
+            if processes.writes:
+                print(describe(row), flush=True)
+                merge(arguments.out, row)
+
+
+def _check_devices(data: int, tensor: int, processes: "Processes") -> None:
+    """Refuses a mesh that needs more devices than there are, or leaves a process without one."""
+    import jax
+
+    from qerl_jax.errors import UserError
+
+    wanted, found = data * tensor, len(jax.devices())
+    if processes.count > 1 and wanted != found:
         raise UserError(
-            f"--mesh=data={data},tensor={tensor} needs {data * tensor} devices, this process has "
-            f"{len(jax.devices())}"
+            f"--mesh=data={data},tensor={tensor} has {wanted} devices, the {processes.count} "
+            f"processes have {found}: every mesh of several processes has all of their devices"
         )
-    for model, format, shape in itertools.product(models, formats, meshes):
-        row = measure(arguments, model, format, shape)
-        print(describe(row), flush=True)
-        merge(arguments.out, row)
+    if wanted > found:
+        raise UserError(
+            f"--mesh=data={data},tensor={tensor} needs {wanted} devices, this process has {found}"
+        )
 
 
 if __name__ == "__main__":

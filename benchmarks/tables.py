@@ -198,12 +198,16 @@ def _step_section() -> str:
     header = ["model", "weights", "GPUs", "completions", "updates", "rollout s", "update s"]
     header += ["step s", "update tokens/s", "buffers", "peak GB", "plan GB", "commit"]
 
+    def devices(row: dict) -> str:
+        processes = f", {row['processes']} processes" if row.get("processes", 1) > 1 else ""
+        return f"{row['devices']} ({row['mesh']}{processes})" if row["devices"] > 1 else "1"
+
     def line(row: dict) -> list[str]:
         length = f"mean {row['mean_length']}, at most " if row["mean_length"] else ""
         return [
             row["model"],
             row["format"],
-            f"{row['devices']} ({row['mesh']})" if row["devices"] > 1 else "1",
+            devices(row),
             f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']}",
             str(row["updates"]),
             *(f"{row[name]:.2f}" for name in ("rollout_s", "update_s", "step_s")),

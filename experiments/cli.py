@@ -158,10 +158,14 @@ def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
                 f"To {instead}",
                 flush=True,
             )
-        take_memory()
+        from qerl_jax.processes.spawn import one_for_each_group
         from qerl_jax.training.loop import train
+        from qerl_jax.training.validate import validate
 
-        train(config, workdir=workdir)
+        validate(config)
+        with one_for_each_group(data=config.mesh.data, tensor=config.mesh.tensor):
+            take_memory()
+            train(config, workdir=workdir)
 
     return run
 

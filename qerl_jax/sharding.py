@@ -75,13 +75,11 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
         remedy = f"pass mesh.data={len(found)}"
         if tensor > 1:
             remedy = f"pass two numbers whose product is {len(found)}"
-        visible = ",".join(map(str, range(data * tensor)))
-        fewer = f", or show it fewer devices, such as CUDA_VISIBLE_DEVICES={visible}"
-        processes = len({device.process_index for device in found})
-        have = f"the {processes} processes have" if processes > 1 else "this process has"
+        count = len({device.process_index for device in found})
+        have = f"the {count} processes have" if count > 1 else "this process has"
         raise UserError(
             f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and {have} "
-            f"{len(found)}: {remedy}{fewer if len(found) > data * tensor else ''}"
+            f"{len(found)}: {remedy}{_fewer(data * tensor, len(found), count)}"
         )
     grid = np.array(found).reshape(data, tensor)
     if any(len({device.process_index for device in group}) > 1 for group in grid):
@@ -91,6 +89,28 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
             f"of a group belong to one process, pass a divisor of {own}"
         )
     return Mesh(grid, (DATA, TENSOR))
+
+
+def _fewer(wanted: int, found: int, processes: int) -> str:
+    """Returns the end of a sentence that says how a run gets fewer devices, '' if it cannot.
+
+    Args:
+        wanted: number of devices of the mesh.
+        found: number of devices of all processes.
+        processes: number of processes.
+    """
+    if wanted > found:
+        return ""
+    if processes == 1:
+        visible = ",".join(map(str, range(wanted)))
+        return f", or show it fewer devices, such as CUDA_VISIBLE_DEVICES={visible}"
+    own = found // processes
+    if wanted % own == 0:
+        started = wanted // own
+        return f", or start {started} process{'es' if started > 1 else ''} instead of {processes}"
+    if wanted % processes == 0:
+        return f", or show each process {wanted // processes} of its {own} devices"
+    return ""
 
 
 def specs(tree: Any, tensor: int) -> Any:

@@ -146,6 +146,44 @@ def step(shape):
     }
 
 
+def head_loss(values):
+    """A loss of log-probabilities and entropies, and these where they have a meaning."""
+    (a, b), mask = np.random.default_rng(1).random((2, BUFFER)), packed()[0].mask
+    logprobs, entropies = values
+    value = jnp.sum(mask * (a * jnp.sin(logprobs) + b * jnp.cos(entropies)))
+    return value, (logprobs * mask, entropies * mask)
+
+
+def trained_head(shape):
+    """The gradient by the head, whose vocabulary is cut, of a loss; and what the loss reads."""
+    config, params = tiny_policy("qwen2", **CUT)
+    mesh, own = mesh_of(shape), shard_of(config, shape[1])
+    _, params = placed((), params, config, mesh)
+
+    def loss(head, params):
+        return head_loss(
+            logprobs.packed_logprobs(
+                params | {"lm_head": head},
+                None,
+                packed()[0],
+                config=own,
+                temperature=0.7,
+                entropy_gradient=True,
+            )
+        )
+
+    gradient, arguments = jax.grad(loss, has_aux=True), (params.pop("lm_head"), params)
+    if mesh is not None:
+        gradient = jax.shard_map(
+            gradient,
+            mesh=mesh,
+            in_specs=(sharding.ROWS, sharding.specs(params, shape[1])),
+            out_specs=(sharding.ROWS, sharding.WHOLE),
+            check_vma=False,
+        )
+    return host(jax.jit(gradient)(*arguments))
+
+
 def noisy(params):
     return aqn.perturb_norms(jax.random.key(3), params, 0.1, final_norm=True)
 
@@ -181,7 +219,8 @@ def rollouts(shape):
         found["last"] = last.ended_rows, last.tokens, last.statistics
         found["compiled"] = len(programs.compiled), len(programs)
         found["collectives", temperature] = {
-            key[0]: collectives(program.as_text()) for key, program in programs.items()
+            key[0]: collectives(getattr(one, "program", one).as_text())
+            for key, one in programs.items()
         }
     return found
 
@@ -280,6 +319,7 @@ def main(path):
         folder = pathlib.Path(name)
         found = {
             "steps": {shape: step(shape) for shape in SHAPES},
+            "trained head": {shape: trained_head(shape) for shape in [(1, 1), (2, 2)]},
             "rollouts": {shape: rollouts(shape) for shape in SHAPES},
             "cached": cached((2, 2), folder / "programs"),
             "fused steps": {shape: fused_step(shape) for shape in [(1, 1), (1, 2)]},

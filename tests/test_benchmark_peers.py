@@ -2,11 +2,14 @@
 
 import importlib.metadata
 import json
+import os
 import subprocess
+import sys
 import types
 
 import jax
 import pytest
+from safetensors.numpy import load_file
 from tiny_checkpoints import model_config
 
 from benchmarks import pictures, result_tables, tables
@@ -97,6 +100,7 @@ def test_a_missing_package_is_one_line():
         (step, {"micro": 3}, "--micro=3 does not divide"),
         (step, {"rollout_format": "nf4"}, "--rollout-format=nf4 needs --format=nf4"),
         (update, {"steps": 0}, "--steps"),
+        (update, {"micro": "3"}, "--micro=3: no number of it divides 8 rows"),
     ],
 )
 def test_bad_arguments_are_refused_first(module, changes, message, tmp_path):
@@ -150,6 +154,54 @@ def test_a_clock_tells_rollouts_from_steps(monkeypatch):
     assert clock.rollout(lambda value: value + 1)(1) == 2
     clock.end()
     assert (clock.rollouts, clock.steps) == ([3.0], [9.0])
+
+
+def test_a_step_that_does_not_fit_is_taken_with_less_memory(tmp_path, monkeypatch):
+    parsed, tried = arguments(tmp_path, step, micro=4, checkpointing=False), []
+
+    def measured(_, __, rows, micro, checkpointing):
+        tried.append((rows, micro, checkpointing))
+        return {"step_s": 1.0} if checkpointing or rows * micro < 8 else None
+
+    monkeypatch.setattr(step, "measure_rows", measured)
+    monkeypatch.setattr(step, "share_engine", lambda: None)
+    monkeypatch.setattr(common, "model_folder", lambda _: tmp_path)
+    monkeypatch.setattr(common, "load_policy", lambda *_, **__: None)
+    assert [rows for rows, _ in step.measure(parsed, [8, 2])] == [8, 2]
+    # The smaller step begins with what the larger one ended with.
+    assert tried == [(8, 4, False), (8, 2, False), (8, 1, False), (8, 4, True), (2, 2, True)]
+    monkeypatch.setattr(step, "measure_rows", lambda *_: None)
+    with pytest.raises(UserError, match="8 rows: not even a row a pass fits"):
+        list(step.measure(parsed, [8]))
+
+
+def test_an_update_tries_the_divisors_of_its_rows(tmp_path):
+    assert update.micros_of(arguments(tmp_path, update), 6) == [1, 2, 3, 6]
+    assert update.micros_of(arguments(tmp_path, update, micro="4,2"), 8) == [2, 4]
+
+
+def test_trainers_share_an_engine_and_stay_processes_without_torchrun(monkeypatch):
+    made = []
+    engine = types.ModuleType("trl.generation.vllm_generation")
+    engine.LLM = lambda **options: made.append(options) or len(made)
+    package = types.ModuleType("trl.generation")
+    package.vllm_generation = engine
+    for module in (types.ModuleType("trl"), package, engine):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    step.share_engine()
+    for _ in range(2):
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            monkeypatch.setenv(name, "0")
+        assert engine.LLM(model="m") == 1
+        assert "LOCAL_RANK" not in os.environ
+    assert made == [{"model": "m"}]
+
+
+def test_what_the_user_sets_for_vllm_stays(monkeypatch):
+    monkeypatch.setattr(os, "environ", {"VLLM_LOGGING_LEVEL": "INFO"})
+    decode.set_environment()
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
 
 
 def test_the_fastest_rollouts_of_a_peer_count():
@@ -208,9 +260,13 @@ def test_the_pages_with_and_without_peers(tmp_path, monkeypatch):
 
 
 def test_a_random_checkpoint_has_what_transformers_requires(tmp_path):
-    size = write_random(tmp_path / "m", model_config("qwen2"), packed=False)
+    size = write_random(tmp_path / "m", model_config("qwen2"), packed=False, shard_bytes=10_000)
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": size}
+    files = sorted(set(index["weight_map"].values()))
+    assert len(files) > 2
+    held = {file: set(load_file(tmp_path / "m" / file)) for file in files}
+    assert {name: file for file, names in held.items() for name in names} == index["weight_map"]
 
 
 def test_what_serve_compares(tmp_path):

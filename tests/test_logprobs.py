@@ -1,6 +1,7 @@
 """Log-probabilities of completions, and the exact KL between two policies."""
 
 import functools
+import re
 
 import jax
 import jax.extend
@@ -155,6 +156,68 @@ def test_packed_logprobs_are_those_of_rows(chunk_bytes, monkeypatch):
         assert np.isfinite(ours).all()
     if chunk_bytes:  # The last chunks hold no target and are not computed.
         np.testing.assert_array_equal(packed[0][-5:], 0.0)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradient, monkeypatch):
+    """Those of the states by the adapter and the norms, and of the head, which may be tied."""
+    if chunk_bytes:
+        monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
+    config, params = tiny_policy("qwen2", tie_embeddings=tied)
+    lora, packed, (a, b) = random_lora(config), buffer(), np.random.default_rng(0).random((2, 32))
+    options = {"config": config, "temperature": 0.7, "entropy_gradient": entropy_gradient}
+
+    def loss(values):
+        logprobs, entropies = values
+        value = jnp.sum(packed.mask * (a * jnp.sin(logprobs) + b * jnp.cos(entropies)))
+        return value, (logprobs * packed.mask, entropies * packed.mask)
+
+    def ours(params, lora):
+        return loss(logprobs_lib.packed_logprobs(params, lora, packed, **options))
+
+    def direct(params, lora):
+        hidden = transformer.packed_hidden_states(
+            params, lora, packed.tokens, packed.positions, packed.segments, config=config
+        )
+        head = params["embed_tokens" if tied else "lm_head"]
+        logits = jnp.matmul(hidden[packed.order], head.T, precision="highest")
+        whole = jax.nn.log_softmax(logits / 0.7)
+        entropies = -(jnp.exp(whole) * whole).sum(axis=-1)
+        if not entropy_gradient:
+            entropies = jax.lax.stop_gradient(entropies)
+        return loss((whole[jnp.arange(32), packed.targets], entropies))
+
+    found, expected = (
+        jax.jit(jax.grad(f, argnums=(0, 1), has_aux=True))(params, lora) for f in (ours, direct)
+    )
+    leaves = zip(*(jax.tree.leaves(tree) for tree in (found, expected)), strict=True)
+    for gradient, wanted in leaves:
+        scale = float(jnp.abs(wanted).max())
+        assert scale > 1e-3
+        np.testing.assert_allclose(gradient, wanted, atol=1e-5 * scale)
+
+
+def test_a_frozen_head_is_not_copied(monkeypatch):
+    monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", SMALL_CHUNKS)
+    config, params, _, lora = policy()
+
+    def loss(lora, params):
+        chosen, _ = logprobs_lib.packed_logprobs(
+            params, lora, buffer(), config=config, temperature=1.0
+        )
+        return chosen.sum()
+
+    text = jax.jit(jax.grad(loss)).lower(lora, params).compile().as_text()
+    head = f"f32[{VOCAB},{config.embed_dim}]"
+    made = re.findall(rf" = {re.escape(head)}\S* ([\w-]+)\(", text)
+    assert set(made) == {"parameter", "get-tuple-element"}
+    results = [
+        line.split(" conditional(")[0] for line in text.splitlines() if "conditional(" in line
+    ]
+    assert results
+    assert not any(head in result for result in results)
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])

@@ -1,24 +1,30 @@
 """Steps, rollouts and runs on a mesh, whose shape does not change the results."""
 
 import collections
+import concurrent.futures
 import itertools
 import os
 import pathlib
 import pickle
 import subprocess
 import sys
+import threading
+import time
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_cases import CUT, LENGTHS, MOVED, SHAPES
+from mesh_cases import CUT, LENGTHS, MOVED, SHAPES, head_loss, packed
 from tiny_checkpoints import VOCAB
 from tiny_model import tiny_policy
 
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
+from qerl_jax.rollout.aot import FirstRunAlone
 from qerl_jax.rollout.engine import Progress
 from qerl_jax.rollout.replicas import _in_threads, deal
 from qerl_jax.rollout.scheduler import Statistics
@@ -61,6 +67,25 @@ def test_a_step_does_not_depend_on_the_mesh(found, shape):
     assert abs(float(alone["metrics"]["loss"])) > 1e-3
     assert alone["kl"] > 1e-3
     assert_near(ours, alone)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 2)])
+def test_the_gradient_by_a_cut_head_is_that_of_a_log_softmax(found, shape):
+    config, params = tiny_policy("qwen2", **CUT)
+    buffer = packed()[0]
+    hidden = transformer.packed_hidden_states(
+        params, None, buffer.tokens, buffer.positions, buffer.segments, config=config
+    )
+
+    def loss(head):
+        logits = jnp.matmul(hidden[buffer.order], head.T, precision="highest")
+        whole = jax.nn.log_softmax(logits / 0.7)
+        entropies = -(jnp.exp(whole) * whole).sum(axis=-1)
+        return head_loss((whole[jnp.arange(len(whole)), buffer.targets], entropies))
+
+    expected = jax.grad(loss, has_aux=True)(params["lm_head"])
+    assert jnp.abs(expected[0]).max() > 0.1
+    assert_near(found["trained head"][shape], expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:])
@@ -157,6 +182,27 @@ def test_a_run_does_not_depend_on_the_mesh(found, name):
 @pytest.mark.parametrize("shape", SHAPES[1:3])
 def test_a_mesh_compiles_nothing_after_the_first_step(found, shape):
     assert found["runs"][shape]["compiled"][1:] == [0]
+
+
+def test_programs_of_several_devices_first_run_one_after_the_other():
+    running, together = set(), []
+    all_run = threading.Barrier(3)
+
+    def program(name):
+        if len(together) == 3:  # All have run before.
+            return all_run.wait(timeout=60)
+        running.add(name)
+        time.sleep(0.05)
+        together.append(len(running))
+        return running.discard(name)
+
+    lock = threading.Lock()
+    programs = [FirstRunAlone(program, lock) for _ in range(3)]
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for _ in range(2):
+            for future in [pool.submit(one, name) for name, one in enumerate(programs)]:
+                future.result()
+    assert together == [1, 1, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 20])

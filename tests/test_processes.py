@@ -3,8 +3,10 @@
 The processes run on one machine and connect over loopback, with Gloo in place of NCCL.
 """
 
+import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,12 +18,16 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
+from safetensors.numpy import load_file
 
+from benchmarks import step
+from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
 from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
 from qerl_jax.processes.launch import Place, local_devices, place_of
+from qerl_jax.run.signals import StoppedError
 
 STEPS = 3
 # Everything that an update can compute, and fewer problems of an evaluation than fit the devices.
@@ -186,16 +192,51 @@ def test_one_process_writes_and_speaks(trained):
     assert "step" not in ended.said(1)
 
 
+@pytest.mark.slow  # 60 s
+def test_two_processes_that_cut_weights_train_as_one_on_the_same_mesh(tmp_path):
+    """Each of two processes has a group of two devices, between which weights in bf16 are cut."""
+    tiny = tiny_run.write_tiny(tmp_path, tmp_path / "cache", num_layers=1, mlp_dim=64)
+    mesh = {"mesh.data": 2, "mesh.tensor": 2, "model.format": "bf16"}
+    file = tiny.config_file(tmp_path / "config.py", CHANGES | {"steps": 2, "eval.every": 2} | mesh)
+    command = [
+        *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}"),
+        "--config.reward_time_limit=0",
+    ]
+
+    def environment(devices):
+        flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
+        return tiny.environment() | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+
+    alone = [*command, "--workdir=one"]
+    subprocess.run(alone, env=environment(4), cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
+    one, two = tmp_path / "one", tmp_path / "two"
+    for resumed in (False, True):
+        if resumed:
+            shutil.rmtree(two / "checkpoints/2")
+        started = Started(lambda _: [*command, "--workdir=two"], [environment(2)] * 2, tmp_path)
+        assert started.wait(300) == [0, 0], started.said(0) + started.said(1)
+        assert ("resuming after step 1\n" in started.said(0)) == resumed
+    for expected, found in zip(tiny_run.results(one), tiny_run.results(two), strict=True):
+        assert expected.keys() == found.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(found[name], value, 1e-5, err_msg=name)
+    assert tiny_run.evaluations(two) == tiny_run.evaluations(one)
+    adapters = [load_file(run / "adapter/adapter_model.safetensors") for run in (one, two)]
+    assert adapters[0].keys() == adapters[1].keys()
+    for name, value in adapters[0].items():
+        np.testing.assert_allclose(adapters[1][name], value, 1e-4, 1e-6, err_msg=name)
+
+
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory):
     """Starts two processes of `processes_cases`."""
 
-    def start(case):
+    def start(case, *flags):
         script = pathlib.Path(__file__).with_name("processes_cases.py")
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
         folder = tmp_path_factory.mktemp("cases")
         return Started(
-            lambda number: [sys.executable, str(script), case], [environment] * 2, folder
+            lambda number: [sys.executable, str(script), case, *flags], [environment] * 2, folder
         )
 
     return start
@@ -221,6 +262,52 @@ def test_an_error_of_one_process_ends_the_others(cases):
     assert started.wait() == [1, 1]
     (line,) = started.errors(0)
     assert line.endswith("failed, which ends the run: the device is out of memory")
+
+
+def test_a_measured_step_of_two_processes_has_one_row(cases, tmp_path):
+    path = tmp_path / "step.json"
+    old = {name: 0 for name in step.KEYS if name != "processes"}
+    path.write_text(json.dumps({"rows": [old]}))
+    step.merge(path, old | {"processes": 1, "new": True})
+    step.merge(path, old | {"processes": 2})
+    started = cases("measures", f"--out={path}")
+    assert started.wait(180) == [0, 0], started.said(0) + started.said(1)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["processes"] for row in rows if row["model"] == 0] == [1, 2]
+    (row,) = (row for row in rows if row["model"])
+    assert (row["processes"], row["devices"], row["batch"]) == (2, 2, 4)
+    assert row["mesh"] == "data=2,tensor=1"
+    # A prompt of 5 tokens and 8 new ones for each of the 4 completions of both processes.
+    assert row["update_tokens_per_s"] == pytest.approx(4 * 13 / row["update_s"])
+    assert 0 < row["rollout_s"] < row["step_s"]
+    (line,) = (line for line in started.said(0).splitlines() if "samples/s" in line)
+    assert line.startswith("qwen2.5-1.5b bf16 data=2,tensor=1 in 2 processes 4 x 5+8: ")
+    assert "samples/s" not in started.said(1)
+
+
+@pytest.mark.slow  # 10 s
+def test_a_measured_mesh_has_all_devices_of_several_processes(cases, tmp_path):
+    path = tmp_path / "step.json"
+    started = cases("measures", f"--out={path}", "--mesh=data=4")
+    assert started.wait() in ([2, 2], [1, 2], [2, 1])  # The first to fail may end the other.
+    for number in (0, 1):
+        assert (
+            "--mesh=data=4,tensor=1 has 4 devices, the 2 processes have 2: every mesh of several "
+            "processes has all of their devices\n"
+        ) in started.said(number)
+    assert not path.exists()
+
+
+def test_a_checkpoint_that_one_process_cannot_read_is_set_aside_by_all(cases, tmp_path):
+    folder = tmp_path / "checkpoints"
+    started = cases("damaged", str(folder))
+    assert started.wait() == [0, 0], started.said(0) + started.said(1)
+    for number in (0, 1):
+        assert f"step 1: {[1.0] * 8}\n" in started.said(number)
+    warning = "WARNING: the checkpoint of step 2 is damaged (process 1: its arrays do not match "
+    assert started.said(0).count(warning) == 1
+    assert warning not in started.said(1)
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "damaged-2"]
 
 
 def test_a_share_may_take_longer_to_arrive_than_a_look():
@@ -318,15 +405,23 @@ def test_an_environment_that_is_wrong_is_refused(changes, devices, message):
 
 
 def test_a_mesh_of_all_processes_names_both_numbers():
-    devices = [types.SimpleNamespace(process_index=number // 2) for number in range(4)]
-    with pytest.raises(
-        UserError, match=r"^mesh.data=2 x .* are 2 devices, and the 2 processes h.* 4"
+    devices = [types.SimpleNamespace(process_index=number // 4) for number in range(8)]
+    for data, remedy in (
+        (2, ", or show each process 1 of its 4 devices"),
+        (4, ", or start 1 process instead of 2"),
+        (5, ""),
+        (9, ""),
     ):
-        sharding.make_mesh(2, 1, devices)
+        with pytest.raises(UserError) as refused:
+            sharding.make_mesh(data, 1, devices)
+        assert str(refused.value) == (
+            f"mesh.data={data} x mesh.tensor=1 are {data} devices, and the 2 processes have 8: "
+            f"pass mesh.data=8{remedy}"
+        )
     with pytest.raises(
-        UserError, match=r"mesh.tensor=4 does not divide the 2 devices of each proc"
+        UserError, match=r"mesh.tensor=8 does not divide the 4 devices of each proc"
     ):
-        sharding.make_mesh(1, 4, devices)
+        sharding.make_mesh(1, 8, devices)
 
 
 def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeypatch):
@@ -346,3 +441,60 @@ def test_a_folder_that_another_process_does_not_see_is_refused(tmp_path, monkeyp
         folder_lib.open_run_together(None, None, processes),
     ):
         pass
+
+
+def test_the_mark_of_a_killed_start_does_not_stay(tmp_path):
+    """Process 0 of two, and then a run of one process, open the folder of a killed start."""
+
+    class First(Processes):
+        def exchange_json(self, value):
+            self.seen = sorted(path.name for path in folder.glob("lock.*"))
+            return [value, True]
+
+    folder, stale, other = tmp_path / "run", "lock.0123456789abcdef", "lock.txt"
+    processes = First()
+    processes.count = 2
+    config = get_config()
+    with folder_lib.open_run_together(folder, config, processes):
+        assert sorted(path.name for path in folder.iterdir()) == ["config.json", "lock"]
+        (folder / stale).touch()
+        (folder / other).touch()
+        # A live mark stays: the start that finds the run locked changes nothing.
+        command = [sys.executable, "-c", _OPEN, str(folder)]
+        refused = subprocess.run(command, capture_output=True, text=True)
+        assert "is in use by process" in refused.stderr
+        assert (folder / stale).exists()
+    for processes.count in (2, 1):
+        with folder_lib.open_run_together(folder, config, processes):
+            assert sorted(path.name for path in folder.glob("lock.*")) == [other]
+        assert stale not in processes.seen
+        (folder / stale).touch()
+
+
+_OPEN = """
+import sys
+from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.processes.folder import open_run_together
+from qerl_jax.processes.group import ALONE
+with open_run_together(sys.argv[1], get_config(), ALONE):
+    pass
+"""
+
+
+def test_a_start_that_fails_leaves_neither_mark_nor_folder(tmp_path):
+    class Failing(Processes):
+        """Process 0 of two; process 1 fails before it looks for the folder."""
+
+        def exchange_json(self, value):
+            if value is True:
+                raise StoppedError(signal.SIGTERM)
+            return [value, None]
+
+    processes = Failing()
+    processes.count = 2
+    with (
+        pytest.raises(StoppedError),
+        folder_lib.open_run_together(tmp_path / "run", get_config(), processes),
+    ):
+        pass
+    assert not (tmp_path / "run").exists()

@@ -163,3 +163,16 @@ def test_a_cache_of_fewer_bits_changes_the_logprobs_a_little(dtype, least, most)
     assert alike[:, :2].all()
     difference = np.abs(rounded.logprobs - exact.logprobs)[alike]
     assert least < difference.max() < most
+
+
+def test_only_arrays_without_a_device_of_their_own_are_committed():
+    (first, *_) = jax.devices()
+    loose, held = jnp.arange(3), jax.device_put(jnp.arange(4), first)
+    found = programs.committed({"loose": loose, "held": held, "host": np.arange(2)})
+    assert found["held"] is held
+    assert (loose.committed, found["loose"].committed) == (False, True)
+    assert {name: x.tolist() for name, x in found.items()} == {
+        "loose": [0, 1, 2],
+        "held": [0, 1, 2, 3],
+        "host": [0, 1],
+    }

@@ -31,6 +31,13 @@ from qerl_jax.sharding import WHOLE, specs
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "step.json").read_text())["rows"]
+# Commits at which an update also held a copy of the head.
+COPIED_HEAD = {
+    "440b42d704371f6fc110c284d36c57e57bfbc0de",
+    "4a6a9d57244d0f019733785c6ba0aece9a46bef1",
+    "6b8478842a6d80d2abc3c06a7f69848c1431ead7",
+    "8361d36d4ed38bf6168696a4ebfc38fc0a36c1cf",
+}
 GB = 10**9
 CPU = Device(None, reads_packed=False)
 
@@ -64,7 +71,10 @@ def test_the_peak_is_the_measured_one(row):
         train__buffer_tokens=row["buffer_tokens"],
         train__recompute=row["recompute"],
     )
-    assert 0.97 * row["peak_gb"] < plan.peak / GB < 1.10 * row["peak_gb"]
+    architecture = ARCHITECTURES[row["model"]]
+    no_longer_held = 2 * architecture.vocab_size * architecture.embed_dim / GB
+    lowest = 0.97 * row["peak_gb"] - (no_longer_held if row["commit"] in COPIED_HEAD else 0)
+    assert lowest < plan.peak / GB < 1.10 * row["peak_gb"]
 
 
 def test_the_measured_rows_are_of_all_sizes():

@@ -154,7 +154,8 @@ def _our_row(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
 def model_folder(arguments: argparse.Namespace) -> pathlib.Path:
     """The folder of a bf16 checkpoint with random weights and a tokenizer, written if missing.
 
-    The tokenizer has a word for each token id, so that a prompt has as many tokens as words.
+    Every tensor repeats one block of normally distributed values, because a time depends on shapes
+    alone. The tokenizer has a word for each token id, so that a prompt has as many tokens as words.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -164,7 +165,8 @@ def model_folder(arguments: argparse.Namespace) -> pathlib.Path:
 
     folder, config = arguments.folder, ARCHITECTURES[arguments.model]
     if not folder.exists():
-        write_random(folder, config, packed=False)
+        # Small files, so that many are written at a time.
+        write_random(folder, config, packed=False, shard_bytes=1_000_000_000)
     if not (folder / "tokenizer.json").exists():
         words = {"<end>": 0} | {word(token): token for token in range(1, config.vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
@@ -180,15 +182,20 @@ def word(token: int) -> str:
     return f"w{token}"
 
 
-def load_policy(folder: pathlib.Path, *, format: str, attention: str) -> Any:
-    """A model of transformers on the GPU (or the CPU), with its linear layers in bf16 or NF4.
+def load_policy(folder: pathlib.Path, *, format: str, attention: str, rank: int) -> Any:
+    """A PEFT model on the GPU (or the CPU): linear layers in bf16 or NF4, an adapter in bf16.
+
+    PEFT's default adapter on a bf16 base is in float32, for which it converts the input of every
+    projection. TRL trains the adapter of a quantized base in bf16, and here every base has that.
 
     Args:
         folder: a bf16 checkpoint.
         format: 'bf16', or 'nf4' for bitsandbytes with bf16 products.
         attention: name of the attention implementation of transformers.
+        rank: rank of the adapter, which lies on all seven projections.
     """
     import torch  # pyrefly: ignore[missing-import]
+    from peft import LoraConfig, get_peft_model  # pyrefly: ignore[missing-import]
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     quantization = BitsAndBytesConfig(
@@ -196,20 +203,21 @@ def load_policy(folder: pathlib.Path, *, format: str, attention: str) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=torch.bfloat16,
         attn_implementation=attention,
         device_map={"": 0 if torch.cuda.is_available() else "cpu"},
         **({"quantization_config": quantization} if format == "nf4" else {}),
     )
-
-
-def lora_config(rank: int) -> Any:
-    """PEFT's config of an adapter on all seven projections."""
-    from peft import LoraConfig  # pyrefly: ignore[missing-import]
-
-    return LoraConfig(r=rank, lora_alpha=rank, target_modules=list(TARGETS), task_type="CAUSAL_LM")
+    adapter = LoraConfig(
+        r=rank, lora_alpha=rank, target_modules=list(TARGETS), task_type="CAUSAL_LM"
+    )
+    model = get_peft_model(model, adapter)
+    for value in model.parameters():
+        if value.requires_grad:
+            value.data = value.data.to(torch.bfloat16)
+    return model
 
 
 def device_name() -> str:
@@ -235,9 +243,12 @@ def peak_gb() -> float | None:
 
 
 def reset_peak() -> None:
-    """Frees cached memory and begins a new measurement of the peak."""
+    """Frees what nothing uses any more and begins a new measurement of the peak."""
+    import gc
+
     import torch  # pyrefly: ignore[missing-import]
 
+    gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

@@ -6,8 +6,10 @@ r"""Measures rollouts of vLLM: the time of a decode step, and of completions of 
 It needs vllm 0.22.0, and with --format=nf4 bitsandbytes 0.50.2. The weights are random: bf16 and
 nf4 read the checkpoint of --folder, which bitsandbytes quantizes while it loads, and nvfp4 takes
 vLLM's dummy weights in the layout of compressed-tensors. The adapter lies on all seven projections
-and is not merged; --lora-rank applies to it. Every row has the same number of new tokens. CUDA
-graphs are on.
+and is not merged; --lora-rank applies to it. Every row has the same number of new tokens. The rows
+of a rollout share a prompt, as a group does, which no rollout before it had. vLLM has its defaults:
+compiled layers, CUDA graphs, prefix caching, asynchronous scheduling. It runs in this process,
+which saves a copy of the outputs between processes.
 
     rollout_s     seconds of a rollout, from token ids to token ids: the median of --steps
     ms_per_step   milliseconds of a decode step: rollout_s less a rollout of 16 new tokens, by the
@@ -20,6 +22,7 @@ import argparse
 import json
 import os
 import pathlib
+import random
 import shutil
 import statistics
 import tempfile
@@ -44,8 +47,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def set_environment() -> None:
-    """Sets what vLLM reads when it is imported: one process, no network, no extra kernels."""
-    os.environ |= {
+    """Sets what vLLM reads when it is imported: one process, no network; the user's values win.
+
+    The sampler of FlashInfer is for top-p and top-k, which are off here.
+    """
+    given = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -53,6 +59,7 @@ def set_environment() -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
+    os.environ |= given | os.environ
 
 
 def engine_fraction(model: str, format: str, *, rows: int, tokens: int) -> float:
@@ -107,7 +114,6 @@ def make_engine(
         enable_lora=True,
         max_loras=1,
         max_lora_rank=arguments.lora_rank,
-        enable_prefix_caching=False,
         disable_log_stats=True,
         **options,
     )
@@ -177,6 +183,8 @@ def measure(
     """The rollouts of one format: seconds by number of rows."""
     from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
 
+    from qerl_jax.policy.architectures import ARCHITECTURES
+
     results = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder, work = common.model_folder(arguments), pathlib.Path(scratch)
@@ -186,9 +194,10 @@ def measure(
         lora = write_adapter(work / "lora", arguments.model, arguments.lora_rank)
         engine = make_engine(arguments, folder, format, max(counts), **options)
         adapter = LoRARequest("adapter", 1, str(lora))
-        prompt = [1 + token for token in range(arguments.prompt)]
+        draw, vocab = random.Random(0), ARCHITECTURES[arguments.model].vocab_size
 
         def seconds(rows: int, new_tokens: int) -> float:
+            prompt = [draw.randrange(1, vocab) for _ in range(arguments.prompt)]
             began = time.perf_counter()
             outputs = generate(engine, [prompt] * rows, new_tokens, adapter)
             assert all(len(output.outputs[0].token_ids) == new_tokens for output in outputs)
@@ -230,18 +239,18 @@ def run(arguments: argparse.Namespace) -> None:
         # An engine gives its memory back when its process ends.
         with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
             results = process.submit(measure, arguments, format, counts).result()
-        for rows, result in results.items():
-            row = {
-                "peer": "vLLM",
-                "packages": packages,
-                "format": format,
-                "rollout_format": format,
-                "batch": rows,
-                "update_s": None,
-                "step_s": None,
-                **result,
-            }
-            common.save_row(arguments, "benchmarks.peers.decode", row, ours[rows])
+            for rows, result in results.items():
+                row = {
+                    "peer": "vLLM",
+                    "packages": packages,
+                    "format": format,
+                    "rollout_format": format,
+                    "batch": rows,
+                    "update_s": None,
+                    "step_s": None,
+                    **result,
+                }
+                common.save_row(arguments, "benchmarks.peers.decode", row, ours[rows])
 
 
 if __name__ == "__main__":

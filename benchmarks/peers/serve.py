@@ -24,6 +24,7 @@ from experiments import cli
 from qerl_jax.paths import user_path
 
 _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
+_ROWS = 64  # rows at a time; vLLM captures CUDA graphs for up to twice as many, which takes long
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -143,6 +144,7 @@ def complete(
         model=str(arguments.base),
         dtype="bfloat16",
         max_model_len=_PROMPT_TOKENS + limit,
+        max_num_seqs=_ROWS,
         gpu_memory_utilization=0.6,
         **options,
     )

@@ -19,17 +19,23 @@ sampling, which cost further forward passes, are off.
 
 All are medians over --steps steps after a first one. --micro is the number of rows of a forward and
 backward pass, and --no-checkpointing keeps the activations of the layers: `benchmarks.peers.update`
-finds the fastest of both. Our row is `benchmarks.step` in NVFP4 at the same lengths.
+finds the fastest of both. Where the memory, which vLLM shares, is too small for them, the next
+smaller divisor of --micro is taken, and recomputation after the smallest; the row says which. TRL's
+own head never holds all logits. vLLM has its defaults: CUDA graphs, prefix caching, asynchronous
+scheduling, and as much memory as its weights and these rows take, so that it need not sleep during
+an update. Our row is `benchmarks.step` in NVFP4 at the same lengths.
 """
 
 import argparse
+import functools
 import itertools
+import os
 import pathlib
 import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.peers import common, decode
@@ -103,8 +109,19 @@ class Clock:
         return timed
 
 
+def passes(micro: int, checkpointing: bool) -> Iterator[tuple[int, bool]]:
+    """Rows of a pass and whether its layers are recomputed, from the most memory to the least."""
+    divisors = [count for count in range(micro, 0, -1) if micro % count == 0]
+    for recompute in (False, True)[checkpointing:]:
+        yield from ((count, recompute) for count in divisors)
+
+
 def share_engine() -> None:
-    """Makes TRL's trainers of this process share the first one's vLLM, which starts slowly."""
+    """Makes TRL's trainers of this process share the first one's vLLM, which starts slowly.
+
+    TRL sets the variables of a process of torchrun for vLLM. They are removed when it runs, or the
+    next trainer would train in DistributedDataParallel.
+    """
     from trl.generation import vllm_generation  # pyrefly: ignore[missing-import]
 
     make, engines = vllm_generation.LLM, []
@@ -112,6 +129,8 @@ def share_engine() -> None:
     def shared(**options: Any) -> Any:
         if not engines:
             engines.append(make(**options))
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+            os.environ.pop(name, None)
         return engines[0]
 
     vllm_generation.LLM = shared
@@ -147,6 +166,8 @@ def make_trainer(
     folder: pathlib.Path,
     rows: int,
     *,
+    micro: int,
+    checkpointing: bool,
     clock: Clock,
     rollout: Callable | None,
     work: pathlib.Path,
@@ -158,6 +179,8 @@ def make_trainer(
         model: a PEFT model.
         folder: its checkpoint, with the tokenizer.
         rows: completions of a step.
+        micro: rows of a pass.
+        checkpointing: whether the layers are recomputed.
         clock: measures its steps, and its rollouts.
         rollout: from `adapter_rollout`; None takes TRL's own colocated vLLM.
         work: folder for what the trainer writes.
@@ -174,7 +197,7 @@ def make_trainer(
         def on_step_end(self, *_: Any, **__: Any) -> None:
             clock.end()
 
-    micro, draw = min(arguments.micro or rows, rows), random.Random(0)
+    draw = random.Random(0)
     tokens, vocab = arguments.prompt + arguments.new_tokens, model.config.vocab_size
     prompts = [
         " ".join(common.word(draw.randrange(1, vocab)) for _ in range(arguments.prompt))
@@ -199,7 +222,7 @@ def make_trainer(
             learning_rate=1e-5,
             bf16=True,
             use_cpu=not torch.cuda.is_available(),
-            gradient_checkpointing=arguments.checkpointing,
+            gradient_checkpointing=checkpointing,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             vllm_importance_sampling_correction=False,
             use_vllm=rollout is None,
@@ -223,20 +246,52 @@ def make_trainer(
     return trainer
 
 
-def measure(arguments: argparse.Namespace, counts: list[int]) -> dict[int, dict[str, Any]]:
-    """The steps of these row counts, the largest first, by row count.
+def measure_rows(
+    arguments: argparse.Namespace, make: Callable, rows: int, micro: int, checkpointing: bool
+) -> dict[str, Any] | None:
+    """The steps of a trainer, or None where they do not fit into the memory.
+
+    Args:
+        arguments: parsed arguments of the command.
+        make: `make_trainer` with the arguments that all trainers share.
+        rows: completions of a step.
+        micro: rows of a pass.
+        checkpointing: whether the layers are recomputed.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+
+    common.reset_peak()
+    clock = Clock()
+    try:
+        make(rows, micro=micro, checkpointing=checkpointing, clock=clock).train()
+    except torch.OutOfMemoryError:
+        return None
+    step, rollout = statistics.median(clock.steps[1:]), statistics.median(clock.rollouts[1:])
+    return {
+        "rollout_s": rollout,
+        "update_s": step - rollout,
+        "step_s": step,
+        "peak_gb": common.peak_gb(),
+        "micro": micro,
+        "checkpointing": checkpointing,
+    }
+
+
+def measure(
+    arguments: argparse.Namespace, counts: list[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yields these row counts, the largest first, and what their steps took.
 
     Raises:
         UserError: a step does not fit into the memory.
     """
-    import torch  # pyrefly: ignore[missing-import]
-    from peft import get_peft_model  # pyrefly: ignore[missing-import]
-
     from qerl_jax.errors import UserError
 
-    folder, results = common.model_folder(arguments), {}
-    model = common.load_policy(folder, format=arguments.format, attention=arguments.attention)
-    model = get_peft_model(model, common.lora_config(arguments.lora_rank))
+    folder = common.model_folder(arguments)
+    model = common.load_policy(
+        folder, format=arguments.format, attention=arguments.attention, rank=arguments.lora_rank
+    )
+    choices = list(passes(arguments.micro or counts[0], arguments.checkpointing))
     with tempfile.TemporaryDirectory() as scratch:
         work, rollout = pathlib.Path(scratch), None
         if arguments.format == "nf4":
@@ -244,33 +299,19 @@ def measure(arguments: argparse.Namespace, counts: list[int]) -> dict[int, dict[
             rollout = adapter_rollout(engine, arguments.new_tokens, work / "adapters")
         else:
             share_engine()
+        make = functools.partial(make_trainer, arguments, model, folder, rollout=rollout, work=work)
         for rows in counts:
-            clock = Clock()
-            trainer = make_trainer(
-                arguments, model, folder, rows, clock=clock, rollout=rollout, work=work
-            )
-            common.reset_peak()
-            try:
-                trainer.train()
-            except torch.OutOfMemoryError as error:
-                raise UserError(
-                    f"{rows} rows do not fit into the memory of the card; pass --micro below "
-                    f"{min(arguments.micro or rows, rows)}"
-                    + ("" if arguments.checkpointing else ", or leave out --no-checkpointing")
-                ) from error
-            step = statistics.median(clock.steps[1:])
-            rollout_s = statistics.median(clock.rollouts[1:])
-            results[rows] = {
-                "rollout_s": rollout_s,
-                "update_s": step - rollout_s,
-                "step_s": step,
-                "peak_gb": common.peak_gb(),
-                "micro": min(arguments.micro or rows, rows),
-                "checkpointing": arguments.checkpointing,
-            }
-            print(f"{rows} rows: {results[rows]}", flush=True)
-            del trainer
-    return results
+            choices = [choice for choice in choices if rows % choice[0] == 0]
+            while choices:
+                micro, checkpointing = choices[0]
+                found = measure_rows(arguments, make, rows, micro, checkpointing)
+                print(f"{rows} rows, {micro} a pass: {found or 'too large'}", flush=True)
+                if found:
+                    yield rows, found
+                    break
+                choices = choices[1:]  # Fewer rows begin with what these end with.
+            else:
+                raise UserError(f"{rows} rows: not even a row a pass fits into the card's memory")
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -287,7 +328,7 @@ def run(arguments: argparse.Namespace) -> None:
     packages = common.installed(_PACKAGES | quantized)
     ours = common.our_rows(arguments, counts)
     decode.set_environment()
-    for rows, result in measure(arguments, counts).items():
+    for rows, result in measure(arguments, counts):
         row = {
             "peer": "TRL + vLLM" if arguments.format == "bf16" else "TRL (QLoRA) + vLLM",
             "packages": packages,

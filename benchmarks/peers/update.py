@@ -6,8 +6,9 @@ r"""Measures the update of transformers + PEFT: a policy gradient of a LoRA adap
 It needs torch 2.11.0, transformers 5.17.0 and peft 0.21.2, and with --format=nf4 (QLoRA)
 bitsandbytes 0.50.2. An update processes --rows rows of --prompt and --new-tokens tokens, of which
 the completion's are in the loss: forward pass, log-probabilities (in chunks, so that the logits
-never lie in memory at once), backward pass, AdamW. It is taken with every number of rows a pass
-(`micro`) that divides --rows, with and without the recomputation of the layers
+never lie in memory at once), backward pass, fused AdamW. Weights, activations and the adapter are
+in bf16, and attention is fused in PyTorch. An update is taken with every number of rows a
+pass (`micro`) of --micro that divides --rows, with and without the recomputation of the layers
 (`checkpointing`); what does not fit is left out and the fastest is written. Our row is
 `benchmarks.step` in NVFP4 at the same lengths.
 """
@@ -15,6 +16,7 @@ never lie in memory at once), backward pass, AdamW. It is taken with every numbe
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers import common
@@ -30,6 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = common.make_parser("benchmarks.peers.update", __doc__)
     add = parser.add_argument
     add("--format", choices=("bf16", "nf4"), default="bf16", help="base weights (default: bf16)")
+    add("--micro", default="", help="comma-separated rows of a pass (default: every divisor)")
     add(
         "--attention",
         default="sdpa",
@@ -79,8 +82,32 @@ def _logprobs(head: Any, hidden: Any, targets: Any) -> Any:
     return logits.gather(-1, targets[:, None])[:, 0] - logits.logsumexp(-1)
 
 
-def measure(model: Any, arguments: argparse.Namespace, rows: int) -> dict[str, Any]:
+def micros_of(arguments: argparse.Namespace, rows: int) -> list[int]:
+    """The numbers of rows of a pass to try for an update of these rows, in rising order.
+
+    Raises:
+        UserError: --micro holds no number that divides the rows.
+    """
+    from qerl_jax.errors import UserError
+
+    divisors = [count for count in range(1, rows + 1) if rows % count == 0]
+    wanted = arguments.micro.split(",") if arguments.micro else [str(count) for count in divisors]
+    found = [count for count in divisors if str(count) in wanted]
+    if not found:
+        raise UserError(f"--micro={arguments.micro}: no number of it divides {rows} rows")
+    return found
+
+
+def measure(
+    model: Any, arguments: argparse.Namespace, rows: int, micros: Sequence[int]
+) -> dict[str, Any]:
     """The fastest update of these rows: its seconds, peak memory and options.
+
+    Args:
+        model: from `common.load_policy`.
+        arguments: parsed arguments of the command.
+        rows: rows of an update.
+        micros: numbers of rows of a pass, in rising order.
 
     Raises:
         UserError: none of the updates fits into the memory.
@@ -91,7 +118,7 @@ def measure(model: Any, arguments: argparse.Namespace, rows: int) -> dict[str, A
 
     device = next(model.parameters()).device
     trained = [value for value in model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5)
+    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
     vocab = model.config.vocab_size
     tokens = torch.randint(1, vocab, (rows, arguments.prompt + arguments.new_tokens), device=device)
     advantages = torch.randn(rows, device=device)
@@ -101,7 +128,7 @@ def measure(model: Any, arguments: argparse.Namespace, rows: int) -> dict[str, A
             model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             model.gradient_checkpointing_disable()
-        for micro in (count for count in range(1, rows + 1) if rows % count == 0):
+        for micro in micros:
             common.reset_peak()
             try:
                 seconds = []
@@ -138,15 +165,15 @@ def measure(model: Any, arguments: argparse.Namespace, rows: int) -> dict[str, A
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     counts = common.check(arguments)
+    micros = {rows: micros_of(arguments, rows) for rows in counts}
     packages = common.installed(_PACKAGES | (_QUANTIZED if arguments.format == "nf4" else {}))
     ours = common.our_rows(arguments, counts)
-
-    from peft import get_peft_model  # pyrefly: ignore[missing-import]
-
     model = common.load_policy(
-        common.model_folder(arguments), format=arguments.format, attention=arguments.attention
+        common.model_folder(arguments),
+        format=arguments.format,
+        attention=arguments.attention,
+        rank=arguments.lora_rank,
     )
-    model = get_peft_model(model, common.lora_config(arguments.lora_rank))
     model.enable_input_require_grads()
     model.train()
     for rows in counts:
@@ -159,7 +186,7 @@ def run(arguments: argparse.Namespace) -> None:
             "rollout_s": None,
             "step_s": None,
             "attention": arguments.attention,
-            **measure(model, arguments, rows),
+            **measure(model, arguments, rows, micros[rows]),
         }
         common.save_row(arguments, "benchmarks.peers.update", row, ours[rows])
 

@@ -392,7 +392,11 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
     own = of_one_device(subject.config, params)
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
-        plan = dataclasses.replace(plan, batch_sizes=plan.batch_sizes[:1])  # No row ends early.
+        # No row ends early, and all prompts are of one length.
+        width = next(width for width in plan.prompt_widths if width >= config.prompt)
+        plan = dataclasses.replace(
+            plan, batch_sizes=plan.batch_sizes[:1], prompt_widths=(width, plan.prompt_widths[-1])
+        )
         static = decode.decode_config(
             own, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
         )

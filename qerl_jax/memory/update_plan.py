@@ -186,7 +186,7 @@ def update_memory(
     """Returns the bytes of an update on one buffer.
 
     They are those that XLA's memory analysis gives for the compiled program, to 1 %: it keeps the
-    results of the products of every layer and the adapter in the dtype of the computation.
+    results of the products of every layer.
 
     Args:
         config: architecture of the policy.
@@ -204,18 +204,21 @@ def update_memory(
         "gate_up_proj": 2 * config.mlp_dim,
     }
     kept = config.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
-    # One layer while its backward pass runs: the MLP's results or their gradients, some states,
-    # and the dequantized weights of the MLP.
-    layer = 3 * tokens * (config.mlp_dim + config.embed_dim)
-    layer += 3 * config.mlp_dim * config.embed_dim
-    # Final states and their gradients; the logits of a chunk in float32, and their gradient; a copy
-    # of the head, which XLA makes for the backward pass.
+    # One layer while its backward pass runs: its adapter, what it computes again, and its states,
+    # with those that are added up over devices; of the MLP the gradients of gate and up, beside
+    # either what SwiGLU's gradient reads and writes or the dequantized weights of both.
+    states = config.embed_dim * (4 if config.shards == 1 else 6)
+    again = sum(widths[name] for name in recompute if name != "gate_up_proj")
+    swiglu = tokens * config.mlp_dim * (3 if "gate_up_proj" in recompute else 1)
+    layer = tokens * (states + again + 2 * config.mlp_dim)
+    layer += max(swiglu, 2 * config.mlp_dim * config.embed_dim)
+    # Final states and their gradients; the logits of a chunk in float32, and their gradient.
     logits = min(logits_chunk(config.vocab_size), tokens) * config.vocab_size
-    head = itemsize * (4 * tokens + config.vocab_size) * config.embed_dim
+    head = itemsize * 4 * tokens * config.embed_dim
     return MemoryPlan(
-        activations=adapter + itemsize * tokens * config.num_layers * kept,
+        activations=itemsize * tokens * config.num_layers * kept,
         head=head + (4 + itemsize) * logits,
-        layer=itemsize * layer,
+        layer=itemsize * layer + adapter // config.num_layers,
         buffer_tokens=tokens,
         recompute=recompute,
     )

@@ -13,6 +13,7 @@ from qerl_jax.processes.group import Processes
 from qerl_jax.run.folder import OpenRun, open_run
 
 _SEEN_SECONDS = 30.0  # a network file system may show a new file late
+_MARKS = f"lock.{'[0-9a-f]' * 16}"
 
 
 @contextlib.contextmanager
@@ -32,27 +33,29 @@ def open_run_together(
     Raises:
         UserError: as in `open_run`, or a process does not see the folder.
     """
-    if processes.count == 1:
-        with open_run(path, config) as folder:
-            yield folder
-        return
+    marked = contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
-        found, mark = None, None
+        shown = None
         if processes.writes:
             folder = stack.enter_context(open_run(path, config))
-            mark = folder.path / f"lock.{secrets.token_hex(8)}"
+            _remove_marks(folder.path)  # those of starts that were killed: this one has the lock
+            if processes.count == 1:
+                yield folder
+                return
+            stack.enter_context(marked).callback(_remove_marks, folder.path)
+            mark = folder.path.absolute() / f"lock.{secrets.token_hex(8)}"
             mark.touch()
-            found = {
-                "mark": str(mark.absolute()),
+            shown = {
+                "mark": str(mark),
                 "schedule_steps": folder.schedule_steps,
                 "resumed": folder.resumed,
                 "moved": folder.moved,
             }
-        found = processes.of_first(found)
+        found = processes.of_first(shown)
         mark = Path(found.pop("mark"))
-        unseen = [i for i, sees in enumerate(processes.exchange_json(_sees(mark))) if not sees]
-        if processes.writes:
-            mark.unlink()
+        sees = processes.exchange_json(_sees(mark))
+        marked.close()
+        unseen = [number for number, seen in enumerate(sees) if not seen]
         if unseen:
             names = " and ".join(processes.names[number] for number in unseen)
             raise UserError(
@@ -60,6 +63,12 @@ def open_run_together(
                 "pass a --workdir on a file system that all hosts share"
             )
         yield OpenRun(mark.parent, **found | {"moved": tuple(found["moved"])})
+
+
+def _remove_marks(folder: Path) -> None:
+    """Removes the files by which other processes see the folder; this process holds its lock."""
+    for mark in folder.glob(_MARKS):
+        mark.unlink()
 
 
 def _sees(path: Path) -> bool:

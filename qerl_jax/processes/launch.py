@@ -24,7 +24,7 @@ from qerl_jax.processes.abort import line_on_abort
 from qerl_jax.processes.group import HEARTBEAT_SECONDS, Processes
 from qerl_jax.run.signals import StoppedError
 
-_ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _DEVICES = "JAX_LOCAL_DEVICE_IDS"
 # SLURM sets the first one for what srun starts, and not for a batch script.
 _SLURM_COUNT, _SLURM_INDEX = "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"
@@ -52,9 +52,9 @@ def place_of(environment: Mapping[str, str], *, devices: int) -> Place | None:
     Raises:
         UserError: the variables are incomplete or wrong, or name processes for a single device.
     """
-    plain = {name: environment.get(name) for name in (_COUNT, _INDEX, _ADDRESS)}
+    plain = {name: environment.get(name) for name in (COUNT, INDEX, ADDRESS)}
     if any(plain.values()):
-        if plain[_COUNT] == "1":
+        if plain[COUNT] == "1":
             return None
         missing = [name for name, value in plain.items() if not value]
         if missing:
@@ -63,13 +63,13 @@ def place_of(environment: Mapping[str, str], *, devices: int) -> Place | None:
                 f"{given} without {' and '.join(missing)}: to start several processes set all "
                 "three variables, and none of them for one process"
             )
-        count, index = (_number(name, environment[name]) for name in (_COUNT, _INDEX))
-        address = environment[_ADDRESS]
+        count, index = (_number(name, environment[name]) for name in (COUNT, INDEX))
+        address = environment[ADDRESS]
         if not address.rpartition(":")[2].isdecimal() or address.startswith(":"):
-            raise UserError(f"{_ADDRESS}={address}: it must be HOST:PORT of process 0")
+            raise UserError(f"{ADDRESS}={address}: it must be HOST:PORT of process 0")
         if devices == 1:
             raise UserError(
-                f"{_COUNT}={count} with mesh.data=1 and mesh.tensor=1, which is one device: pass "
+                f"{COUNT}={count} with mesh.data=1 and mesh.tensor=1, which is one device: pass "
                 "--config.mesh.data with the number of devices of all processes"
             )
     elif environment.get(_SLURM_COUNT, "1") != "1" and devices > 1:

@@ -8,7 +8,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
@@ -17,7 +16,6 @@ from qerl_jax.policy.tensor_parallel import over_vocabulary, own_tokens
 from qerl_jax.rl.packing import PackedBuffer
 
 _CHUNK_BYTES = 256 << 20  # size of the float32 logits that are held at a time
-_NORMALIZER = "normalizer"  # name of what the backward pass keeps of a softmax
 
 
 def packed_logprobs(
@@ -48,13 +46,9 @@ def packed_logprobs(
         `buffer.targets`. Both are finite and have no meaning outside the mask.
     """
     hidden = _predicting_states(params, lora, buffer, config=config, recompute=recompute)
-    return _map_chunks(
-        lambda hidden, ids: _chosen_and_entropy(
-            params, hidden, ids, temperature, config, entropy_gradient=entropy_gradient
-        ),
-        (hidden, buffer.targets),
-        count=buffer.mask.sum(dtype=jnp.int32),
-        vocab_size=config.vocab_size,
+    count = buffer.mask.sum(dtype=jnp.int32)
+    return _chosen_and_entropies(
+        _head(params), hidden, buffer.targets, count, temperature, config, entropy_gradient
     )
 
 
@@ -86,14 +80,14 @@ def packed_kl(
         _predicting_states(p, lora, buffer, config=config) for p in (params, other_params)
     )
 
-    def exact_kl(hidden, other):
-        logprobs = _log_softmax(params, hidden, temperature, config)
-        other_logprobs = _log_softmax(other_params, other, temperature, config)
+    def exact_kl(_, hidden, other):
+        logprobs = _log_softmax(_head(params), hidden, temperature, config)
+        other_logprobs = _log_softmax(_head(other_params), other, temperature, config)
         own = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
-        return over_vocabulary(jax.lax.psum, own, config)
+        return None, over_vocabulary(jax.lax.psum, own, config)
 
     count = buffer.mask.sum(dtype=jnp.int32)
-    kl = _map_chunks(exact_kl, (hidden, other), count=count, vocab_size=config.vocab_size)
+    _, kl = _scan_chunks(exact_kl, None, (hidden, other), count=count, vocab_size=config.vocab_size)
     return jnp.sum(jnp.where(buffer.mask > 0, kl, 0.0))
 
 
@@ -130,13 +124,9 @@ def completion_logprobs(
     targets = jnp.minimum(prompt_lengths[:, None] + jnp.arange(width), tokens.shape[1] - 1)
     hidden = jnp.take_along_axis(hidden, targets[..., None] - 1, axis=1)
     ids = jnp.take_along_axis(tokens, targets, axis=1)
-    outputs = _map_chunks(
-        lambda hidden, ids: _chosen_and_entropy(params, hidden, ids, temperature, config),
-        (hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1)),
-        count=jnp.int32(ids.size),
-        vocab_size=config.vocab_size,
-    )
-    return tuple(x.reshape(ids.shape) for x in outputs)
+    rows = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1), jnp.int32(ids.size)
+    chosen, entropies = _chosen_and_entropies(_head(params), *rows, temperature, config, False)
+    return chosen.reshape(ids.shape), entropies.reshape(ids.shape)
 
 
 def _predicting_states(params, lora, buffer, *, config, recompute=()):
@@ -154,20 +144,90 @@ def _predicting_states(params, lora, buffer, *, config, recompute=()):
     return hidden.at[buffer.order].get(unique_indices=True, mode="promise_in_bounds")
 
 
-def _chosen_and_entropy(params, hidden, ids, temperature, config, *, entropy_gradient=False):
-    logits = _tempered_logits(params, hidden, temperature)
-    return _choose(logits, ids, config, entropy_gradient)
+def _chosen_and_entropies(head, hidden, ids, count, temperature, config, entropy_gradient):
+    """Log-probabilities [M] of ids after states [M, D], and entropies [M].
+
+    The entropies have a gradient only if asked for. Where the logits are held in several chunks,
+    the results from `count` on are of no use, and those of whole chunks are zeros.
+    """
+    if _number_of_chunks(len(ids), config.vocab_size) == 1:
+        return _choose(_tempered_logits(head, hidden, temperature), ids, config, entropy_gradient)
+    return _choose_in_chunks(head, hidden, ids, count, temperature, config, entropy_gradient)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _choose(logits, ids, config, entropy_gradient):
     """Log-probabilities [M] of ids under logits [M, V], and entropies [M].
 
-    Few passes over the logits: one for the maxima, one for both sums, and one backward. The
-    entropies have a gradient only if asked for.
+    Few passes over the logits: one for the maxima, one for both sums, and one backward.
     """
-    chosen, entropies, _ = _statistics(logits, ids, config)
-    return chosen, entropies
+    return _choose_fwd(logits, ids, config, entropy_gradient)[0]
+
+
+def _choose_fwd(logits, ids, config, entropy_gradient):
+    del entropy_gradient
+    chosen, entropies, normalizers = _statistics(logits, ids, config)
+    return (chosen, entropies), (logits, ids, normalizers, entropies)
+
+
+def _choose_bwd(config, entropy_gradient, saved, gradients):
+    return _logits_gradient(
+        *saved, *gradients, config=config, entropy_gradient=entropy_gradient
+    ), None
+
+
+_choose.defvjp(_choose_fwd, _choose_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _choose_in_chunks(head, hidden, ids, count, temperature, config, entropy_gradient):
+    """`_choose` for states in place of logits, which the backward pass computes again.
+
+    Left to JAX, a chunk that may be skipped hands all that its gradient reads from one conditional
+    to another, and XLA copies the head: 1.6 GB for 32B. The temperature has no gradient.
+    """
+    arguments = head, hidden, ids, count, temperature, config, entropy_gradient
+    return _choose_in_chunks_fwd(*arguments)[0]
+
+
+def _choose_in_chunks_fwd(head, hidden, ids, count, temperature, config, entropy_gradient):
+    del entropy_gradient
+
+    def statistics(_, hidden, ids):
+        return None, _statistics(_tempered_logits(head, hidden, temperature), ids, config)
+
+    _, (chosen, entropies, normalizers) = _scan_chunks(
+        statistics, None, (hidden, ids), count=count, vocab_size=config.vocab_size
+    )
+    saved = head, hidden, ids, count, temperature, normalizers, entropies
+    return (chosen, entropies), saved
+
+
+def _choose_in_chunks_bwd(config, entropy_gradient, saved, gradients):
+    head, hidden, ids, count, temperature, normalizers, entropies = saved
+    of_logits = functools.partial(
+        _logits_gradient, config=config, entropy_gradient=entropy_gradient
+    )
+
+    def add_gradient(of_head, hidden, *rest):
+        logits, pull_back = jax.vjp(
+            lambda head, hidden: _tempered_logits(head, hidden, temperature), head, hidden
+        )
+        of_chunk, of_hidden = pull_back(of_logits(logits, *rest))
+        return jax.tree.map(jnp.add, of_head, of_chunk), of_hidden
+
+    # The gradient of a frozen head is not used, and nothing of it is left in a compiled program.
+    of_head, of_hidden = _scan_chunks(
+        add_gradient,
+        jax.tree.map(jnp.zeros_like, head),
+        (hidden, ids, normalizers, entropies, *gradients),
+        count=count,
+        vocab_size=config.vocab_size,
+    )
+    return of_head, of_hidden, None, None, None
+
+
+_choose_in_chunks.defvjp(_choose_in_chunks_fwd, _choose_in_chunks_bwd)
 
 
 def _statistics(logits, ids, config):
@@ -185,16 +245,11 @@ def _statistics(logits, ids, config):
     return chosen - normalizer, normalizer - mean, normalizer
 
 
-def _choose_fwd(logits, ids, config, entropy_gradient):
-    chosen, entropies, normalizer = _statistics(logits, ids, config)
-    kept = checkpoint_name(entropies, _NORMALIZER) if entropy_gradient else None
-    return (chosen, entropies), (logits, ids, checkpoint_name(normalizer, _NORMALIZER), kept)
-
-
-def _choose_bwd(config, entropy_gradient, saved, gradients):
-    logits, ids, normalizer, entropies = saved
-    gradient, of_entropy = gradients
-    logprobs = logits - normalizer[:, None]
+def _logits_gradient(
+    logits, ids, normalizers, entropies, gradient, of_entropy, *, config, entropy_gradient
+):
+    """Gradient of logits [M, V], given those of the log-probabilities and the entropies."""
+    logprobs = logits - normalizers[:, None]
     probabilities = jnp.exp(logprobs)
     own, is_own = own_tokens(ids, config)
     is_chosen = jnp.arange(logits.shape[-1]) == own[:, None]
@@ -205,14 +260,11 @@ def _choose_bwd(config, entropy_gradient, saved, gradients):
         # dH/dz = -p (log p + H). A token of probability 0 adds nothing: its logit may be -inf.
         above = jnp.where(probabilities > 0, logprobs + entropies[:, None], 0.0)
         result -= of_entropy[:, None] * probabilities * above
-    return result, None
+    return result
 
 
-_choose.defvjp(_choose_fwd, _choose_bwd)
-
-
-def _log_softmax(params, hidden, temperature, config):
-    logits = _tempered_logits(params, hidden, temperature)
+def _log_softmax(head, hidden, temperature, config):
+    logits = _tempered_logits(head, hidden, temperature)
     if config.shards == 1:
         return jax.nn.log_softmax(logits)
     highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1, keepdims=True), config)
@@ -221,9 +273,14 @@ def _log_softmax(params, hidden, temperature, config):
     return below - jnp.log(over_vocabulary(jax.lax.psum, total, config))
 
 
-def _tempered_logits(params, hidden, temperature):
+def _head(params):
+    """The head alone, as the tree that `transformer.logits` reads it from."""
+    return {"embed_tokens": params.get("lm_head", params["embed_tokens"])}
+
+
+def _tempered_logits(head, hidden, temperature):
     # As in the sampler, to the bit.
-    return transformer.logits(params, hidden) * (1.0 / temperature)
+    return transformer.logits(head, hidden) * (1.0 / temperature)
 
 
 def logits_chunk(vocab_size: int) -> int:
@@ -231,33 +288,37 @@ def logits_chunk(vocab_size: int) -> int:
     return max(1, _CHUNK_BYTES // (4 * vocab_size))
 
 
-def _map_chunks(function, args, *, count, vocab_size):
-    """Applies `function` to arrays [M, ...] in chunks, to bound the logits in memory.
+def _number_of_chunks(tokens, vocab_size):
+    return -(-tokens // logits_chunk(vocab_size))
 
-    With several chunks, the backward pass recomputes the logits of a chunk instead of storing them,
-    and chunks that begin at `count` or later are not computed: their results are zeros.
+
+def _scan_chunks(function, carry, args, *, count, vocab_size):
+    """Applies `function` to a carry and arrays [M, ...] in chunks, to bound the logits in memory.
+
+    Of several chunks, those that begin at `count` or later are not computed: the carry stays as it
+    is, and their results are zeros.
+
+    Returns:
+        The last carry and the results [M, ...].
     """
-    total = args[0].shape[0]
-    chunks = -(-total // logits_chunk(vocab_size))
+    total = len(args[0])
+    chunks = _number_of_chunks(total, vocab_size)
     if chunks == 1:
-        return function(*args)
+        return function(carry, *args)
     size = -(-total // chunks)
 
     def split(x):
         padding = ((0, chunks * size - total),) + ((0, 0),) * (x.ndim - 1)
         return jnp.pad(x, padding).reshape(chunks, size, *x.shape[1:])
 
-    def zeros(*args):
-        shapes = jax.eval_shape(function, *args)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    def skip(carry, *args):
+        _, shapes = jax.eval_shape(function, carry, *args)
+        return carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-    keep = jax.checkpoint_policies.save_only_these_names(_NORMALIZER)
+    def chunk(carry, part):
+        first, *args = part
+        return jax.lax.cond(first < count, function, skip, carry, *args)
 
-    @functools.partial(jax.checkpoint, policy=keep)
-    def chunk(first, *args):
-        return jax.lax.cond(first < count, function, zeros, *args)
-
-    outputs = jax.lax.map(
-        lambda part: chunk(*part), (size * jnp.arange(chunks), *(split(x) for x in args))
-    )
-    return jax.tree.map(lambda x: x.reshape(-1)[:total], outputs)
+    parts = size * jnp.arange(chunks), *(split(x) for x in args)
+    carry, outputs = jax.lax.scan(chunk, carry, parts)
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:total], outputs)

@@ -119,6 +119,34 @@ def compile_operations(
         return compiler.executables
 
 
+class FirstRunAlone:
+    """A program whose first run waits for the first runs of others that share its lock.
+
+    When a program first runs on a device, XLA loads its kernels, and cuDNN captures a stream to
+    build its graphs. Two threads that did so at once, each on its GPU, failed with "capturing
+    stream has unjoined work". XLA may do it after the call, so the first results are waited for.
+
+    Args:
+        program: the compiled program.
+        lock: lock that the programs of all threads share.
+
+    Attributes:
+        program: the compiled program.
+    """
+
+    def __init__(self, program: Callable[..., Any], lock: threading.Lock) -> None:
+        self.program, self._lock, self._has_run = program, lock, False
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs the program."""
+        if self._has_run:
+            return self.program(*arguments)
+        with self._lock:
+            results = jax.block_until_ready(self.program(*arguments))
+        self._has_run = True
+        return results
+
+
 class _Compiler:
     """Threads that load or compile programs, until the block is left.
 
@@ -136,6 +164,7 @@ class _Compiler:
         self.executables = Executables()
         self.executables.replicas = [Executables() for _ in others]
         self._others = others
+        self._first_runs = threading.Lock()
         self._keys = list(operations)
         of_any_policy = {key for key, one in operations.items() if one.of_any_policy}
         self._paths = executable_cache.paths(self._keys, policy, of_any_policy=of_any_policy)
@@ -183,6 +212,8 @@ class _Compiler:
             program, *copies = future.result()
             if program is None:  # A file that cannot be loaded.
                 continue
+            if self._others:
+                program, *copies = (FirstRunAlone(x, self._first_runs) for x in (program, *copies))
             for executables, one in zip(
                 [self.executables, *self.executables.replicas], [program, *copies], strict=True
             ):

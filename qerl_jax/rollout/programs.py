@@ -259,8 +259,12 @@ def committed(tree: Any) -> Any:
     Committed and uncommitted arrays would compile to two programs.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    shardings = [getattr(leaf, "sharding", None) for leaf in leaves]
-    return jax.tree.unflatten(treedef, jax.device_put(leaves, shardings))
+    # For the hundreds of arrays of a policy device_put takes milliseconds, even if it does nothing.
+    is_done = [getattr(leaf, "committed", False) for leaf in leaves]
+    rest = [leaf for leaf, done in zip(leaves, is_done, strict=True) if not done]
+    put = iter(jax.device_put(rest, [getattr(leaf, "sharding", None) for leaf in rest]))
+    found = [leaf if done else next(put) for leaf, done in zip(leaves, is_done, strict=True)]
+    return jax.tree.unflatten(treedef, found)
 
 
 def _int32(*shape: int) -> np.ndarray:

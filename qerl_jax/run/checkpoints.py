@@ -5,7 +5,8 @@ that is killed while it saves leaves the earlier checkpoints as they were. Orbax
 altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved beside them.
 
 Where a run has several processes, all of them hold the whole state and make the same calls of
-`Checkpoints`: Orbax writes the arrays of process 0, and every process restores them.
+`Checkpoints`: Orbax writes the arrays of process 0, and every process restores them. They tell each
+other which checkpoints they could not read, so that all of them go on from the same one.
 """
 
 import contextlib
@@ -13,12 +14,12 @@ import functools
 import shutil
 import sys
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
 from qerl_jax.errors import UserError
@@ -33,12 +34,20 @@ class Checkpoints:
         folder: folder of the checkpoints; made if missing. The remains of an interrupted save are
             removed, so the caller must hold the run's lock.
         keep: number of newest checkpoints that are kept.
+        exchange: tells the other processes of the run a value, which is JSON, and returns those of
+            all processes, in their order.
     """
 
-    def __init__(self, folder: str | Path, *, keep: int):
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        keep: int,
+        exchange: Callable[[Any], list[Any]] = lambda value: [value],
+    ):
         if keep < 1:
             raise UserError(f"checkpoint.keep is {keep}: at least 1 checkpoint must be kept")
-        self._folder = Path(folder).resolve()
+        self._folder, self._exchange = Path(folder).resolve(), exchange
         # Orbax would do this in a thread that may outlive the interpreter.
         for interrupted in self._folder.glob("*.orbax-checkpoint-tmp") if _is_first() else ():
             shutil.rmtree(interrupted)
@@ -104,7 +113,8 @@ class Checkpoints:
         """Restores the newest checkpoint that is undamaged.
 
         A damaged checkpoint is reported on stderr and renamed to `damaged-STEP`, so that its step
-        can be saved again; then the checkpoint before it is tried.
+        can be saved again; then the checkpoint before it is tried. A checkpoint is damaged if one
+        process cannot read it.
 
         Args:
             like: a state, or its `jax.eval_shape`, with the tree, shapes, dtypes and shardings of
@@ -119,14 +129,20 @@ class Checkpoints:
         self.wait()
         abstract = jax.tree.map(_abstract, like)
         failures = {}
-        for step in reversed(self.steps):
+        steps, *_ = self._exchange(self.steps)  # A network file system may show others elsewhere.
+        for step in reversed(steps):
+            found, reason = None, None
             try:
-                state, meta = self._load(step, abstract)
+                found = self._load(step, abstract)
             except Exception as error:
-                failures[step] = _reason(error)
-                continue
-            self._set_aside(failures, step)
-            return step, state, meta
+                reason = _reason(error)
+            reasons = self._exchange(reason)
+            failed = [number for number, said in enumerate(reasons) if said is not None]
+            if found is not None and not failed:
+                self._set_aside(failures, step)
+                return step, *found
+            some = f"process {failed[0]}: " if len(failed) < len(reasons) else ""
+            failures[step] = f"{some}{reasons[failed[0]]}"
         if failures:
             listed = "; ".join(f"{step}: {reason}" for step, reason in failures.items())
             raise UserError(
@@ -166,8 +182,7 @@ class Checkpoints:
                 flush=True,
             )
         if failures:
-            if jax.process_count() > 1:
-                multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+            self._exchange(None)  # All processes see the folder after process 0 has renamed.
             self._checkpointer.reload()
 
 

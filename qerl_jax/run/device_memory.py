@@ -25,9 +25,7 @@ def take_memory() -> None:
     It must run before JAX starts its backend. Without an NVIDIA GPU that JAX would use it does
     nothing.
     """
-    if os.environ.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
-        return
-    if not any(map(importlib.util.find_spec, _PLUGINS)):
+    if not uses_gpus():
         return
     sizes = _gpu_memory()
     if not sizes:
@@ -37,6 +35,13 @@ def take_memory() -> None:
     os.environ.update(chosen)
     if line:
         print(line, file=sys.stderr, flush=True)
+
+
+def uses_gpus() -> bool:
+    """Whether JAX would use NVIDIA GPUs of this machine, if it has some."""
+    if os.environ.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
+        return False
+    return any(map(importlib.util.find_spec, _PLUGINS))
 
 
 def settings(

@@ -95,7 +95,8 @@ def _train_in(
     rewards: Mapping[str, tuple[Reward, float]],
     processes: Processes,
 ) -> None:
-    with Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints:
+    keep, exchange = config.checkpoint.keep, processes.exchange_json
+    with Checkpoints(folder.checkpoints, keep=keep, exchange=exchange) as checkpoints:
         last = checkpoints.steps[-1] if checkpoints.steps else -1
         finished = last >= config.steps and folder.finished_steps() == last
         last, finished = processes.of_first([last, finished])

@@ -1,0 +1,134 @@
+"""A command that starts a process for each group of GPUs."""
+
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import tiny_run
+
+from qerl_jax.errors import UserError
+from qerl_jax.processes.spawn import environments
+
+STEPS = 2
+CHANGES = {"steps": STEPS, "mesh.data": 2, "eval.every": STEPS, "aqn.kl_every": 0}
+
+
+def places(data, tensor, gpus, **environment):
+    return environments(data=data, tensor=tensor, environment=environment, gpus=gpus)
+
+
+def test_each_process_sees_the_gpus_of_its_group():
+    first, second = places(2, 2, 4)
+    assert first["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert second["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert first["JAX_NUM_PROCESSES"] == second["JAX_NUM_PROCESSES"] == "2"
+    assert (first["JAX_PROCESS_ID"], second["JAX_PROCESS_ID"]) == ("0", "1")
+    assert first["JAX_COORDINATOR_ADDRESS"] == second["JAX_COORDINATOR_ADDRESS"]
+
+
+def test_the_gpus_are_those_that_the_user_shows():
+    found = places(2, 1, 8, CUDA_VISIBLE_DEVICES="5, GPU-1a,7")
+    assert [place["CUDA_VISIBLE_DEVICES"] for place in found] == ["5", "GPU-1a"]
+
+
+@pytest.mark.parametrize(
+    ("data", "tensor", "gpus", "environment"),
+    [
+        (1, 2, 8, {}),
+        (2, 1, 1, {}),
+        (2, 2, 3, {}),
+        (2, 1, 8, {"CUDA_VISIBLE_DEVICES": "3"}),
+        (2, 1, 8, {"JAX_NUM_PROCESSES": "1"}),
+        (
+            *(2, 1, 8),
+            {
+                "JAX_NUM_PROCESSES": "2",
+                "JAX_PROCESS_ID": "1",
+                "JAX_COORDINATOR_ADDRESS": "node7:99",
+            },
+        ),
+        (
+            *(2, 1, 8),
+            {
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": "0",
+                "SLURM_STEP_NODELIST": "node7",
+                "SLURM_JOB_ID": "1",
+                "SLURM_STEP_ID": "0",
+            },
+        ),
+    ],
+)
+def test_nothing_is_started(data, tensor, gpus, environment):
+    assert places(data, tensor, gpus, **environment) == []
+
+
+def test_incomplete_variables_are_refused():
+    with pytest.raises(UserError, match="without JAX_NUM_PROCESSES and JAX_PROCESS_ID"):
+        places(2, 1, 8, JAX_COORDINATOR_ADDRESS="node7:99")
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory):
+    """Starts the command and returns its process, and its folder."""
+    folder = tmp_path_factory.mktemp("spawn")
+    tiny = tiny_run.write_tiny(folder, folder / "cache", num_layers=1)
+    file, pause = tiny.config_file(folder / "config.py", CHANGES), folder / "pause"
+    script = pathlib.Path(__file__).with_name("spawn_cases.py")
+
+    def started(name, *flags, pauses_at=None):
+        environment = tiny.environment() | {"JAX_PLATFORMS": "cpu"}
+        if pauses_at:
+            environment["TINY_RUN_PAUSE"] = f"{pauses_at}:{pause}"
+        process = subprocess.Popen(
+            [sys.executable, str(script), *flags, f"--config={file}", f"--workdir={name}"],
+            env=environment,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        return process, folder / name
+
+    return started
+
+
+def test_one_flag_trains_in_two_processes(start):
+    process, run = start("run")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, said
+    assert "starting 2 processes, one for each group of GPUs\n" in said
+    assert said.count(f"step {STEPS}/{STEPS}") == 1
+    assert [row["step"] for row in tiny_run.results(run)] == list(range(1, STEPS + 1))
+
+
+def test_a_process_that_fails_before_it_connects_ends_the_first(start):
+    process, _ = start("failed", "--fails")
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "process 1 has no memory\n" in said
+    assert said.endswith("error: process 1 ended with exit code 1; see above\n")
+
+
+def test_no_process_outlives_the_first(start):
+    process, _ = start("killed")
+    for line in process.stdout:
+        if line.startswith("starting"):
+            break
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not children.read_text():
+        assert process.poll() is None
+    (child,) = map(int, children.read_text().split())
+    command = pathlib.Path(f"/proc/{child}/cmdline")
+    while b"spawn_cases" not in command.read_bytes():  # It is not yet the new program.
+        pass
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 60
+    while command.exists() and command.read_bytes():  # It is empty for a process that has ended.
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
