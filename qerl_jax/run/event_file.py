@@ -23,6 +23,8 @@ class EventFile:
 
     def __init__(self, folder: Path, *, purge_step: int | None):
         from tensorboardX import RecordWriter
+
+        # pyrefly: ignore[missing-module-attribute]  The module is generated.
         from tensorboardX.proto.event_pb2 import SessionLog
 
         folder.mkdir(exist_ok=True)
@@ -40,6 +42,7 @@ class EventFile:
         Raises:
             OSError: the file cannot be written, for example because the disk is full.
         """
+        # pyrefly: ignore[missing-module-attribute]  The module is generated.
         from tensorboardX.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
@@ -53,6 +56,7 @@ class EventFile:
         self._records.close()
 
     def _write(self, **fields) -> None:
+        # pyrefly: ignore[missing-module-attribute]  The module is generated.
         from tensorboardX.proto.event_pb2 import Event
 
         self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
