@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 import signal
 import subprocess
@@ -482,6 +483,16 @@ def fail(*_):
 
 def leave(*_):
     sys.exit(3)
+
+
+def test_the_working_directory_stays(tmp_path, monkeypatch):
+    def leaves(*_):
+        os.chdir("/")
+        return 1.0
+
+    monkeypatch.chdir(tmp_path)
+    assert score({"r": leaves}, count=1).errors == []
+    assert os.getcwd() == str(tmp_path)
 
 
 @pytest.mark.parametrize(

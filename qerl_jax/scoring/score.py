@@ -212,7 +212,8 @@ class Scoring:
             self._waiting[future] = name, indices, ends
             return
         try:
-            with _limited(limit, self._on_wait):
+            # A reward may leave the working directory, to which the run folder may be relative.
+            with contextlib.chdir("."), _limited(limit, self._on_wait):
                 value = call.function(*arguments, **named)
         except (_OutOfTimeError, Exception, SystemExit) as error:
             value = error
