@@ -265,7 +265,9 @@ def _parse_flags(
     )
     take_names(flags.FLAGS["config"], argv)
     flags.FLAGS.set_default("config", default_config)
-    flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
+    run_folder = "run folder (default: runs/EXPERIMENT-PRESET-HASH)"
+    other = "folder to write, for a command that writes one; see above"
+    flags.DEFINE_string("workdir", None, run_folder if trains else other)
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
     names = ["config", "workdir", "print_config"]
     if trains:
