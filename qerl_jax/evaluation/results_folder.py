@@ -93,9 +93,6 @@ def validate(config: EvaluateConfig) -> None:
             "--temperature or leave out --samples"
         )
     check_sampling(temperature_of(config), top_p=config.top_p, seed=config.seed)
-    for adapter in config.adapters:
-        if config.adapters.count(adapter) > 1:
-            raise UserError(f"--adapter={','.join(config.adapters)}: {adapter} occurs twice")
 
 
 def temperature_of(config: EvaluateConfig) -> float:
