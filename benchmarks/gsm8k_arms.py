@@ -228,7 +228,8 @@ def _report(started: _Started) -> bool:
     """Says how a job has ended; returns whether it has done its work."""
     started.log.close()
     code, seconds = started.process.returncode, time.monotonic() - started.began
-    how = "ends" if not code else f"fails with exit code {code}"
+    failed = "is stopped" if started.is_told else f"fails with exit code {code}"
+    how = failed if code else "ends"
     print(f"{time.strftime('%H:%M:%S')} {started.job.name} {how} after {seconds:.0f} s", flush=True)
     return not code
 
