@@ -85,11 +85,15 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
+        self.require_space(state)
         state = jax.tree.map(_one_copy, state)
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        require_free_space(self._folder, num_bytes + _MARGIN_BYTES)
         custom: dict[str, Any] = {"crc32": _crc32(state), "meta": meta}
         self._checkpointer.save_async(step, state, force=True, custom_metadata=custom)
+
+    def require_space(self, state: Any) -> None:
+        """Raises a UserError when the disk has no space for a checkpoint of `state`."""
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        require_free_space(self._folder, num_bytes + _MARGIN_BYTES)
 
     def wait(self) -> None:
         """Waits until the last save is on disk.

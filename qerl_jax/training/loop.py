@@ -252,9 +252,12 @@ def _save_or_stop(run: Run) -> None:
     if due or skips >= _SKIPS_THAT_STOP:
         save(run)
     if skips >= _SKIPS_THAT_STOP:
+        remedy = "lower --config.optimizer.learning_rate in a new run"
+        if ":" in config.rl.loss:
+            remedy = f"check that {config.rl.loss} is finite for every token, or {remedy}"
         raise UserError(
             f"the gradients of {skips} updates in a row were not finite, up to step {step}; "
-            "lower --config.optimizer.learning_rate in a new run"
+            f"{remedy}"
         )
     run.stop_if_asked()
 

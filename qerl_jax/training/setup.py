@@ -36,6 +36,7 @@ from qerl_jax.training.problems import (
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.peft import read_peft_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +142,8 @@ def check_method(
     """
     _metric(config, rewards)
     method = method_of(config, schedule_steps)
+    if config.lora.init and config.train.parameters != "full":
+        read_peft_config(config.lora.init)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
             kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
