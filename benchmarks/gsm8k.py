@@ -30,6 +30,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.run_summary import describe
@@ -67,18 +68,33 @@ def evaluation_folders(run: pathlib.Path, form: str) -> dict[str, pathlib.Path]:
     }
 
 
+def train_command(
+    arm: str, seed: int, run: pathlib.Path, args: argparse.Namespace, changes: Sequence[str]
+) -> list[str]:
+    """The command that trains an arm, as arguments of Python.
+
+    Args:
+        arm: name of the arm.
+        seed: seed of the run.
+        run: the run folder.
+        args: the parsed arguments, of which `model` and `train` count.
+        changes: flags of further fields of the config.
+    """
+    command = ["-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}:{arm}", f"--config.seed={seed}"]
+    if args.model:
+        command.append(f"--config.model.source={args.model}")
+    if args.train:
+        command.append(f"--config.data.path={args.train}")
+    return [*command, *changes, f"--workdir={run}"]
+
+
 def commands(arm: str, seed: int, args: argparse.Namespace) -> dict[str, list[str]]:
     """The commands of the parts, as arguments of Python, in their order."""
     config = evidence.get_config(arm)
     run = args.workdir / run_name(arm, seed)
     folders = evaluation_folders(run, config.model.format)
     trained = "model" if config.train.parameters == "full" else "adapter"
-    train = ["-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}:{arm}", f"--config.seed={seed}"]
-    if args.model:
-        train.append(f"--config.model.source={args.model}")
-    if args.train:
-        train.append(f"--config.data.path={args.train}")
-    found = {"train": [*train, *args.rest, f"--workdir={run}"]}
+    found = {"train": train_command(arm, seed, run, args, args.rest)}
     for part, folder in folders.items():
         adapter = "none" if part.startswith("start") else trained
         found[part] = ["-m", "experiments.evaluate", str(run), f"--adapter={adapter}"]
@@ -107,7 +123,7 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
     for part, command in commands(arm, seed, args).items():
         if part not in args.only:
             continue
-        if part in folders and _evaluation(folders[part]) is not None:
+        if part in folders and finished_evaluation(folders[part]) is not None:
             print(f"{part}: is finished", flush=True)
             continue
         print(f"{part}: python {shlex.join(command)}", flush=True)
@@ -133,7 +149,7 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 # --- What finished runs say ---------------------------------------------------------------------
 
 
-def _evaluation(folder: pathlib.Path) -> dict[str, Any] | None:
+def finished_evaluation(folder: pathlib.Path) -> dict[str, Any] | None:
     """The results of an evaluation; None while it is not finished."""
     path = folder / "results.json"
     if not path.exists():
@@ -151,7 +167,7 @@ def well_formed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
 
 def _described(folder: pathlib.Path) -> dict[str, Any] | None:
     """Figures of an evaluation, in percent."""
-    results = _evaluation(folder)
+    results = finished_evaluation(folder)
     if results is None:
         return None
     figures = results["tasks"][_TASK]

@@ -52,8 +52,9 @@ def tensor_ratios(result: dict) -> str:
         (row["model"], row["batch"], row["tensor"]): row["ms_per_step"]
         for row in rows_of(result, "decode", STEPS | {"format": "nvfp4"})
     }
-    return ", ".join(
-        f"{model} at {batch} {'row' if batch == 1 else 'rows'} {time / times[model, batch, 1]:.2f}"
-        for (model, batch, tensor), time in times.items()
-        if tensor == 2 and (model, batch, 1) in times
-    )
+    found: dict[str, list[str]] = {}
+    for (model, batch, tensor), time in times.items():
+        if tensor == 2 and (model, batch, 1) in times:
+            rows = f"{batch} {'row' if batch == 1 else 'rows'}"
+            found.setdefault(model, []).append(f"{time / times[model, batch, 1]:.2f} at {rows}")
+    return "; ".join(f"{model} {', '.join(ratios)}" for model, ratios in found.items())

@@ -16,22 +16,23 @@ With --mesh=data=N,tensor=M the rows of a step are dealt out to N groups of M de
 are cut between the devices of a group; --prompts are those of one group. Several meshes are
 measured one after the other, in the order given, so that they compare.
 
-The groups may belong to several processes, as in training (docs/several_gpus.md). On two GPUs:
+The groups may belong to several processes (docs/several_gpus.md), which this command does not start
+by itself. On two GPUs:
 
     export JAX_COORDINATOR_ADDRESS=localhost:9876 JAX_NUM_PROCESSES=2
     COMMAND="python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4 --mesh=data=2"
     CUDA_VISIBLE_DEVICES=1 JAX_PROCESS_ID=1 $COMMAND &
     CUDA_VISIBLE_DEVICES=0 JAX_PROCESS_ID=0 $COMMAND
 
-Every mesh then has all devices of all processes, and process 0 prints and writes.
+Every mesh must then have all devices of all processes. Process 0 prints and writes.
 
 Every measurement prints a line and at once writes its row to --out. A run replaces the rows of the
 same model, format, lengths, mesh, processes and device. Times are medians over the steps after the
 first; a step after the first that compiles anything ends the command. The columns are:
 
     rollout_s, update_s, step_s  seconds of sampling, of everything from scored completions to the
-        new adapter, and from the start of a step to the next; of several processes the slowest
-        rollout, and what they exchange after it belongs to the step alone
+        new adapter, and from the start of a step to the next; with several processes rollout_s is
+        that of the slowest one, and their exchange after it counts in step_s alone
     update_tokens_per_s   prompt and completion tokens of all rows, times updates, by update_s
     samples_per_s         completions of a step by step_s
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
@@ -60,7 +61,7 @@ KEYS = (
     *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
     *("recompute", "buffer_tokens", "mesh", "processes", "device"),
 )
-_ONE_PROCESS = {"processes": 1}  # what rows of an earlier version do not tell
+_ONE_PROCESS = {"processes": 1}  # Rows of an earlier version lack this key.
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -187,7 +187,7 @@ def _training_section() -> str:
         "compilation before the first step; no later step compiled anything. Updates processed "
         f"{run['update_tokens_per_second']:,.0f} tokens per second of all rows; "
         f"the median step forwards {100 * run['median']['forwarded_fraction']:.0f} % of the "
-        "completion tokens, the others teach nothing.",
+        "completion tokens, and the others teach nothing.",
         run_table(run),
         _command(run),
     )
@@ -368,7 +368,7 @@ def benchmarks_page() -> str:
             _step_section(),
             _section(
                 "Several GPUs",
-                "The batch per GPU is that of one GPU, whose row is in the table above "
+                "Each GPU has the batch of the single GPU, whose row is in the table above "
                 "(`benchmarks/step.py`).",
                 scaling_table(_read("step.json")["rows"]),
                 "    uv run --extra cuda python -m benchmarks.step --model=qwen2.5-7b "

@@ -49,6 +49,8 @@ _PRESETS = (
 )
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
+# What the second error for an unreadable config file begins with.
+_EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
 
 
 def main(
@@ -71,6 +73,7 @@ def main(
     """
     if description:
         sys.modules["__main__"].__doc__ = description
+    _import_from_here()
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
@@ -127,13 +130,15 @@ def _config_message(error: Exception) -> str:
             return f"{frame.f_code.co_filename}:{line}: {told}"
     if isinstance(error, OSError):
         # The flag's error for an unreadable config file ends with the system's message.
-        return f"cannot read the config: {str(error).strip().splitlines()[-1].strip()}"
+        told = str(error).strip().splitlines()[-1].strip()
+        return f"cannot read the config: {told.removeprefix(_EARLIER_FAILURE)}"
     if isinstance(error, AttributeError) and error.name == "get_config":
         return "the config file has no get_config(): experiments/configs/grpo_gsm8k.py shows one"
     if isinstance(error, AttributeError | KeyError):
         return f"the config has no such field: {_key_message(error)}"
     if isinstance(error, flags.Error):
-        return str(error)
+        # absl's error for a boolean flag ends with a tuple, its arguments.
+        return re.sub(r"\('(Non-boolean argument to boolean flag)', .*\)$", r"\1", str(error))
     raise error
 
 
@@ -179,6 +184,7 @@ def run_command(
         argv: the arguments; None takes the arguments of the process.
     """
     _quiet()
+    _import_from_here()
     name = os.path.basename(sys.argv[0])
     if name.startswith("qerl-"):  # an installed command
         parser.prog = name
@@ -189,9 +195,17 @@ def run_command(
         run(arguments)
 
 
+def _import_from_here() -> None:
+    """Lets an installed command import rewards from the working directory, as `python -m` does."""
+    with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
+        if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+            sys.path.append(os.getcwd())
+
+
 def _quiet() -> None:
     """Hides the log messages of libraries; warnings of Python and JAX stay."""
-    logging.get_absl_logger().setLevel("ERROR")
+    # Orbax logs an error with its traceback, several times, and raises it.
+    logging.get_absl_logger().setLevel("CRITICAL")
     getLogger().setLevel("ERROR")  # the level of all other libraries, such as matplotlib
     getLogger("jax").setLevel("WARNING")
     getLogger("datasets").setLevel("ERROR")
@@ -251,7 +265,9 @@ def _parse_flags(
     )
     take_names(flags.FLAGS["config"], argv)
     flags.FLAGS.set_default("config", default_config)
-    flags.DEFINE_string("workdir", None, "run folder (default: runs/EXPERIMENT-PRESET-HASH)")
+    run_folder = "run folder (default: runs/EXPERIMENT-PRESET-HASH)"
+    other = "folder to write, for a command that writes one; see above"
+    flags.DEFINE_string("workdir", None, run_folder if trains else other)
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
     names = ["config", "workdir", "print_config"]
     if trains:
@@ -266,6 +282,8 @@ def _parse_flags(
             f"unexpected argument {rest[1]!r}; a config field is set like --config.steps=10"
         )
     flags.FLAGS.config.lock()  # raises OSError when the file could not be read
+    if flags.FLAGS.workdir == "":  # as --workdir=$UNSET, which would be the working directory
+        raise UserError("--workdir is empty: pass a folder, or leave out the flag")
     return rest
 
 

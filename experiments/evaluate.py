@@ -24,6 +24,9 @@ import dataclasses
 
 from experiments import cli
 
+_FORMAT = "weight format: nvfp4, mxfp4, nf4, bf16 or stored (default: the run's, or stored)"
+_DTYPE = "dtype of the activations: bfloat16 or float32 (default: the run's, or bfloat16)"
+
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
@@ -41,8 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="comma-separated adapters: none, best_adapter, adapter, FOLDER",
     )
     add("--base", default="", help="base model of the adapter (default: the one it names)")
-    add("--format", default="", help="weight format: nvfp4, mxfp4, nf4, bf16 or stored")
-    add("--dtype", default="", help="dtype of the activations: bfloat16 (default) or float32")
+    add("--format", default="", help=_FORMAT)
+    add("--dtype", default="", help=_DTYPE)
 
     group = parser.add_argument_group("how to sample")
     add = group.add_argument

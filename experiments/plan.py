@@ -80,8 +80,9 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         print(json.dumps(found, indent=1))
     else:
         devices = config.mesh.data * config.mesh.tensor
-        where = f"each of {devices} x {name}" if devices > 1 else name
-        print(f"{config.preset} in {config.model.format} on {where}, {memory / 1e9:.1f} GB")
+        card = name if _MEMORY.value is not None else f"{name}, {memory / 1e9:.1f} GB"
+        where = f"each of {devices} x {card}" if devices > 1 else card
+        print(f"{config.preset} in {config.model.format} on {where}")
         print(report.describe(plan, config, model), end="")
         print(
             f"largest that fits: {rows} rows together at {config.rollout.max_new_tokens} new "

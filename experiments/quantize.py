@@ -23,6 +23,8 @@ from typing import Any
 
 from experiments import cli
 
+_DEFAULTS = {"windows": 32, "width": 512}
+
 
 def run(arguments: argparse.Namespace) -> None:
     """Quantizes, and prints the errors and the perplexities."""
@@ -67,18 +69,22 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
     from qerl_jax.errors import UserError, check_limits
     from qerl_jax.evaluation.perplexity import read_documents, windows
 
+    given = {"windows": arguments.windows, "width": arguments.width}
     if not arguments.calibrate and not arguments.perplexity:
+        for name, value in given.items():
+            if value is not None:
+                raise UserError(f"--{name}={value}: it needs --calibrate=TEXT or --perplexity=TEXT")
         return None, None
     if checkpoint.tokenizer is None:
         raise UserError(f"{checkpoint.path}: a text needs a tokenizer, which the checkpoint lacks")
-    check_limits({"--windows": (arguments.windows, 1), "--width": (arguments.width, 8)})
-    if arguments.width > checkpoint.config.max_position:
+    given = {n: _DEFAULTS[n] if value is None else value for n, value in given.items()}
+    count, width = given["windows"], given["width"]
+    check_limits({"--windows": (count, 1), "--width": (width, 8)})
+    if width > checkpoint.config.max_position:
         raise UserError(
-            f"--width={arguments.width}: the model has {checkpoint.config.max_position} positions"
+            f"--width={width}: the model has {checkpoint.config.max_position} positions"
         )
-    cut = functools.partial(
-        windows, checkpoint.tokenizer, width=arguments.width, count=arguments.windows
-    )
+    cut = functools.partial(windows, checkpoint.tokenizer, width=width, count=count)
     if not arguments.calibrate:
         return None, cut(read_documents(arguments.perplexity))
     documents = read_documents(arguments.calibrate)
@@ -157,8 +163,8 @@ def main() -> None:
     add = parser.add_argument
     add("--calibrate", metavar="TEXT", default="", help=f"calibration text: {text}")
     add("--perplexity", metavar="TEXT", default="", help=f"text to measure on: {text}")
-    add("--windows", type=int, default=32, help="number of windows per text (default: 32)")
-    add("--width", type=int, default=512, help="tokens per window (default: 512)")
+    add("--windows", type=int, help="number of windows per text (default: 32)")
+    add("--width", type=int, help="tokens per window (default: 512)")
     cli.run_command(parser, run)
 
 

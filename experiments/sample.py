@@ -33,7 +33,11 @@ def make_parser() -> argparse.ArgumentParser:
         help="adapter: none, best_adapter, adapter, FOLDER (default: none, then best)",
     )
     add("--base", default="", help="base model of the adapter (default: the one it names)")
-    add("--format", default="", help="weight format: nvfp4, mxfp4, nf4, bf16")
+    add(
+        "--format",
+        default="",
+        help="weight format: nvfp4, mxfp4, nf4, bf16 or stored (default: the run's, or stored)",
+    )
     add("--system", help="system message (default: the run's)")
     add("--suffix", help="text appended to the question (default: the run's)")
     add("--chat-template-args", help="variables of the chat template, JSON (default: the run's)")
@@ -45,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
     add("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, off)")
-    add("--seed", type=int, default=0, help="seed of the draws (default: 0)")
+    add("--seed", type=int, default=0, help="seed of the draws of a temperature (default: 0)")
     return parser
 
 

@@ -93,7 +93,10 @@ def _steps(text: str) -> tuple[int, int] | None:
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
     if not found:
         raise UserError(f"--step={text}: write a step, a range such as 1:20, or all")
-    return int(found[1]), int(found[2] or found[1])
+    first, last = int(found[1]), int(found[2] or found[1])
+    if last < first:
+        raise UserError(f"--step={text}: the range ends before it begins, write {last}:{first}")
+    return first, last
 
 
 def main() -> None:

@@ -181,6 +181,11 @@ def _load_sweep(file: str) -> list[ConfigOverrides]:
         sweep = module.get_sweep(preset) if colon else module.get_sweep()
     if not sweep:
         raise UserError(f"get_sweep() of {path} returns no runs")
+    if not isinstance(sweep, list) or not all(isinstance(run, dict) for run in sweep):
+        raise UserError(
+            f"get_sweep() of {path} must return a list of overrides, such as "
+            "[{'aqn.schedule': 'off', 'seed': 0}]; qerl_jax.run.sweep.product makes one"
+        )
     return sweep
 
 

@@ -210,7 +210,9 @@ def rollouts(shape):
             "group_size": 2,
         }
         local = sharding.on_group((key, params, lora), groups[0])
-        wanted = rollout_operations(*local, prompts=replicas.most(prompts, groups), **how)
+        wanted = rollout_operations(
+            *local, prompts=replicas.most_prompts(len(prompts), len(groups)), **how
+        )
         programs = compile_operations(local, wanted, others=groups[1:])
         arguments = key, params, lora, prompts
         *_, before, last = replicas.generate_steps(*arguments, executables=programs, **how)

@@ -100,7 +100,7 @@ def test_a_missing_package_is_one_line():
         (step, {"micro": 3}, "--micro=3 does not divide"),
         (step, {"rollout_format": "nf4"}, "--rollout-format=nf4 needs --format=nf4"),
         (update, {"steps": 0}, "--steps"),
-        (update, {"micro": "3"}, "--micro=3: no number of it divides 8 rows"),
+        (update, {"micro": "3"}, "--micro=3 names no number that divides 8 rows"),
     ],
 )
 def test_bad_arguments_are_refused_first(module, changes, message, tmp_path):
@@ -171,7 +171,7 @@ def test_a_step_that_does_not_fit_is_taken_with_less_memory(tmp_path, monkeypatc
     # The smaller step begins with what the larger one ended with.
     assert tried == [(8, 4, False), (8, 2, False), (8, 1, False), (8, 4, True), (2, 2, True)]
     monkeypatch.setattr(step, "measure_rows", lambda *_: None)
-    with pytest.raises(UserError, match="8 rows: not even a row a pass fits"):
+    with pytest.raises(UserError, match="8 rows: not even one row per pass fits"):
         list(step.measure(parsed, [8]))
 
 

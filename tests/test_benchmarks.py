@@ -308,9 +308,17 @@ def test_the_time_on_two_gpus_is_divided_by_that_on_one():
     fixed = STEPS | {"kind": "decode", "format": "nvfp4", "model": "a"}
     rows = [
         fixed | {"batch": batch, "tensor": tensor, "ms_per_step": ms}
-        for batch, tensor, ms in ((1, 1, 10.0), (1, 2, 7.5), (8, 1, 10.0), (32, 2, 9.0))
+        for batch, tensor, ms in (
+            (1, 1, 10.0),
+            (1, 2, 7.5),
+            (8, 1, 10.0),
+            (8, 2, 8.0),
+            (32, 2, 9.0),
+        )
     ]
-    assert mesh_tables.tensor_ratios({"rows": rows}) == "a at 1 row 0.75"
+    rows += [row | {"model": "b", "ms_per_step": 4 / row["tensor"]} for row in rows[:2]]
+    expected = "a 0.75 at 1 row, 0.80 at 8 rows; b 0.50 at 1 row"
+    assert mesh_tables.tensor_ratios({"rows": rows}) == expected
 
 
 def test_a_step_that_compiles_is_no_measurement():

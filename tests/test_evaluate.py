@@ -207,7 +207,7 @@ def test_one_sample_is_greedy(settings, tiny, rollouts):
     )
     assert figures["accuracy"]["value"] == found.accuracy
     assert figures["finished"] == pytest.approx(1 - found.truncated)
-    (again,) = evaluate(settings(samples=1, seed=5, out=str(folder / "other")))
+    (again,) = evaluate(settings(samples=1, out=str(folder / "other")))
     assert read_jsonl(again / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
@@ -471,6 +471,8 @@ def test_other_problems_of_the_same_name_are_noticed(settings, tiny, tmp_path):
         ({"samples": 2, "temperature": 0.0}, ["greedy samples are all the same"]),
         ({"temperature": -1.0}, ["--temperature=-1.0"]),
         ({"top_p": float("nan")}, ["--top-p=nan"]),
+        ({"samples": 1, "top_p": 0.5}, ["--top-p=0.5 with greedy decoding"]),
+        ({"samples": 1, "seed": 5}, ["--seed=5 with greedy decoding"]),
         ({"max_rows": -1}, ["--max-rows=-1"]),
         ({"overrides": {"max_new_tokens": ("125",)}}, ["8 of 8", "128", "--max-new-tokens=122"]),
         ({"overrides": {"scorer": ("absent:f",)}}, ["absent:f"]),

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from benchmarks import evidence as page
-from benchmarks import gsm8k, pictures, speedrun
+from benchmarks import gsm8k, gsm8k_arms, pictures, speedrun
 from benchmarks.gsm8k import RESULTS
 from experiments.configs import evidence
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, flatten
+from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.method import method_of
 from qerl_jax.training.validate import validate
 
@@ -87,12 +88,13 @@ def write_evaluation(folder, *, correct, samples=1, finished=True):
     (folder / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_run(workdir, *, arm=ARM, seed=1, correct=(1, 1, 0, 1), without=()):
-    """A finished run with its evaluations but for some parts."""
-    run = workdir / gsm8k.run_name(arm, seed)
+def write_training(run, *, arm=ARM, seed=1, rate=None):
+    """A run that has been trained."""
     run.mkdir(parents=True)
     config = evidence.get_config(arm)
-    config.seed = seed
+    config.seed, config.steps = seed, 4
+    if rate is not None:
+        config.optimizer.learning_rate = rate
     about = {
         "git": {"commit": "b" * 40},
         "device": {"kind": "NVIDIA H100"},
@@ -120,6 +122,12 @@ def write_run(workdir, *, arm=ARM, seed=1, correct=(1, 1, 0, 1), without=()):
     rows.append({"step": 4, "eval_accuracy": 0.5, "eval_seconds": 1.0})
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "summary.json").write_text(json.dumps({"steps": 4, "peak_memory_bytes": 7}))
+
+
+def write_run(workdir, *, arm=ARM, seed=1, correct=(1, 1, 0, 1), without=()):
+    """A finished run with its evaluations but for some parts."""
+    run = workdir / gsm8k.run_name(arm, seed)
+    write_training(run, arm=arm, seed=seed)
     for part, folder in gsm8k.evaluation_folders(run, "nvfp4").items():
         if part not in without and not folder.exists():
             start = part.startswith("start")
@@ -241,6 +249,123 @@ def test_finished_parts_are_skipped_and_a_failure_ends_the_rest(tmp_path, monkey
     assert len(ran) == 2
 
 
+# --- All arms -----------------------------------------------------------------------------------
+
+
+def all_arms(tmp_path, *flags):
+    given = [f"--workdir={tmp_path / 'work'}", f"--results={tmp_path / 'results'}", *flags]
+    return gsm8k_arms.make_parser().parse_args(given)
+
+
+class Ended:
+    """A process that has done the work of a job at once, by what its command says."""
+
+    def __init__(self, command, held_out):
+        flags = dict(flag.lstrip("-").split("=", 1) for flag in command if "=" in flag)
+        self.returncode = 0
+        if "grpo_gsm8k" in command[1]:
+            run = pathlib.Path(flags["workdir"])
+            arm = flags["config"].rpartition(":")[2]
+            rate = float(flags["config.optimizer.learning_rate"])
+            write_training(run, arm=arm, seed=int(flags["config.seed"]), rate=rate)
+            set_held_out(run, held_out(arm, rate))
+        else:
+            samples = int(flags.get("samples", 1))
+            write_evaluation(pathlib.Path(flags["out"]), correct=(1, 0, 1, 1), samples=samples)
+
+    def poll(self):
+        return self.returncode
+
+    def kill(self):
+        pass
+
+    wait = kill
+
+
+def set_held_out(run, accuracy):
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    rows[-1]["eval_accuracy"] = accuracy
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatch, capsys):
+    best = {"bf16-lora": 2e-4, ARM: 1e-4}
+    started = []
+
+    def start(job, device, workdir):
+        started.append((job.name, device))
+        process = Ended(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
+        return gsm8k_arms._Started(job, process, open(tmp_path / "log", "w"), 0.0)
+
+    monkeypatch.setattr(gsm8k_arms, "_start", start)
+    flags = [f"--arms=bf16-lora,{ARM}", "--seeds=0,1"]
+    gsm8k_arms.run(all_arms(tmp_path, *flags, "--gpus=2"))
+    names = [name for name, _ in started]
+    assert len(names) == len(set(names)) == 6 + 2 * 2 * 3 + 2 * 2
+    assert {device for _, device in started} == {"0", "1"}
+    assert all(name.startswith("grid-") for name in names[:6])
+    content = gsm8k.read_results(tmp_path / "results")
+    assert {arm: len(rows) for arm, rows in content["grids"].items()} == {"bf16-lora": 3, ARM: 3}
+    assert {(row["arm"], row["seed"]): row["learning_rate"] for row in content["rows"]} == {
+        (arm, seed): rate for arm, rate in best.items() for seed in (0, 1)
+    }
+    started.clear()
+    gsm8k_arms.run(all_arms(tmp_path, *flags))
+    assert not started
+    gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=2"))
+    assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in gsm8k.PARTS[:3]]
+
+
+def test_of_equal_rates_the_lower_one_is_taken(tmp_path):
+    for rate in (2e-4, 1e-4):
+        write_training(gsm8k_arms.grid_folder(tmp_path, ARM) / f"lr{rate:g}", seed=100, rate=rate)
+    assert gsm8k_arms.best_rate(tmp_path, ARM) == 1e-4
+
+
+def test_a_job_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
+    codes = {"a": "import sys; sys.exit(3)", "b": "print('b ran')", "c": "print('c ran')"}
+    done = tmp_path / "work" / "logs"
+
+    def jobs(*_):
+        for name, code in codes.items():
+            if name == "a" or not (done / f"{name}.log").exists():
+                yield gsm8k_arms.Job(name, ["-c", code])
+
+    monkeypatch.setattr(gsm8k_arms, "jobs", jobs)
+    with pytest.raises(UserError, match=r"failed: a; see .*logs/NAME.log; the same command"):
+        gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}"))
+    assert [(done / f"{name}.log").read_text() for name in "bc"] == ["b ran\n", "c ran\n"]
+
+
+def test_a_signal_is_passed_on_to_the_jobs_once(tmp_path, monkeypatch):
+    code = (
+        "import os, signal, sys, time\n"
+        "told = []\n"
+        "signal.signal(signal.SIGTERM, lambda *_: told.append(1))\n"
+        "os.kill(os.getppid(), signal.SIGTERM)\n"
+        "while not told: time.sleep(0.05)\n"
+        "time.sleep(1.5)\n"
+        "print(len(told))\n"
+    )
+    monkeypatch.setattr(gsm8k_arms, "jobs", lambda *_: [gsm8k_arms.Job("a", ["-c", code])])
+    with pytest.raises(StoppedError):
+        gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}"))
+    assert (tmp_path / "work/logs/a.log").read_text() == "1\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--arms=fp8"], "unknown arm 'fp8'"),
+        ([f"--arms={ARM}", "--seeds=0,9"], r"--seeds=0,9: '9' is none of 0,1,2,3,4"),
+        ([f"--arms={ARM}", "--gpus=-1"], r"--gpus=-1"),
+    ],
+)
+def test_wrong_arguments_of_all_arms(tmp_path, flags, message):
+    with pytest.raises(UserError, match=message):
+        gsm8k_arms.run(all_arms(tmp_path, *flags))
+
+
 # --- The page -----------------------------------------------------------------------------------
 
 
@@ -317,10 +442,11 @@ def test_metrics_are_compressed_to_the_same_bytes(tmp_path):
 
 def test_the_result_of_a_speedrun(tmp_path):
     run = write_run(tmp_path / "runs", arm="speedrun")
+    saved = json.loads((run / "config.json").read_text())
+    changed = saved | {"config": saved["config"] | {"steps": 60}}
+    (run / "config.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match=r"evaluations after steps \[0, 4\], not 0 and"):
         speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
-    saved = json.loads((run / "config.json").read_text())
-    saved["config"]["steps"] = 4
     (run / "config.json").write_text(json.dumps(saved))
     result = speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
     assert (result["pass1_start"], result["pass1_end"], result["n"]) == (25.0, 50.0, 1000)

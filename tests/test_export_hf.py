@@ -389,6 +389,8 @@ def test_a_model_has_no_adapter(tiny, tmp_path):
         run_export(tiny.model, "nvfp4", out=str(tmp_path / "out"))
     with pytest.raises(UserError, match="--out=FOLDER"):
         run_export(tiny.model, "nvfp4")
+    with pytest.raises(UserError, match="absent: there is no such folder"):
+        run_export(tmp_path / "absent", "nvfp4")
 
 
 def test_a_folder_of_another_trainer_is_no_run(run, tmp_path):

@@ -55,6 +55,15 @@ def test_an_installed_command_finds_its_configs(installed):
     assert "experiment = dapo_math\n" in done.stdout
 
 
+def test_an_installed_command_imports_rewards_from_the_working_directory(installed, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "my_rewards.py").write_text("def short(): return 1.0\n")
+    name = "--config.rewards.short.function=my_rewards:short"
+    done = installed("qerl-train", name, "--dry_run")
+    assert done.returncode == 2
+    assert "reward 'my_rewards:short': it must take" in done.stderr  # so it was imported
+
+
 def test_help_of_installed_commands(installed):
     for command, words in (
         ("qerl-train", ["Trains on grade-school arithmetic", "dry_run: ", "Recipes: paper,"]),

@@ -399,6 +399,8 @@ def test_bfloat16_inputs_are_computed_in_float32():
         ({"name": "cispo", "dual_clip": 3.0}, "dual_clip is 3.0.*does not clip the ratio"),
         ({"kl_grad": "k1"}, "'k1'.*unbiased"),
         ({"clip_low": -0.1}, "clip_low is -0.1"),
+        ({"clip_high": float("nan")}, "clip_high is nan"),
+        ({"dual_clip": float("nan")}, "dual_clip is nan"),
         ({"tis_cap": 0.0}, "tis_cap is 0.0"),
     ],
 )

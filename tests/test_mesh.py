@@ -25,7 +25,7 @@ from qerl_jax import sharding
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.rollout.aot import FirstRunAlone
-from qerl_jax.rollout.engine import Progress
+from qerl_jax.rollout.engine import RolloutProgress
 from qerl_jax.rollout.replicas import _in_threads, deal
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.training.validate import validate
@@ -233,7 +233,7 @@ def part(ended):
                 if step == fails_after:
                     raise UserError("no memory")
                 work = Statistics(prefilled_prompts=1, decoded=step, live=step)
-                yield Progress(1, 0, step, work, rollout=np.array([step]))
+                yield RolloutProgress(1, 0, step, work, rollout=np.array([step]))
         finally:
             ended.append(number)
 

@@ -143,6 +143,21 @@ def test_tensorboard_has_sections_and_purges_on_resume(tmp_path):
     assert starts == [2]
 
 
+def test_a_full_disk_is_an_error_where_a_row_is_written(tmp_path):
+    def fill(log):
+        log.write({"step": 1, "reward": 0.5})
+        log._events._records._writer.close()
+        log._events._records._writer = full
+        for step in range(2, 1000):  # more than a buffer holds
+            log.write({"step": step, "reward": 0.5})
+
+    with open("/dev/full", "wb", buffering=0) as full:
+        log = open_log(tmp_path, tensorboard=True)
+        with pytest.raises(OSError, match="No space left"), log:
+            fill(log)
+    assert log._events is None
+
+
 @pytest.mark.parametrize("name", ["wandb", "trackio"])
 def test_missing_tracker_names_the_command(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, name, None)

@@ -142,7 +142,9 @@ def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_left(tmp_path, name
 
 
 def options(**changes):
-    given = {"format": "nvfp4", "calibrate": "", "perplexity": "", "windows": 2, "width": 16}
+    given = {"format": "nvfp4", "calibrate": "", "perplexity": "", "windows": None, "width": None}
+    if "calibrate" in changes or "perplexity" in changes:
+        given |= {"windows": 2, "width": 16}
     return types.SimpleNamespace(**(given | changes))
 
 
@@ -204,6 +206,8 @@ def test_the_command_calibrates(tmp_path, capsys, source, text):
     ("changes", "named"),
     [
         ({"format": "nf4"}, "only nvfp4"),
+        ({"windows": 2}, "--windows=2: it needs --calibrate=TEXT"),
+        ({"width": 16}, "--width=16: it needs --calibrate=TEXT"),
         ({"out": "source"}, "exists already"),
         ({"calibrate": "absent.jsonl"}, "absent.jsonl"),
         ({"perplexity": "text.jsonl", "width": 1000}, "128 positions"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import re
 import signal
 import subprocess
@@ -484,6 +485,16 @@ def leave(*_):
     sys.exit(3)
 
 
+def test_the_working_directory_stays(tmp_path, monkeypatch):
+    def leaves(*_):
+        os.chdir("/")
+        return 1.0
+
+    monkeypatch.chdir(tmp_path)
+    assert score({"r": leaves}, count=1).errors == []
+    assert os.getcwd() == str(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
@@ -492,7 +503,7 @@ def leave(*_):
         (lambda *_: float("nan"), "ValueError: it returned nan"),
         (lambda *_: float("inf"), "ValueError: it returned inf"),
         (lambda *_: -1e300, "ValueError: it returned -1e+300"),
-        (lambda *_: "high", "ValueError: could not convert string to float: 'high'"),
+        (lambda *_: "1.0", "TypeError: it returned the text '1.0'; a reward is a number"),
         (lambda: 1.0, "TypeError"),
     ],
 )

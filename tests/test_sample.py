@@ -194,15 +194,24 @@ def test_samples_follow_the_seed(tiny, capsys):
         ({"temperature": -1.0}, "--temperature=-1.0"),
         ({"temperature": float("nan")}, "--temperature=nan"),
         ({"top_p": 0.0}, "--top-p=0.0"),
+        ({"top_p": 0.5}, "--top-p=0.5 with greedy decoding"),
+        ({"seed": 1}, "--seed=1 with greedy decoding"),
         ({"max_new_tokens": 0}, "--max-new-tokens=0"),
         ({"max_new_tokens": 500}, "smaller --max-new-tokens"),
         ({"adapter": "best_adapter"}, "no best_adapter yet"),
+        ({"adapter": "absent"}, "--adapter=absent: there is no such folder.* has adapter;"),
     ],
 )
 def test_what_cannot_be_asked(options, named, run):
     with pytest.raises(UserError, match=named) as caught:
         sample(SampleConfig(**({"source": str(run), "question": "t3"} | options)))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("adapter", ["", "none"])
+def test_a_model_has_no_other_base(tiny, adapter):
+    with pytest.raises(UserError, match=r"--base=other: .*model is itself the model"):
+        open_policy(str(tiny.model), adapter=adapter, base="other")
 
 
 def test_a_question_from_stdin(tiny, monkeypatch, capsys):

@@ -115,7 +115,9 @@ def test_which_rewards_need_a_reference_answer(reward, needs):
     [
         ([1.0], "ValueError: it returned 1 rewards for 2 completions"),
         (1.0, "TypeError: 'float' object is not iterable"),
-        ([1.0, "a"], "ValueError: could not convert string to float: 'a'"),
+        ([1.0, "1"], "TypeError: it returned the text '1'; a reward is a number"),
+        ("10", "TypeError: it returned a str, not a list of rewards"),
+        ({0: 0.5, 1: 0.7}, "TypeError: it returned a dict, not a list of rewards"),
         ([1.0, math.inf], "ValueError: it returned inf"),
     ],
 )

@@ -271,3 +271,5 @@ def test_the_command(tmp_path):
     done = subprocess.run([*arguments[:-1], "--where=x<1"], **options)
     assert done.returncode == 2
     assert done.stderr.startswith(b"error: --where=x<1: completions have no number 'x'")
+    done = subprocess.run([*arguments[:-1], "--step=3:1"], **options)
+    assert (done.returncode, done.stderr[:19]) == (2, b"error: --step=3:1: ")

@@ -85,6 +85,12 @@ def planned(tmp_path):
     return plan
 
 
+@pytest.mark.parametrize("runs", [{"seed": {"0": {}}}, ["off"], "off"])
+def test_overrides_that_are_no_list_are_refused(planned, runs):
+    with pytest.raises(UserError, match="must return a list of overrides"):
+        planned(runs)
+
+
 def test_a_run_has_the_config_and_the_command_of_its_overrides(planned):
     runs = planned(
         [

@@ -203,6 +203,8 @@ def test_recipes_whose_learning_rate_decays_to_zero(preset, changes, ends):
     # A run that ended before the end of its schedule can be extended up to there.
     shorter = how_to_train_on(config, 60, workdir=Path("run"), **options)
     assert shorter.endswith(f"--config.steps={80 if ends else 120}")
+    spaced = how_to_train_on(config, 60, workdir=Path("my run"), **options)
+    assert "--workdir='my run' " in spaced
     config.steps = 81
     with pytest.raises(UserError, match=r"steps=81 .* 80 steps") if ends else nullcontext():
         check_extension(config, **options)
@@ -591,6 +593,20 @@ def test_rewards_that_wait_train_the_same_with_any_advantage(tiny, tmp_path):
             assert row["reward_seconds"] < 0.8  # 8 completions that waited one by one take 1.6 s
         assert found[advantage, "waits"] == found[advantage, "lists"] == found[advantage, "plain"]
     assert found["grpo", "plain"]["grad_norm"] != found["gdpo", "plain"]["grad_norm"]
+
+
+@pytest.mark.parametrize(("advantage", "uninformative"), [("grpo", 1), ("gdpo", 0)])
+def test_groups_whose_rewards_differ_train_gdpo_though_totals_do_not(
+    tiny, tmp_path, advantage, uninformative
+):
+    def half_high(*arguments):
+        return 0.5 * (1.0 - tiny_run.low_fraction(*arguments))
+
+    config = tiny.config({"eval.every": 0, "steps": 1, "rl.advantage": advantage})
+    rewards = {"low": (tiny_run.low_fraction, 1.0), "high": (half_high, 2.0)}
+    (row,) = tiny_run.results(train(config, workdir=tmp_path / "run", rewards=rewards))
+    assert row["advantage_zero_groups"] == uninformative
+    assert (row["grad_norm"] > 0) == (advantage == "gdpo")
 
 
 def test_a_reward_whose_column_is_missing_ends_the_run_at_once(tiny, tmp_path):

@@ -41,6 +41,9 @@ def asymmetric(ratio, advantages, logprobs, mask):
 def total(ratio, advantages, logprobs, mask):
     return (ratio * advantages).sum()
 
+def endless(ratio, advantages, logprobs, mask):
+    return ratio / 0.0
+
 def on_numpy(ratio, advantages, logprobs, mask):
     return np.asarray(ratio) * 2
 
@@ -195,6 +198,12 @@ def test_a_bad_loss_is_refused_before_training(module, function, words):
     with pytest.raises(UserError, match=rf"loss '{module}:{function}'.*{words}") as caught:
         losses.loss_config(f"{module}:{function}")
     assert "\n" not in str(caught.value)
+
+
+def test_a_loss_that_is_not_finite_is_named(tiny, tmp_path, module):
+    changes = {"steps": 4, "eval.every": 0, "rl.loss": f"{module}:endless"}
+    with pytest.raises(UserError, match=f"check that {module}:endless is finite"):
+        train(tiny.config(changes), workdir=tmp_path / "run")
 
 
 def test_an_own_loss_has_no_dual_clip(module):

@@ -10,7 +10,7 @@ from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.rollout.aot import compile_rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import Progress, generate_steps
+from qerl_jax.rollout.engine import RolloutProgress, generate_steps
 from qerl_jax.run.compilation_cache import cached_in
 
 PAD = 0
@@ -62,7 +62,7 @@ def progress(
     decode_text=letters,
     key=KEY,
     **options,
-) -> Generator[Progress]:
+) -> Generator[RolloutProgress]:
     """The progress of a rollout of the tiny policy, made with options of three functions.
 
     They are those of `generate_steps`, `SamplingConfig` and `EngineConfig`.
@@ -88,7 +88,7 @@ def rollout(*arguments, **options):
     return last(*arguments, **options).rollout
 
 
-def last(*arguments, **options) -> Progress:
+def last(*arguments, **options) -> RolloutProgress:
     """The last of `progress`."""
     *_, end = progress(*arguments, **options)
     return end

@@ -185,8 +185,8 @@ def word(token: int) -> str:
 def load_policy(folder: pathlib.Path, *, format: str, attention: str, rank: int) -> Any:
     """A PEFT model on the GPU (or the CPU): linear layers in bf16 or NF4, an adapter in bf16.
 
-    PEFT's default adapter on a bf16 base is in float32, for which it converts the input of every
-    projection. TRL trains the adapter of a quantized base in bf16, and here every base has that.
+    By default PEFT keeps the adapter of a bf16 base in float32, and converts the input of every
+    projection to it. TRL trains the adapter of a quantized base in bf16; here all adapters are.
 
     Args:
         folder: a bf16 checkpoint.

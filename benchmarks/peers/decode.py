@@ -6,14 +6,14 @@ r"""Measures rollouts of vLLM: the time of a decode step, and of completions of 
 It needs vllm 0.22.0, and with --format=nf4 bitsandbytes 0.50.2. The weights are random: bf16 and
 nf4 read the checkpoint of --folder, which bitsandbytes quantizes while it loads, and nvfp4 takes
 vLLM's dummy weights in the layout of compressed-tensors. The adapter lies on all seven projections
-and is not merged; --lora-rank applies to it. Every row has the same number of new tokens. The rows
-of a rollout share a prompt, as a group does, which no rollout before it had. vLLM has its defaults:
-compiled layers, CUDA graphs, prefix caching, asynchronous scheduling. It runs in this process,
-which saves a copy of the outputs between processes.
+and is not merged; --lora-rank is its rank. Every row has the same number of new tokens. The rows of
+a rollout share a prompt, as those of a group do, and every rollout has a new prompt. vLLM keeps its
+defaults: compiled layers, CUDA graphs, prefix caching, asynchronous scheduling. It runs in this
+process, so that outputs are not copied between processes.
 
     rollout_s     seconds of a rollout, from token ids to token ids: the median of --steps
-    ms_per_step   milliseconds of a decode step: rollout_s less a rollout of 16 new tokens, by the
-        tokens between them
+    ms_per_step   milliseconds of a decode step: rollout_s minus the seconds of a rollout of 16 new
+        tokens, divided by the difference in tokens
 
 Our row is `benchmarks.step` in NVFP4 at the same lengths.
 """
@@ -47,11 +47,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def set_environment() -> None:
-    """Sets what vLLM reads when it is imported: one process, no network; the user's values win.
+    """Sets the variables that vLLM reads at its import: one process, no network; those set stay.
 
-    The sampler of FlashInfer is for top-p and top-k, which are off here.
+    FlashInfer's sampler is off, because it is for top-p and top-k, which are off here.
     """
-    given = {
+    defaults = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -59,7 +59,8 @@ def set_environment() -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    os.environ |= given | os.environ
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
 
 
 def engine_fraction(model: str, format: str, *, rows: int, tokens: int) -> float:

@@ -24,7 +24,8 @@ from experiments import cli
 from qerl_jax.paths import user_path
 
 _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
-_ROWS = 64  # rows at a time; vLLM captures CUDA graphs for up to twice as many, which takes long
+# Rows that decode together. vLLM captures CUDA graphs for up to twice as many, which takes long.
+_ROWS = 64
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,21 +9,22 @@ peft 0.21.2, datasets 5.2.0, accelerate 1.15.0, and with nf4 bitsandbytes 0.50.2
 A step is one prompt with --rows completions of full length, random rewards and one update. With
 --format=bf16 it is TRL's own: colocated vLLM gets the merged weights before a rollout. With
 --format=nf4 the trainer's base is NF4 (QLoRA). TRL would merge the adapter into the NF4 weights, so
-vLLM here keeps its own base, in bf16 or NF4 (--rollout-format), and gets the adapter before a
-rollout, as it serves an adapter otherwise. The KL penalty and the correction of the importance
+vLLM here keeps its own base, in bf16 or NF4 (--rollout-format), and loads the adapter before each
+rollout, as it does when it serves one. The KL penalty and the correction of the importance
 sampling, which cost further forward passes, are off.
 
     rollout_s   seconds in which weights or the adapter go to vLLM and it completes the prompts
     step_s      seconds from the start of a step to the end of the optimizer's
-    update_s    step_s less rollout_s
+    update_s    step_s minus rollout_s
 
 All are medians over --steps steps after a first one. --micro is the number of rows of a forward and
-backward pass, and --no-checkpointing keeps the activations of the layers: `benchmarks.peers.update`
-finds the fastest of both. Where the memory, which vLLM shares, is too small for them, the next
-smaller divisor of --micro is taken, and recomputation after the smallest; the row says which. TRL's
-own head never holds all logits. vLLM has its defaults: CUDA graphs, prefix caching, asynchronous
-scheduling, and as much memory as its weights and these rows take, so that it need not sleep during
-an update. Our row is `benchmarks.step` in NVFP4 at the same lengths.
+backward pass, and --no-checkpointing keeps the activations of the layers. `benchmarks.peers.update`
+finds the fastest combination, but there vLLM takes no memory. Where a step does not fit, it is
+tried again with the next smaller divisor of --micro, and after the smallest one with recomputation;
+the row says which was taken. TRL's head never holds all logits. vLLM keeps its defaults (CUDA
+graphs, prefix caching, asynchronous scheduling) and gets the memory that its weights and these rows
+take, so that it need not sleep during an update. Our row is `benchmarks.step` in NVFP4 at the same
+lengths.
 """
 
 import argparse
@@ -110,9 +111,14 @@ class Clock:
 
 
 def passes(micro: int, checkpointing: bool) -> Iterator[tuple[int, bool]]:
-    """Rows of a pass and whether its layers are recomputed, from the most memory to the least."""
+    """Yields rows per pass, and whether layers are recomputed, from the most memory to the least.
+
+    Args:
+        micro: largest number of rows; its divisors follow.
+        checkpointing: whether layers are recomputed from the start on.
+    """
     divisors = [count for count in range(micro, 0, -1) if micro % count == 0]
-    for recompute in (False, True)[checkpointing:]:
+    for recompute in (True,) if checkpointing else (False, True):
         yield from ((count, recompute) for count in divisors)
 
 
@@ -249,7 +255,7 @@ def make_trainer(
 def measure_rows(
     arguments: argparse.Namespace, make: Callable, rows: int, micro: int, checkpointing: bool
 ) -> dict[str, Any] | None:
-    """The steps of a trainer, or None where they do not fit into the memory.
+    """Times the steps of a trainer; None where they do not fit into the memory.
 
     Args:
         arguments: parsed arguments of the command.
@@ -280,7 +286,11 @@ def measure_rows(
 def measure(
     arguments: argparse.Namespace, counts: list[int]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields these row counts, the largest first, and what their steps took.
+    """Yields each number of rows, the largest first, with what `measure_rows` returns for it.
+
+    Args:
+        arguments: parsed arguments of the command.
+        counts: numbers of rows of a step, in falling order.
 
     Raises:
         UserError: a step does not fit into the memory.
@@ -305,13 +315,13 @@ def measure(
             while choices:
                 micro, checkpointing = choices[0]
                 found = measure_rows(arguments, make, rows, micro, checkpointing)
-                print(f"{rows} rows, {micro} a pass: {found or 'too large'}", flush=True)
+                print(f"{rows} rows, {micro} per pass: {found or 'too large'}", flush=True)
                 if found:
                     yield rows, found
                     break
-                choices = choices[1:]  # Fewer rows begin with what these end with.
+                choices = choices[1:]  # Steps of fewer rows begin with the choice that fits here.
             else:
-                raise UserError(f"{rows} rows: not even a row a pass fits into the card's memory")
+                raise UserError(f"{rows} rows: not even one row per pass fits into the memory")
 
 
 def run(arguments: argparse.Namespace) -> None:

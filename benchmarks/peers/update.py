@@ -7,9 +7,9 @@ It needs torch 2.11.0, transformers 5.17.0 and peft 0.21.2, and with --format=nf
 bitsandbytes 0.50.2. An update processes --rows rows of --prompt and --new-tokens tokens, of which
 the completion's are in the loss: forward pass, log-probabilities (in chunks, so that the logits
 never lie in memory at once), backward pass, fused AdamW. Weights, activations and the adapter are
-in bf16, and attention is fused in PyTorch. An update is taken with every number of rows a
-pass (`micro`) of --micro that divides --rows, with and without the recomputation of the layers
-(`checkpointing`); what does not fit is left out and the fastest is written. Our row is
+in bf16, and attention is fused in PyTorch. The update is tried with each number of rows per pass
+(`micro`) that divides --rows, or only those of --micro, with and without the recomputation of the
+layers (`checkpointing`). What does not fit is left out, and the fastest is written. Our row is
 `benchmarks.step` in NVFP4 at the same lengths.
 """
 
@@ -83,10 +83,14 @@ def _logprobs(head: Any, hidden: Any, targets: Any) -> Any:
 
 
 def micros_of(arguments: argparse.Namespace, rows: int) -> list[int]:
-    """The numbers of rows of a pass to try for an update of these rows, in rising order.
+    """The numbers of rows per pass to try for an update, in rising order.
+
+    Args:
+        arguments: parsed arguments of the command.
+        rows: rows of the update.
 
     Raises:
-        UserError: --micro holds no number that divides the rows.
+        UserError: --micro names no number that divides the rows.
     """
     from qerl_jax.errors import UserError
 
@@ -94,7 +98,7 @@ def micros_of(arguments: argparse.Namespace, rows: int) -> list[int]:
     wanted = arguments.micro.split(",") if arguments.micro else [str(count) for count in divisors]
     found = [count for count in divisors if str(count) in wanted]
     if not found:
-        raise UserError(f"--micro={arguments.micro}: no number of it divides {rows} rows")
+        raise UserError(f"--micro={arguments.micro} names no number that divides {rows} rows")
     return found
 
 
@@ -107,7 +111,7 @@ def measure(
         model: from `common.load_policy`.
         arguments: parsed arguments of the command.
         rows: rows of an update.
-        micros: numbers of rows of a pass, in rising order.
+        micros: numbers of rows per pass, in rising order.
 
     Raises:
         UserError: none of the updates fits into the memory.
@@ -147,7 +151,7 @@ def measure(
                     seconds.append(time.perf_counter() - began)
             except torch.OutOfMemoryError:
                 optimizer.zero_grad(set_to_none=True)
-                break  # More rows a pass do not fit either.
+                break  # More rows per pass do not fit either.
             found.append(
                 {
                     "update_s": statistics.median(seconds[1:]),
@@ -158,7 +162,7 @@ def measure(
             )
             print(f"{rows} rows: {found[-1]}", flush=True)
     if not found:
-        raise UserError(f"--rows={rows}: not even a row a pass fits into the memory of the card")
+        raise UserError(f"--rows={rows}: not even one row per pass fits into the memory")
     return min(found, key=lambda row: row["update_s"])
 
 

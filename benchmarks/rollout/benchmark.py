@@ -68,7 +68,7 @@ from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.aot import compile_operations, compile_rollout
 from qerl_jax.rollout.config import EngineConfig
-from qerl_jax.rollout.engine import Progress, generate_steps, live_fraction
+from qerl_jax.rollout.engine import RolloutProgress, generate_steps, live_fraction
 from qerl_jax.rollout.programs import Executables, committed, operations
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.sharding import beside, of_one_device
@@ -223,7 +223,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
         "group_size": config.group,
     }
 
-    def run(number: int, programs: Executables) -> Progress:
+    def run(number: int, programs: Executables) -> RolloutProgress:
         steps = generate_steps(
             jax.random.fold_in(key, number),
             subject.params,
@@ -392,7 +392,7 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
     own = of_one_device(subject.config, params)
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
-        # No row ends early, and all prompts are of one length.
+        # No row ends early and all prompts have one length, so fewer programs are enough.
         width = next(width for width in plan.prompt_widths if width >= config.prompt)
         plan = dataclasses.replace(
             plan, batch_sizes=plan.batch_sizes[:1], prompt_widths=(width, plan.prompt_widths[-1])

@@ -173,7 +173,7 @@ def _started_registers(warpgroups: int) -> int:
     """Number of registers with which the threads at one position of all warpgroups start.
 
     All threads start with the same multiple of 8. What that rounding leaves out is not available: a
-    CTA that asks for it waits for ever.
+    CTA that asks for it waits forever.
     """
     return _REGISTERS // warpgroups // 8 * 8 * warpgroups
 

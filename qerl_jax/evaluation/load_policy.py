@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from qerl_jax.errors import UserError
@@ -55,6 +56,7 @@ def open_policy(
             run that trained all parameters 'best_model' and 'model') name one of them. 'none' loads
             the base alone, and any other text is the path of an adapter folder.
         base: model to load instead of the one that the run or the adapter names; '' keeps it.
+            Where neither names one, as for a model, it is an error.
         format: format of the weights, as in `load`. '' is the format of the run; without a run it
             is the format of the run in whose folder the adapter lies, or the stored format.
         dtype: dtype of the activations, as in `load`; '' is the dtype of the run, or bfloat16.
@@ -71,16 +73,24 @@ def open_policy(
     path = user_path(source)
     run = read_run(path)
     folder, named_base, settings = None, source, {}
+    names_base = True
     if run is not None:
         settings = run["config"]["model"]
         folder, named_base = _trained_folder(path, adapter), settings["source"]
         if folder is not None and not (folder / peft.CONFIG_FILE).exists():
-            folder, named_base = None, str(folder)
+            folder, named_base, names_base = None, str(folder), False
     elif adapter not in ("", "none"):
-        folder = user_path(adapter)
+        folder, names_base = user_path(adapter), False
     elif (path / peft.CONFIG_FILE).exists():
         folder = None if adapter == "none" else path
         named_base = base or peft.read_peft_base(path)
+    else:
+        names_base = False
+    if base and not names_base:
+        raise UserError(
+            f"--base={base}: {named_base} is itself the model, and no adapter names another one; "
+            "leave out --base"
+        )
     if run is None and folder is not None:
         settings = {"format": _format_of_run(folder)}
     model = load(
@@ -188,7 +198,7 @@ def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
     if adapter:
         named = [path for path in trained if path.name == adapter]
         if not named:
-            return user_path(adapter)
+            return _other_adapter(adapter, trained)
         trained = named
     for path in trained:
         if path.is_dir():
@@ -198,3 +208,15 @@ def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
         "checkpoint (--config.checkpoint.every) and when a signal stops it, and the best one after "
         "an evaluation; --adapter=none loads the base alone"
     )
+
+
+def _other_adapter(adapter: str, trained: Sequence[pathlib.Path]) -> pathlib.Path:
+    """Returns the folder of an adapter that is none of those that a run writes."""
+    folder = user_path(adapter)
+    if not folder.is_dir():
+        names = [path.name for path in trained if path.is_dir()]
+        raise UserError(
+            f"--adapter={adapter}: there is no such folder, and {trained[0].parent} has "
+            f"{', '.join(names) or 'no adapter yet'}; none is the base alone"
+        )
+    return folder

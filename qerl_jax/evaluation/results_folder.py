@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError, check_limits
+from qerl_jax.evaluation.flags import check_sampling
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.paths import user_path
@@ -81,9 +82,6 @@ def validate(config: EvaluateConfig) -> None:
     check_limits(
         {
             "--samples": (config.samples, 1),
-            "--temperature": (config.temperature or 0.0, 0.0),
-            "--top-p": (config.top_p, 1e-6, 1),
-            "--seed": (config.seed, 0, 2**32 - 1),
             "--limit": (config.limit, 0),
             "--max-rows": (config.max_rows, 0),
             "--time-limit": (config.time_limit, 0.0),
@@ -94,6 +92,7 @@ def validate(config: EvaluateConfig) -> None:
             f"--samples={config.samples} --temperature=0: greedy samples are all the same; raise "
             "--temperature or leave out --samples"
         )
+    check_sampling(temperature_of(config), top_p=config.top_p, seed=config.seed)
 
 
 def temperature_of(config: EvaluateConfig) -> float:
@@ -168,7 +167,9 @@ def open_folder(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot create it: {error.strerror}; pass --out") from error
+        raise UserError(
+            f"{folder}: cannot create it: {error.strerror}; pass another --out"
+        ) from error
     results = {"settings": settings, **provenance(), "tasks": done | asked}
     save_results(folder, results)
     return name, folder, results

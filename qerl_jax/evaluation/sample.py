@@ -11,8 +11,8 @@ import jax
 
 from qerl_jax.data import Problem, encode_prompts
 from qerl_jax.errors import UserError, check_limits, memory_errors
+from qerl_jax.evaluation.flags import check_sampling, template_arguments
 from qerl_jax.evaluation.load_policy import Policy, open_policy
-from qerl_jax.evaluation.tasks import template_arguments
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
@@ -71,14 +71,8 @@ def sample(config: SampleConfig) -> None:
     if not config.question.strip():
         raise UserError("the question is empty: pass a text")
     new_tokens = 1 if config.max_new_tokens is None else config.max_new_tokens
-    check_limits(
-        {
-            "--temperature": (config.temperature, 0.0),
-            "--top-p": (config.top_p, 1e-6, 1),
-            "--max-new-tokens": (new_tokens, 1),
-            "--seed": (config.seed, 0, 2**32 - 1),
-        }
-    )
+    check_limits({"--max-new-tokens": (new_tokens, 1)})
+    check_sampling(config.temperature, top_p=config.top_p, seed=config.seed)
     with memory_errors("pass a smaller model, --format=nvfp4 or a lower --max-new-tokens"):
         for number, (name, policy, lora) in enumerate(_policies(config)):
             if name:

@@ -6,7 +6,6 @@ fields.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
@@ -16,6 +15,7 @@ from typing import Any
 from qerl_jax.config.mixture import has_own_evaluation, read_mixture
 from qerl_jax.data import Problem, fingerprint, load_mixture, load_problems
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.evaluation.flags import template_arguments
 from qerl_jax.import_path import import_function
 from qerl_jax.problem_sources import FILE_TYPES
 from qerl_jax.rl import rewards
@@ -134,27 +134,6 @@ class TaskOverrides:
     max_new_tokens: Sequence[str] = ()
     chat_template_args: Sequence[str] = ()
     token_env: Sequence[str] = ()
-
-
-def template_arguments(text: str) -> dict[str, Any]:
-    """Reads the arguments of a chat template from the command line.
-
-    Args:
-        text: a JSON object.
-
-    Raises:
-        UserError: the text is no JSON object.
-    """
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(
-            f"--chat-template-args={text}: a JSON object is needed, such as "
-            """'{"enable_thinking": false}'"""
-        )
-    return found
 
 
 def make_tasks(

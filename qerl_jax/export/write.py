@@ -145,6 +145,8 @@ def _out_folder(config: ExportConfig) -> Path:
     if config.out:
         return user_path(config.out)
     run = RunFolder(user_path(config.source))
+    if not run.path.exists():
+        raise UserError(f"{config.source}: there is no such folder; pass a run or a PEFT adapter")
     if read_run(run.path) is None:  # Other trainers make folders of checkpoints, too.
         raise UserError(f"{config.source} is not a run folder: say where to write, --out=FOLDER")
     return run.exports / config.format

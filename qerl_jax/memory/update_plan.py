@@ -185,8 +185,8 @@ def update_memory(
 ) -> MemoryPlan:
     """Returns the bytes of an update on one buffer.
 
-    They are those that XLA's memory analysis gives for the compiled program, to 1 %: it keeps the
-    results of the products of every layer.
+    They equal those of XLA's memory analysis of the compiled program to 1 %. The forward pass keeps
+    the results of the products of every layer.
 
     Args:
         config: architecture of the policy.
@@ -204,9 +204,10 @@ def update_memory(
         "gate_up_proj": 2 * config.mlp_dim,
     }
     kept = config.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
-    # One layer while its backward pass runs: its adapter, what it computes again, and its states,
-    # with those that are added up over devices; of the MLP the gradients of gate and up, beside
-    # either what SwiGLU's gradient reads and writes or the dequantized weights of both.
+    # One layer while its backward pass runs: its adapter; its states, and where weights are cut
+    # two that are summed over devices; the products that it computes again; the gradients of gate
+    # and up; and the larger of the dequantized weights of gate and up and of what the gradient of
+    # SwiGLU reads and writes.
     states = config.embed_dim * (4 if config.shards == 1 else 6)
     again = sum(widths[name] for name in recompute if name != "gate_up_proj")
     swiglu = tokens * config.mlp_dim * (3 if "gate_up_proj" in recompute else 1)

@@ -127,7 +127,8 @@ def packed_hidden_states(
     keep = [name for name in PRODUCTS if name not in recompute]
     angles = rotary_angles(positions[None], config)
 
-    # The backward pass stacks the adapter again: that of all layers takes 1.4 GB with 72B.
+    # The adapter is fused inside of the checkpoint, so that the backward pass fuses it again and
+    # nothing keeps that of all layers, which takes 1.4 GB with 72B.
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*keep))
     def layer_fn(layer, lora, x):
         adapters = lora_lib.fuse(lora, config, x.dtype)[0]
@@ -135,8 +136,8 @@ def packed_hidden_states(
 
     x = embed(params["embed_tokens"], tokens[None], config)
     for number, layer in enumerate(params["layers"]):
-        own = lora and Lora(layers=[lora.layers[number]], scale=lora.scale)
-        x = layer_fn(layer, own, x)
+        lora_of_layer = lora and Lora(layers=[lora.layers[number]], scale=lora.scale)
+        x = layer_fn(layer, lora_of_layer, x)
     return _rms_norm(enter_shards(x[0], config), params["norm"], config.norm_eps)
 
 

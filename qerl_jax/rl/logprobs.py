@@ -47,7 +47,7 @@ def packed_logprobs(
     """
     hidden = _predicting_states(params, lora, buffer, config=config, recompute=recompute)
     count = buffer.mask.sum(dtype=jnp.int32)
-    return _chosen_and_entropies(
+    return _logprobs_and_entropies(
         _head(params), hidden, buffer.targets, count, temperature, config, entropy_gradient
     )
 
@@ -125,7 +125,7 @@ def completion_logprobs(
     hidden = jnp.take_along_axis(hidden, targets[..., None] - 1, axis=1)
     ids = jnp.take_along_axis(tokens, targets, axis=1)
     rows = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1), jnp.int32(ids.size)
-    chosen, entropies = _chosen_and_entropies(_head(params), *rows, temperature, config, False)
+    chosen, entropies = _logprobs_and_entropies(_head(params), *rows, temperature, config, False)
     return chosen.reshape(ids.shape), entropies.reshape(ids.shape)
 
 
@@ -144,53 +144,55 @@ def _predicting_states(params, lora, buffer, *, config, recompute=()):
     return hidden.at[buffer.order].get(unique_indices=True, mode="promise_in_bounds")
 
 
-def _chosen_and_entropies(head, hidden, ids, count, temperature, config, entropy_gradient):
+def _logprobs_and_entropies(head, hidden, ids, count, temperature, config, entropy_gradient):
     """Log-probabilities [M] of ids after states [M, D], and entropies [M].
 
     The entropies have a gradient only if asked for. Where the logits are held in several chunks,
     the results from `count` on are of no use, and those of whole chunks are zeros.
     """
     if _number_of_chunks(len(ids), config.vocab_size) == 1:
-        return _choose(_tempered_logits(head, hidden, temperature), ids, config, entropy_gradient)
-    return _choose_in_chunks(head, hidden, ids, count, temperature, config, entropy_gradient)
+        logits = _tempered_logits(head, hidden, temperature)
+        return _token_logprobs(logits, ids, config, entropy_gradient)
+    arguments = head, hidden, ids, count, temperature, config, entropy_gradient
+    return _token_logprobs_in_chunks(*arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _choose(logits, ids, config, entropy_gradient):
+def _token_logprobs(logits, ids, config, entropy_gradient):
     """Log-probabilities [M] of ids under logits [M, V], and entropies [M].
 
     Few passes over the logits: one for the maxima, one for both sums, and one backward.
     """
-    return _choose_fwd(logits, ids, config, entropy_gradient)[0]
+    return _token_logprobs_fwd(logits, ids, config, entropy_gradient)[0]
 
 
-def _choose_fwd(logits, ids, config, entropy_gradient):
+def _token_logprobs_fwd(logits, ids, config, entropy_gradient):
     del entropy_gradient
     chosen, entropies, normalizers = _statistics(logits, ids, config)
     return (chosen, entropies), (logits, ids, normalizers, entropies)
 
 
-def _choose_bwd(config, entropy_gradient, saved, gradients):
+def _token_logprobs_bwd(config, entropy_gradient, saved, gradients):
     return _logits_gradient(
         *saved, *gradients, config=config, entropy_gradient=entropy_gradient
     ), None
 
 
-_choose.defvjp(_choose_fwd, _choose_bwd)
+_token_logprobs.defvjp(_token_logprobs_fwd, _token_logprobs_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _choose_in_chunks(head, hidden, ids, count, temperature, config, entropy_gradient):
-    """`_choose` for states in place of logits, which the backward pass computes again.
+def _token_logprobs_in_chunks(head, hidden, ids, count, temperature, config, entropy_gradient):
+    """`_token_logprobs` for states in place of logits, which the backward pass computes again.
 
     Left to JAX, a chunk that may be skipped hands all that its gradient reads from one conditional
     to another, and XLA copies the head: 1.6 GB for 32B. The temperature has no gradient.
     """
     arguments = head, hidden, ids, count, temperature, config, entropy_gradient
-    return _choose_in_chunks_fwd(*arguments)[0]
+    return _token_logprobs_in_chunks_fwd(*arguments)[0]
 
 
-def _choose_in_chunks_fwd(head, hidden, ids, count, temperature, config, entropy_gradient):
+def _token_logprobs_in_chunks_fwd(head, hidden, ids, count, temperature, config, entropy_gradient):
     del entropy_gradient
 
     def statistics(_, hidden, ids):
@@ -203,34 +205,33 @@ def _choose_in_chunks_fwd(head, hidden, ids, count, temperature, config, entropy
     return (chosen, entropies), saved
 
 
-def _choose_in_chunks_bwd(config, entropy_gradient, saved, gradients):
+def _token_logprobs_in_chunks_bwd(config, entropy_gradient, saved, gradients):
     head, hidden, ids, count, temperature, normalizers, entropies = saved
-    of_logits = functools.partial(
-        _logits_gradient, config=config, entropy_gradient=entropy_gradient
-    )
 
-    def add_gradient(of_head, hidden, *rest):
+    def add_gradient(dhead, hidden, *rest):
         logits, pull_back = jax.vjp(
             lambda head, hidden: _tempered_logits(head, hidden, temperature), head, hidden
         )
-        of_chunk, of_hidden = pull_back(of_logits(logits, *rest))
-        return jax.tree.map(jnp.add, of_head, of_chunk), of_hidden
+        dlogits = _logits_gradient(logits, *rest, config=config, entropy_gradient=entropy_gradient)
+        dhead_of_chunk, dhidden = pull_back(dlogits)
+        return jax.tree.map(jnp.add, dhead, dhead_of_chunk), dhidden
 
-    # The gradient of a frozen head is not used, and nothing of it is left in a compiled program.
-    of_head, of_hidden = _scan_chunks(
+    # XLA removes the gradient of a frozen head, which nothing reads.
+    dhead, dhidden = _scan_chunks(
         add_gradient,
         jax.tree.map(jnp.zeros_like, head),
         (hidden, ids, normalizers, entropies, *gradients),
         count=count,
         vocab_size=config.vocab_size,
     )
-    return of_head, of_hidden, None, None, None
+    return dhead, dhidden, None, None, None
 
 
-_choose_in_chunks.defvjp(_choose_in_chunks_fwd, _choose_in_chunks_bwd)
+_token_logprobs_in_chunks.defvjp(_token_logprobs_in_chunks_fwd, _token_logprobs_in_chunks_bwd)
 
 
 def _statistics(logits, ids, config):
+    """Log-probabilities of ids, entropies, and log-normalizers of logits [M, V]; [M] each."""
     highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1), config)
     weights = jnp.exp(logits - highest[:, None])
     total = over_vocabulary(jax.lax.psum, weights.sum(axis=-1), config)
@@ -246,20 +247,20 @@ def _statistics(logits, ids, config):
 
 
 def _logits_gradient(
-    logits, ids, normalizers, entropies, gradient, of_entropy, *, config, entropy_gradient
+    logits, ids, normalizers, entropies, dlogprobs, dentropies, *, config, entropy_gradient
 ):
-    """Gradient of logits [M, V], given those of the log-probabilities and the entropies."""
+    """Gradient of logits [M, V], given those of the log-probabilities [M] and the entropies [M]."""
     logprobs = logits - normalizers[:, None]
     probabilities = jnp.exp(logprobs)
     own, is_own = own_tokens(ids, config)
     is_chosen = jnp.arange(logits.shape[-1]) == own[:, None]
     if config.shards > 1:
         is_chosen &= is_own[:, None]
-    result = gradient[:, None] * (is_chosen - probabilities)
+    result = dlogprobs[:, None] * (is_chosen - probabilities)
     if entropy_gradient:
         # dH/dz = -p (log p + H). A token of probability 0 adds nothing: its logit may be -inf.
         above = jnp.where(probabilities > 0, logprobs + entropies[:, None], 0.0)
-        result -= of_entropy[:, None] * probabilities * above
+        result -= dentropies[:, None] * probabilities * above
     return result
 
 

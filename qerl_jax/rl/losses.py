@@ -108,14 +108,14 @@ class LossConfig:
                     f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}"
                 )
         for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef"):
-            if getattr(self, name) < 0.0:
+            if not getattr(self, name) >= 0.0:  # as NaN is not
                 raise UserError(f"{name} is {getattr(self, name)}: it must be at least 0")
         for name in ("tis_cap", "sapo_temperature_pos", "sapo_temperature_neg", "off_policy_delta"):
             value = getattr(self, name)
             if value is not None and not value > 0.0:
                 raise UserError(f"{name} is {value}: it must be greater than 0")
         if self.dual_clip is not None:
-            if self.dual_clip <= 1.0:
+            if not self.dual_clip > 1.0:
                 raise UserError(f"dual_clip is {self.dual_clip}: it must be greater than 1")
             if self.objective != "clipped_ratio":
                 raise UserError(

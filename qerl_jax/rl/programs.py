@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -27,6 +26,7 @@ from qerl_jax.rollout.programs import (
     abstract,
     committed,
     dequantization,
+    described,
 )
 
 _Program = Callable[..., Any]
@@ -153,7 +153,7 @@ def operations(
             *(params, params, state.trainable.lora),
             *(bare, temperature),
         )
-    identity: tuple = config, buffer_tokens, optimizer_key, _describe((state, noise, reference))
+    identity: tuple = config, buffer_tokens, optimizer_key, described((state, noise, reference))
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())
     table = {
@@ -189,9 +189,3 @@ def _widens(params: dict) -> bool:
     """Whether dense weights are stored in float32, on a CPU that is slow in bfloat16."""
     dtype = params["embed_tokens"].dtype
     return device.product_dtype(dtype) != dtype
-
-
-def _describe(tree: Any) -> str:
-    """Returns the structure, shapes and dtypes of a tree."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return f"{treedef} {[(leaf.shape, str(leaf.dtype)) for leaf in leaves]}"

@@ -120,15 +120,16 @@ def compile_operations(
 
 
 class FirstRunAlone:
-    """A program whose first run waits for the first runs of others that share its lock.
+    """A program whose first run is never at the same time as another program's first run.
 
     When a program first runs on a device, XLA loads its kernels, and cuDNN captures a stream to
     build its graphs. Two threads that did so at once, each on its GPU, failed with "capturing
-    stream has unjoined work". XLA may do it after the call, so the first results are waited for.
+    stream has unjoined work". XLA may do it after the call has returned, so the lock is held until
+    the first results are ready.
 
     Args:
         program: the compiled program.
-        lock: lock that the programs of all threads share.
+        lock: lock that these programs share.
 
     Attributes:
         program: the compiled program.
@@ -138,7 +139,7 @@ class FirstRunAlone:
         self.program, self._lock, self._has_run = program, lock, False
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs the program."""
+        """Returns the results of the program."""
         if self._has_run:
             return self.program(*arguments)
         with self._lock:

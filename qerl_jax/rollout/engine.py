@@ -27,7 +27,7 @@ from qerl_jax.sharding import beside, of_one_device
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class RolloutProgress:
     """A rollout so far.
 
     Attributes:
@@ -107,7 +107,7 @@ def generate_steps(
     group_size: int = 1,
     prompt_ids: Sequence[int] | None = None,
     executables: Executables | None = None,
-) -> Generator[Progress, None, Rollout]:
+) -> Generator[RolloutProgress, None, Rollout]:
     """Samples as `generate` does, and yields the progress after every chunk.
 
     The last progress has the whole rollout, which is also what the generator returns. A caller that
@@ -176,7 +176,7 @@ def generate_steps(
                 scheduler.decode_chunk()
             # 5. Drain the samples that were in flight before, while the device decodes.
             scheduler.drain(older)
-            yield Progress(
+            yield RolloutProgress(
                 rows=len(identities),
                 ended_rows=int(completions.ended.sum()),
                 tokens=int(completions.rollout.lengths.sum()),

@@ -219,9 +219,13 @@ def operations(
 
 def _digest(tree: Any) -> str:
     """Returns a short identity of the structure, the shapes and the dtypes of a tree."""
+    return hashlib.sha256(described(tree).encode()).hexdigest()[:8]
+
+
+def described(tree: Any) -> str:
+    """Returns the structure, the shapes and the dtypes of a tree as text."""
     leaves, treedef = jax.tree.flatten(tree)
-    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
-    return hashlib.sha256(f"{treedef} {shapes}".encode()).hexdigest()[:8]
+    return f"{treedef} {[(leaf.shape, str(leaf.dtype)) for leaf in leaves]}"
 
 
 def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
@@ -260,11 +264,11 @@ def committed(tree: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     # For the hundreds of arrays of a policy device_put takes milliseconds, even if it does nothing.
-    is_done = [getattr(leaf, "committed", False) for leaf in leaves]
-    rest = [leaf for leaf, done in zip(leaves, is_done, strict=True) if not done]
-    put = iter(jax.device_put(rest, [getattr(leaf, "sharding", None) for leaf in rest]))
-    found = [leaf if done else next(put) for leaf, done in zip(leaves, is_done, strict=True)]
-    return jax.tree.unflatten(treedef, found)
+    rest = {i: x for i, x in enumerate(leaves) if not getattr(x, "committed", False)}
+    shardings = [getattr(x, "sharding", None) for x in rest.values()]
+    for i, x in zip(rest, jax.device_put(list(rest.values()), shardings), strict=True):
+        leaves[i] = x
+    return jax.tree.unflatten(treedef, leaves)
 
 
 def _int32(*shape: int) -> np.ndarray:

@@ -16,7 +16,6 @@ import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +26,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import engine as engine_lib
 from qerl_jax.rollout.completions import Completions, Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
-from qerl_jax.rollout.engine import Progress
+from qerl_jax.rollout.engine import RolloutProgress
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.scheduler import Statistics
 
@@ -45,7 +44,7 @@ def generate_steps(
     group_size: int = 1,
     prompt_ids: Sequence[int] | None = None,
     executables: Executables | None = None,
-) -> Generator[Progress, None, Rollout]:
+) -> Generator[RolloutProgress, None, Rollout]:
     """Samples as `engine.generate_steps` does, on all devices of the policy.
 
     It yields the progress of all groups after every chunk of one of them. Close it: until then the
@@ -70,12 +69,13 @@ def generate_steps(
     """
     groups = sharding.groups_of(params)
     shares = deal([len(prompt) for prompt in prompts], len(groups))
-    engine = dataclasses.replace(engine, prompts=max(engine.prompts, most(prompts, groups)))
+    largest = most_prompts(len(prompts), len(groups))
+    engine = dataclasses.replace(engine, prompts=max(engine.prompts, largest))
     ids = np.arange(len(prompts)) if prompt_ids is None else np.asarray(prompt_ids)
     programs = [None] * len(groups) if executables is None else [executables]
     programs += [] if executables is None else executables.replicas
 
-    def steps_on(number: int) -> Generator[Progress, None, Rollout]:
+    def steps_on(number: int) -> Generator[RolloutProgress, None, Rollout]:
         own_key, own_params, own_lora = sharding.on_group((key, params, lora), groups[number])
         return engine_lib.generate_steps(
             own_key,
@@ -96,7 +96,7 @@ def generate_steps(
     rows = [(i[:, None] * group_size + np.arange(group_size)).reshape(-1) for i in shares]
     rollout = Completions(len(prompts) * group_size, sampling, tokenizer).rollout
     used = [number for number, share in enumerate(shares) if len(share)] or [0]
-    latest: dict[int, Progress] = {}
+    latest: dict[int, RolloutProgress] = {}
     steps = _in_threads([lambda number=number: steps_on(number) for number in used])
     with contextlib.closing(steps):
         for part, step in steps:
@@ -108,10 +108,10 @@ def generate_steps(
     return rollout
 
 
-def _together(parts: Collection[Progress], rollout: Rollout) -> Progress:
+def _together(parts: Collection[RolloutProgress], rollout: Rollout) -> RolloutProgress:
     """Returns the progress of all groups."""
     work = [part.statistics for part in parts]
-    return Progress(
+    return RolloutProgress(
         rows=len(rollout.lengths),
         ended_rows=sum(part.ended_rows for part in parts),
         tokens=sum(part.tokens for part in parts),
@@ -124,9 +124,9 @@ def _together(parts: Collection[Progress], rollout: Rollout) -> Progress:
     )
 
 
-def most(prompts: Sequence[Any], groups: Sequence[Any]) -> int:
-    """Returns the largest number of prompts that a group takes."""
-    return -(-len(prompts) // len(groups))
+def most_prompts(prompts: int, groups: int) -> int:
+    """Returns the largest number of prompts that one of several groups takes."""
+    return -(-prompts // groups)
 
 
 def deal(lengths: Sequence[int], count: int) -> list[np.ndarray]:
@@ -154,15 +154,15 @@ def deal(lengths: Sequence[int], count: int) -> list[np.ndarray]:
 
 
 def _in_threads(
-    parts: Sequence[Callable[[], Generator[Progress, None, Rollout]]],
-) -> Generator[tuple[int, Progress]]:
-    """Runs each part in a thread, and yields what it makes with the number of the part.
+    parts: Sequence[Callable[[], Generator[RolloutProgress, None, Rollout]]],
+) -> Generator[tuple[int, RolloutProgress]]:
+    """Runs each part in a thread, and yields the number of a part with each of its progresses.
 
-    Dispatching a chunk and waiting for one both leave Python's interpreter to the other threads.
+    Dispatching a chunk and waiting for one both release Python's GIL for the other threads.
     Arrays are copied, because their part writes to them while this thread reads. If a part raises,
     or if the generator is closed, the parts end after their current chunk.
     """
-    events: queue.SimpleQueue[tuple[int, Progress] | concurrent.futures.Future] = (
+    events: queue.SimpleQueue[tuple[int, RolloutProgress] | concurrent.futures.Future] = (
         queue.SimpleQueue()
     )
     stop = threading.Event()
@@ -190,5 +190,5 @@ def _in_threads(
             stop.set()
 
 
-def _copied(step: Progress) -> Progress:
+def _copied(step: RolloutProgress) -> RolloutProgress:
     return dataclasses.replace(step, rollout=jax.tree.map(np.copy, step.rollout))

@@ -34,8 +34,8 @@ class Checkpoints:
         folder: folder of the checkpoints; made if missing. The remains of an interrupted save are
             removed, so the caller must hold the run's lock.
         keep: number of newest checkpoints that are kept.
-        exchange: tells the other processes of the run a value, which is JSON, and returns those of
-            all processes, in their order.
+        exchange: function that gives a value, which is JSON, to all processes of the run, and
+            returns the values of all, in their order; the default is that of a single process.
     """
 
     def __init__(
@@ -85,11 +85,15 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
+        self.require_space(state)
         state = jax.tree.map(_one_copy, state)
-        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-        require_free_space(self._folder, num_bytes + _MARGIN_BYTES)
         custom: dict[str, Any] = {"crc32": _crc32(state), "meta": meta}
         self._checkpointer.save_async(step, state, force=True, custom_metadata=custom)
+
+    def require_space(self, state: Any) -> None:
+        """Raises a UserError when the disk has no space for a checkpoint of `state`."""
+        num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        require_free_space(self._folder, num_bytes + _MARGIN_BYTES)
 
     def wait(self) -> None:
         """Waits until the last save is on disk.
@@ -109,8 +113,8 @@ class Checkpoints:
         """Restores the newest checkpoint that is undamaged.
 
         A damaged checkpoint is reported on stderr and renamed to `damaged-STEP`, so that its step
-        can be saved again; then the checkpoint before it is tried. A checkpoint is damaged if one
-        process cannot read it.
+        can be saved again; then the checkpoint before it is tried. A checkpoint counts as damaged
+        in all processes if one of them cannot read it.
 
         Args:
             like: a state, or its `jax.eval_shape`, with the tree, shapes, dtypes and shardings of
@@ -125,7 +129,8 @@ class Checkpoints:
         self.wait()
         abstract = jax.tree.map(_abstract, like)
         failures = {}
-        steps, *_ = self._exchange(self.steps)  # A network file system may show others elsewhere.
+        # Process 0 decides: a network file system may show other steps to the others.
+        steps, *_ = self._exchange(self.steps)
         for step in reversed(steps):
             found, reason = None, None
             try:
@@ -137,8 +142,8 @@ class Checkpoints:
             if found is not None and not failed:
                 self._set_aside(failures, step)
                 return step, *found
-            some = f"process {failed[0]}: " if len(failed) < len(reasons) else ""
-            failures[step] = f"{some}{reasons[failed[0]]}"
+            reader = f"process {failed[0]}: " if len(failed) < len(reasons) else ""
+            failures[step] = f"{reader}{reasons[failed[0]]}"
         if failures:
             listed = "; ".join(f"{step}: {reason}" for step, reason in failures.items())
             raise UserError(

@@ -403,7 +403,8 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     said = f"; {names}" if (names := resume.renamed(old, new)) else ""
     if refused:
         changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
-        remedy = "restore these values or pass another --workdir"
+        begin = f"--config.init_from={folder.path}"
+        remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
         if any(field not in old for field in refused):
             remedy += "; a field that was absent then is of a later version"
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}{said}")

@@ -12,11 +12,10 @@ and `eval_accuracy_before` in the row of step 1. `read_steps` and `read_evaluati
 forms.
 """
 
+import contextlib
 import importlib
 import json
 import math
-import os
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +25,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.event_file import EventFile
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 
@@ -90,7 +90,7 @@ class MetricsLog:
         self._folder = RunFolder(Path(folder))
         self._tensorboard = tensorboard
         self._purge_step: int | None = None
-        self._writer: Any = None
+        self._events: EventFile | None = None
         self._trackers: list[ModuleType] = []
         self._wandb: ModuleType | None = None
         options: dict[str, Any] = {"project": project, "name": run_name, "resume": "allow"}
@@ -107,8 +107,10 @@ class MetricsLog:
     def __enter__(self) -> "MetricsLog":
         return self
 
-    def __exit__(self, *exc_info) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exc_info) -> None:
+        # Rows for TensorBoard that a full disk does not take must not hide the first error.
+        with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
+            self.close()
 
     def truncate(self, last_step: int) -> None:
         """Drops later rows and an incomplete last line; call it before the first `write`.
@@ -133,9 +135,9 @@ class MetricsLog:
         step = row["step"]
         scalars = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "step"}
         if self._tensorboard:
-            writer = self._tensorboard_writer()
-            for key, value in scalars.items():
-                writer.add_scalar(_tag(key), float(value), step)
+            if self._events is None:
+                self._events = EventFile(self._folder.tensorboard, purge_step=self._purge_step)
+            self._events.write({_tag(k): float(v) for k, v in scalars.items()}, step)
         for tracker in self._trackers:
             tracker.log({_tag(key): value for key, value in scalars.items()}, step=step)
 
@@ -151,24 +153,11 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flushes and closes TensorBoard, W&B and trackio."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
         while self._trackers:
             self._trackers.pop().finish()
-
-    def _tensorboard_writer(self) -> Any:
-        if self._writer is None:
-            from tensorboardX import SummaryWriter
-
-            # TensorBoard names the file by host and second: a quick restart would overwrite it.
-            self._writer = SummaryWriter(
-                str(self._folder.tensorboard),
-                purge_step=self._purge_step,
-                flush_secs=10,
-                filename_suffix=f".{os.getpid()}.{time.monotonic_ns()}",
-            )
-        return self._writer
+        if self._events is not None:
+            events, self._events = self._events, None
+            events.close()
 
 
 def read_steps(path: str | Path) -> list[dict[str, Any]]:

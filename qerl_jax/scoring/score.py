@@ -17,7 +17,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -212,7 +212,8 @@ class Scoring:
             self._waiting[future] = name, indices, ends
             return
         try:
-            with _limited(limit, self._on_wait):
+            # A reward may leave the working directory, to which the run folder may be relative.
+            with contextlib.chdir("."), _limited(limit, self._on_wait):
                 value = call.function(*arguments, **named)
         except (_OutOfTimeError, Exception, SystemExit) as error:
             value = error
@@ -245,6 +246,8 @@ class Scoring:
             values *= len(indices)
         elif call.takes_lists:
             try:
+                if isinstance(value, str | Mapping | Set):  # which list() would take apart
+                    raise TypeError(f"it returned a {type(value).__name__}, not a list of rewards")
                 values = list(value)
                 if len(values) != len(indices):
                     raise ValueError(
@@ -274,6 +277,8 @@ def _cause(error: BaseException, limit: float) -> tuple[Any, str]:
 
 
 def _finite(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"it returned the text {value!r:.60}; a reward is a number")
     number = float(value)
     if not abs(number) <= LARGEST:
         raise ValueError(f"it returned {number:g}; a reward is a number up to {LARGEST:g}")

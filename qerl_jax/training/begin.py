@@ -137,16 +137,9 @@ def begin(
         evaluations = dict(processes.of_first(list(evaluations.items())))
     if processes.writes and folder.moved:
         record_places(folder, setup.config)
-    run = Run(
-        setup,
-        folder,
-        checkpoints,
-        log,
-        progress,
-        evaluations,
-        fingerprints,
-        compilations,
-    )
+    run = Run(setup, folder, checkpoints, log, progress, evaluations, fingerprints, compilations)
+    if progress.step < setup.config.steps:
+        checkpoints.require_space(progress.state)  # A full disk would cost the steps until a save.
     if setup.config.init_from and restored is None:
         save_checkpoint(run)
         checkpoints.wait()  # From here on the run needs nothing of the other one.

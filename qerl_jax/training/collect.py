@@ -24,7 +24,7 @@ from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, overlong_penalty
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import Progress, detokenize, live_fraction
+from qerl_jax.rollout.engine import RolloutProgress, detokenize, live_fraction
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.replicas import generate_steps
 from qerl_jax.rollout.scheduler import Statistics
@@ -73,7 +73,7 @@ class CollectConfig:
     rounds: int
     metric: str
     order: Order
-    advantage: str = "grpo"
+    advantage: str
 
     @property
     def weights(self) -> dict[str, float]:
@@ -106,21 +106,21 @@ class _Round:
     """The scored completions of one rollout.
 
     Attributes:
-        problems: P places of the prompts among the training prompts.
+        places: P places of the prompts among the training prompts.
         prompts: B prompts.
         texts: B completions as text.
         rollout: B completions as tokens.
         scores: rewards of the B completions.
-        costs: what the engine counted.
+        statistics: work of the engine, by rollout.
         seconds: duration of the rollout.
     """
 
-    problems: list[int]
+    places: list[int]
     prompts: list[Prompt]
     texts: list[str]
     rollout: Rollout
     scores: Scores
-    costs: list[Statistics]
+    statistics: list[Statistics]
     seconds: float
 
 
@@ -230,12 +230,13 @@ def collect(
                 config.rewards, len(rows), time_limit=config.time_limit, on_wait=on_wait
             ) as scoring,
         ):
-            for step in steps:
-                if on_progress is not None and step.ended_rows < step.rows:
-                    on_progress(step.ended_rows, tokens + step.tokens)
-                scoring.add(texts.ended(step))
+            for progress in steps:
+                if on_progress is not None and progress.ended_rows < progress.rows:
+                    on_progress(progress.ended_rows, tokens + progress.tokens)
+                scoring.add(texts.ended(progress))
             seconds = time.perf_counter() - started
-            made = Scored(step.rollout, scoring.finish(), [step.statistics], seconds)
+            # The last progress has the whole rollout.
+            made = Scored(progress.rollout, scoring.finish(), [progress.statistics], seconds)
         made = gathered(made, lengths, model.tokenizer.pad_id, processes)
         found = [texts.found[row] for row in range(len(rows))]
         if processes.count > 1:
@@ -243,7 +244,8 @@ def collect(
             found = detokenize(made.rollout, model.tokenizer.decode)
         scores = _checked(made.scores, made.rollout, config)
         cursor = record(config.order, cursor, places, _correct(scores, config))
-        return _Round(places, rows, found, made.rollout, scores, made.costs, made.seconds), cursor
+        done = _Round(places, rows, found, made.rollout, scores, made.statistics, made.seconds)
+        return done, cursor
 
     rounds, informative, cursor = _sample_rounds(sample, cursor, config)
     made = _choose(_concatenate(rounds), informative, config)
@@ -263,12 +265,12 @@ class _Texts:
         self._prompts, self._tokenizer = prompts, model.tokenizer
         self._limit = config.sampling.max_new_tokens
 
-    def ended(self, step: Progress) -> dict[int, Completion]:
+    def ended(self, progress: RolloutProgress) -> dict[int, Completion]:
         """Returns the completions that have ended since the last call, by row."""
-        rollout = step.rollout
+        rollout = progress.rollout
         ended = rollout.finished | (rollout.lengths == self._limit)
-        if step.ended_rows == step.rows:
-            ended = np.ones(step.rows, bool)
+        if progress.ended_rows == progress.rows:
+            ended = np.ones(progress.rows, bool)
         new = {}
         for row in np.flatnonzero(ended).tolist():
             if row in self.found:
@@ -337,7 +339,7 @@ def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> 
     """P of the sampled groups: informative ones first, each kind in the order of sampling."""
     metrics = _metrics(sampled, config) | {
         "rollout_tokens": int(sampled.rollout.lengths.sum()),
-        "rollout_live_share": live_fraction(sampled.costs),
+        "rollout_live_share": live_fraction(sampled.statistics),
         "rollout_seconds": sampled.seconds,
         "reward_seconds": sampled.scores.seconds,
         "rollout_tokens_per_second": float(sampled.rollout.lengths.sum()) / sampled.seconds,
@@ -385,7 +387,7 @@ def _checked(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
 def _concatenate(rounds: list[_Round]) -> _Round:
     scores = [done.scores for done in rounds]
     return _Round(
-        problems=[place for done in rounds for place in done.problems],
+        places=[place for done in rounds for place in done.places],
         prompts=[prompt for done in rounds for prompt in done.prompts],
         texts=[text for done in rounds for text in done.texts],
         rollout=jax.tree.map(lambda *x: np.concatenate(x), *(done.rollout for done in rounds)),
@@ -398,7 +400,7 @@ def _concatenate(rounds: list[_Round]) -> _Round:
             errors=[error for part in scores for error in part.errors],
             seconds=sum(part.seconds for part in scores),
         ),
-        costs=[cost for done in rounds for cost in done.costs],
+        statistics=[one for done in rounds for one in done.statistics],
         seconds=sum(done.seconds for done in rounds),
     )
 
@@ -431,7 +433,7 @@ def _metrics(sampled: _Round, config: CollectConfig) -> dict[str, float]:
         if "correctness" in scores.parts
         else {}
     )
-    return metrics | source_metrics(config.order, sampled.problems, values)
+    return metrics | source_metrics(config.order, sampled.places, values)
 
 
 def _mean(values: np.ndarray) -> float:

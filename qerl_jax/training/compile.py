@@ -13,6 +13,7 @@ from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.rollout.aot import compile_operations, rollout_operations
 from qerl_jax.rollout.programs import Executables, Operation, committed
+from qerl_jax.rollout.replicas import most_prompts
 from qerl_jax.training.setup import Setup
 
 
@@ -70,7 +71,7 @@ def _rollout_operations(setup: Setup, policy: tuple, head: dict, groups: int) ->
         key,
         params | head,
         lora,
-        prompts=-(-setup.collect.prompts_per_step // groups),
+        prompts=most_prompts(setup.collect.prompts_per_step, groups),
         config=setup.model.config,
         sampling=setup.collect.sampling,
         tokenizer=setup.model.tokenizer,
@@ -82,7 +83,7 @@ def _rollout_operations(setup: Setup, policy: tuple, head: dict, groups: int) ->
 def _evaluation_operations(setup: Setup, policy: tuple, groups: int) -> list[Operation]:
     return rollout_operations(
         *policy,
-        prompts=-(-len(setup.eval_prompts) // groups),
+        prompts=most_prompts(len(setup.eval_prompts), groups),
         config=setup.model.config,
         sampling=greedy(setup.eval_sampling),
         tokenizer=setup.model.tokenizer,

@@ -26,13 +26,13 @@ class Scored:
     Attributes:
         rollout: the completions as tokens.
         scores: their rewards.
-        costs: what the engine counted, for each rollout.
+        statistics: work of the engine, by rollout.
         seconds: duration of the rollout.
     """
 
     rollout: Rollout
     scores: Scores
-    costs: list[Statistics]
+    statistics: list[Statistics]
     seconds: float
 
 
@@ -93,7 +93,7 @@ def gathered(own: Scored, lengths: Sequence[int], pad_id: int, processes: Proces
             errors=[error for one in told for error in one["errors"]],
             seconds=max(one["reward_seconds"] for one in told),
         ),
-        costs=[Statistics(*cost) for one in told for cost in one["costs"]],
+        statistics=[Statistics(*work) for one in told for work in one["statistics"]],
         seconds=max(one["seconds"] for one in told),
     )
 
@@ -104,7 +104,7 @@ def _share(own: Scored) -> dict[str, np.ndarray]:
     told = {
         "errors": scores.errors,
         "reward_seconds": scores.seconds,
-        "costs": [dataclasses.astuple(cost) for cost in own.costs],
+        "statistics": [dataclasses.astuple(work) for work in own.statistics],
         "seconds": own.seconds,
     }
     share = {

@@ -44,10 +44,7 @@ from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
 from qerl_jax.training.saving import announce_finished, best_so_far, finish, save
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step
-from qerl_jax.training.validate import (
-    check_extension,
-    validate,
-)
+from qerl_jax.training.validate import check_extension, validate
 
 _SKIPS_THAT_STOP = 3
 
@@ -72,9 +69,8 @@ def train(
         trained.
 
     Raises:
-        UserError: the config asks for something that cannot be done.
-            A program that is missing after the first step is one too, and completions of which none
-            has a reward; the last whole step is saved.
+        UserError: the config asks for something that cannot be done; a program is missing after the
+            first step, or no completion of a step has a reward. The last whole step is saved.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
@@ -256,9 +252,12 @@ def _save_or_stop(run: Run) -> None:
     if due or skips >= _SKIPS_THAT_STOP:
         save(run)
     if skips >= _SKIPS_THAT_STOP:
+        remedy = "lower --config.optimizer.learning_rate in a new run"
+        if ":" in config.rl.loss:
+            remedy = f"check that {config.rl.loss} is finite for every token, or {remedy}"
         raise UserError(
             f"the gradients of {skips} updates in a row were not finite, up to step {step}; "
-            "lower --config.optimizer.learning_rate in a new run"
+            f"{remedy}"
         )
     run.stop_if_asked()
 

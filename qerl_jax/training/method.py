@@ -117,17 +117,17 @@ def temperature_schedule(
     Raises:
         UserError: the name is unknown.
     """
-    shares: dict[str, Callable[[float], float]] = {
+    curves: dict[str, Callable[[float], float]] = {
         "constant": lambda u: 0.0,
         "linear": lambda u: u,
         "cosine": lambda u: (1.0 - float(np.cos(np.pi * u))) / 2.0,
     }
-    if name not in shares:
+    if name not in curves:
         raise UserError(
-            f"unknown rollout.temperature_schedule {name!r}: choose from {', '.join(shares)}"
+            f"unknown rollout.temperature_schedule {name!r}: choose from {', '.join(curves)}"
         )
-    share = shares[name]
-    return lambda step: start + (end - start) * share(min(step / max(total_steps - 1, 1), 1.0))
+    curve = curves[name]
+    return lambda step: start + (end - start) * curve(min(step / max(total_steps - 1, 1), 1.0))
 
 
 def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:

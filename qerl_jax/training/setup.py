@@ -36,6 +36,7 @@ from qerl_jax.training.problems import (
 from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.peft import read_peft_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +112,8 @@ def prepare(
     mesh = make_mesh(config.mesh.data, config.mesh.tensor)
     problems = load_problems(config, rewards)
     device = this_device()
-    if device.pool is not None or config.mesh.tensor > 1:  # which may not divide the model
+    # A model that does not fit, or that mesh.tensor does not divide, is refused before it is read.
+    if device.pool is not None or config.mesh.tensor > 1:
         architecture = read_architecture(config.model.source)
         check_fits(plan_run(config, architecture, device), config, architecture)
     model = _load_model(config, mesh)
@@ -127,8 +129,8 @@ def check_method(
 ) -> Method:
     """Makes what needs no model, and refuses bad options before one is loaded.
 
-    A custom schedule is called for every step, as it could fail at one that is hours away, such as
-    one after the end of the first schedule.
+    A custom schedule is called for every step now, because it could fail at one that is hours away,
+    such as a step of an extended run.
 
     Args:
         config: the resolved config.
@@ -140,6 +142,8 @@ def check_method(
     """
     _metric(config, rewards)
     method = method_of(config, schedule_steps)
+    if config.lora.init and config.train.parameters != "full":
+        read_peft_config(config.lora.init)
     if ":" in config.aqn.schedule:
         for step in range(config.steps):
             kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
@@ -215,6 +219,7 @@ def assemble(
             rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
             metric=_metric(config, rewards),
             order=order_of(config, prompts),
+            advantage=config.rl.advantage,
         ),
         eval_sampling=eval_sampling,
         eval_engine=eval_engine,

@@ -1,6 +1,7 @@
 """Validates a config: rejects at the start what would fail minutes later, or silently."""
 
 import functools
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
 from qerl_jax.sharding import check_mesh
 from qerl_jax.training.problems import mixture_of
-from qerl_jax.weights.load import DTYPES
+from qerl_jax.weights.load import DTYPES, FORMATS
 
 _WIDEST_SEQUENCE_CLIP = 0.1
 
@@ -49,6 +50,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "aqn.tis_cap": (1e-6,),
     "aqn.kl_every": (0,),
     "aqn.kl_rows": (1,),
+    "rl.kl_coef": (0,),
     "rl.entropy_coef": (0,),
     "rl.sapo_temperature_pos": (1e-6,),
     "rl.sapo_temperature_neg": (1e-6,),
@@ -79,6 +81,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
 }
 
 _CHOICES = {
+    "model.format": FORMATS,
     "model.dtype": tuple(DTYPES),
     "rollout.dequantize": ("auto", "once", "step"),
     "data.curriculum": ("off", "learnability"),
@@ -206,7 +209,7 @@ def how_to_train_on(
     if _decays_to_zero(config):
         more = min(more, schedule_steps)
     if more > steps:
-        return f"to train on, pass --workdir={workdir} --config.steps={more}"
+        return f"to train on, pass --workdir={shlex.quote(str(workdir))} --config.steps={more}"
     anew = _begin_from(config, trained)
     return f"its learning rate has decayed to 0; to train on, begin a new run with {anew}"
 
@@ -222,7 +225,7 @@ def _decays_to_zero(config: ConfigDict) -> bool:
 def _begin_from(config: ConfigDict, trained: Path) -> str:
     """The options of a new run that begins where another one ended."""
     name = "model.source" if config.train.parameters == "full" else "lora.init"
-    return f"--config.{name}={trained} and another --workdir"
+    return f"--config.{name}={shlex.quote(str(trained))} and another --workdir"
 
 
 def _check_texts(value: Any, name: str) -> None:

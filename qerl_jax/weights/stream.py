@@ -58,7 +58,7 @@ class Meter:
         if self.done:
             return (
                 f"loaded {model} parameters: {total:.{digits}f} GB in {self.seconds:.1f} s, "
-                f"{total / max(self.seconds, 1e-9):.1f} GB/s"
+                f"{total / max(self.seconds, 1e-9):.2g} GB/s"
             )
         return (
             f"loading {model} parameters: {read:.{digits}f} of {total:.{digits}f} GB, "

@@ -1,0 +1,53 @@
+"""The flags that a single answer and an evaluation have in common."""
+
+import json
+from typing import Any
+
+from qerl_jax.errors import UserError, check_limits
+
+
+def check_sampling(temperature: float, *, top_p: float, seed: int) -> None:
+    """Refuses settings of the sampler that are out of range, or that greedy decoding ignores.
+
+    Args:
+        temperature: sampling temperature; 0 is greedy.
+        top_p: cumulative probability of the tokens that are sampled from; 1 keeps all tokens.
+        seed: seed of the samples; 0 is the default.
+
+    Raises:
+        UserError: a setting is invalid.
+    """
+    check_limits(
+        {
+            "--temperature": (temperature, 0.0),
+            "--top-p": (top_p, 1e-6, 1),
+            "--seed": (seed, 0, 2**32 - 1),
+        }
+    )
+    for flag, value, default in (("--top-p", top_p, 1.0), ("--seed", seed, 0)):
+        if temperature == 0 and value != default:
+            raise UserError(
+                f"{flag}={value} with greedy decoding, which draws nothing: leave it out, or pass "
+                "--temperature=1"
+            )
+
+
+def template_arguments(text: str) -> dict[str, Any]:
+    """Reads the arguments of a chat template from the command line.
+
+    Args:
+        text: a JSON object.
+
+    Raises:
+        UserError: the text is no JSON object.
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(
+            f"--chat-template-args={text}: a JSON object is needed, such as "
+            """'{"enable_thinking": false}'"""
+        )
+    return found
