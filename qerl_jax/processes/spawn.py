@@ -114,22 +114,28 @@ class _Started:
 
     def __init__(self, index: int, command: list[str], environment: Mapping[str, str]):
         libc, own = ctypes.CDLL(None), os.getpid()
+        # A Ctrl-C that arrives in the function that Python runs after a fork would be lost.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
         def end_with_the_first() -> None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
             if os.getppid() != own:  # It has ended before.
                 os._exit(1)
 
         self.index = index
-        self.process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            preexec_fn=end_with_the_first,
-            process_group=0,  # A terminal sends Ctrl-C to the group of process 0.
-        )
+        try:
+            self.process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                preexec_fn=end_with_the_first,
+                process_group=0,  # A terminal sends Ctrl-C to the group of process 0.
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.said: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
