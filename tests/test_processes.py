@@ -264,6 +264,7 @@ def test_an_error_of_one_process_ends_the_others(cases):
     assert line.endswith("failed, which ends the run: the device is out of memory")
 
 
+@pytest.mark.slow  # 25 s
 def test_a_measured_step_of_two_processes_has_one_row(cases, tmp_path):
     path = tmp_path / "step.json"
     old = {name: 0 for name in step.KEYS if name != "processes"}

@@ -1,5 +1,6 @@
 """A command that starts a process for each group of GPUs."""
 
+import contextlib
 import os
 import pathlib
 import signal
@@ -123,6 +124,7 @@ def test_one_flag_trains_in_two_processes(start):
     assert [row["step"] for row in tiny_run.results(run)] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow  # 10 s
 def test_a_process_that_fails_before_it_connects_ends_the_first(start):
     process, _ = start("failed", "--fails")
     said, _ = process.communicate(timeout=120)
@@ -161,6 +163,7 @@ def test_a_bug_shows_its_traceback(capfd):
     assert shown.endswith("\nValueError: 9\n")
 
 
+@pytest.mark.slow  # 20 s
 def test_bad_data_has_one_line(start):
     process, run = start("bad", "--config.data.path=nowhere.jsonl")
     said, _ = process.communicate(timeout=120)
@@ -192,16 +195,22 @@ def test_an_interrupt_while_the_processes_connect_has_one_line(start):
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
     assert [line for line in said.splitlines() if line[0] != "W"] == ["interrupted"]  # JAX warns.
-    assert not pathlib.Path(f"/proc/{child}").exists()
+    wait_for_end(child)
 
 
 def test_no_process_outlives_the_first(start):
     process, _ = start("killed")
-    command = pathlib.Path(f"/proc/{started_child(process)}/cmdline")
+    child = started_child(process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     process.stdout.close()
+    wait_for_end(child)
+
+
+def wait_for_end(process):
     deadline = time.monotonic() + 60
-    while command.exists() and command.read_bytes():  # It is empty for a process that has ended.
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    command = pathlib.Path(f"/proc/{process}/cmdline")
+    with contextlib.suppress(FileNotFoundError):
+        while command.read_bytes():  # It is empty for a process that has ended.
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
