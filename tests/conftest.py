@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import signal
 import sys
 
 import jax
@@ -117,3 +118,10 @@ def nothing_is_compiled_after_the_first_step(monkeypatch):
     monkeypatch.setattr(loop, "MetricsLog", Watched)
     yield
     assert not late
+
+
+@pytest.fixture(autouse=True)
+def interrupts_reach_children():
+    """A process inherits that SIGINT is ignored, as it is where a shell runs this in background."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -21,13 +21,6 @@ except KeyboardInterrupt:
 """
 
 
-@pytest.fixture(autouse=True)
-def interrupts_reach_children():
-    """A process inherits that SIGINT is ignored, as it is where a shell runs this in background."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def interrupted(command, package, folder, **options):
     """What a command ends with when SIGINT arrives while it imports a package."""
     (folder / package).mkdir()
