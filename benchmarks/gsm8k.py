@@ -115,11 +115,7 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
     run = args.workdir / run_name(arm, seed)
     folders = evaluation_folders(run, evidence.get_config(arm).model.format)
     args.workdir.mkdir(parents=True, exist_ok=True)
-    programs = (args.workdir / f"programs-{platform.node()}").resolve()
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(programs),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    } | dict(os.environ)
+    environment = environment_of(args.workdir)
     for part, command in commands(arm, seed, args).items():
         if part not in args.only:
             continue
@@ -132,6 +128,15 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
             raise UserError(
                 f"{part} of {run} ended with exit code {code}; the same command continues"
             )
+
+
+def environment_of(workdir: pathlib.Path) -> dict[str, str]:
+    """The environment of a part: the parts of all runs share their compiled programs."""
+    programs = (workdir / f"programs-{platform.node()}").resolve()
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str(programs),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    } | dict(os.environ)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

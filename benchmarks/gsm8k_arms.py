@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import os
 import pathlib
-import platform
 import signal
 import subprocess
 import sys
@@ -98,16 +97,16 @@ def jobs(arms: list[str], seeds: list[int], arguments: argparse.Namespace) -> It
         seeds: the seeds of each arm.
         arguments: the parsed arguments.
     """
-    finished_grids = []
+    rates: dict[str, float] = {}  # of the arms whose grids are finished
     for arm in arms:
         waiting = list(_grid_jobs(arm, arguments))
         yield from waiting
         if not waiting:
-            finished_grids.append(arm)
+            rates[arm] = best_rate(arguments.workdir, arm)
     seen = set()
     for seed in seeds:
-        for arm in finished_grids:
-            for job in _seed_jobs(arm, seed, arguments):
+        for arm, rate in rates.items():
+            for job in _seed_jobs(arm, seed, rate, arguments):
                 if job.name not in seen:  # Arms of one format share the evaluations of the start.
                     seen.add(job.name)
                     yield job
@@ -122,9 +121,8 @@ def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
             yield Job(f"grid-{arm}-{run.name}", command)
 
 
-def _seed_jobs(arm: str, seed: int, arguments: argparse.Namespace) -> Iterator[Job]:
-    rate = f"--config.{_RATE}={best_rate(arguments.workdir, arm)}"
-    own = argparse.Namespace(**vars(arguments), rest=[rate])
+def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) -> Iterator[Job]:
+    own = argparse.Namespace(**vars(arguments), rest=[f"--config.{_RATE}={rate}"])
     run = arguments.workdir / gsm8k.run_name(arm, seed)
     form = evidence.get_config(arm).model.format
     folders = gsm8k.evaluation_folders(run, form)
@@ -195,11 +193,7 @@ def _seeds(text: str) -> list[int]:
 
 
 def _start(job: Job, device: str | None, workdir: pathlib.Path) -> _Started:
-    programs = (workdir / f"programs-{platform.node()}").resolve()
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str(programs),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    } | dict(os.environ)
+    environment = gsm8k.environment_of(workdir)
     if device is not None:
         environment["CUDA_VISIBLE_DEVICES"] = device
     log = (workdir / "logs" / f"{job.name}.log").open("w", encoding="utf-8")
