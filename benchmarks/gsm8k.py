@@ -14,10 +14,10 @@ The arms are those of experiments/configs/evidence.py. A run lies in runs/eviden
     start, start-samples    both without the adapter: once for each format of the weights
 
 The same command continues where it was stopped, and skips what is finished; `--only=train,end`
-takes some of the parts. A run that has `train`, `start`, `end` and `samples` gets a row in
-benchmarks/results/gsm8k.json, unless it has one, and its metrics go to
-benchmarks/results/gsm8k/ARM-sSEED.jsonl.gz. `--results` names another folder than
-benchmarks/results. Arguments --config.FIELD=VALUE are passed to the training.
+takes some of the parts. A run that has all of them gets a row in benchmarks/results/gsm8k.json,
+unless it has one, and its metrics go to benchmarks/results/gsm8k/ARM-sSEED.jsonl.gz. `--results`
+names another folder than benchmarks/results. Arguments --config.FIELD=VALUE are passed to the
+training.
 """
 
 import argparse
@@ -46,7 +46,6 @@ from qerl_jax.run.provenance import without_folders
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"
 PARTS = ("train", "end", "samples", "start", "start-samples")
-_NEEDED = ("end", "samples", "start")  # evaluations without which a run has no row
 _CONFIG = "experiments/configs/evidence.py"
 _TASK = "gsm8k"
 _NEW_TOKENS, _SAMPLES, _SAMPLED_PROBLEMS = 1024, 64, 200
@@ -207,7 +206,7 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
         run: the run folder.
 
     Returns:
-        None while the training or an evaluation that the row needs is not finished.
+        None while the training or an evaluation is not finished.
     """
     if RunFolder(run).finished_steps() is None:
         return None
@@ -215,7 +214,7 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     config = about["config"]
     folders = evaluation_folders(run, config["model"]["format"])
     found = {part: _described(folder) for part, folder in folders.items()}
-    if any(found[part] is None for part in _NEEDED):
+    if None in found.values():
         return None
     end, start, samples = (found[part] or {} for part in ("end", "start", "samples"))
     metrics = RunFolder(run).metrics

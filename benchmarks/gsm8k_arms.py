@@ -6,9 +6,10 @@
 
 Each job is a process on one GPU: a run of an arm's grid of learning rates, then, with the rate of
 the best held-out accuracy, the training of a seed and the evaluations of `benchmarks.gsm8k`, and
-the evaluations of the start. The first seed of all arms comes before the second one. What is
-finished lies on the disk and is not done again, so the same command continues after it was stopped,
-also with other arms, seeds or GPUs. Grids and rows go to gsm8k.json as they get ready.
+the evaluations of the start. The first seed of all arms comes before the second one. Grids and rows
+go to gsm8k.json as they get ready. Those that are there, and what lies finished in --workdir, are
+not done again, so the same command continues after it was stopped, also with other arms, seeds or
+GPUs.
 
 Each job says what it does to logs/NAME.log in --workdir. One that fails is named at the end.
 """
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any
 
 from benchmarks import gsm8k
 from experiments import cli
@@ -83,10 +84,9 @@ def grid_folder(workdir: pathlib.Path, arm: str) -> pathlib.Path:
     return workdir / f"grid-{arm}"
 
 
-def best_rate(workdir: pathlib.Path, arm: str) -> float:
+def best_rate(grid: list[dict[str, Any]]) -> float:
     """The learning rate of a finished grid with the best held-out accuracy; the lower of equals."""
-    _, rows = gsm8k.grid_of(grid_folder(workdir, arm))
-    return max(rows, key=lambda row: (row["held_out_end"], -row["learning_rate"]))["learning_rate"]
+    return max(grid, key=lambda row: (row["held_out_end"], -row["learning_rate"]))["learning_rate"]
 
 
 def jobs(arms: list[str], seeds: list[int], arguments: argparse.Namespace) -> Iterator[Job]:
@@ -97,15 +97,21 @@ def jobs(arms: list[str], seeds: list[int], arguments: argparse.Namespace) -> It
         seeds: the seeds of each arm.
         arguments: the parsed arguments.
     """
+    known = gsm8k.read_results(arguments.results)
     rates: dict[str, float] = {}  # of the arms whose grids are finished
     for arm in arms:
+        if arm in known["grids"]:
+            rates[arm] = best_rate(known["grids"][arm])
+            continue
         waiting = list(_grid_jobs(arm, arguments))
         yield from waiting
         if not waiting:
-            rates[arm] = best_rate(arguments.workdir, arm)
+            rates[arm] = best_rate(gsm8k.grid_of(grid_folder(arguments.workdir, arm))[1])
     seen = set()
     for seed in seeds:
         for arm, rate in rates.items():
+            if gsm8k.run_name(arm, seed) in known["runs"]:
+                continue
             for job in _seed_jobs(arm, seed, rate, arguments):
                 if job.name not in seen:  # Arms of one format share the evaluations of the start.
                     seen.add(job.name)

@@ -4,6 +4,7 @@ import argparse
 import gzip
 import json
 import pathlib
+import shutil
 
 import numpy as np
 import pytest
@@ -316,10 +317,28 @@ def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatc
     assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in gsm8k.PARTS[:3]]
 
 
-def test_of_equal_rates_the_lower_one_is_taken(tmp_path):
-    for rate in (2e-4, 1e-4):
-        write_training(gsm8k_arms.grid_folder(tmp_path, ARM) / f"lr{rate:g}", seed=100, rate=rate)
-    assert gsm8k_arms.best_rate(tmp_path, ARM) == 1e-4
+def test_published_grids_and_rows_are_not_done_again_without_their_folders(tmp_path, monkeypatch):
+    started = []
+
+    def start(job, device, workdir):
+        started.append(job.name)
+        process = Ended(job.command, lambda arm, rate: 0.6 if rate == 1e-4 else 0.5)
+        return gsm8k_arms._Started(job, process, open(tmp_path / "log", "w"), 0.0)
+
+    monkeypatch.setattr(gsm8k_arms, "_start", start)
+    gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=0"))
+    shutil.rmtree(tmp_path / "work")
+    started.clear()
+    gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=0,1"))
+    ends = [f"{ARM}-s1-train", f"{ARM}-s1-end", f"{ARM}-s1-samples"]
+    assert started == [*ends, "start-nvfp4", "start-samples-nvfp4"]
+    rows = gsm8k.read_results(tmp_path / "results")["rows"]
+    assert [(row["seed"], row["learning_rate"]) for row in rows] == [(0, 1e-4), (1, 1e-4)]
+
+
+def test_of_equal_rates_the_lower_one_is_taken():
+    grid = [{"learning_rate": rate, "held_out_end": 50.0} for rate in (2e-4, 1e-4, 2e-4)]
+    assert gsm8k_arms.best_rate(grid) == 1e-4
 
 
 def test_a_job_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
