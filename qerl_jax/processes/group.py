@@ -2,7 +2,7 @@
 
 What is exchanged travels over the key-value store of JAX's coordination service, which process 0
 holds. Gradients do not: they are summed by collectives. A wait for the store can be interrupted, so
-that a signal, an error or the loss of one process ends all, while a collective waits for ever.
+that a signal, an error or the loss of one process ends all, while a collective waits forever.
 
 A stop is agreed on by the number of the exchange that the stopped process does not take part in. No
 process can complete that exchange, so all of them end in the same step.
@@ -270,7 +270,7 @@ class Processes:
         )
 
     def _exit(self, line: str, alive: Sequence[int]) -> None:
-        """Ends this process from a thread: its main thread may wait in a collective for ever."""
+        """Ends this process from a thread: its main thread may wait in a collective forever."""
         if not self._parting.acquire(blocking=False):
             return
         with contextlib.suppress(OSError):  # The terminal was closed.

@@ -1,7 +1,7 @@
 """TensorBoard's event file of a run, written by the thread that logs.
 
 tensorboardX's SummaryWriter writes in a thread of its own, which a full disk ends; the queue to it
-then fills up, and the next row waits for ever.
+then fills up, and the next row waits forever.
 """
 
 import os
