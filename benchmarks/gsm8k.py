@@ -23,9 +23,7 @@ training.
 import argparse
 import gzip
 import json
-import os
 import pathlib
-import platform
 import shlex
 import signal
 import subprocess
@@ -39,6 +37,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.jobs import environment_of
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.run.provenance import without_folders
@@ -127,15 +126,6 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
             raise UserError(
                 f"{part} of {run} ended with exit code {code}; the same command continues"
             )
-
-
-def environment_of(workdir: pathlib.Path) -> dict[str, str]:
-    """The environment of a part: the parts of all runs share their compiled programs."""
-    programs = (workdir / f"programs-{platform.node()}").resolve()
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(programs),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    } | dict(os.environ)
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:

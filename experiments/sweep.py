@@ -41,9 +41,17 @@ from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import TEMPORARY, write_atomic, write_json
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten
+from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.plots import plot_sweep
-from qerl_jax.run.sweep import ConfigOverrides, Run, format_table, is_finished, make_table, settings
-from qerl_jax.run.sweep_processes import devices_of, train_all
+from qerl_jax.run.sweep import (
+    ConfigOverrides,
+    Run,
+    format_table,
+    is_finished,
+    make_table,
+    settings,
+    train_all,
+)
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"

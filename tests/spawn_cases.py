@@ -6,8 +6,7 @@ import sys
 from experiments import grpo_gsm8k
 from qerl_jax.processes import spawn
 
-spawn.uses_gpus = lambda: True
-spawn._number_of_gpus = lambda: 2
+spawn.number_of_gpus = lambda: 2
 
 if __name__ == "__main__":
     if "--fails" in sys.argv:

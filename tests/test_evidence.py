@@ -15,7 +15,9 @@ from benchmarks.gsm8k import RESULTS
 from experiments.configs import evidence
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
+from qerl_jax.run import jobs as processes
 from qerl_jax.run.folder import config_dict, flatten
+from qerl_jax.run.jobs import Job
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.method import method_of
 from qerl_jax.training.validate import validate
@@ -253,6 +255,11 @@ def test_finished_parts_are_skipped_and_a_failure_ends_the_rest(tmp_path, monkey
 # --- All arms -----------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(processes, "_POLL_SECONDS", 0.02)
+
+
 def all_arms(tmp_path, *flags):
     given = [f"--workdir={tmp_path / 'work'}", f"--results={tmp_path / 'results'}", *flags]
     return gsm8k_arms.make_parser().parse_args(given)
@@ -289,17 +296,18 @@ def set_held_out(run, accuracy):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatch, capsys):
+def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatch, quick):
     best = {"bf16-lora": 2e-4, ARM: 1e-4}
     started = []
 
     def start(job, device, workdir):
         started.append((job.name, device))
         process = Ended(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
-        return gsm8k_arms._Started(job, process, open(tmp_path / "log", "w"), 0.0)
+        return processes._Started(job, job.name, tmp_path / "log", process, 0.0)
 
-    monkeypatch.setattr(gsm8k_arms, "_start", start)
+    monkeypatch.setattr(processes, "_start", start)
     flags = [f"--arms=bf16-lora,{ARM}", "--seeds=0,1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     gsm8k_arms.run(all_arms(tmp_path, *flags, "--gpus=2"))
     names = [name for name, _ in started]
     assert len(names) == len(set(names)) == 6 + 2 * 2 * 3 + 2 * 2
@@ -317,15 +325,17 @@ def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatc
     assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in gsm8k.PARTS[:3]]
 
 
-def test_published_grids_and_rows_are_not_done_again_without_their_folders(tmp_path, monkeypatch):
+def test_published_grids_and_rows_are_not_done_again_without_their_folders(
+    tmp_path, monkeypatch, quick
+):
     started = []
 
     def start(job, device, workdir):
         started.append(job.name)
         process = Ended(job.command, lambda arm, rate: 0.6 if rate == 1e-4 else 0.5)
-        return gsm8k_arms._Started(job, process, open(tmp_path / "log", "w"), 0.0)
+        return processes._Started(job, job.name, tmp_path / "log", process, 0.0)
 
-    monkeypatch.setattr(gsm8k_arms, "_start", start)
+    monkeypatch.setattr(processes, "_start", start)
     gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=0"))
     shutil.rmtree(tmp_path / "work")
     started.clear()
@@ -341,17 +351,19 @@ def test_of_equal_rates_the_lower_one_is_taken():
     assert gsm8k_arms.best_rate(grid) == 1e-4
 
 
-def test_a_job_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_job_that_fails_is_named_and_the_others_go_on(tmp_path, monkeypatch, quick):
     codes = {"a": "import sys; sys.exit(3)", "b": "print('b ran')", "c": "print('c ran')"}
+    codes["idle"] = "print('has not done its work')"
     done = tmp_path / "work" / "logs"
 
     def jobs(*_):
         for name, code in codes.items():
-            if name == "a" or not (done / f"{name}.log").exists():
-                yield gsm8k_arms.Job(name, ["-c", code])
+            works = len(name) == 1
+            log = done / f"{name}.log"
+            yield Job(name, ["-c", code], lambda log=log, works=works: works and log.exists())
 
     monkeypatch.setattr(gsm8k_arms, "jobs", jobs)
-    with pytest.raises(UserError, match=r"failed: a; see .*logs/NAME.log; the same command"):
+    with pytest.raises(UserError, match=r"failed: a, idle; see .*logs/NAME.log; the same command"):
         gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}"))
     assert [(done / f"{name}.log").read_text() for name in "bc"] == ["b ran\n", "c ran\n"]
 
@@ -366,7 +378,7 @@ def test_a_signal_is_passed_on_to_the_jobs_once(tmp_path, monkeypatch):
         "time.sleep(1.5)\n"
         "print(len(told))\n"
     )
-    monkeypatch.setattr(gsm8k_arms, "jobs", lambda *_: [gsm8k_arms.Job("a", ["-c", code])])
+    monkeypatch.setattr(gsm8k_arms, "jobs", lambda *_: [Job("a", ["-c", code], lambda: False)])
     with pytest.raises(StoppedError):
         gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}"))
     assert (tmp_path / "work/logs/a.log").read_text() == "1\n"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import shlex
 import signal
@@ -294,8 +295,11 @@ def get_sweep():
 """
 
 
-def start(tiny, tmp_path, *, pause_at=0):
-    """Starts a sweep of three runs, of which the last one cannot work."""
+def start(tiny, tmp_path, *, pause=None):
+    """Starts a sweep of three runs, of which the last one cannot work.
+
+    With `pause`, the runs make this file in their second step, and wait.
+    """
     changes = {
         "steps": 2,
         "eval.every": 0,
@@ -306,7 +310,7 @@ def start(tiny, tmp_path, *, pause_at=0):
     config.write_text(config.read_text() + SWEEP)
     return subprocess.Popen(
         [sys.executable, "-m", "experiments.sweep", "--config=config.py", "--workdir=sweep"],
-        env=tiny.environment() | {"TINY_RUN_PAUSE": f"{pause_at}:{tmp_path / 'pause'}"},
+        env=tiny.environment() | {"TINY_RUN_PAUSE": f"{8 + 3 if pause else 0}:{pause}"},
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -319,44 +323,48 @@ def finish(process):
     return process.returncode, out, err
 
 
-def wait_for(process, pause, folder, *, stop):
-    """Waits until a run has come to its pause; stops the sweep, and waits until the run knows."""
+def wait_for(process, pause):
+    """Waits until a run of the sweep has come to its pause."""
     while not pause.exists():
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
-    process.send_signal(stop)
-    newest = max(folder.glob("logs/*"), key=lambda path: path.stat().st_mtime)
-    while "SIGTERM: saving and stopping" not in newest.read_text():
-        time.sleep(0.01)
-    return newest
 
 
 @pytest.mark.slow
 def test_killed_and_started_again(tiny, tmp_path, monkeypatch):
-    pause, folder = tmp_path / "pause", tmp_path / "sweep"
-    process = start(tiny, tmp_path, pause_at=8 + 3)  # in the second step of a run
-    wait_for(process, pause, folder, stop=signal.SIGKILL)
+    folder = tmp_path / "sweep"
+    process = start(tiny, tmp_path, pause=tmp_path / "pause1")
+    wait_for(process, tmp_path / "pause1")
+    (lock,) = folder.glob("*/lock")
+    child = int(lock.read_text().split()[1])
+    os.kill(child, signal.SIGSTOP)  # It keeps its lock, and hears later that the sweep is killed.
+    process.kill()
     assert finish(process)[0] == -signal.SIGKILL
 
-    process = start(tiny, tmp_path, pause_at=8 + 3)  # in the second step of a run
-    assert "waiting for process" in process.stdout.readline()
-    pause.unlink()
-    log = wait_for(process, pause, folder, stop=signal.SIGTERM)
-    pause.unlink()
+    process = start(tiny, tmp_path, pause=tmp_path / "pause2")
+    line = process.stdout.readline()
+    assert line == f"{lock.parent.name}: waiting for {lock.read_text()}"
+    os.kill(child, signal.SIGCONT)
+    wait_for(process, tmp_path / "pause2")
+    process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert code == 128 + signal.SIGTERM
     assert "the same command continues the sweep" in out
-    assert log.name.startswith("aqn.schedule=cosine")
-    assert "saved after step" in log.read_text()
+    first, log = (next(folder.glob(f"logs/aqn.schedule={name}-*")) for name in ("off", "cosine"))
+    for text in (first.read_text(), log.read_text()):
+        assert text.count("SIGTERM: saving and stopping") == 1
+        assert "saved after step 1" in text
     assert not (folder / "table.json").exists()
 
+    finish(start(tiny, tmp_path))
     code, out, err = finish(start(tiny, tmp_path))
     assert code == 1
-    assert out.count(": is finished") == 1
+    assert out.count(": is finished") == 2
     assert "FAILED aqn.schedule=unheard_of" in err
     assert "unknown noise schedule 'unheard_of'" in err
     assert "1 of 3 runs failed" in err
-    assert "resuming after step" in log.read_text()
+    assert first.read_text().count("resuming after step 1\n") == 1
+    assert log.read_text().count("resuming after step 1\n") == 1
 
     # The runs, taken whole, give the very same table.
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Generator, Mapping
 
 from qerl_jax.processes.launch import ADDRESS, COUNT, DEVICES, INDEX, place_of
-from qerl_jax.run.device_memory import uses_gpus
+from qerl_jax.run.device_memory import number_of_gpus
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS = 60  # how long the others may take to end after process 0
@@ -83,7 +83,7 @@ def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
         data: number of groups, each of which gets a process.
         tensor: number of GPUs of a group.
     """
-    gpus = _number_of_gpus() if uses_gpus() else 0
+    gpus = number_of_gpus()
     own, *others = environments(data=data, tensor=tensor, environment=os.environ, gpus=gpus) or [{}]
     if not others:
         yield
@@ -199,16 +199,3 @@ def _may_be_gpu(name: str, gpus: int) -> bool:
     if name.removeprefix("-").isdecimal():
         return 0 <= int(name) < gpus
     return bool(name)
-
-
-def _number_of_gpus() -> int:
-    """The number of NVIDIA GPUs, without starting CUDA, which would fix what this process sees."""
-    try:
-        management = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_uint()
-    if management.nvmlInit_v2() or management.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return 0
-    management.nvmlShutdown()
-    return count.value

@@ -25,7 +25,7 @@ def take_memory() -> None:
     It must run before JAX starts its backend. Without an NVIDIA GPU that JAX would use it does
     nothing.
     """
-    if not uses_gpus():
+    if not _uses_gpus():
         return
     sizes = _gpu_memory()
     if not sizes:
@@ -37,8 +37,25 @@ def take_memory() -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def uses_gpus() -> bool:
-    """Whether JAX would use NVIDIA GPUs of this machine, if it has some."""
+def number_of_gpus() -> int:
+    """The number of NVIDIA GPUs of this machine, as far as JAX would use them.
+
+    CUDA is not started, which would fix what this process sees.
+    """
+    if not _uses_gpus():
+        return 0
+    try:
+        management = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint()
+    if management.nvmlInit_v2() or management.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    management.nvmlShutdown()
+    return count.value
+
+
+def _uses_gpus() -> bool:
     if os.environ.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
         return False
     return any(map(importlib.util.find_spec, _PLUGINS))

@@ -1,9 +1,8 @@
-"""The runs of a sweep in processes of their own, one at a time or one on each device.
+"""Jobs in processes of their own, one at a time or one on each device.
 
-The memory use of a run must not affect the next one, so each has a process.
+The memory use of a job must not affect the next one, so each has a process.
 """
 
-import collections
 import ctypes
 import dataclasses
 import os
@@ -12,107 +11,150 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from qerl_jax.errors import UserError
 from qerl_jax.live_line import LiveLine
-from qerl_jax.run.folder import RunFolder, lock_holder
-from qerl_jax.run.metrics import read_steps
+from qerl_jax.run.device_memory import number_of_gpus
+from qerl_jax.run.folder import lock_holder
 from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.run.sweep import Run, is_finished
 
 _POLL_SECONDS = 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-@dataclasses.dataclass
-class _Started:
-    """A run in its process.
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A process that trains or evaluates.
 
     Attributes:
-        run: the run.
-        said: its number and name, as the terminal shows them.
-        log: the file of its output.
-        process: its process.
-        began: when it was started.
+        name: name of its log, which no other job has.
+        command: arguments of Python.
+        is_finished: whether its work is done.
+        run: the run folder that it trains in, if any. It waits while another process does, such as
+            a child of a killed command.
+        title: what the terminal calls it; by default the name.
+        progress: says how far it is, on the live line; by default the name.
+        result: says what a finished job has achieved.
     """
 
-    run: Run
-    said: str
+    name: str
+    command: Sequence[str]
+    is_finished: Callable[[], bool]
+    run: Path | None = None
+    title: str = ""
+    progress: Callable[[], str] | None = None
+    result: Callable[[], str] = lambda: "done"
+
+
+@dataclasses.dataclass
+class _Started:
+    job: Job
+    title: str
     log: Path
     process: subprocess.Popen
     began: float
+    is_told: bool = False  # to save and stop
 
 
 def devices_of(gpus: int, environment: Mapping[str, str]) -> list[str | None]:
     """The values of CUDA_VISIBLE_DEVICES of the processes that run at the same time.
 
     Args:
-        gpus: number of runs at a time, one per GPU; 0 is one run, which sees what this process
+        gpus: number of jobs at a time, one per GPU; 0 is one job, which sees what this process
             sees.
         environment: the environment of this process. If it names devices, they are shared out.
 
     Raises:
-        UserError: it names fewer devices than asked for.
+        UserError: it names fewer devices than asked for, or names none and there are fewer GPUs.
     """
     if gpus < 0:
         raise UserError(f"--gpus={gpus}: pass the number of GPUs, or leave it out for one run")
     if not gpus:
         return [None]
-    if _VISIBLE not in environment:
-        return [str(number) for number in range(gpus)]
-    named = [name.strip() for name in environment[_VISIBLE].split(",") if name.strip()]
+    if _VISIBLE in environment:
+        named = [name.strip() for name in environment[_VISIBLE].split(",") if name.strip()]
+        found = f"{_VISIBLE}={environment[_VISIBLE]} names {len(named)} devices"
+    else:
+        named = [str(number) for number in range(number_of_gpus())]
+        found = f"JAX can use {len(named)} NVIDIA GPUs of this machine"
     if len(named) < gpus:
-        raise UserError(
-            f"--gpus={gpus}: {_VISIBLE}={environment[_VISIBLE]} names {len(named)} devices; pass "
-            f"--gpus={len(named)}, or name more"
-        )
+        remedy = f"pass --gpus={len(named)}" if named else "leave it out for one run at a time"
+        raise UserError(f"--gpus={gpus}: {found}; {remedy}, or name that many in {_VISIBLE}")
     return [*named[:gpus]]
 
 
-def train_all(
-    runs: Sequence[Run], folder: Path, devices: Sequence[str | None] = (None,)
+def environment_of(folder: Path) -> dict[str, str]:
+    """The environment of processes that share their compiled programs in a folder."""
+    # A program is specific to its CPU, so each machine has programs of its own.
+    return {
+        "JAX_COMPILATION_CACHE_DIR": str((folder / f"programs-{platform.node()}").resolve()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    } | dict(os.environ)
+
+
+def run_jobs(
+    ready: Callable[[], Iterable[Job]], folder: Path, devices: Sequence[str | None] = (None,)
 ) -> dict[str, str]:
-    """Runs each unfinished run; returns name and reason of the failures.
+    """Runs each job once, unless it is finished; returns name and reason of the failures.
 
     Args:
-        runs: the runs.
-        folder: the folder of the sweep.
-        devices: values of CUDA_VISIBLE_DEVICES, from `devices_of`: as many runs at a time.
+        ready: lists the jobs that need no unfinished one, the most urgent first. It is called at
+            the start, after the end of a job, and while one waits for another process.
+        folder: the outputs of the jobs go to logs/NAME.log in it; they share compiled programs.
+        devices: values of CUDA_VISIBLE_DEVICES, from `devices_of`: as many jobs at a time.
 
     Raises:
-        StoppedError: SIGTERM or SIGINT arrived; the runs have saved.
+        StoppedError: SIGTERM or SIGINT arrived; the jobs have saved.
     """
-    (folder / "logs").mkdir(exist_ok=True)
-    waiting = collections.deque(
-        (f"run {number}/{len(runs)} {run.name}", run) for number, run in enumerate(runs, start=1)
-    )
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
     active: dict[str | None, _Started] = {}
+    begun: set[str] = set()
+    held: set[str] = set()
     failures: dict[str, str] = {}
-    told: set[str] = set()
     live = LiveLine()
+
+    def start_ready(free: list[str | None]) -> bool:
+        """Starts jobs on the free devices; returns whether one waits for another process."""
+        waits = False
+        for job in ready():
+            if job.name in begun:
+                continue
+            if holder := job.run and lock_holder(job.run):
+                waits = True
+                if job.name not in held:
+                    print(f"{job.name}: waiting for {holder}", flush=True)
+                    held.add(job.name)
+                continue
+            begun.add(job.name)
+            if job.is_finished():
+                print(f"{job.title or job.name}: is finished", flush=True)
+                continue
+            device = free.pop(0)
+            active[device] = _start(job, device, folder)
+            if not free:
+                break
+        return waits
+
+    asks = True
     with stop_signals() as received:
         try:
-            while waiting or active:
-                for device in [d for d in devices if d not in active]:
-                    if not received:
-                        _start_next(waiting, device, folder, active, told)
+            while active or (asks and not received):
                 if received:
-                    waiting.clear()
-                    for started in active.values():
-                        if started.run.name not in told:
-                            started.process.send_signal(signal.SIGTERM)
-                            told.add(started.run.name)
-                for device in [d for d, started in active.items() if _has_ended(started)]:
-                    started = active.pop(device)
+                    _stop(active.values())
+                elif asks and (free := [device for device in devices if device not in active]):
+                    live.clear()
+                    asks = start_ready(free)
+                if active:
+                    live.update("; ".join(_progress(started.job) for started in active.values()))
+                if active or asks:
+                    time.sleep(_POLL_SECONDS)
+                for device in [d for d, one in active.items() if one.process.poll() is not None]:
+                    started, asks = active.pop(device), True
                     live.clear()
                     if reason := _report(started, quiet=bool(received)):
-                        failures[started.run.name] = reason
-                if active:
-                    live.update("; ".join(_last_step(s.run) for s in active.values()))
-                if waiting or active:
-                    time.sleep(_POLL_SECONDS)
+                        failures[started.job.name] = reason
         finally:
             live.clear()
             for started in active.values():
@@ -124,44 +166,14 @@ def train_all(
     return failures
 
 
-def _start_next(
-    waiting: collections.deque[tuple[str, Run]],
-    device: str | None,
-    folder: Path,
-    active: dict[str | None, _Started],
-    told: set[str],
-) -> None:
-    """Starts the first run that no other process trains, such as a child of a killed sweep."""
-    for _ in range(len(waiting)):
-        said, run = waiting.popleft()
-        if holder := lock_holder(run.folder):
-            if said not in told:
-                print(f"{run.name}: waiting for {holder}", flush=True)
-                told.add(said)
-            waiting.append((said, run))
-            continue
-        if is_finished(run):
-            print(f"{said}: is finished", flush=True)
-            continue
-        log = folder / "logs" / f"{run.name}.log"
-        place = "" if device is None else f" on GPU {device}"
-        print(f"{said}{place}: see {log}", flush=True)
-        process = _start(run, log, folder, device)
-        active[device] = _Started(run, said, log, process, time.perf_counter())
-        return
-
-
-def _start(run: Run, log: Path, folder: Path, device: str | None) -> subprocess.Popen:
-    # Later runs reuse the programs of earlier ones. A program is specific to its CPU.
-    environment = {
-        "JAX_COMPILATION_CACHE_DIR": str((folder / f"programs-{platform.node()}").resolve()),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    } | dict(os.environ)
-    if device is not None:
-        environment[_VISIBLE] = device
+def _start(job: Job, device: str | None, folder: Path) -> _Started:
+    log, title = folder / "logs" / f"{job.name}.log", job.title or job.name
+    environment = environment_of(folder) | ({} if device is None else {_VISIBLE: device})
+    place = "" if device is None else f" on GPU {device}"
+    print(f"{title}{place}: see {log}", flush=True)
     with log.open("a", encoding="utf-8") as output:
-        return subprocess.Popen(
-            [sys.executable, *run.command],
+        process = subprocess.Popen(
+            [sys.executable, *job.command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -170,6 +182,7 @@ def _start(run: Run, log: Path, folder: Path, device: str | None) -> subprocess.
             start_new_session=True,
             preexec_fn=_stop_with_parent,
         )
+    return _Started(job, title, log, process, time.perf_counter())
 
 
 def _stop_with_parent() -> None:
@@ -179,31 +192,28 @@ def _stop_with_parent() -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
-def _has_ended(started: _Started) -> bool:
-    return started.process.poll() is not None
+def _stop(active: Iterable[_Started]) -> None:
+    """Tells each process once to save and stop."""
+    for started in active:
+        if not started.is_told:
+            started.process.send_signal(signal.SIGTERM)
+            started.is_told = True
+
+
+def _progress(job: Job) -> str:
+    return job.progress() if job.progress else job.name
 
 
 def _report(started: _Started, *, quiet: bool) -> str:
-    """Says how a run ended, and returns the reason of a failure; '' for a run that is finished."""
+    """Says how a job ended, and returns the reason of a failure; '' for one that is finished."""
     minutes = (time.perf_counter() - started.began) / 60
-    code = started.process.returncode
-    if code or not is_finished(started.run):
+    code, job = started.process.returncode, started.job
+    if code or not job.is_finished():
         if not quiet:
-            print(f"{started.said}: failed after {minutes:.1f} minutes", flush=True)
+            print(f"{started.title}: failed after {minutes:.1f} minutes", flush=True)
         return f"{_reason(code, started.log)}, see {started.log}"
-    print(f"{started.said}: {_result(started.run)} after {minutes:.1f} minutes", flush=True)
+    print(f"{started.title}: {job.result()} after {minutes:.1f} minutes", flush=True)
     return ""
-
-
-def _last_step(run: Run) -> str:
-    path = RunFolder(run.folder).metrics
-    rows = read_steps(path) if path.exists() else []
-    return f"{run.name} step {rows[-1]['step'] if rows else 0}/{run.config['steps']}"
-
-
-def _result(run: Run) -> str:
-    row = read_steps(RunFolder(run.folder).metrics)[-1]
-    return f"last reward {row['reward']:.3f}"
 
 
 def _reason(code: int, log: Path) -> str:

@@ -18,6 +18,7 @@ in `seed` repeat one setting.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.jobs import Job, run_jobs
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.statistics import half_interval
 
@@ -129,6 +131,44 @@ class Run:
 def is_finished(run: Run) -> bool:
     """Whether the run has taken its steps and written the files that follow them."""
     return RunFolder(run.folder).finished_steps() == run.config["steps"]
+
+
+def train_all(
+    runs: Sequence[Run], folder: Path, devices: Sequence[str | None] = (None,)
+) -> dict[str, str]:
+    """Runs each unfinished run in a process of its own; returns name and reason of the failures.
+
+    Args:
+        runs: the runs.
+        folder: the folder of the sweep.
+        devices: values of CUDA_VISIBLE_DEVICES, from `devices_of`: as many runs at a time.
+
+    Raises:
+        StoppedError: SIGTERM or SIGINT arrived; the runs have saved.
+    """
+    jobs = [
+        Job(
+            name=run.name,
+            title=f"run {number}/{len(runs)} {run.name}",
+            command=run.command,
+            run=run.folder,
+            is_finished=functools.partial(is_finished, run),
+            progress=functools.partial(_last_step, run),
+            result=functools.partial(_last_reward, run),
+        )
+        for number, run in enumerate(runs, start=1)
+    ]
+    return run_jobs(lambda: jobs, folder, devices)
+
+
+def _last_reward(run: Run) -> str:
+    return f"last reward {read_steps(RunFolder(run.folder).metrics)[-1]['reward']:.3f}"
+
+
+def _last_step(run: Run) -> str:
+    path = RunFolder(run.folder).metrics
+    rows = read_steps(path) if path.exists() else []
+    return f"{run.name} step {rows[-1]['step'] if rows else 0}/{run.config['steps']}"
 
 
 def settings(runs: Iterable[Run]) -> dict[str, list[Run]]:
