@@ -34,7 +34,8 @@ first; a step after the first that compiles anything ends the command. The colum
         new adapter, and from the start of a step to the next; with several processes rollout_s is
         that of the slowest one, and their exchange after it counts in step_s alone
     update_tokens_per_s   prompt and completion tokens of all rows, times updates, by update_s
-    samples_per_s         completions of a step by step_s
+    samples_per_s         completions of a step by step_s; a row on several devices also has
+        samples_per_s_of_one, that of one device at the same commit, if --out holds it
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
     peak_gb, plan_gb      largest memory of process 0 on a device, which includes what was
         measured before, and what the plan of the update says
@@ -361,13 +362,27 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -> None:
-    """Writes a row to a JSON file, in place of the row with the same keys."""
+    """Writes a row to a JSON file, in place of the row with the same keys.
+
+    A row on several devices takes the samples per second of one device from the row of the same
+    commit that has the same settings and as many samples for each device, if there is one.
+    """
     from qerl_jax.run.atomic import write_json
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    if row.get("devices", 1) > 1:
+        alone = (old for old in rows if old["devices"] == 1 and old["commit"] == row["commit"])
+        speeds = (old["samples_per_s"] for old in alone if _per_device(old) == _per_device(row))
+        row = row | {"samples_per_s_of_one": next(speeds, None)}
     found = {tuple((_ONE_PROCESS | old)[key] for key in keys): old for old in [*rows, row]}
     ordered = [found[key] for key in sorted(found, key=str)]
     write_json(path, {"rows": ordered}, indent=1)
+
+
+def _per_device(row: dict[str, Any]) -> tuple:
+    """What a row has in common with that on another number of devices."""
+    fixed = [row[key] for key in KEYS if key not in ("batch", "mesh", "processes")]
+    return *fixed, row["batch"] // row["devices"]
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -402,6 +417,10 @@ def run(arguments: argparse.Namespace) -> None:
                 merge(arguments.out, row)
 
 
+def _largest_group(arguments: argparse.Namespace) -> int:
+    return max(tensor for _, tensor in arguments.mesh or [(1, 1)])
+
+
 def _check_devices(data: int, tensor: int, processes: "Processes") -> None:
     """Refuses a mesh that needs more devices than there are, or leaves a process without one."""
     import jax
@@ -421,4 +440,4 @@ def _check_devices(data: int, tensor: int, processes: "Processes") -> None:
 
 
 if __name__ == "__main__":
-    cli.run_command(make_parser(), run)
+    cli.run_command(make_parser(), run, tensor_of=_largest_group)

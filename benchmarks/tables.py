@@ -291,8 +291,8 @@ def _rollout_sections() -> list[str]:
         ),
         _section(
             "Decode step on an H100",
-            f"The same on one {h100['device']}, and with `--tensor=2` on two. The time with two "
-            f"divided by the time with one: {tensor_ratios(h100)}.",
+            f"The same on one {h100['device']}, and with `--tensor` on several. Their time divided "
+            f"by that of one: {tensor_ratios(h100)}.",
             rollout_table(h100),
         ),
         _section(

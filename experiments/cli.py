@@ -102,7 +102,7 @@ def main(
             elif trains and flags.FLAGS.dry_run:
                 from qerl_jax.dry_run import dry_run
 
-                take_memory()
+                take_memory(flags.FLAGS.config.mesh.tensor)
                 dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             else:
                 run(flags.FLAGS.config, flags.FLAGS.workdir)
@@ -164,7 +164,7 @@ def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
 
         validate(config)
         with one_for_each_group(data=config.mesh.data, tensor=config.mesh.tensor):
-            take_memory()
+            take_memory(config.mesh.tensor)
             train(config, workdir=workdir)
 
     return run
@@ -174,6 +174,8 @@ def run_command(
     parser: argparse.ArgumentParser,
     run: Callable[[argparse.Namespace], None],
     argv: Sequence[str] | None = None,
+    *,
+    tensor_of: Callable[[argparse.Namespace], int] = lambda _: 1,
 ) -> None:
     """Parses the arguments, calls `run(arguments)`, and exits with an error code if it fails.
 
@@ -182,6 +184,7 @@ def run_command(
         run: the command. Import JAX inside it, so that `--help` and mistyped arguments answer at
             once. Before it begins, this process takes its part of the GPU's memory.
         argv: the arguments; None takes the arguments of the process.
+        tensor_of: number of GPUs that share the weights, by the arguments.
     """
     _quiet()
     _import_from_here()
@@ -191,7 +194,7 @@ def run_command(
     with _one_line_errors():
         _check_arguments(sys.argv[1:] if argv is None else argv)
         arguments = parser.parse_args(argv)
-        take_memory()
+        take_memory(tensor_of(arguments))
         run(arguments)
 
 

@@ -56,13 +56,14 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         name = f"{_MEMORY.value:g} GB"
     from qerl_jax.config.overrides import check_overrides
     from qerl_jax.memory import report, run_plan
-    from qerl_jax.run.device_memory import POOL
+    from qerl_jax.run.device_memory import pool_of
     from qerl_jax.training.validate import validate
 
     check_overrides(config, config_flags.get_override_values(flags.FLAGS["config"]))
     validate(config)
     model = _architecture(config.model.source)
-    plan = run_plan.plan_run(config, model, run_plan.Device(int(POOL * memory), hopper))
+    pool = int(pool_of(config.mesh.tensor) * memory)
+    plan = run_plan.plan_run(config, model, run_plan.Device(pool, hopper))
     rows = report.largest_rows(plan, config, model)
     length = report.largest_length(config, model, plan.device)
     if _JSON.value:

@@ -26,7 +26,7 @@ from benchmarks import (
     tables,
 )
 from benchmarks.result_tables import STEPS
-from benchmarks.step import KEYS, make_parser, timed_steps
+from benchmarks.step import KEYS, make_parser, merge, timed_steps
 from experiments.configs import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.scoring.calls import call_of
@@ -286,25 +286,29 @@ def test_between_two_columns_the_slowest_layer_counts():
     )
 
 
-def test_a_step_on_several_gpus_is_compared_with_the_same_batch_on_one():
+def test_a_step_on_several_gpus_is_compared_with_that_on_one_of_its_commit(tmp_path):
     fixed = dict.fromkeys(KEYS, 0) | {"model": "a", "device": "H100", "commit": "c"}
-    del fixed["processes"]  # as in rows of an earlier version
-    fixed |= {"rollout_s": 0.5, "step_s": 1.0}
+    fixed |= {"rollout_s": 0.5, "step_s": 1.0, "processes": 1}
 
-    def row(devices: int, batch: int, samples_per_s: float, **changes: str | int) -> dict:
+    def add(devices: int, batch: int, samples_per_s: float, **changes: str | int) -> None:
         mesh = f"data={devices},tensor=1"
         sizes = {"devices": devices, "mesh": mesh, "batch": batch, "samples_per_s": samples_per_s}
-        return fixed | sizes | changes
+        merge(tmp_path / "step.json", fixed | sizes | changes)
 
-    one, small, two = row(1, 8, 4.0), row(1, 4, 3.0), row(2, 16, 7.0)
-    both = row(2, 16, 8.0, processes=2)
-    table = mesh_tables.scaling_table([small, one, two, both, row(2, 16, 9.0, model="not on one")])
+    add(1, 4, 3.0)
+    add(1, 8, 4.0)
+    add(2, 16, 7.0)
+    add(2, 16, 8.0, processes=2)
+    add(4, 32, 9.0, commit="d")
+    add(2, 16, 9.0, model="not on one")
+    add(1, 8, 1.0, commit="d")  # takes the place of the row that the others were compared with
+    table = mesh_tables.scaling_table(json.loads((tmp_path / "step.json").read_text())["rows"])
     assert table.count("\n") == 3
     assert "| 1 | 16 x 0 + 0 | 0.50 | 1.00 | 7.00 | 1.75 | c |" in table
     assert "| 2 | 16 x 0 + 0 | 0.50 | 1.00 | 8.00 | 2.00 | c |" in table
 
 
-def test_the_time_on_two_gpus_is_divided_by_that_on_one():
+def test_the_time_on_several_gpus_is_divided_by_that_on_one():
     fixed = STEPS | {"kind": "decode", "format": "nvfp4", "model": "a"}
     rows = [
         fixed | {"batch": batch, "tensor": tensor, "ms_per_step": ms}
@@ -317,7 +321,9 @@ def test_the_time_on_two_gpus_is_divided_by_that_on_one():
         )
     ]
     rows += [row | {"model": "b", "ms_per_step": 4 / row["tensor"]} for row in rows[:2]]
-    expected = "a 0.75 at 1 row, 0.80 at 8 rows; b 0.50 at 1 row"
+    rows.append(rows[0] | {"tensor": 4, "ms_per_step": 5.0})
+    expected = "a on 2 GPUs 0.75 at 1 row, 0.80 at 8 rows; b on 2 GPUs 0.50 at 1 row; "
+    expected += "a on 4 GPUs 0.50 at 1 row"
     assert mesh_tables.tensor_ratios({"rows": rows}) == expected
 
 

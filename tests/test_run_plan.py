@@ -26,7 +26,7 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig, init
 from qerl_jax.policy.tensor_parallel import cut, shard_of
 from qerl_jax.policy.trainable import trained_params
-from qerl_jax.run.device_memory import POOL
+from qerl_jax.run.device_memory import pool_of
 from qerl_jax.sharding import WHOLE, specs
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
@@ -44,7 +44,7 @@ CPU = Device(None, reads_packed=False)
 
 def card(name):
     memory, hopper = CARDS[name]
-    return Device(int(POOL * memory), hopper)
+    return Device(int(pool_of(1) * memory), hopper)
 
 
 H100 = card("h100-80gb")
@@ -59,8 +59,11 @@ def planned(model, device=H100, experiment=grpo_gsm8k, prompt=0, **changes):
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['format']}")
 def test_the_peak_is_the_measured_one(row):
+    data, tensor = (int(part.partition("=")[2]) for part in row["mesh"].split(","))
     plan, _ = planned(
         row["model"],
+        mesh__data=data,
+        mesh__tensor=tensor,
         prompt=row["prompt"],
         model__format=row["format"],
         lora__rank=row["lora_rank"],
@@ -259,6 +262,6 @@ def test_the_command():
     assert result.stderr.count("\n") == 1
     found = json.loads(result.stdout)
     assert not found["fits"]
-    assert found["usable"] < POOL * 60 * GB < found["peak"]
+    assert found["usable"] < pool_of(1) * 60 * GB < found["peak"]
     wanted = {"weights", "training", "rollout", "update", "largest_rows", "largest_new_tokens"}
     assert wanted <= found.keys()

@@ -127,7 +127,7 @@ def main() -> None:
     """Runs the command line."""
     # JAX keeps only programs that compile for a second or more; drawing weights takes less.
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    cli.run_command(make_parser(), run)
+    cli.run_command(make_parser(), run, tensor_of=lambda arguments: arguments.tensor)
 
 
 if __name__ == "__main__":
