@@ -140,6 +140,8 @@ def _initialize(place: Place) -> None:
     jax.config.update("jax_enable_preemption_service", False)
     # Without it the runtime aborts all processes when one is lost, before a line can name it.
     jax.config.update("jax_enable_recoverability", True)
+    # XLA warns of that choice at the start, and of lost connections at the end of every run.
+    jax.config.update("jax_logging_level", "ERROR")
     devices = local_devices(os.environ)
     try:
         jax.distributed.initialize(
