@@ -346,6 +346,13 @@ def test_published_grids_and_rows_are_not_done_again_without_their_folders(
     assert [(row["seed"], row["learning_rate"]) for row in rows] == [(0, 1e-4), (1, 1e-4)]
 
 
+def test_arms_have_the_best_rates_of_the_published_grids():
+    grids = gsm8k.read_results(gsm8k.RESULTS)["grids"]
+    assert grids
+    best = {arm: gsm8k_arms.best_rate(grid) for arm, grid in grids.items()}
+    assert best == {arm: evidence.LEARNING_RATES[arm] for arm in grids}
+
+
 def test_of_equal_rates_the_lower_one_is_taken():
     grid = [{"learning_rate": rate, "held_out_end": 50.0} for rate in (2e-4, 1e-4, 2e-4)]
     assert gsm8k_arms.best_rate(grid) == 1e-4

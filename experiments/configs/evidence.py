@@ -16,7 +16,8 @@ The name of an arm with noise says how strong it is: `aqn-paper` has the paper's
 
 A sweep over `schedules` or `ranks` compares further settings.
 
-Results: not run yet.
+Results (benchmarks/results/gsm8k.json): the grids of three arms, with which 55.8 % of the held-out
+problems in bf16 and 52.6 % in NVFP4 become 75.9 and 75.3 %. No arm was run with its seeds yet.
 """
 
 from typing import Any
@@ -32,7 +33,7 @@ SEEDS = (0, 1, 2, 3, 4)
 # The arm with noise that stands for the method, chosen on the held-out problems; "" until then.
 MAIN = ""
 
-# A run of 60 steps takes two minutes of an H100, so that seeds are affordable.
+# A run of 60 steps takes three minutes of an H100, so that seeds are affordable.
 _SETTINGS = {
     "steps": 60,
     "rl.updates_per_rollout": 1,
@@ -73,8 +74,9 @@ ARMS: dict[str, dict[str, Any]] = {
     "speedrun": _OFF,
 }
 _RATES, _FULL_RATES = (5e-5, 1e-4, 2e-4), (5e-7, 1e-6, 2e-6)
-# Learning rates of the arms, the best of each arm's grid.
-LEARNING_RATES = dict.fromkeys(ARMS, 5e-5) | {"bf16-full": 1e-6}
+# Learning rates of the arms, the best of each arm's grid in benchmarks/results/gsm8k.json.
+LEARNING_RATES = dict.fromkeys(ARMS, 5e-5) | {"nvfp4-lora": 1e-4, "bf16-full": 1e-6}
+LEARNING_RATES["speedrun"] = LEARNING_RATES["nvfp4-lora"]
 _GRID_SEED = 100  # none of `SEEDS`
 
 # Five times the paper's sigmas, with which this model hardly notices any schedule.
