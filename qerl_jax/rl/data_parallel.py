@@ -232,7 +232,8 @@ def _sum_in_order(leaves: list[jax.Array], count: int, axes: tuple[str, ...]) ->
         parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0)
         own = functools.reduce(jnp.add, [parts[i] for i in range(count)])
         total = jax.lax.all_gather(own, axes, tiled=True)[: flat.size]
-        pieces = jnp.split(total, sizes[:-1].tolist())
+        # Fused with the optimizer, hundreds of pieces of one array took XLA minutes to compile.
+        pieces = jax.lax.optimization_barrier(jnp.split(total, sizes[:-1].tolist()))
         summed += [x.reshape(leaf.shape) for x, leaf in zip(pieces, group, strict=True)]
     return summed
 
