@@ -44,8 +44,9 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
 
 SHAPES = ((1, 1), (4, 1), (2, 2), (1, 4))  # (data, tensor)
-# Four devices have two query heads each, one kv head, and one block of 16 inputs of o and down.
-CUT = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 64}
+# Four devices have two query heads each, one kv head, and one block of 16 inputs of o. The MLP's
+# columns of one of two devices are whole tiles of 64; the 32 of one of four devices are padded.
+CUT = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 128}
 BUFFER = 12  # positions of a buffer of a step
 LENGTHS = (5, 2, 9, 4, 7)  # of prompts: 4 groups have 2, 1, 1 and 1 of them
 COLLECTIVE = re.compile(r" = \(?(\w+)\[([\d,]*)\].* ([a-z]+-[a-z-]+?)(?:-start)?\(")

@@ -1,5 +1,6 @@
 """Cut weights: which slices a device has, and what cannot be cut. `test_mesh` runs them."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,7 +13,7 @@ from pallas_kernels import fp4_matmul
 from pallas_kernels.fp4_matmul import tiling
 from qerl_jax import sharding
 from qerl_jax.errors import UserError
-from qerl_jax.policy import quant
+from qerl_jax.policy import lora, quant
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import checkpoint_order, dequantize, quantize
@@ -32,8 +33,8 @@ SIZES = {
 
 
 @functools.cache
-def policy(format):
-    config, params = tiny_policy("qwen2", **SIZES)
+def policy(format, **changes):
+    config, params = tiny_policy("qwen2", **SIZES | changes)
     (layer,) = params["layers"]
     if format != "bf16":
         shapes = projection_shapes(config)
@@ -88,6 +89,36 @@ def test_codes_and_scales_are_not_quantized_again(monkeypatch):
         assert joined.tobytes() == np.asarray(getattr(down, name)).tobytes()
 
 
+@pytest.mark.parametrize("tiles", [False, True])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "bf16"])
+def test_a_shard_is_padded_to_whole_tiles(format, tiles, monkeypatch):
+    config, layer = policy(format, mlp_dim=192)
+    monkeypatch.setattr(fp4_matmul, "supports_device", lambda: tiles)
+    for name, axis in (("gate_up_proj", 0), ("down_proj", 1)):
+        for number, shard in enumerate(cut(name, layer[name], config, SHARDS)):
+            parts = np.split(values(shard), 2 if axis == 0 else 1, axis)
+            own, zeros = zip(*(np.split(part, [96], axis) for part in parts), strict=True)
+            np.testing.assert_array_equal(
+                np.concatenate(own), expected(name, values(layer[name]), config, number)
+            )
+            assert all(part.shape[axis] == 32 and not part.any() for part in zeros)
+
+
+def test_the_adapter_of_a_shard_is_padded_like_its_weights():
+    config, _ = policy("bf16", mlp_dim=192)
+    own = shard_of(config, SHARDS)
+    adapter = random_lora(dataclasses.replace(own, mlp_dim=96))
+    (fused,), (layer,) = lora.fuse(adapter, own, jnp.float32), adapter.layers
+    gate, zeros, up, more = np.split(fused["gate_up_proj"][1], [96, 128, 224])
+    rank = len(layer["gate_proj"]["a"])
+    np.testing.assert_array_equal(gate[:, :rank], layer["gate_proj"]["b"])
+    np.testing.assert_array_equal(up[:, rank:], layer["up_proj"]["b"])
+    down, rest = np.split(fused["down_proj"][0], [96], axis=1)
+    np.testing.assert_array_equal(down, adapter.scale * layer["down_proj"]["a"])
+    assert zeros.shape[0] == more.shape[0] == rest.shape[1] == 32
+    assert not any(part.any() for part in (zeros, more, rest))
+
+
 def test_norms_are_whole_on_every_device():
     config, layer = policy("nvfp4")
     norm = layer["input_layernorm"]
@@ -111,6 +142,8 @@ def test_the_architecture_of_a_device():
     own = shard_of(config, 2, format="nvfp4")
     assert (own.shards, own.num_heads, own.num_kv_heads, own.head_dim) == (2, 32, 4, 128)
     assert (own.mlp_dim, own.vocab_size, own.embed_dim) == (14784, 76032, 8192)
+    # 7392 columns are 115.5 tiles.
+    assert shard_of(config, 4, format="nvfp4").mlp_dim == 7424
     assert shard_of(config, 1) is config
 
 
@@ -166,3 +199,4 @@ def test_the_kernel_has_a_tiling_for_shards(model, shards, rows):
         assert config.problem() is None
         assert config.block_k >= rank
         assert n % tiling.TILE_ROWS == 0
+    assert own.mlp_dim % tiling.TILE_ROWS == 0  # SwiGLU pairs tiles of gate and up.

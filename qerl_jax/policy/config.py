@@ -66,7 +66,8 @@ class ModelConfig:
         qk_norm: whether q and k are normalized in each head.
         max_position: longest context, in tokens.
         shards: number of devices that the weights are cut into. Where it is more than 1, heads, kv
-            heads, mlp_dim and vocab_size are those of one device, see `tensor_parallel.shard_of`.
+            heads, mlp_dim (padded to whole tiles of the kernels) and vocab_size are those of one
+            device, see `tensor_parallel.shard_of`.
     """
 
     model_type: str

@@ -136,7 +136,8 @@ def fuse(
     Returns:
         One dict per layer, from 'qkv_proj', 'o_proj', 'gate_up_proj', 'down_proj' to the pair
         (A, B); projections without an adapter are absent. Where the FP4 kernel runs, B is padded
-        with columns of zeros to the multiple of 64 that the kernel reads.
+        with columns of zeros to the multiple of 64 that the kernel reads. Where the weights of a
+        device are padded (see `tensor_parallel`), so are A and B.
     """
     if lora is None:
         return [{} for _ in range(config.num_layers)]
@@ -146,6 +147,7 @@ def fuse(
             fused: _stack(
                 [adapters.get(name) for name in members],
                 [shapes[name][0] for name in members],
+                shapes[members[0]][1],
                 scale=lora.scale,
                 dtype=dtype,
             )
@@ -156,7 +158,7 @@ def fuse(
     ]
 
 
-def _stack(adapters, outputs, *, scale, dtype):
+def _stack(adapters, outputs, inputs, *, scale, dtype):
     ranks = [0 if adapter is None else adapter["a"].shape[0] for adapter in adapters]
     columns = fp4_matmul.padded_rank(sum(ranks)) if fp4_matmul.supports_device() else sum(ranks)
     a = jnp.concatenate([adapter["a"] for adapter in adapters if adapter is not None])
@@ -166,9 +168,10 @@ def _stack(adapters, outputs, *, scale, dtype):
             blocks.append(jnp.zeros((outputs[i], columns), dtype))
         else:
             left = sum(ranks[:i])
-            right = columns - left - ranks[i]
-            blocks.append(jnp.pad(adapter["b"].astype(dtype), ((0, 0), (left, right))))
-    return (scale * a).astype(dtype), jnp.concatenate(blocks)
+            right, below = columns - left - ranks[i], outputs[i] - len(adapter["b"])
+            blocks.append(jnp.pad(adapter["b"].astype(dtype), ((0, below), (left, right))))
+    a = jnp.pad((scale * a).astype(dtype), ((0, 0), (0, inputs - a.shape[1])))
+    return a, jnp.concatenate(blocks)
 
 
 def merge_layer(

@@ -10,6 +10,11 @@ The functions of the policy run on each device inside a `shard_map` over the axi
 `ModelConfig` that `shard_of` returns: its numbers of heads, its MLP and its vocabulary are those of
 one device. Without cut weights (`config.shards` is 1) none of these functions does anything.
 
+The kernel of gate, up and SwiGLU reads whole tiles of gate and of up. Where the part of a device
+does not fill its last tile, as 7392 columns of Qwen2.5-72B on 4 devices, the device has weights of
+zero after it: outputs of gate and up, and the inputs of down that belong to them. SwiGLU makes
+zeros of these, so no result changes. Adapters have no such part until `lora.fuse` adds it.
+
 JAX cannot know inside of a `shard_map` whether the devices have equal gradients. `enter_shards` and
 `leave_shards` therefore define theirs: a gradient is added up where a replicated array enters the
 computation of one device, and stays as it is where the sum leaves it. So the gradient of an array
@@ -24,6 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import fp4_matmul
+from pallas_kernels.fp4_matmul.tiling import TILE_ROWS
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.quant import QuantTensor, tile_order
@@ -34,7 +40,7 @@ BY_COLUMNS = ("o_proj", "down_proj")
 
 
 def shard_of(config: ModelConfig, shards: int, *, format: str = "bf16") -> ModelConfig:
-    """Returns the architecture that each device computes.
+    """Returns the architecture that each device computes, whose MLP is padded to whole tiles.
 
     Args:
         config: the architecture of the whole policy.
@@ -70,6 +76,7 @@ def shard_of(config: ModelConfig, shards: int, *, format: str = "bf16") -> Model
                 f"{columns}, which are no whole blocks of {block} as {format} has them: pass a "
                 "smaller number, or model.format=bf16"
             )
+    parts["mlp_dim"] += -parts["mlp_dim"] % TILE_ROWS
     return dataclasses.replace(config, shards=shards, **parts)
 
 
@@ -135,7 +142,8 @@ def cut(name: str, leaf: Any, config: ModelConfig, shards: int) -> list[Any]:
     """Cuts an array of the parameter tree.
 
     Nothing is rounded: codes and scales are slices of those of the whole weight. Of q, k, v and of
-    gate, up each shard has its own part of each, so that it is a fused weight again.
+    gate, up each shard has its own part of each, so that it is a fused weight again. The parts of
+    gate, up and down are padded to the width of `shard_of`.
 
     Args:
         name: name of the array in the tree; one that is not in `BY_ROWS` or `BY_COLUMNS` lies whole
@@ -152,7 +160,16 @@ def cut(name: str, leaf: Any, config: ModelConfig, shards: int) -> list[Any]:
     kv_heads = config.num_kv_heads * config.head_dim
     qkv = config.num_heads * config.head_dim, kv_heads, kv_heads
     members = {"qkv_proj": qkv, "qkv_bias": qkv, "gate_up_proj": (config.mlp_dim,) * 2}
-    parts = _slices(leaf, members=members.get(name, ()), by_rows=name in BY_ROWS, shards=shards)
+    padding = 0
+    if name in ("gate_up_proj", "down_proj"):
+        padding = shard_of(config, shards).mlp_dim - config.mlp_dim // shards
+    parts = _slices(
+        leaf,
+        members=members.get(name, ()),
+        by_rows=name in BY_ROWS,
+        shards=shards,
+        padding=padding,
+    )
     if not isinstance(leaf, QuantTensor) or not fp4_matmul.supports_device():
         return parts
     tiled = [tile_order(part) for part in parts]
@@ -160,8 +177,10 @@ def cut(name: str, leaf: Any, config: ModelConfig, shards: int) -> list[Any]:
     return tiled if all(part.tiles is not None for part in tiled) else parts
 
 
-@functools.partial(jax.jit, static_argnames=("members", "by_rows", "shards"))
-def _slices(leaf: Any, *, members: tuple[int, ...], by_rows: bool, shards: int) -> list[Any]:
+@functools.partial(jax.jit, static_argnames=("members", "by_rows", "shards", "padding"))
+def _slices(
+    leaf: Any, *, members: tuple[int, ...], by_rows: bool, shards: int, padding: int
+) -> list[Any]:
     """The shards of an array, or of each array of a packed weight.
 
     Args:
@@ -169,6 +188,7 @@ def _slices(leaf: Any, *, members: tuple[int, ...], by_rows: bool, shards: int) 
         members: numbers of rows of the fused members; () for one.
         by_rows: whether rows are cut, and not columns.
         shards: number of shards.
+        padding: number of rows of zeros after each part, or of columns.
     """
 
     def rows(array: jax.Array) -> list[jax.Array]:
@@ -177,7 +197,7 @@ def _slices(leaf: Any, *, members: tuple[int, ...], by_rows: bool, shards: int) 
         return [
             jnp.concatenate(
                 [
-                    array[start + shard * (size // shards) :][: size // shards]
+                    _padded(array[start + shard * (size // shards) :][: size // shards], 0, padding)
                     for start, size in zip(starts, sizes, strict=True)
                 ]
             )
@@ -186,8 +206,23 @@ def _slices(leaf: Any, *, members: tuple[int, ...], by_rows: bool, shards: int) 
 
     def columns(array: jax.Array) -> list[jax.Array]:
         # The divisor of each row is the same for all of its columns.
-        return [array] * shards if array.ndim == 1 else jnp.split(array, shards, axis=1)
+        if array.ndim == 1:
+            return [array] * shards
+        # Several columns share a byte of codes, or a scale.
+        number = padding * array.shape[1] // leaf.shape[1]
+        return [_padded(part, 1, number) for part in jnp.split(array, shards, axis=1)]
 
     leaves, treedef = jax.tree.flatten(leaf)
     found = [rows(array) if by_rows else columns(array) for array in leaves]
     return [treedef.unflatten(part) for part in zip(*found, strict=True)]
+
+
+def _padded(array: jax.Array, axis: int, number: int) -> jax.Array:
+    """An array of weights, codes or scales [N, .] with zeros at its end, or divisors with ones."""
+    if array.ndim == 1:
+        value = jnp.ones((), array.dtype)
+    else:  # Zero bits: MXFP4's scales have no zero, and a conversion of 0 would give NaN.
+        bits = jnp.zeros((), f"uint{8 * array.dtype.itemsize}")
+        value = jax.lax.bitcast_convert_type(bits, array.dtype)
+    widths = [(0, number if i == axis else 0, 0) for i in range(array.ndim)]
+    return jax.lax.pad(array, value, widths)

@@ -14,11 +14,12 @@ import jax
 from jax.sharding import Mesh
 
 from qerl_jax.policy.attention import KVCache
+from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.decode import UNTUNED, DecodeState, Prefilled
-from qerl_jax.sharding import COLUMNS, HEADS, ROWS, WHOLE, specs
+from qerl_jax.sharding import COLUMNS, HEADS, ROWS, WHOLE, shardings, specs
 
 _STATE = DecodeState(
     keys=HEADS,  # pyrefly: ignore[bad-argument-type]  A spec in place of a list of arrays.
@@ -56,10 +57,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
         ),
         fuse_adapter=on(
             decode.fuse_adapter,
-            lambda lora, **static: specs(
-                jax.eval_shape(functools.partial(decode.fuse_adapter, **static), lora),
-                mesh.shape[TENSOR],
-            ),
+            functools.partial(_specs_of_fused, mesh),
             static=("config", "dtype"),
         ),
         decode_chunk=on(
@@ -111,6 +109,17 @@ def _on_mesh(
         donate_argnums=donated,
         compiler_options=compiler_options,
     )
+
+
+def _specs_of_fused(mesh: Mesh, lora: Lora | None, **static: Any) -> Any:
+    """The specs of what `decode.fuse_adapter` makes of a device's part of an adapter."""
+    own = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype),
+        lora,
+        shardings(lora, mesh),
+    )
+    fused = jax.eval_shape(functools.partial(decode.fuse_adapter, **static), own)
+    return specs(fused, mesh.shape[TENSOR])
 
 
 def _dequantize(
