@@ -19,6 +19,10 @@ MODELS = {
     "32b": _layers(5120, 27648, 40, 8),
     "72b": _layers(8192, 29568, 64, 8),
     "llama8b": _layers(4096, 14336, 32, 8),
+    # What each of 2 or 4 devices has of a layer that is cut between them.
+    "32b/2": _layers(5120, 13824, 20, 4),
+    "72b/2": _layers(8192, 14784, 32, 4),
+    "72b/4": _layers(8192, 7424, 16, 2),
 }
 
 # Numbers of tokens of a product: decode steps, their batches, prompts and training.
