@@ -294,10 +294,12 @@ def test_what_serve_compares(tmp_path):
     ]
     served = [(r"\boxed{7.0}", 4, True), (r"\boxed{9}", 4, True)] * 10
     assert serve.scored(settings, rows, served) == [True, False] * 10
-    same = serve.compare(rows, [text for text, *_ in served], [True, False] * 10)
+    same = serve.compare(rows, [text for text, *_ in served], [True, False] * 10, engine="vllm")
     assert (same["here"]["value"], same["vllm"]["value"], same["agrees"]) == (0.5, 0.5, True)
     assert (same["same_outcome"], same["same_text"]) == (1.0, 0.0)
-    worse = serve.compare(rows, [row["completion"] for row in rows], [False] * 20)
+    texts = [row["completion"] for row in rows]
+    worse = serve.compare(rows, texts, [False] * 20, engine="transformers")
+    assert worse["transformers"]["value"] == 0.0
     assert (worse["difference"]["value"], worse["agrees"], worse["same_text"]) == (-0.5, False, 1.0)
 
 

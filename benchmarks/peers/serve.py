@@ -1,16 +1,18 @@
-r"""Compares the greedy accuracy of an exported policy in vLLM with the one measured here.
+r"""Compares the greedy accuracy of an exported policy elsewhere with the one measured here.
 
     python -m experiments.evaluate RUN --adapter=adapter --tasks=gsm8k --limit=200 --out=eval
     python -m experiments.export_hf RUN --format=peft --with-base --out=served
     python -m benchmarks.peers.serve eval --task=gsm8k --base=served-base --adapter=served \
         --out=served.json
+    python -m benchmarks.peers.serve eval --engine=transformers ...
 
-It needs vllm 0.22.0. The first argument is a folder of `experiments.evaluate` with a greedy
-completion of each problem. vLLM loads the exported base, gets the adapter of the export with every
-request, renders the questions with the exported chat template, completes them greedily to the same
-limit, and the scorer of the evaluation decides what is correct. The command prints both accuracies
-with their 95 % intervals and the difference on the same problems. It fails where 0 lies outside the
-interval of the difference. Greedy completions differ at near-ties, so equal texts are only counted.
+vLLM needs vllm 0.22.0; transformers needs peft 0.21.2, and for a base in NVFP4 compressed-tensors.
+The first argument is a folder of `experiments.evaluate` with a greedy completion of each problem.
+The engine loads the exported base with the adapter of the export, renders the questions with the
+exported chat template, completes them greedily to the same limit, and the scorer of the evaluation
+decides what is correct. The command prints both accuracies with their 95 % intervals and the
+difference on the same problems. It fails where 0 lies outside the interval of the difference.
+Greedy completions differ at near-ties, so equal texts are only counted.
 """
 
 import argparse
@@ -26,6 +28,8 @@ from qerl_jax.paths import user_path
 _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
 # Rows that decode together. vLLM captures CUDA graphs for up to twice as many, which takes long.
 _ROWS = 64
+_TRANSFORMERS_ROWS = 100  # A step of transformers takes as long for one row.
+_TRANSFORMERS = {"torch": "2.11.0", "transformers": "5.17.0", "peft": "0.21.2"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -36,6 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
+    add("--engine", choices=tuple(ENGINES), default="vllm", help="what completes (default: vllm)")
     add("evaluation", type=user_path, help="folder with results.json and TASK.jsonl")
     add("--task", default="gsm8k", help="name of the task (default: gsm8k)")
     add("--base", type=user_path, required=True, help="folder of the exported base")
@@ -95,14 +100,15 @@ def scored(
 
 
 def compare(
-    rows: Sequence[dict[str, Any]], served: Sequence[str], correct: Sequence[bool]
+    rows: Sequence[dict[str, Any]], served: Sequence[str], correct: Sequence[bool], *, engine: str
 ) -> dict[str, Any]:
     """Both accuracies, their intervals, and the interval of their difference.
 
     Args:
         rows: rows of the evaluation.
-        served: completions of vLLM.
+        served: completions of the engine.
         correct: whether each of them is correct.
+        engine: name of the engine.
     """
     import numpy as np
 
@@ -113,7 +119,7 @@ def compare(
     difference, low, high = statistics.paired_difference(theirs, ours)
     result = {
         name: {"value": float(values.mean()), "interval": statistics.interval(values, samples=1)}
-        for name, values in (("here", ours), ("vllm", theirs))
+        for name, values in (("here", ours), (engine, theirs))
     }
     return result | {
         "problems": len(rows),
@@ -126,10 +132,11 @@ def compare(
     }
 
 
-def complete(
+def complete_with_vllm(
     arguments: argparse.Namespace, settings: dict[str, Any], rows: Sequence[dict[str, Any]]
 ) -> list[tuple[str, int, bool]]:
     """The greedy completions of vLLM: text, tokens, whether it ended by itself."""
+    decode.set_environment()
     from vllm import LLM, SamplingParams  # pyrefly: ignore[missing-import]
     from vllm.lora.request import LoRARequest  # pyrefly: ignore[missing-import]
 
@@ -160,6 +167,65 @@ def complete(
     return [(out.text, len(out.token_ids), out.finish_reason == "stop") for out in found]
 
 
+def complete_with_transformers(
+    arguments: argparse.Namespace, settings: dict[str, Any], rows: Sequence[dict[str, Any]]
+) -> list[tuple[str, int, bool]]:
+    """The greedy completions of transformers and PEFT, as `complete_with_vllm` returns them.
+
+    Raises:
+        UserError: the evaluation has stop strings.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from qerl_jax.errors import UserError
+
+    if settings.get("stop"):
+        raise UserError("the evaluation has stop strings, which --engine=vllm alone knows")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokenizer = AutoTokenizer.from_pretrained(arguments.base, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.bfloat16).to(device)
+    if arguments.adapter is not None:
+        from peft import PeftModel  # pyrefly: ignore[missing-import]
+
+        # A first pass decompresses NVFP4, without which PEFT finds no weights.
+        with torch.no_grad():
+            model(torch.ones((1, 1), dtype=torch.long, device=device))
+        model = PeftModel.from_pretrained(model, arguments.adapter)
+    ends = model.generation_config.eos_token_id
+    ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=device)
+    found = []
+    for start in range(0, len(rows), _TRANSFORMERS_ROWS):
+        prompts = tokenizer.apply_chat_template(
+            [messages_of(settings, row["question"]) for row in rows[start:][:_TRANSFORMERS_ROWS]],
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            padding=True,
+            **settings.get("chat_template_args") or {},
+        ).to(device)
+        with torch.inference_mode():
+            tokens = model.generate(
+                **prompts,
+                do_sample=False,
+                max_new_tokens=settings["max_new_tokens"],
+            )[:, prompts["input_ids"].shape[1] :]
+        for row in tokens:
+            at = torch.isin(row, ends).nonzero().flatten().tolist()
+            number = at[0] + 1 if at else len(row)
+            text = tokenizer.decode(row[:number], skip_special_tokens=True)
+            found.append((text, number, bool(at)))
+        print(f"{len(found)} of {len(rows)} problems", flush=True)
+    return found
+
+
+ENGINES = {
+    "vllm": (complete_with_vllm, decode.PACKAGES),
+    "transformers": (complete_with_transformers, _TRANSFORMERS),
+}
+
+
 def run(arguments: argparse.Namespace) -> None:
     """Runs the comparison with the parsed arguments."""
     from benchmarks.rollout.results import origin
@@ -167,10 +233,11 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.run.atomic import write_json
 
     settings, rows = read_evaluation(arguments.evaluation, arguments.task)
-    packages = common.installed(decode.PACKAGES)
-    decode.set_environment()
+    complete, needed = ENGINES[arguments.engine]
+    packages = common.installed(needed)
     served = complete(arguments, settings, rows)
-    result = compare(rows, [text for text, *_ in served], scored(settings, rows, served))
+    correct = scored(settings, rows, served)
+    result = compare(rows, [text for text, *_ in served], correct, engine=arguments.engine)
     source = origin("benchmarks.peers.serve")
     kept = {name: source[name] for name in ("commit", "date", "command")}
     result |= {"task": arguments.task, "packages": packages, "device": common.device_name(), **kept}
@@ -178,7 +245,8 @@ def run(arguments: argparse.Namespace) -> None:
     print(json.dumps(result), flush=True)
     if not result["agrees"]:
         raise UserError(
-            f"{arguments.out}: vLLM's accuracy differs from ours by more than chance: "
+            f"{arguments.out}: the accuracy of {arguments.engine} differs from ours by more than "
+            f"chance: "
             f"{result['difference']}"
         )
 
