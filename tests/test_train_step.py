@@ -214,17 +214,22 @@ def test_the_operations_are_those_of_a_run():
     config, params, lora = policy()
     state = init_state(Trainable(lora, {}), SGD)
     update = UpdateConfig(config, loss_config("dapo", kl_coef=0.05, tis_cap=2.0))
-    table = operations(
-        state,
-        params,
-        reference=(params, None),
-        noise=None,
-        measures_kl=False,
-        buffer_tokens=48,
-        config=update,
-        optimizer=SGD,
-        optimizer_key="sgd",
-    )
+
+    def operations_of(optimizer_key):
+        return operations(
+            state,
+            params,
+            reference=(params, None),
+            noise=None,
+            measures_kl=False,
+            buffer_tokens=48,
+            config=update,
+            optimizer=SGD,
+            optimizer_key=optimizer_key,
+        )
+
+    table, other = operations_of("sgd"), operations_of("another learning rate")
+    assert {name for name in table if table[name].key != other[name].key} == {"apply_gradient"}
     assert set(table) == {"zero_totals", "add_gradient", "apply_gradient", "buffer_logprobs"}
     assert len({operation.key for operation in table.values()}) == 4
     programs = compiled(table, compile_operations(committed((params, lora)), table.values()))

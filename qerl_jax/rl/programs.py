@@ -153,12 +153,13 @@ def operations(
             *(params, params, state.trainable.lora),
             *(bare, temperature),
         )
-    identity: tuple = config, buffer_tokens, optimizer_key, described((state, noise, reference))
+    identity: tuple = config, buffer_tokens, described((state, noise, reference))
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())
-    table = {
-        name: Operation(*functions[name], arguments[name], (name, *identity)) for name in arguments
-    }
+    keys = {name: (name, *identity) for name in arguments}
+    # The others do not depend on it, so that runs of several learning rates share them.
+    keys["apply_gradient"] += (optimizer_key,)
+    table = {name: Operation(*functions[name], arguments[name], keys[name]) for name in arguments}
     return table if dequantize is None else table | {"frozen_policy": dequantize}
 
 
