@@ -268,7 +268,7 @@ def test_means_of_micro_batches_train(tiny, tmp_path):
     losses = {}
     for loss in ("bnpo", "dapo"):
         changes = {"steps": 1, "rl.loss": loss, "eval.every": 0, "rl.kl_coef": 0.1}
-        train(tiny.config(changes), workdir=tmp_path / loss)
+        train(tiny.config(changes | {"train.micro_batch_rows": 4}), workdir=tmp_path / loss)
         (row,) = tiny_run.results(tmp_path / loss)
         losses[loss] = row["loss"]
     assert all(math.isfinite(value) for value in losses.values())

@@ -57,6 +57,7 @@ def export_all(folder: pathlib.Path) -> None:
             ExportConfig(
                 source=str(folder / "adapter"),
                 base=SOURCE,
+                base_format="nvfp4",
                 format=form,
                 out=str(folder / form),
                 onto="" if form == "peft" else "trained",
