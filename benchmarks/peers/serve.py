@@ -183,7 +183,7 @@ def complete_with_transformers(
     if settings.get("stop"):
         raise UserError("the evaluation has stop strings, which --engine=vllm alone knows")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(arguments.base, padding_side="left")
+    tokenizer: Any = AutoTokenizer.from_pretrained(arguments.base, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(arguments.base, dtype=torch.bfloat16).to(device)
     if arguments.adapter is not None:
         from peft import PeftModel  # pyrefly: ignore[missing-import]
