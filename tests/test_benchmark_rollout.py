@@ -30,6 +30,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import executable_cache
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.scheduler import Statistics
@@ -84,8 +85,10 @@ def subject(format, head_format=""):
 def test_every_preset_has_an_architecture():
     assert set(ARCHITECTURES) == set(defaults.MODELS)
     for name, shapes in cases.MODELS.items():
-        preset = "llama3.1-8b" if name == "llama8b" else f"qwen2.5-{name}"
-        found = projection_shapes(ARCHITECTURES[preset])
+        model, _, devices = name.partition("/")
+        preset = "llama3.1-8b" if model == "llama8b" else f"qwen2.5-{model}"
+        own = shard_of(ARCHITECTURES[preset], int(devices or 1), format="nvfp4")
+        found = projection_shapes(own)
         rows, inputs = shapes["gate_up"]
         assert found["gate_proj"] == (rows // 2, inputs)
         assert shapes["qkv"][0] == sum(found[f"{p}_proj"][0] for p in "qkv")
