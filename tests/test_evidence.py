@@ -296,16 +296,25 @@ def set_held_out(run, accuracy):
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatch, quick):
-    best = {"bf16-lora": 2e-4, ARM: 1e-4}
+def end_at_once(monkeypatch, tmp_path, best):
+    """Lets jobs do their work at once, with the best accuracy at these learning rates.
+
+    Returns the list of names and devices of what is started.
+    """
     started = []
 
     def start(job, device, workdir):
         started.append((job.name, device))
         process = Ended(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
-        return processes._Started(job, job.name, tmp_path / "log", process, 0.0)
+        return processes._Started(job, tmp_path / "log", process, 0.0)
 
     monkeypatch.setattr(processes, "_start", start)
+    return started
+
+
+def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatch, quick):
+    best = {"bf16-lora": 2e-4, ARM: 1e-4}
+    started = end_at_once(monkeypatch, tmp_path, best)
     flags = [f"--arms=bf16-lora,{ARM}", "--seeds=0,1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     gsm8k_arms.run(all_arms(tmp_path, *flags, "--gpus=2"))
@@ -328,20 +337,13 @@ def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatc
 def test_published_grids_and_rows_are_not_done_again_without_their_folders(
     tmp_path, monkeypatch, quick
 ):
-    started = []
-
-    def start(job, device, workdir):
-        started.append(job.name)
-        process = Ended(job.command, lambda arm, rate: 0.6 if rate == 1e-4 else 0.5)
-        return processes._Started(job, job.name, tmp_path / "log", process, 0.0)
-
-    monkeypatch.setattr(processes, "_start", start)
+    started = end_at_once(monkeypatch, tmp_path, {ARM: 1e-4})
     gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=0"))
     shutil.rmtree(tmp_path / "work")
     started.clear()
     gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=0,1"))
     ends = [f"{ARM}-s1-train", f"{ARM}-s1-end", f"{ARM}-s1-samples"]
-    assert started == [*ends, "start-nvfp4", "start-samples-nvfp4"]
+    assert [name for name, _ in started] == [*ends, "start-nvfp4", "start-samples-nvfp4"]
     rows = gsm8k.read_results(tmp_path / "results")["rows"]
     assert [(row["seed"], row["learning_rate"]) for row in rows] == [(0, 1e-4), (1, 1e-4)]
 

@@ -9,6 +9,7 @@ import sys
 import jax
 import pytest
 
+from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
 from experiments.configs import dapo_math, defaults, grpo_gsm8k
 from experiments.plan import CARDS
@@ -59,7 +60,7 @@ def planned(model, device=H100, experiment=grpo_gsm8k, prompt=0, **changes):
 
 @pytest.mark.parametrize("row", MEASURED, ids=lambda row: f"{row['model']}-{row['format']}")
 def test_the_peak_is_the_measured_one(row):
-    data, tensor = (int(part.partition("=")[2]) for part in row["mesh"].split(","))
+    data, tensor = step._mesh(row["mesh"])
     plan, _ = planned(
         row["model"],
         mesh__data=data,

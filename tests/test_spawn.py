@@ -194,7 +194,7 @@ def test_an_interrupt_while_the_processes_connect_has_one_line(start):
     os.killpg(process.pid, signal.SIGINT)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 130, said
-    assert [line for line in said.splitlines() if line[0] != "W"] == ["interrupted"]  # JAX warns.
+    assert said == "interrupted\n"
     wait_for_end(child)
 
 

@@ -246,8 +246,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not result["agrees"]:
         raise UserError(
             f"{arguments.out}: the accuracy of {arguments.engine} differs from ours by more than "
-            f"chance: "
-            f"{result['difference']}"
+            f"chance: {result['difference']}"
         )
 
 

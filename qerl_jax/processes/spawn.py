@@ -8,7 +8,6 @@ the processes of `launch`, as if a user had started them. Nothing is started whe
 
 import collections
 import contextlib
-import ctypes
 import itertools
 import os
 import signal
@@ -21,6 +20,7 @@ from collections.abc import Generator, Mapping
 
 from qerl_jax.processes.launch import ADDRESS, COUNT, DEVICES, INDEX, place_of
 from qerl_jax.run.device_memory import number_of_gpus
+from qerl_jax.run.signals import after_parent
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS = 60  # how long the others may take to end after process 0
@@ -29,7 +29,6 @@ _LOST_SECONDS = 30  # how long connected processes may take to find out that one
 _KEPT_LINES = 100
 _PROXIES = {"grpc_proxy", "https_proxy", "http_proxy"}
 _ERROR = "error: "
-_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 # Variables by which a user decides what this process serves.
 _DECIDED = COUNT, DEVICES, "JAX_CUDA_VISIBLE_DEVICES"
 
@@ -113,15 +112,13 @@ class _Started:
     """
 
     def __init__(self, index: int, command: list[str], environment: Mapping[str, str]):
-        libc, own = ctypes.CDLL(None), os.getpid()
+        ask_to_die = after_parent(signal.SIGKILL)
         # A Ctrl-C that arrives in the function that Python runs after a fork would be lost.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
         def end_with_the_first() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-            if os.getppid() != own:  # It has ended before.
-                os._exit(1)
+            ask_to_die()
 
         self.index = index
         try:

@@ -1,7 +1,8 @@
 """How much of a GPU's memory a command takes, decided before JAX starts.
 
-JAX takes three quarters of the memory and leaves a quarter unused. A command here takes `pool_of`
-it, or what is free if that is less, unless the user has set one of JAX's own variables.
+JAX takes three quarters of the memory and leaves a quarter unused. A command here takes the part
+that `pool_of` returns, or what is free if that is less, unless the user has set one of JAX's own
+variables.
 """
 
 import ctypes

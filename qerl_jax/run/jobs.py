@@ -3,7 +3,6 @@
 The memory use of a job must not affect the next one, so each has a process.
 """
 
-import ctypes
 import dataclasses
 import os
 import platform
@@ -18,7 +17,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.live_line import LiveLine
 from qerl_jax.run.device_memory import number_of_gpus
 from qerl_jax.run.folder import lock_holder
-from qerl_jax.run.signals import StoppedError, stop_signals
+from qerl_jax.run.signals import StoppedError, after_parent, stop_signals
 
 _POLL_SECONDS = 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -47,11 +46,15 @@ class Job:
     progress: Callable[[], str] | None = None
     result: Callable[[], str] = lambda: "done"
 
+    @property
+    def called(self) -> str:
+        """What the terminal calls it."""
+        return self.title or self.name
+
 
 @dataclasses.dataclass
 class _Started:
     job: Job
-    title: str
     log: Path
     process: subprocess.Popen
     began: float
@@ -129,7 +132,7 @@ def run_jobs(
                 continue
             begun.add(job.name)
             if job.is_finished():
-                print(f"{job.title or job.name}: is finished", flush=True)
+                print(f"{job.called}: is finished", flush=True)
                 continue
             device = free.pop(0)
             active[device] = _start(job, device, folder)
@@ -167,10 +170,10 @@ def run_jobs(
 
 
 def _start(job: Job, device: str | None, folder: Path) -> _Started:
-    log, title = folder / "logs" / f"{job.name}.log", job.title or job.name
+    log = folder / "logs" / f"{job.name}.log"
     environment = environment_of(folder) | ({} if device is None else {_VISIBLE: device})
     place = "" if device is None else f" on GPU {device}"
-    print(f"{title}{place}: see {log}", flush=True)
+    print(f"{job.called}{place}: see {log}", flush=True)
     with log.open("a", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, *job.command],
@@ -180,16 +183,9 @@ def _start(job: Job, device: str | None, folder: Path) -> _Started:
             env=environment,
             # Outside the terminal's process group, so that Ctrl-C reaches it once, from here.
             start_new_session=True,
-            preexec_fn=_stop_with_parent,
+            preexec_fn=after_parent(signal.SIGTERM),
         )
-    return _Started(job, title, log, process, time.perf_counter())
-
-
-def _stop_with_parent() -> None:
-    """On Linux, has the kernel send this process SIGTERM when its parent dies."""
-    pr_set_pdeathsig = 1
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+    return _Started(job, log, process, time.perf_counter())
 
 
 def _stop(active: Iterable[_Started]) -> None:
@@ -210,9 +206,9 @@ def _report(started: _Started, *, quiet: bool) -> str:
     code, job = started.process.returncode, started.job
     if code or not job.is_finished():
         if not quiet:
-            print(f"{started.title}: failed after {minutes:.1f} minutes", flush=True)
+            print(f"{job.called}: failed after {minutes:.1f} minutes", flush=True)
         return f"{_reason(code, started.log)}, see {started.log}"
-    print(f"{started.title}: {job.result()} after {minutes:.1f} minutes", flush=True)
+    print(f"{job.called}: {job.result()} after {minutes:.1f} minutes", flush=True)
     return ""
 
 

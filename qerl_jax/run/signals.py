@@ -1,10 +1,14 @@
 """SIGTERM and SIGINT as a request to stop at the next safe point."""
 
 import contextlib
+import ctypes
+import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG
 
 
 class StoppedError(Exception):
@@ -44,3 +48,17 @@ def stop_signals() -> Iterator[list[int]]:
     finally:
         for signum, handler in old.items():
             signal.signal(signum, handler)
+
+
+def after_parent(signum: int) -> Callable[[], None]:
+    """Returns a `preexec_fn` by which Linux sends the new process a signal when this one dies."""
+    if sys.platform != "linux":
+        return lambda: None
+    libc, own = ctypes.CDLL(None), os.getpid()
+
+    def ask() -> None:
+        libc.prctl(_PARENT_DEATH_SIGNAL, signum)
+        if os.getppid() != own:  # It has died before.
+            os._exit(1)
+
+    return ask
