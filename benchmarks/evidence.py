@@ -106,6 +106,34 @@ def difference_table(runs: Runs) -> str:
     return markdown(header, lines)
 
 
+def exploration_table(runs: Runs, results: pathlib.Path) -> str:
+    """How much each arm explores and what it finds, as means over its seeds.
+
+    Args:
+        runs: the runs by arm.
+        results: folder of gsm8k.json, beside which the metrics of the runs lie.
+    """
+    lines = []
+    for arm, rows in runs.items():
+        metrics = [read_metrics(_metrics_file(row, results)) for row in rows]
+        first = float(np.mean([steps[0]["entropy"] for steps in metrics]))
+        mixed = [100 * (1 - share) for share in _halves(metrics, "advantage_zero_groups")]
+        lines.append(
+            [
+                f"`{arm}`",
+                ", ".join(f"{value:.3f}" for value in (first, *_halves(metrics, "entropy"))),
+                ", ".join(f"{value:.0f}" for value in mixed),
+                ", ".join(f"{value:.3f}" for value in _halves(metrics, "reward")),
+                *(_sampled(rows, name) for name in ("accuracy", "pass@16", "pass@64")),
+            ]
+        )
+    header = (
+        "arm", "entropy: first step, halves", "mixed groups", "reward", "pass@1, sampled",
+        "pass@16", "pass@64",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
 def grid_table(grids: dict[str, list[dict[str, Any]]]) -> str:
     """Held-out accuracy of each learning rate, by arm."""
     lines = [
@@ -137,8 +165,13 @@ def sources_table(runs: Runs) -> str:
     return markdown(("run", "commit", "device", "command"), lines)
 
 
-def results_text(content: dict[str, Any]) -> str:
-    """The generated part of docs/evidence.md."""
+def results_text(content: dict[str, Any], results: pathlib.Path) -> str:
+    """The generated part of docs/evidence.md.
+
+    Args:
+        content: content of gsm8k.json.
+        results: its folder.
+    """
     runs, parts = runs_by_arm(content), []
     if content["grids"]:
         parts += [
@@ -159,6 +192,11 @@ def results_text(content: dict[str, Any]) -> str:
             "Differences in points: over problems with the interval of the paired difference of "
             "the means over seeds, and over seeds with the interval by Welch's t.",
             difference_table(runs),
+            "Exploration: the entropy in nats of the first step, and means over each half of the "
+            "steps of the entropy, the share in percent of groups with right and wrong "
+            "completions, and the reward. The rollouts of an arm with noise are noisy. pass@k at "
+            "temperature 1 is of 200 test problems, before and after training, without noise.",
+            exploration_table(runs, results),
             "![Curves of the arms](evidence_curves.svg)",
             "![Accuracy of the arms](evidence_accuracy.svg)",
             sources_table(runs),
@@ -168,6 +206,23 @@ def results_text(content: dict[str, Any]) -> str:
 
 def _evaluation(row: dict[str, Any], part: str) -> dict[str, Any]:
     return row["about"]["evaluations"][part]
+
+
+def _halves(metrics: list[list[dict[str, Any]]], name: str) -> tuple[float, float]:
+    """Means of a metric over the first and over the second half of the steps, over all seeds."""
+    values = [[step[name] for step in steps] for steps in metrics]
+    first = np.mean([np.mean(part[: (len(part) + 1) // 2]) for part in values])
+    second = np.mean([np.mean(part[len(part) // 2 :]) for part in values])
+    return float(first), float(second)
+
+
+def _sampled(rows: list[dict[str, Any]], name: str) -> str:
+    """A measure of the sampled completions in percent, before and after training."""
+    start, end = (
+        [_evaluation(row, part)[name]["value"] for row in rows]
+        for part in ("start-samples", "samples")
+    )
+    return f"{_mean(start)} -> {_mean(end)}"
 
 
 def _mean(values: list[float], spec: str = ".1f") -> str:
@@ -219,12 +274,16 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     return [row for row in rows if "eval_seconds" not in row]
 
 
+def _metrics_file(row: dict[str, Any], results: pathlib.Path) -> pathlib.Path:
+    """The compressed metrics of a row of gsm8k.json."""
+    return results / "gsm8k" / f"{run_name(row['arm'], row['seed'])}.jsonl.gz"
+
+
 def curves_data(content: dict[str, Any], results: pathlib.Path) -> dict[str, Any]:
     """For each panel and arm, the values of each seed by step; None where nothing was measured."""
     data: dict[str, Any] = {panel: {} for panel in _PANELS}
     for row in content["rows"]:
-        name = run_name(row["arm"], row["seed"])
-        steps = read_metrics(results / "gsm8k" / f"{name}.jsonl.gz")
+        steps = read_metrics(_metrics_file(row, results))
         for step in steps:
             step["mixed_groups"] = 1.0 - step["advantage_zero_groups"]
         for panel in _PANELS:
@@ -322,7 +381,7 @@ def write_page(results: pathlib.Path, docs: pathlib.Path) -> None:
     text = replace_part(
         page.read_text(encoding="utf-8"),
         "evidence",
-        results_text(content),
+        results_text(content, results),
         page="docs/evidence.md",
         command="benchmarks.evidence",
     )

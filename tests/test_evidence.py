@@ -80,6 +80,7 @@ def write_evaluation(folder, *, correct, samples=1, finished=True):
     value = {"value": float(np.mean(correct)), "low": 0.3, "high": 0.5}
     figures = {"problems": len(correct), "samples": samples, "accuracy": value, "finished": 0.75}
     figures |= {"mean_tokens": 200.0, "pass@16": value | {"value": 0.9}}
+    figures |= {"pass@64": value | {"value": 0.95}}
     task = {"max_new_tokens": 1024} | (figures if finished else {})
     results = {"tasks": {"gsm8k": task}, "git": {"commit": "a" * 40}, "device": {"kind": "cpu"}}
     results["command"] = "python -m experiments.evaluate /data/runs/x"
@@ -114,7 +115,8 @@ def write_training(run, *, arm=ARM, seed=1, rate=None):
             "rollout_tokens": 100,
             "step_seconds": 30.0,
             "accuracy": 0.5,
-            "entropy": 0.3,
+            "entropy": 0.3 if step < 3 else 0.2,
+            "reward": 0.1 * step,
             "advantage_zero_groups": 0.25,
             "length": 100.0,
             "noise_kl": 0.01 * (step > 2),
@@ -213,7 +215,7 @@ def test_a_grid_by_hand(tmp_path):
     rows = gsm8k.read_results(results)["grids"][ARM]
     assert [row["learning_rate"] for row in rows] == [2e-5, 1e-4]
     assert {(row["held_out_start"], row["held_out_end"]) for row in rows} == {(25.0, 50.0)}
-    table = page.results_text(gsm8k.read_results(results))
+    table = page.results_text(gsm8k.read_results(results), results)
     assert f"| `{ARM}` | 2e-05: 50.0, 1e-04: 50.0 | 25.0 | 4 | bbbbbbbb |" in table
     assert table.endswith("No arm has run yet.")
 
@@ -427,7 +429,8 @@ def test_the_tables(results, monkeypatch):
     row = page.accuracy_table(runs).splitlines()[-1]
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     # Mean of 50 and 75; t(0.975, 1) = 12.706 times 12.5.
-    assert cells[:6] == [f"`{ARM}`", "0, 1", "5e-05", "25.0", "62.5 ± 158.8", "10.0"]
+    label = f"`{ARM}`" + " (main)" * (evidence.MAIN == ARM)
+    assert cells[:6] == [label, "0, 1", "5e-05", "25.0", "62.5 ± 158.8", "10.0"]
     row = page.difference_table(runs).splitlines()[-1]
     # Differences of the problems 1, 0, 0.5, 0: their mean is 0.375.
     assert "+37.5 [" in row
@@ -446,6 +449,9 @@ def test_the_page_and_its_figures(results, tmp_path):
     assert text.startswith("Above.\n")
     assert text.endswith("Below.\n")
     assert f"`{ARM}-s1`" in text
+    explored = f"| `{ARM}` | 0.300, 0.300, 0.200 | 75, 75 | 0.150, 0.350 | 25.0 -> "
+    (line,) = [line for line in text.splitlines() if line.startswith(explored)]
+    assert line.endswith("| 90.0 -> 90.0 | 95.0 -> 95.0 |")
     content = gsm8k.read_results(results)
     curves = page.curves_data(content, results)
     assert curves["mixed_groups"][ARM] == [[0.75] * 4] * 2
@@ -457,7 +463,7 @@ def test_the_page_and_its_figures(results, tmp_path):
 
 def test_the_evidence_is_up_to_date():
     content = gsm8k.read_results(RESULTS)
-    assert page.results_text(content) in (DOCS / "evidence.md").read_text(encoding="utf-8")
+    assert page.results_text(content, RESULTS) in (DOCS / "evidence.md").read_text(encoding="utf-8")
     names = {gsm8k.run_name(row["arm"], row["seed"]) for row in content["rows"]}
     assert {path.name for path in RESULTS.glob("gsm8k/*")} == {f"{n}.jsonl.gz" for n in names}
     for row in content["rows"]:
