@@ -135,6 +135,15 @@ def test_a_table_keeps_other_shapes(tmp_path, monkeypatch):
     assert (table["device"], table["multiprocessors"]) == ("NVIDIA H", 7)
     assert table["kernel"] == tiling.kernel_digest()
     assert [(entry["m"], entry["us"]) for entry in table["entries"]] == [(1, 1.0), (3, 2.0)]
+    assert "also_verified" not in table
+
+    # Devices that passed the self-test stay listed, until the kernel is another one.
+    path.write_text(json.dumps(table | {"also_verified": ["NVIDIA I"]}))
+    autotune.merge(path, [])
+    assert json.loads(path.read_text())["also_verified"] == ["NVIDIA I"]
+    monkeypatch.setattr(tiling, "kernel_digest", lambda: "another")
+    autotune.merge(path, [])
+    assert "also_verified" not in json.loads(path.read_text())
 
 
 def test_the_table_sets_rows_side_by_side():
