@@ -12,7 +12,8 @@ learning rate. The last 473 training problems are held out: they choose the lear
 and the noise. `benchmarks.gsm8k` trains an arm and scores it on test problems before and after.
 
 The name of an arm with noise says how strong it is: `aqn-paper` has the paper's sigmas, and
-`aqn-kl0.01` the sigma that moves the policy by 0.01 nats a token in every stage but the first.
+`aqn-kl0.01` the sigma that moves the policy by 0.01 nats a token in every stage but the first. With
+`-decay` this falls from stage to stage to 0.0005, as the paper's sigmas fall.
 
 A sweep over `schedules` or `ranks` compares further settings.
 
@@ -47,9 +48,13 @@ _SETTINGS = {
 }
 
 
-def _kl(target: float) -> dict[str, Any]:
-    """Noise that moves the policy by the same KL in all stages but the first."""
-    return {"aqn.schedule": "kl", "aqn.kl_target_start": target, "aqn.kl_target_end": target}
+def _kl(target: float, end: float | None = None) -> dict[str, Any]:
+    """Noise that moves the policy by this KL in the second stage, and by `end` in the last one.
+
+    By default the KL is the same in all stages but the first, which has no noise.
+    """
+    last = target if end is None else end
+    return {"aqn.schedule": "kl", "aqn.kl_target_start": target, "aqn.kl_target_end": last}
 
 
 _OFF = {"aqn.schedule": "off"}
@@ -64,6 +69,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "nvfp4-lora-aqn-kl0.003": _kl(0.003),
     "nvfp4-lora-aqn-kl0.01": _kl(0.01),
     "nvfp4-lora-aqn-kl0.03": _kl(0.03),
+    "nvfp4-lora-aqn-kl0.01-decay": _kl(0.01, end=0.0005),
     "nvfp4-lora-aqn-kl0.01-tis": _kl(0.01) | {"aqn.correction": "tis"},
     "nvfp4-lora-aqn-kl0.01-noisy-forward": _kl(0.01) | {"aqn.correction": "noisy_forward"},
     # Controls: exploration without noise. The temperature and the factor of the bonus are to be set
