@@ -163,8 +163,8 @@ def _evidence_text() -> str:
             ends.setdefault(row["arm"], []).append(row["pass1_end"])
     means = [f"{sum(values) / len(values):.1f} % (`{arm}`)" for arm, values in ends.items()]
     sentence = (
-        f"Means over seeds after {rows[0]['steps']} steps in bf16 and in 4 bits: "
-        f"{', '.join(means)}; `docs/evidence.md` compares them."
+        f"Averaged over seeds, {rows[0]['steps']} steps reach {', '.join(means)} of the same "
+        "problems: `docs/evidence.md` compares training in bf16 and in 4 bits."
     )
     return textwrap.fill(sentence, 100, break_on_hyphens=False)
 
