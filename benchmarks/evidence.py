@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from benchmarks import pictures
-from benchmarks.gsm8k import RESULTS, read_results, run_name
+from benchmarks.gsm8k import RESULTS, metrics_file, read_results, run_name
 from benchmarks.result_tables import markdown
 from benchmarks.tables import replace_part
 from qerl_jax.statistics import half_interval, paired_difference
@@ -115,7 +115,7 @@ def exploration_table(runs: Runs, results: pathlib.Path) -> str:
     """
     lines = []
     for arm, rows in runs.items():
-        metrics = [read_metrics(_metrics_file(row, results)) for row in rows]
+        metrics = [_steps(row, results) for row in rows]
         first = float(np.mean([steps[0]["entropy"] for steps in metrics]))
         mixed = [100 * (1 - share) for share in _halves(metrics, "advantage_zero_groups")]
         lines.append(
@@ -274,16 +274,16 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
     return [row for row in rows if "eval_seconds" not in row]
 
 
-def _metrics_file(row: dict[str, Any], results: pathlib.Path) -> pathlib.Path:
-    """The compressed metrics of a row of gsm8k.json."""
-    return results / "gsm8k" / f"{run_name(row['arm'], row['seed'])}.jsonl.gz"
+def _steps(row: dict[str, Any], results: pathlib.Path) -> list[dict[str, Any]]:
+    """The metrics of the steps of a row of gsm8k.json."""
+    return read_metrics(metrics_file(results, run_name(row["arm"], row["seed"])))
 
 
 def curves_data(content: dict[str, Any], results: pathlib.Path) -> dict[str, Any]:
     """For each panel and arm, the values of each seed by step; None where nothing was measured."""
     data: dict[str, Any] = {panel: {} for panel in _PANELS}
     for row in content["rows"]:
-        steps = read_metrics(_metrics_file(row, results))
+        steps = _steps(row, results)
         for step in steps:
             step["mixed_groups"] = 1.0 - step["advantage_zero_groups"]
         for panel in _PANELS:

@@ -235,6 +235,16 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     return row, about | {"evaluations": found}
 
 
+def metrics_file(results: pathlib.Path, name: str) -> pathlib.Path:
+    """The compressed metrics of a run.
+
+    Args:
+        results: folder of gsm8k.json.
+        name: name of the run, from `run_name`.
+    """
+    return results / "gsm8k" / f"{name}.jsonl.gz"
+
+
 def compress_metrics(run: pathlib.Path, path: pathlib.Path) -> None:
     """Writes metrics.jsonl of a run compressed; the same rows give the same bytes."""
     data = gzip.compress(RunFolder(run).metrics.read_bytes(), mtime=0)
@@ -268,7 +278,7 @@ def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
         row, about = made
         content["rows"].append(row)
         content["runs"][name] = about
-        compress_metrics(workdir / name, results / "gsm8k" / f"{name}.jsonl.gz")
+        compress_metrics(workdir / name, metrics_file(results, name))
         added.append(name)
     arms = list(evidence.ARMS)
     content["rows"].sort(key=lambda row: (arms.index(row["arm"]), row["seed"]))

@@ -48,13 +48,9 @@ _SETTINGS = {
 }
 
 
-def _kl(target: float, end: float | None = None) -> dict[str, Any]:
-    """Noise that moves the policy by this KL in the second stage, and by `end` in the last one.
-
-    By default the KL is the same in all stages but the first, which has no noise.
-    """
-    last = target if end is None else end
-    return {"aqn.schedule": "kl", "aqn.kl_target_start": target, "aqn.kl_target_end": last}
+def _kl(target: float) -> dict[str, Any]:
+    """Noise that moves the policy by the same KL in all stages but the first."""
+    return {"aqn.schedule": "kl", "aqn.kl_target_start": target, "aqn.kl_target_end": target}
 
 
 _OFF = {"aqn.schedule": "off"}
@@ -69,7 +65,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "nvfp4-lora-aqn-kl0.003": _kl(0.003),
     "nvfp4-lora-aqn-kl0.01": _kl(0.01),
     "nvfp4-lora-aqn-kl0.03": _kl(0.03),
-    "nvfp4-lora-aqn-kl0.01-decay": _kl(0.01, end=0.0005),
+    "nvfp4-lora-aqn-kl0.01-decay": _kl(0.01) | {"aqn.kl_target_end": 0.0005},
     "nvfp4-lora-aqn-kl0.01-tis": _kl(0.01) | {"aqn.correction": "tis"},
     "nvfp4-lora-aqn-kl0.01-noisy-forward": _kl(0.01) | {"aqn.correction": "noisy_forward"},
     # Controls: exploration without noise. The temperature and the factor of the bonus are to be set
