@@ -9,7 +9,7 @@ the best held-out accuracy, the training of a seed and the evaluations of `bench
 the evaluations of the start. The first seed of all arms comes before the second one. Grids and rows
 go to gsm8k.json as they get ready. Those that are there, and what lies finished in --workdir, are
 not done again, so the same command continues after it was stopped, also with other arms, seeds or
-GPUs.
+GPUs. `--seeds=` without a seed runs the grids alone, from which the noise is chosen.
 
 Each job says what it does to logs/NAME.log in --workdir. One that fails is named at the end.
 """
@@ -42,7 +42,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--arms", required=True, help=f"comma-separated arms, from {', '.join(evidence.ARMS)}")
-    add("--seeds", default="0,1,2", help="comma-separated seeds (default: 0,1,2)")
+    seeds = "comma-separated seeds; empty: the grids alone (default: 0,1,2)"
+    add("--seeds", default="0,1,2", help=seeds)
     add("--gpus", type=int, default=0, help="jobs at a time, one per GPU (default: one job)")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
@@ -138,7 +139,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _seeds(text: str) -> list[int]:
-    seeds = text.split(",")
+    seeds = text.split(",") if text else []
     if unknown := [seed for seed in seeds if seed not in map(str, evidence.SEEDS)]:
         known = ",".join(map(str, evidence.SEEDS))
         raise UserError(f"--seeds={text}: {unknown[0]!r} is none of {known}")

@@ -336,6 +336,14 @@ def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatc
     assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in gsm8k.PARTS[:3]]
 
 
+def test_no_seeds_run_the_grids_alone(tmp_path, monkeypatch, quick):
+    started = end_at_once(monkeypatch, tmp_path, {ARM: 1e-4})
+    gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds="))
+    assert len(started) == 3
+    assert all(name.startswith(f"grid-{ARM}") for name, _ in started)
+    assert list(gsm8k.read_results(tmp_path / "results")["grids"]) == [ARM]
+
+
 def test_published_grids_and_rows_are_not_done_again_without_their_folders(
     tmp_path, monkeypatch, quick
 ):
