@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-_REFERENCE = "bf16-lora"
+# Arms that every other one is compared with: 16 bits, and 4 bits without noise.
+_REFERENCES = ("bf16-lora", "nvfp4-lora")
 # Panels of the curves: key of the metrics, label, and whether zeros are left out.
 _PANELS = {
     "accuracy": "accuracy at temperature 1",
@@ -85,24 +86,23 @@ def accuracy_table(runs: Runs) -> str:
 
 
 def difference_table(runs: Runs) -> str:
-    """Each arm against the reference, problem by problem and over the seeds, in points."""
-    if _REFERENCE not in runs:
-        return f"Without a run of `{_REFERENCE}` there is no comparison."
-    reference = runs[_REFERENCE]
+    """Each arm against its start and the references, problem by problem and over the seeds."""
+    references = {arm: runs[arm] for arm in _REFERENCES if arm in runs}
     lines = []
     for arm, rows in runs.items():
-        if arm == _REFERENCE:
-            continue
-        gains = [row["pass1_end"] - row["pass1_start"] for row in rows]
-        lines.append(
-            [
-                f"`{arm}`",
-                _mean_and_interval(gains),
-                _over_problems(rows, reference),
-                _over_seeds(rows, reference),
-            ]
-        )
-    header = ("arm", "gain over its start", f"against `{_REFERENCE}`, over problems", "over seeds")
+        cells = [
+            f"`{arm}`",
+            _mean_and_interval([row["pass1_end"] - row["pass1_start"] for row in rows]),
+        ]
+        for reference, its_rows in references.items():
+            same = arm == reference
+            cells += (
+                ["", ""] if same else [_over_problems(rows, its_rows), _over_seeds(rows, its_rows)]
+            )
+        lines.append(cells)
+    header = ["arm", "gain over its start"]
+    for reference in references:
+        header += [f"against `{reference}`, over problems", "over seeds"]
     return markdown(header, lines)
 
 

@@ -325,7 +325,8 @@ def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:
     """Writes a grid into gsm8k.json, in place of an earlier one of its arm; returns the arm."""
     arm, rows = grid_of(sweep)
     content = read_results(results)
-    content["grids"][arm] = rows
+    grids = content["grids"] | {arm: rows}
+    content["grids"] = {name: grids[name] for name in evidence.ARMS if name in grids}
     _write_results(content, results)
     return arm
 

@@ -430,8 +430,7 @@ def results(tmp_path):
     return tmp_path / "results"
 
 
-def test_the_tables(results, monkeypatch):
-    monkeypatch.setattr(page, "_REFERENCE", "nvfp4-lora")
+def test_the_tables(results):
     runs = page.runs_by_arm(gsm8k.read_results(results))
     assert list(runs) == ["nvfp4-lora", ARM]
     row = page.accuracy_table(runs).splitlines()[-1]
@@ -439,12 +438,15 @@ def test_the_tables(results, monkeypatch):
     # Mean of 50 and 75; t(0.975, 1) = 12.706 times 12.5.
     label = f"`{ARM}`" + " (main)" * (evidence.MAIN == ARM)
     assert cells[:6] == [label, "0, 1", "5e-05", "25.0", "62.5 ± 158.8", "10.0"]
-    row = page.difference_table(runs).splitlines()[-1]
+    header, _, reference, row = page.difference_table(runs).splitlines()
+    assert "against `nvfp4-lora`" in header
+    assert "bf16-lora" not in header
+    assert reference == "| `nvfp4-lora` | 0.0 |  |  |"
     # Differences of the problems 1, 0, 0.5, 0: their mean is 0.375.
     assert "+37.5 [" in row
     assert row.endswith("| one seed |")
     del runs["nvfp4-lora"]
-    assert "no comparison" in page.difference_table(runs)
+    assert page.difference_table(runs).splitlines()[0] == "| arm | gain over its start |"
 
 
 def test_the_page_and_its_figures(results, tmp_path):
