@@ -31,6 +31,21 @@ def scaling_table(rows: Iterable[dict]) -> str:
     return markdown(("model", *sizes, *measured, "commit"), lines)
 
 
+def scaling_sentence(rows: Iterable[dict]) -> str:
+    """The largest number of completions per second on several GPUs against one, by model.
+
+    Args:
+        rows: rows of step.json; those that were compared with one GPU count.
+    """
+    best: dict[str, tuple[int, float]] = {}
+    for row in rows:
+        if one := row.get("samples_per_s_of_one"):
+            found = row["devices"], row["samples_per_s"] / one
+            best[row["model"]] = max(found, best.get(row["model"], found))
+    times = (f"{ratio:.2f} on {n} GPUs ({model})" for model, (n, ratio) in best.items())
+    return f"Completions per second against one GPU: {', '.join(times)}."
+
+
 def tensor_ratios(result: dict) -> str:
     """Time of a decode step on GPUs that share the weights, divided by that on one of them.
 

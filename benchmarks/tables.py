@@ -10,7 +10,7 @@ import json
 import pathlib
 import textwrap
 
-from benchmarks.mesh_tables import scaling_table, tensor_ratios
+from benchmarks.mesh_tables import scaling_sentence, scaling_table, tensor_ratios
 from benchmarks.result_tables import (
     SAME,
     STEPS,
@@ -150,7 +150,8 @@ def speed_text() -> str:
         f"{speedrun['pass1_end']:.1f} % of {speedrun['n']:,} GSM8K test problems in\n"
         f"{speedrun['seconds']:.0f} s on one {speedrun['device'].split()[1]}, "
         f"{_CACHE[speedrun['cache']]}.\n"
-        f"{_evidence_text()}"
+        f"{_evidence_text()}\n"
+        f"{scaling_sentence(_read('step.json')['rows'])}"
     )
 
 

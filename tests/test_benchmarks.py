@@ -302,7 +302,10 @@ def test_a_step_on_several_gpus_is_compared_with_that_on_one_of_its_commit(tmp_p
     add(4, 32, 9.0, commit="d")
     add(2, 16, 9.0, model="not on one")
     add(1, 8, 1.0, commit="d")  # takes the place of the row that the others were compared with
-    table = mesh_tables.scaling_table(json.loads((tmp_path / "step.json").read_text())["rows"])
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    sentence = "Completions per second against one GPU: 2.00 on 2 GPUs (a)."
+    assert mesh_tables.scaling_sentence(rows) == sentence
+    table = mesh_tables.scaling_table(rows)
     assert table.count("\n") == 3
     assert "| 1 | 16 x 0 + 0 | 0.50 | 1.00 | 7.00 | 1.75 | c |" in table
     assert "| 2 | 16 x 0 + 0 | 0.50 | 1.00 | 8.00 | 2.00 | c |" in table
