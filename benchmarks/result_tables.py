@@ -67,6 +67,20 @@ def run_table(result: dict) -> str:
     return markdown(header, [line])
 
 
+def kernel_part(result: dict) -> list[str]:
+    """What is shown of the FP4 kernel on one device: its heading, its table, and what follows."""
+    rows = result["rows"]
+    commits = ", ".join(sorted({row["commit"][:8] for row in rows}))
+    heading = (
+        f"On one {result['device']}, which copies {rows[0]['bandwidth'] / 1e12:.2f} TB/s "
+        f"(commits {commits}, jax {rows[0]['versions']['jax']}):"
+    )
+    found = [heading, kernel_table(result)]
+    if between := slowest_between_columns(result):
+        found.append(f"Token counts between the columns, against the next column: {between}.")
+    return found
+
+
 def kernel_table(result: dict) -> str:
     """The FP4 kernel beside other kernels: a row for each shape and implementation."""
     rows = {(row["layer"], row["m"], row["impl"]): row for row in result["rows"]}

@@ -16,7 +16,7 @@ from benchmarks.result_tables import (
     STEPS,
     accuracy_table,
     agreement_table,
-    kernel_table,
+    kernel_part,
     learning_table,
     loading_table,
     markdown,
@@ -29,7 +29,6 @@ from benchmarks.result_tables import (
     rollout_table,
     rows_of,
     run_table,
-    slowest_between_columns,
     startup_table,
 )
 from benchmarks.source_tree import source_tree
@@ -347,21 +346,17 @@ def _rollout_sections() -> list[str]:
 
 
 def _kernel_section() -> str:
-    kernel = _read("kernel.json")
-    commits = ", ".join(sorted({row["commit"][:8] for row in kernel["rows"]}))
-    return _section(
-        "The FP4 kernel",
+    parts = [
         "Device time in microseconds on the fused projections of Qwen2.5, by number of tokens "
-        f"(commits {commits}; {kernel['device']}, jax {kernel['rows'][0]['versions']['jax']}, "
-        "`pallas_kernels/fp4_matmul/benchmark.py`). In brackets: for NVFP4 the fraction of the "
-        "roofline (4.29 TB/s as measured, 790 TFLOP/s), for bf16 and NF4 the slowdown against "
+        "(`pallas_kernels/fp4_matmul/benchmark.py`). In brackets: for NVFP4 the fraction of the "
+        "roofline (the bandwidth of a copy, 790 TFLOP/s), for bf16 and NF4 the slowdown against "
         "NVFP4. The adapter has rank 32 per projection, and its x A^T is included. bf16 is "
         "cuBLAS, for one token `pallas_kernels/matvec.py`; NF4 is bitsandbytes. 'gradient' is the "
         "gradient with respect to the activations. Layers of equal shape share their rows.",
-        kernel_table(kernel),
-        "Token counts between the columns are never slower than the next column: "
-        f"{slowest_between_columns(kernel)}.",
-    )
+    ]
+    for path in sorted(_RESULTS.glob("kernel*.json")):
+        parts += kernel_part(_read(path.name))
+    return _section("The FP4 kernel", *parts)
 
 
 def _section(title: str, *paragraphs: str) -> str:
