@@ -6,6 +6,10 @@ import pathlib
 import signal
 import sys
 
+import bytecode  # noqa: F401  First: it sets where the imports below leave bytecode.
+
+# isort: split
+
 import jax
 import pytest
 import tiny_run

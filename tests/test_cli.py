@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import bytecode
 import pytest
 
 from experiments import cli
@@ -54,7 +55,7 @@ def command(tmp_path):
         return subprocess.run(
             [sys.executable, "experiment.py", *arguments],
             cwd=tmp_path,
-            env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=bytecode.ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
             stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,

@@ -6,6 +6,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import bytecode
 import pytest
 
 from experiments import cli
@@ -30,7 +31,7 @@ def installed(tmp_path):
         return subprocess.run(
             [sys.executable, tmp_path / "bin" / command, *arguments],
             cwd=tmp_path / "empty",
-            env={"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            env=bytecode.ENVIRONMENT | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
         )
