@@ -11,7 +11,7 @@ The arms are those of experiments/configs/evidence.py. A run lies in runs/eviden
     train      experiments.grpo_gsm8k
     end        experiments.evaluate, greedy, 1,024 new tokens, with the last adapter
     samples    the same with 64 samples of each of the first 200 problems, for pass@k
-    start, start-samples    both without the adapter: once for each format of the weights
+    start, start-samples    both without the adapter: once for arms of the same weights
 
 The same command continues where it was stopped, and skips what is finished; `--only=train,end`
 takes some of the parts. A run that has all of them gets a row in benchmarks/results/gsm8k.json,
@@ -55,15 +55,37 @@ def run_name(arm: str, seed: int) -> str:
     return f"{arm}-s{seed}"
 
 
-def evaluation_folders(run: pathlib.Path, form: str) -> dict[str, pathlib.Path]:
-    """Where the evaluations of a run lie; those of the start are shared by runs of one format."""
-    shared = run.parent / f"start-{form}"
+def weights_of(arm: str) -> str:
+    """The name of the weights that an arm begins with: their format, and how they were rounded."""
+    form = evidence.get_config(arm).model.format
+    return f"{form}-awq" if evidence.is_calibrated(arm) else form
+
+
+def evaluation_folders(run: pathlib.Path, arm: str) -> dict[str, pathlib.Path]:
+    """Where the evaluations of a run lie; arms of the same weights share those of the start."""
+    shared = run.parent / f"start-{weights_of(arm)}"
     return {
         "end": run / "evaluations" / "end",
         "samples": run / "evaluations" / "samples",
         "start": shared / "greedy",
         "start-samples": shared / "samples",
     }
+
+
+def source_of(arm: str, args: argparse.Namespace) -> str:
+    """The file or folder of the weights of an arm; '' for those of the hub.
+
+    Raises:
+        UserError: the arm needs calibrated weights, and none are given.
+    """
+    if not evidence.is_calibrated(arm):
+        return args.model
+    if not args.calibrated:
+        raise UserError(
+            f"{arm}: pass --calibrated=FOLDER with what `experiments.quantize MODEL FOLDER "
+            "--calibrate=TEXT` wrote"
+        )
+    return args.calibrated
 
 
 def train_command(
@@ -75,12 +97,15 @@ def train_command(
         arm: name of the arm.
         seed: seed of the run.
         run: the run folder.
-        args: the parsed arguments, of which `model` and `train` count.
+        args: the parsed arguments, of which `model`, `calibrated` and `train` count.
         changes: flags of further fields of the config.
+
+    Raises:
+        UserError: as in `source_of`.
     """
     command = ["-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}:{arm}", f"--config.seed={seed}"]
-    if args.model:
-        command.append(f"--config.model.source={args.model}")
+    if source := source_of(arm, args):
+        command.append(f"--config.model.source={source}")
     if args.train:
         command.append(f"--config.data.path={args.train}")
     return [*command, *changes, f"--workdir={run}"]
@@ -90,7 +115,7 @@ def commands(arm: str, seed: int, args: argparse.Namespace) -> dict[str, list[st
     """The commands of the parts, as arguments of Python, in their order."""
     config = evidence.get_config(arm)
     run = args.workdir / run_name(arm, seed)
-    folders = evaluation_folders(run, config.model.format)
+    folders = evaluation_folders(run, arm)
     trained = "model" if config.train.parameters == "full" else "adapter"
     found = {"train": train_command(arm, seed, run, args, args.rest)}
     for part, folder in folders.items():
@@ -111,7 +136,7 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
         UserError: a command failed.
     """
     run = args.workdir / run_name(arm, seed)
-    folders = evaluation_folders(run, evidence.get_config(arm).model.format)
+    folders = evaluation_folders(run, arm)
     args.workdir.mkdir(parents=True, exist_ok=True)
     environment = environment_of(args.workdir)
     for part, command in commands(arm, seed, args).items():
@@ -202,7 +227,7 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
         return None
     about = describe(run)
     config = about["config"]
-    folders = evaluation_folders(run, config["model"]["format"])
+    folders = evaluation_folders(run, config["preset"])
     found = {part: _described(folder) for part, folder in folders.items()}
     if None in found.values():
         return None
@@ -349,6 +374,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--grid", type=user_path, help="folder of a sweep over an arm's learning rates to add")
     add("--only", default=",".join(PARTS), help=f"parts to run, from {','.join(PARTS)}")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
+    add("--calibrated", default="", help="folder of the calibrated weights of the arms with awq")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
     add("--test", default="", help="JSONL file of test problems (default: the hub's)")
     add("--workdir", type=user_path, default=pathlib.Path("runs/evidence"), help="run folders")

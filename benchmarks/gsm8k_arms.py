@@ -46,6 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", default="0,1,2", help=seeds)
     add("--gpus", type=int, default=0, help="jobs at a time, one per GPU (default: one job)")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
+    add("--calibrated", default="", help="folder of the calibrated weights of the arms with awq")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
     add("--test", default="", help="JSONL file of test problems (default: the hub's)")
     add("--workdir", type=user_path, default=pathlib.Path("runs/evidence"), help="run folders")
@@ -91,15 +92,15 @@ def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
 def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) -> Iterator[Job]:
     own = argparse.Namespace(**vars(arguments), rest=[f"--config.{_RATE}={rate}"])
     run = arguments.workdir / gsm8k.run_name(arm, seed)
-    form = evidence.get_config(arm).model.format
-    folders = gsm8k.evaluation_folders(run, form)
+    folders = gsm8k.evaluation_folders(run, arm)
     commands = gsm8k.commands(arm, seed, own)
     training = _training(f"{run.name}-train", commands.pop("train"), run)
     yield training
     if training.is_finished():
         for part, command in commands.items():
-            # Arms of one format share the evaluations of the start.
-            name = f"{part}-{form}" if part.startswith("start") else f"{run.name}-{part}"
+            # Arms of the same weights share the evaluations of the start.
+            shared = part.startswith("start")
+            name = f"{part}-{gsm8k.weights_of(arm)}" if shared else f"{run.name}-{part}"
             yield Job(name, command, functools.partial(_is_evaluated, folders[part]))
 
 
@@ -119,12 +120,14 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the jobs with the parsed arguments.
 
     Raises:
-        UserError: an argument is wrong, or jobs have failed.
+        UserError: an argument is wrong or missing, or jobs have failed.
         StoppedError: SIGTERM or SIGINT arrived; the jobs have saved.
     """
     arms, seeds = arguments.arms.split(","), _seeds(arguments.seeds)
     if unknown := [arm for arm in arms if arm not in evidence.ARMS]:
         raise UserError(f"unknown arm {unknown[0]!r}: choose from {', '.join(evidence.ARMS)}")
+    for arm in arms:
+        gsm8k.source_of(arm, arguments)  # before any job starts
 
     def ready() -> Iterator[Job]:
         _publish(arms, arguments)

@@ -133,7 +133,7 @@ def write_run(workdir, *, arm=ARM, seed=1, correct=(1, 1, 0, 1), without=()):
     """A finished run with its evaluations but for some parts."""
     run = workdir / gsm8k.run_name(arm, seed)
     write_training(run, arm=arm, seed=seed)
-    for part, folder in gsm8k.evaluation_folders(run, "nvfp4").items():
+    for part, folder in gsm8k.evaluation_folders(run, ARM).items():
         if part not in without and not folder.exists():
             start = part.startswith("start")
             samples = 64 if part.endswith("samples") else 1
@@ -173,7 +173,7 @@ def test_a_row_by_hand(tmp_path):
 def test_a_row_waits_for_its_evaluations(part, tmp_path):
     run = write_run(tmp_path, without=[part])
     assert gsm8k.row_of(run) is None
-    folder = gsm8k.evaluation_folders(run, "nvfp4")[part]
+    folder = gsm8k.evaluation_folders(run, ARM)[part]
     write_evaluation(folder, correct=[1], finished=False)
     assert gsm8k.row_of(run) is None
     assert gsm8k.row_of(tmp_path / "absent-s0") is None
@@ -222,6 +222,7 @@ def test_a_grid_by_hand(tmp_path):
 
 def arguments(tmp_path, **changes):
     given = {"workdir": tmp_path, "model": "m.gguf", "train": "a.jsonl", "test": "b.jsonl"}
+    given |= {"calibrated": ""}
     return argparse.Namespace(**given | {"rest": [], "only": list(gsm8k.PARTS)} | changes)
 
 
@@ -241,6 +242,17 @@ def test_the_commands_of_a_run(tmp_path):
         assert ("--samples=64" in found[part]) == part.endswith("samples")
     full = gsm8k.commands("bf16-full", 0, arguments(tmp_path))
     assert full["end"][3] == "--adapter=model"
+
+
+def test_arms_with_calibrated_weights(tmp_path):
+    arm = "nvfp4-awq-lora"
+    given = arguments(tmp_path, calibrated="qwen-awq")
+    found = gsm8k.commands(arm, 0, given)
+    assert "--config.model.source=qwen-awq" in found["train"]
+    assert found["start"][-2] == f"--out={tmp_path / 'start-nvfp4-awq' / 'greedy'}"
+    assert "--config.model.source=m.gguf" in gsm8k.commands(ARM, 0, given)["train"]
+    with pytest.raises(UserError, match=f"{arm}: pass --calibrated=FOLDER"):
+        gsm8k.commands(arm, 0, arguments(tmp_path))
 
 
 def test_finished_parts_are_skipped_and_a_failure_ends_the_rest(tmp_path, monkeypatch):
@@ -407,6 +419,7 @@ def test_a_signal_is_passed_on_to_the_jobs_once(tmp_path, monkeypatch):
     ("flags", "message"),
     [
         (["--arms=fp8"], "unknown arm 'fp8'"),
+        ([f"--arms={ARM},nvfp4-awq-lora"], r"nvfp4-awq-lora: pass --calibrated=FOLDER"),
         ([f"--arms={ARM}", "--seeds=0,9"], r"--seeds=0,9: '9' is none of 0,1,2,3,4"),
         ([f"--arms={ARM}", "--gpus=-1"], r"--gpus=-1"),
     ],

@@ -13,7 +13,11 @@ and the noise. `benchmarks.gsm8k` trains an arm and scores it on test problems b
 
 The name of an arm with noise says how strong it is: `aqn-paper` has the paper's sigmas, and
 `aqn-kl0.01` the sigma that moves the policy by 0.01 nats a token in every stage but the first. With
-`-decay` this falls from stage to stage to 0.0005, as the paper's sigmas fall.
+`-decay` this falls from stage to stage to 0.0005, as the paper's sigmas fall. In an arm with `awq`
+the weights are calibrated before they are rounded, as the paper says of its own; the others round
+to nearest, as its published script does. `model.source` of the former is what this command writes:
+
+    uv run python -m experiments.quantize MODEL OUT --calibrate=gsm8k_train.jsonl
 
 A sweep over `schedules` or `ranks` compares further settings.
 
@@ -61,6 +65,8 @@ ARMS: dict[str, dict[str, Any]] = {
     "bf16-lora-aqn": _BF16 | _kl(0.01),
     "nf4-lora": {"model.format": "nf4"} | _OFF,
     "nvfp4-lora": _OFF,
+    "nvfp4-awq-lora": _OFF,
+    "nvfp4-awq-lora-aqn-kl0.01": _kl(0.01),
     "nvfp4-lora-aqn-paper": {},
     "nvfp4-lora-aqn-kl0.003": _kl(0.003),
     "nvfp4-lora-aqn-kl0.01": _kl(0.01),
@@ -106,6 +112,11 @@ STUDIES: dict[str, list[ConfigOverrides]] = {
     ),
     "ranks": product({"lora.rank": [16, 32, 64]}, {"seed": [0, 1]}),
 }
+
+
+def is_calibrated(arm: str) -> bool:
+    """Whether the weights of an arm are calibrated before they are rounded."""
+    return "-awq-" in arm
 
 
 def get_config(preset: str = "nvfp4-lora") -> ConfigDict:
