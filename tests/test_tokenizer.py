@@ -227,6 +227,14 @@ def test_folder_with_a_malformed_file(tmp_path, file, content, named):
     assert "\n" not in str(caught.value)
 
 
+def test_a_tokenizer_that_cannot_be_read_is_not_called_malformed(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "tokenizer.json").mkdir()  # Permissions do not stop a test that runs as root.
+    with pytest.raises(UserError, match=r"tokenizer.json: cannot be read: Is a directory"):
+        tokenizer.from_folder(tmp_path)
+
+
 def test_folder_without_a_tokenizer(tmp_path):
     with pytest.raises(UserError, match=r"there is no tokenizer .tokenizer.json or vocab.json"):
         tokenizer.from_folder(tmp_path)

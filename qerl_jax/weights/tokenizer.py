@@ -356,7 +356,9 @@ def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     if file.exists():
         try:
-            return tokenizers.Tokenizer.from_file(str(file))
+            return tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from error
         except Exception as error:  # tokenizers raises no narrower class
             raise UserError(f"{file}: malformed: {first_line(error):.300}") from error
     if not (folder / "vocab.json").exists():
