@@ -1,15 +1,21 @@
 """Custom schedules, loss weights and rewards: functions outside the project, by import path."""
 
+import importlib
 import subprocess
 import sys
 
 import numpy as np
+import optax
 import pytest
 import tiny_run
+from tiny_model import random_lora, tiny_policy
 
 from qerl_jax.errors import UserError
+from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import losses
 from qerl_jax.rl.batch import make_batch
+from qerl_jax.rl.programs import operations
+from qerl_jax.rl.train_step import UpdateConfig, init_state
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import prepare
 
@@ -204,6 +210,32 @@ def test_a_loss_that_is_not_finite_is_named(tiny, tmp_path, module):
     changes = {"steps": 4, "eval.every": 0, "rl.loss": f"{module}:endless"}
     with pytest.raises(UserError, match=f"check that {module}:endless is finite"):
         train(tiny.config(changes), workdir=tmp_path / "run")
+
+
+def test_an_edited_loss_is_another_program(module, tmp_path):
+    """Programs are cached by their keys, and an import path says nothing of its code."""
+
+    def key(text):
+        (tmp_path / "my_ideas.py").write_text(text)
+        importlib.invalidate_caches()
+        sys.modules.pop("my_ideas", None)
+        config, params = tiny_policy("llama", num_layers=1)
+        state = init_state(Trainable(lora=random_lora(config), params={}), optax.sgd(1.0))
+        table = operations(
+            state,
+            params,
+            reference=None,
+            noise=None,
+            measures_kl=False,
+            buffer_tokens=48,
+            config=UpdateConfig(model=config, loss=losses.loss_config(f"{module}:pg")),
+            optimizer=optax.sgd(1.0),
+            optimizer_key="sgd",
+        )
+        return table["add_gradient"].key
+
+    assert key(MODULE) == key(MODULE + "# and a comment")
+    assert key(MODULE) != key(MODULE.replace("return -ratio * adv", "return -5.0 * ratio * adv"))
 
 
 def test_an_own_loss_has_no_dual_clip(module):

@@ -1,5 +1,6 @@
 """The loss of a single token, before the weighted sum over the tokens of an update."""
 
+import hashlib
 from typing import Any
 
 import jax
@@ -105,9 +106,25 @@ def check_custom_loss(function: str) -> None:
     Raises:
         UserError: as in `custom_loss`.
     """
+    jax.eval_shape(lambda *a: custom_loss(function, *a), *_four_tokens())
+
+
+def custom_loss_digest(function: str) -> str:
+    """Returns a digest of what a user function computes, for the names of compiled programs.
+
+    Its import path stays the same where its code, or a number that it reads, has changed.
+
+    Raises:
+        UserError: as in `custom_loss`.
+    """
+    lowered = jax.jit(lambda *a: custom_loss(function, *a)).lower(*_four_tokens())
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
+def _four_tokens() -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The arguments of `custom_loss` after the function, for four tokens."""
     values = jax.ShapeDtypeStruct((4,), np.float32)
-    mask = jax.ShapeDtypeStruct((4,), np.bool_)
-    jax.eval_shape(lambda *a: custom_loss(function, *a), values, values, values, mask)
+    return values, values, values, jax.ShapeDtypeStruct((4,), np.bool_)
 
 
 def off_policy_mask(

@@ -17,6 +17,7 @@ from pallas_kernels import device
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl import data_parallel, train_step
+from qerl_jax.rl.objectives import custom_loss_digest
 from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import TrainState, UpdateConfig
 from qerl_jax.rollout.programs import (
@@ -154,6 +155,8 @@ def operations(
             *(bare, temperature),
         )
     identity: tuple = config, buffer_tokens, described((state, noise, reference))
+    if ":" in config.loss.objective:
+        identity = *identity, custom_loss_digest(config.loss.objective)
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())
     keys = {name: (name, *identity) for name in arguments}
