@@ -46,6 +46,14 @@ def test_a_uniform_model(model):
     assert np.exp(window_losses(blank, None, tokens).mean()) == pytest.approx(VOCAB, rel=1e-5)
 
 
+def test_a_line_of_json_may_hold_separators_of_unicode(tmp_path):
+    texts = ["one\u2028two", "three\x85four", "five"]
+    path = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": text}, ensure_ascii=False) + "\r\n" for text in texts]
+    path.write_bytes("".join(lines).encode())
+    assert read_documents(str(path)) == texts
+
+
 def test_windows_are_full_and_concatenate_the_documents(model):
     documents = ["t1 t2 t3", "t4", "t5 t6 t7 t8"]
     expected = np.arange(1, 9).reshape(2, 4)

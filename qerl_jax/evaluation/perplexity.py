@@ -129,7 +129,8 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _json_lines(path: pathlib.Path, text: str) -> Iterable[Mapping[str, Any]]:
-    for number, line in enumerate(text.splitlines(), 1):
+    # Not `splitlines`, which also ends a line at U+2028 and others that JSON allows in a string.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
