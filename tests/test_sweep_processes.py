@@ -1,5 +1,6 @@
 """Runs of a sweep at the same time, one on each device; the processes only pretend to train."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -81,6 +82,16 @@ def test_runs_share_out_the_devices(tmp_path, capsys):
     assert "run 5/5 run4: last reward 0.500 after" in out
     assert train_all(runs[2:], tmp_path, ["2", "5"]) == {}
     assert capsys.readouterr().out.count(": is finished") == 3
+
+
+def test_a_last_step_without_any_reward_does_not_end_the_sweep(tmp_path, capsys):
+    runs = make_runs(tmp_path, 2, seconds=0.05)
+    code = TRAIN.replace('"reward": 0.5', '"reward": None')
+    runs[0] = dataclasses.replace(runs[0], command=("-c", code, *runs[0].command[2:]))
+    assert train_all(runs, tmp_path) == {}
+    out = capsys.readouterr().out
+    assert "run0: last reward missing after" in out
+    assert "run1: last reward 0.500 after" in out
 
 
 def test_one_run_at_a_time_sees_what_the_sweep_sees(tmp_path, monkeypatch):

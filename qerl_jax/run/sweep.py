@@ -162,7 +162,8 @@ def train_all(
 
 
 def _last_reward(run: Run) -> str:
-    return f"last reward {read_steps(RunFolder(run.folder).metrics)[-1]['reward']:.3f}"
+    reward = read_steps(RunFolder(run.folder).metrics)[-1]["reward"]
+    return "last reward missing" if reward is None else f"last reward {reward:.3f}"
 
 
 def _last_step(run: Run) -> str:
