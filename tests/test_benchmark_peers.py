@@ -269,6 +269,10 @@ def test_a_random_checkpoint_has_what_transformers_requires(tmp_path):
     assert {name: file for file, names in held.items() for name in names} == index["weight_map"]
 
 
+def half_right(prompt, completion, answer, num_tokens, finished):
+    return 0.8 if "7" in completion else None
+
+
 def test_what_serve_compares(tmp_path):
     settings = {"system_prompt": "Think.", "question_suffix": "!", "max_new_tokens": 8}
     settings |= {"judge": "qerl_jax.rl.rewards:boxed_answer"}
@@ -294,6 +298,13 @@ def test_what_serve_compares(tmp_path):
     ]
     served = [(r"\boxed{7.0}", 4, True), (r"\boxed{9}", 4, True)] * 10
     assert serve.scored(settings, rows, served) == [True, False] * 10
+    # What counts in an evaluation: more than 0.5 is correct, a missing score is not.
+    assert serve.scored(settings | {"judge": f"{__name__}:half_right"}, rows, served) == [
+        True, False,
+    ] * 10  # fmt: skip
+    missing = [rows[0], rows[1] | {"correct": None}] * 10
+    again = serve.compare(missing, [text for text, *_ in served], [True, False] * 10, engine="vllm")
+    assert (again["here"]["value"], again["same_outcome"], again["agrees"]) == (0.5, 1.0, True)
     same = serve.compare(rows, [text for text, *_ in served], [True, False] * 10, engine="vllm")
     assert (same["here"]["value"], same["vllm"]["value"], same["agrees"]) == (0.5, 0.5, True)
     assert (same["same_outcome"], same["same_text"]) == (1.0, 0.0)

@@ -29,6 +29,7 @@ _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
 # Rows that decode together. vLLM captures CUDA graphs for up to twice as many, which takes long.
 _ROWS = 64
 _TRANSFORMERS_ROWS = 100  # A step of transformers takes as long for one row.
+_SCORE_SECONDS = 5.0  # for a call of the scorer, as in `experiments.evaluate`
 _TRANSFORMERS = {"torch": "2.11.0", "transformers": "5.17.0", "peft": "0.21.2"}
 
 
@@ -83,20 +84,20 @@ def scored(
     served: Sequence[tuple[str, int, bool]],
 ) -> list[bool]:
     """Whether each served completion (text, tokens, ended by itself) is correct."""
-    from qerl_jax.import_path import import_function
+    from qerl_jax.scoring.calls import resolve
+    from qerl_jax.scoring.score import score
 
-    scorer = import_function(settings["judge"], what="scorer")
-    return [
-        scorer(
-            prompt=row["question"],
-            completion=text,
-            answer=row["gold"],
-            num_tokens=tokens,
-            finished=finished,
-        )
-        >= 1.0
-        for row, (text, tokens, finished) in zip(rows, served, strict=True)
-    ]
+    texts, tokens, finished = zip(*served, strict=True)
+    scores = score(
+        {"correct": (resolve(settings["judge"]), 1.0)},
+        [row["question"] for row in rows],
+        texts,
+        [row["gold"] for row in rows],
+        tokens,
+        finished,
+        time_limit=_SCORE_SECONDS,
+    )
+    return (scores.parts["correct"] > 0.5).tolist()  # A missing score, NaN, is not correct.
 
 
 def compare(
@@ -114,7 +115,7 @@ def compare(
 
     from qerl_jax import statistics
 
-    ours = np.array([row["correct"] for row in rows], np.float64)
+    ours = np.array([row["correct"] is True for row in rows], np.float64)
     theirs = np.array(correct, np.float64)
     difference, low, high = statistics.paired_difference(theirs, ours)
     result = {
