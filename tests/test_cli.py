@@ -38,6 +38,8 @@ def run(config, workdir):
         raise KeyboardInterrupt
     if config.steps == 9:
         raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+    if config.steps == 11:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", "metrics.jsonl")
     if config.steps == 10:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
     print(config.preset, config.rl.clip_high, config.targets, workdir, "jax" in sys.modules)
@@ -101,6 +103,7 @@ def test_flags_reach_the_experiment_before_jax_is_imported(command):
         ("steps=4", ["'steps=4'", "--config.steps"]),
         ("--config.steps=7", ["steps is 7; use 8"]),
         ("--config.steps=9", ["no disk space", "metrics.jsonl"]),
+        ("--config.steps=11", ["no disk space", "metrics.jsonl"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(command, argument, words):
