@@ -154,13 +154,21 @@ def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> int:
-    """Runs a command of Python, and passes SIGTERM on to it; returns the exit code."""
+    """Runs a command of Python, which saves when a signal arrives; returns the exit code.
+
+    SIGTERM is passed on to it. A terminal sends Ctrl-C to both, and this process waits.
+    """
     process = subprocess.Popen([sys.executable, *command], env=environment)
-    before = signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+    handlers: dict[signal.Signals, Any] = {
+        signal.SIGTERM: lambda *_: process.send_signal(signal.SIGTERM),
+        signal.SIGINT: lambda *_: None,
+    }
+    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
         return process.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
         process.kill()
         process.wait()
 

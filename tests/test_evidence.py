@@ -3,8 +3,12 @@
 import argparse
 import gzip
 import json
+import os
 import pathlib
 import shutil
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -264,6 +268,37 @@ def test_finished_parts_are_skipped_and_a_failure_ends_the_rest(tmp_path, monkey
     assert ran == ["experiments.grpo_gsm8k", "experiments.evaluate"]
     gsm8k.run_parts(ARM, 1, arguments(tmp_path, only=["end", "start"]))
     assert len(ran) == 2
+
+
+SAVES = """
+import pathlib, signal, sys, time
+def save(*_):
+    time.sleep(1.0)
+    pathlib.Path(sys.argv[1]).touch()
+    sys.exit(130)
+signal.signal(signal.SIGINT, save)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_command_may_save_after_ctrl_c(tmp_path):
+    """A terminal sends SIGINT to all processes in its foreground, as to this new group."""
+    code = (
+        "import os, sys; from benchmarks import gsm8k\n"
+        "print('code', gsm8k._run(['-c', *sys.argv[1:]], dict(os.environ)))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, SAVES, str(tmp_path / "saved")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        cwd=DOCS.parent,
+    )
+    assert process.stdout.readline() == "ready\n"
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate()[0] == "code 130\n"
+    assert (tmp_path / "saved").exists()
 
 
 # --- All arms -----------------------------------------------------------------------------------
