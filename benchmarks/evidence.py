@@ -193,9 +193,11 @@ def results_text(content: dict[str, Any], results: pathlib.Path) -> str:
             "the means over seeds, and over seeds with the interval by Welch's t.",
             difference_table(runs),
             "Exploration: the entropy in nats of the first step, and means over each half of the "
-            "steps of the entropy, the share in percent of groups with right and wrong "
-            "completions, and the reward. The rollouts of an arm with noise are noisy. pass@k at "
-            "temperature 1 is of 200 test problems, before and after training, without noise.",
+            "steps of the entropy, the share in percent of mixed groups, and the reward. A group "
+            "is mixed if the rewards of its completions differ: some are right and some are "
+            "wrong, or some lack the right form. The rollouts of an arm with noise are noisy. "
+            "pass@k at temperature 1 is of 200 test problems, before and after training, without "
+            "noise.",
             exploration_table(runs, results),
             "![Curves of the arms](evidence_curves.svg)",
             "![Accuracy of the arms](evidence_accuracy.svg)",
