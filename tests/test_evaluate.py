@@ -139,6 +139,13 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     assert found.truncated > 0
 
 
+def test_a_mistyped_policy_is_named_before_problems_are_loaded(tmp_path):
+    """Without --tasks a model is evaluated on GSM8K, which the hub may not give either."""
+    source = str(tmp_path / "run_of_yesterday")
+    with pytest.raises(UserError, match=r"'.*run_of_yesterday' is neither a folder"):
+        evaluate(EvaluateConfig(source=source))
+
+
 def test_what_is_saved_is_what_is_counted(settings, tiny, rollouts, capsys):
     (folder,) = evaluate(settings())
     rows = read_jsonl(folder / "problems.jsonl")

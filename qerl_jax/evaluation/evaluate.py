@@ -46,6 +46,7 @@ from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.scoring.calls import check_columns, resolve
 from qerl_jax.statistics import paired_difference
+from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel
 
 _CPU_ROWS = 32
@@ -72,6 +73,8 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     """
     results_folder.validate(config)
     source = user_path(config.source)
+    if not source.exists():
+        read_architecture(config.source)  # A mistake in the name, before problems are loaded.
     run = read_run(source)
     tasks = make_tasks(
         config.tasks, run=run and run["config"], overrides=config.overrides, folder=source
