@@ -89,6 +89,11 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
         return None, cut(read_documents(arguments.perplexity))
     documents = read_documents(arguments.calibrate)
     half = len(documents) // 2
+    if not half:
+        raise UserError(
+            f"--calibrate={arguments.calibrate}: it is one document, and half of the documents "
+            "are kept to measure on; pass more (paragraphs of a text, or lines of a .jsonl)"
+        )
     if arguments.perplexity in ("", arguments.calibrate):
         held_out = documents[half:]
     else:

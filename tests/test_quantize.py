@@ -213,6 +213,7 @@ def test_the_command_calibrates(tmp_path, capsys, source, text):
         ({"perplexity": "text.jsonl", "width": 1000}, "128 positions"),
         ({"perplexity": "text.jsonl", "windows": 0}, "--windows=0"),
         ({"perplexity": "short.txt"}, "only 2 tokens"),
+        ({"calibrate": "short.txt"}, "--calibrate=short.txt: it is one document"),
     ],
 )
 def test_the_command_refuses(tmp_path, monkeypatch, source, text, changes, named):
