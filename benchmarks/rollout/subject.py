@@ -50,9 +50,9 @@ class BenchmarkConfig:
         new_tokens: new tokens per row.
         lora_ranks: ranks of the adapters on all seven projections; 0 is no adapter.
         tensor: number of devices that the weights are cut between.
-        chunk_steps: decode steps per program call, as in `SamplingConfig`.
-        dequantize: 'once' or 'step', as in `SamplingConfig`.
-        kv_cache_dtype: dtype of keys and values, as in `SamplingConfig`.
+        chunk_steps: decode steps per program call, as in `EngineConfig`.
+        dequantize: 'once' or 'step', as in `EngineConfig`.
+        kv_cache_dtype: dtype of keys and values, as in `EngineConfig`.
         head_format: format of the head, as in `head.rollout_head`.
         parts: whether the parts of a step are measured too.
         startup: whether to measure the start of rollouts of `prompts` and `group` instead.
@@ -62,7 +62,7 @@ class BenchmarkConfig:
         prompts: number of problems, or of random prompts in a startup.
         group: completions per prompt.
         max_new_tokens: limit of a completion in tokens.
-        max_rows: largest decode batch in rows, as in `SamplingConfig`.
+        max_rows: largest decode batch in rows, as in `EngineConfig`.
         system_prompt: system message of the problems.
         seed: seed of weights, tokens and draws.
         bandwidth: bytes per second of the roofline; 0 takes the device's, where it is known.

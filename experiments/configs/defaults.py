@@ -127,8 +127,9 @@ def _fields(model: str) -> ConfigDict:
     c.seed = 0
     c.steps = 600  # More of them extend a run, unless its learning rate has decayed to 0.
 
-    # Folder of a run that this run begins from: its adapter, optimizer and position in the data,
-    # with any other field changed. FOLDER takes its last checkpoint, FOLDER:best its best adapter.
+    # Folder of a run that this run begins from: its adapter, optimizer and position in the data.
+    # Other fields may change, but not model.format and what the adapter is. FOLDER takes its last
+    # checkpoint, FOLDER:best its best adapter.
     c.init_from = ""
 
     c.model = ConfigDict()
