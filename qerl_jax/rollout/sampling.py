@@ -108,11 +108,6 @@ def _sample_blocks(keys: jax.Array, blocks: jax.Array, log_masses: jax.Array) ->
     return block * _BLOCK + jnp.argmax(chosen + noise[:, count:], axis=-1)
 
 
-def entropy(logprobs: jax.Array) -> jax.Array:
-    """Returns entropies [...] in nats of normalized log-probabilities [..., V]."""
-    return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
-
-
 def _truncate(logprobs: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
     if 0 < top_k < logprobs.shape[-1]:
         probs = jnp.exp(logprobs)
