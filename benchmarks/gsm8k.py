@@ -22,6 +22,7 @@ training.
 
 import argparse
 import gzip
+import hashlib
 import json
 import pathlib
 import shlex
@@ -47,6 +48,7 @@ RESULTS = _ROOT / "benchmarks" / "results"
 PARTS = ("train", "end", "samples", "start", "start-samples")
 _CONFIG = "experiments/configs/evidence.py"
 _TASK = "gsm8k"
+_WEIGHTS = "adapter_model.safetensors"  # as in `weights.peft`, which imports JAX
 _NEW_TOKENS, _SAMPLES, _SAMPLED_PROBLEMS = 1024, 64, 200
 
 
@@ -177,12 +179,20 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 
 
 def finished_evaluation(folder: pathlib.Path) -> dict[str, Any] | None:
-    """The results of an evaluation; None while it is not finished."""
+    """The results of an evaluation; None while it is not finished, or if its run has gone on.
+
+    A run that was extended, or evaluated before its end, has another adapter by now.
+    """
     path = folder / "results.json"
     if not path.exists():
         return None
     results = json.loads(path.read_text(encoding="utf-8"))
-    return results if "accuracy" in results["tasks"].get(_TASK, {}) else None
+    if "accuracy" not in results["tasks"].get(_TASK, {}):
+        return None
+    digest = results["settings"].get("adapter_sha256")  # None for a base, or where all is trained
+    weights = RunFolder(folder.parents[1]).adapter() / _WEIGHTS
+    same = not digest or hashlib.sha256(weights.read_bytes()).hexdigest() == digest
+    return results if same else None
 
 
 def well_formed(rows: list[dict[str, Any]]) -> dict[str, float | None]:

@@ -2,6 +2,7 @@
 
 import argparse
 import gzip
+import hashlib
 import json
 import os
 import pathlib
@@ -25,6 +26,7 @@ from qerl_jax.run.jobs import Job
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.training.method import method_of
 from qerl_jax.training.validate import validate
+from qerl_jax.weights.peft import WEIGHTS_FILE
 
 DOCS = pathlib.Path(page.__file__).resolve().parents[1] / "docs"
 FIELDS = {
@@ -88,6 +90,9 @@ def write_evaluation(folder, *, correct, samples=1, finished=True):
     task = {"max_new_tokens": 1024} | (figures if finished else {})
     results = {"tasks": {"gsm8k": task}, "git": {"commit": "a" * 40}, "device": {"kind": "cpu"}}
     results["command"] = "python -m experiments.evaluate /data/runs/x"
+    weights = folder.parents[1] / "adapter" / WEIGHTS_FILE
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else None
+    results["settings"] = {"adapter_sha256": digest}
     (folder / "results.json").write_text(json.dumps(results))
     rows = [
         {"problem": i, "sample": 0, "correct": bool(c), "format": i % 2 == 1}
@@ -131,6 +136,8 @@ def write_training(run, *, arm=ARM, seed=1, rate=None):
     rows.append({"step": 4, "eval_accuracy": 0.5, "eval_seconds": 1.0})
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (run / "summary.json").write_text(json.dumps({"steps": 4, "peak_memory_bytes": 7}))
+    (run / "adapter").mkdir()
+    (run / "adapter" / WEIGHTS_FILE).write_bytes(b"weights after 4 steps")
 
 
 def write_run(workdir, *, arm=ARM, seed=1, correct=(1, 1, 0, 1), without=()):
@@ -181,6 +188,18 @@ def test_a_row_waits_for_its_evaluations(part, tmp_path):
     write_evaluation(folder, correct=[1], finished=False)
     assert gsm8k.row_of(run) is None
     assert gsm8k.row_of(tmp_path / "absent-s0") is None
+
+
+def test_an_evaluation_of_an_earlier_adapter_is_not_finished(tmp_path, monkeypatch):
+    """As after `--config.steps=120`, which extends a run that was trained and evaluated."""
+    run = write_run(tmp_path)
+    assert gsm8k.row_of(run) is not None
+    (run / "adapter" / WEIGHTS_FILE).write_bytes(b"weights after 8 steps")
+    assert gsm8k.row_of(run) is None
+    ran = []
+    monkeypatch.setattr(gsm8k, "_run", lambda command, _: ran.append(command[-3:]) or 0)
+    gsm8k.run_parts(ARM, 1, arguments(tmp_path, only=["end", "samples", "start"]))
+    assert len(ran) == 2
 
 
 def test_answers_without_the_right_form_have_no_accuracy():
