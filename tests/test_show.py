@@ -76,6 +76,12 @@ def test_the_last_step_and_the_curves(tmp_path):
     assert "(2 of 32 of a step); --config.log.completions=N logs more" in text
     (run / "summary.json").write_text('{"steps": 3}')
     assert printed(run).startswith("run: finished after 3 steps")
+    # It is extended: summary.json and config.json are those of before.
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "reward": 0.4}) + "\n")
+    for summary in ('{"steps": 3}', '{"steps": null}', "{}", "[]", ""):
+        (run / "summary.json").write_text(summary)
+        assert printed(run).startswith("run: 4 steps, last row ")
 
 
 def test_steps_conditions_and_limits_choose_completions(tmp_path):
@@ -121,7 +127,7 @@ def test_a_run_under_way_and_damaged_values(tmp_path):
     with (run / "completions.jsonl").open("a") as file:
         file.write('{"step": 4, "prompt": "x", "reward": NaN}\n"text"\n{"step": 5, "comp')
     text = printed(run)
-    assert text.startswith("run: 4 of 3 steps")
+    assert text.startswith("run: 4 steps, last row ")
     assert "--- step 4: reward - ()" in text
     assert "reward                     0.1 -> 0.3" in text
     before = {path: path.read_bytes() for path in run.iterdir()}

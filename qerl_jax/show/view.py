@@ -71,10 +71,12 @@ class View:
     @property
     def state(self) -> str:
         """How far the run is, such as '12 of 30 steps, last row 8 s ago'."""
-        done = max((row["step"] for row in self.rows), default=0)
+        done, wanted = _last_step(self.rows), self.config.get("steps", "?")
         if self.finished:
             return f"finished after {done} steps"
-        text = f"{done} of {self.config.get('steps', '?')} steps"
+        # A run that is extended keeps the number of its first start.
+        extended = is_number(wanted) and done > wanted
+        text = f"{done} steps" if extended else f"{done} of {wanted} steps"
         return text if self.age is None else f"{text}, last row {_ago(self.age)} ago"
 
     @property
@@ -123,15 +125,29 @@ def _open(folder: RunFolder, name: str) -> View:
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
         raise UserError(f"{folder.path} is not a run folder: no run wrote {folder.config.name}")
     logged, texts = folder.metrics.exists(), folder.completions.exists()
+    rows = _with_step(read_steps(folder.metrics)) if logged else []
     return View(
         name=name,
         config=saved["config"],
-        rows=_with_step(read_steps(folder.metrics)) if logged else [],
+        rows=rows,
         evaluations=read_evaluations(folder.metrics) if logged else {},
         completions=_with_step(read_jsonl(folder.completions)) if texts else [],
-        finished=folder.summary.exists(),
+        finished=_finished_steps(folder) >= _last_step(rows),
         age=time.time() - folder.metrics.stat().st_mtime if logged else None,
     )
+
+
+def _finished_steps(folder: RunFolder) -> int:
+    """Number of steps of a finished run; -1 while it is not finished, or with a damaged file."""
+    try:
+        steps = folder.finished_steps()
+    except (ValueError, KeyError, TypeError):
+        return -1
+    return steps if isinstance(steps, int) else -1
+
+
+def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:
+    return max((row["step"] for row in rows), default=0)
 
 
 def _with_step(rows: Iterable[Any]) -> list[dict[str, Any]]:
