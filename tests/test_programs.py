@@ -170,6 +170,18 @@ def test_a_missing_program_is_named(tmp_path):
         complete(executables, kv_cache_dtype="bfloat16")
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_the_user_says_of_the_cache_of_jax_stays(enabled):
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    try:
+        with executable_cache.jax_cache_off():
+            assert not jax.config.jax_enable_compilation_cache
+        assert jax.config.jax_enable_compilation_cache == enabled
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+
+
 def test_nothing_is_cached_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.undo()
     compiled(tmp_path)

@@ -117,12 +117,13 @@ def jax_cache_off() -> Generator[None]:
 
     It would store the same programs again, and a program loaded from it cannot be serialized.
     """
+    before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", True)
+        jax.config.update("jax_enable_compilation_cache", before)
         compilation_cache.reset_cache()
 
 
