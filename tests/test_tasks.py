@@ -299,6 +299,10 @@ def test_a_run_is_judged_by_its_own_rewards(run, file):
     assert task.options["scorer"] == {"time_limit": 60.0, "token_env": "JUDGE", "retries": 5}
     assert task.options["format_scorer"] == {}
     assert task.chat_template_args == {"enable_thinking": False}
+    # A benchmark has its own scorer, which is no URL.
+    (benchmark,) = make("gsm8k", run=run, data=[f"gsm8k={file('7')}"])
+    assert benchmark.options["scorer"] == {}
+    resolve(benchmark.scorer, **benchmark.options["scorer"])
     # The command line decides over the run.
     arguments = {"scorer": ["http://127.0.0.1:2/"], "token_env": ["OTHER"]}
     (task,) = make(path, run=run, chat_template_args=["{}"], **arguments)

@@ -235,6 +235,7 @@ def _make_task(
             "scorer": benchmark.scorer,
             "max_new_tokens": str(benchmark.max_new_tokens),
         }
+        settings.get("options", {}).pop("scorer", None)  # those of the run's own scorer
     settings |= chosen
     if "chat_template_args" in chosen:
         settings["chat_template_args"] = template_arguments(chosen["chat_template_args"])
