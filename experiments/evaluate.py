@@ -79,7 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--format-judge", action="append", default=[], help="reward for the format ('': none)")
     add("--token-env", action="append", default=[], help="variable with the token of a URL")
     parser.add_argument(
-        "--time-limit", type=float, default=5.0, help="seconds per scored completion (default: 5)"
+        "--time-limit", type=float, help="seconds per scored completion (default: the run's, or 5)"
     )
     return parser
 

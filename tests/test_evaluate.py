@@ -23,7 +23,7 @@ import qerl_jax.training.setup
 from qerl_jax.data import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
-from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
+from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy, score_completions
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
@@ -137,6 +137,29 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     assert 0 < found.accuracy < 1
     assert found.truncated == np.mean(~rollout.finished)
     assert found.truncated > 0
+
+
+def test_the_time_limit_of_a_scorer_is_that_of_the_run(settings, tiny, monkeypatch):
+    seen = []
+
+    def scoring(*arguments, time_limit, **options):
+        seen.append(time_limit)
+        return score_completions(*arguments, time_limit=time_limit, **options)
+
+    def opened(*arguments, **options):
+        run = {"config": {"reward_time_limit": 60.0, "model": {}}}
+        return dataclasses.replace(open_policy(*arguments, **options), run=run)
+
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "score_completions", scoring)
+    evaluate(settings(limit=1, samples=1))
+    assert set(seen) == {5.0}
+    seen.clear()
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "open_policy", opened)
+    evaluate(settings(limit=1, samples=1))
+    assert set(seen) == {60.0}
+    seen.clear()
+    evaluate(settings(limit=1, samples=1, time_limit=7.0))
+    assert set(seen) == {7.0}
 
 
 def test_a_mistyped_policy_is_named_before_problems_are_loaded(tmp_path):

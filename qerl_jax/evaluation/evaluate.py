@@ -398,7 +398,7 @@ def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int])
         [draft["completion"] for draft in drafts],
         [draft["tokens"] for draft in drafts],
         [draft["finished"] for draft in drafts],
-        time_limit=job.config.time_limit,
+        time_limit=results_folder.time_limit_of(job.config, job.policy.run),
         on_wait=on_wait,
     )
     rows: _Rows = {}

@@ -24,6 +24,7 @@ from qerl_jax.run.provenance import provenance
 from qerl_jax.weights import json_file
 
 _RESULTS = "results.json"
+_SECONDS = 5.0  # for a call of a scorer where neither the command nor a run says otherwise
 _SAME_SETTINGS = (
     "fingerprint", "format", "dtype", "adapter_sha256", "samples", "temperature", "top_p", "seed",
 )  # fmt: skip
@@ -55,7 +56,7 @@ class EvaluateConfig:
         limit: number of problems to take from the start of each task; 0 takes all.
         max_rows: number of rows that decode together; 0 is the number that fits into memory.
         time_limit: time limit for one call of a scorer in seconds; a reward of a run keeps the
-            limit that the run gave it.
+            limit that the run gave it alone. None is the run's for all rewards, or 5.
         out: folder of the results, with a subfolder per policy if there are several; '' names the
             folder after the policy and the settings.
     """
@@ -73,7 +74,7 @@ class EvaluateConfig:
     seed: int = 0
     limit: int = 0
     max_rows: int = 0
-    time_limit: float = 5.0
+    time_limit: float | None = None
     out: str = ""
 
 
@@ -84,7 +85,7 @@ def validate(config: EvaluateConfig) -> None:
             "--samples": (config.samples, 1),
             "--limit": (config.limit, 0),
             "--max-rows": (config.max_rows, 0),
-            "--time-limit": (config.time_limit, 0.0),
+            "--time-limit": (time_limit_of(config, None), 0.0),
         }
     )
     if config.samples > 1 and config.temperature == 0:
@@ -100,6 +101,18 @@ def temperature_of(config: EvaluateConfig) -> float:
     if config.temperature is not None:
         return config.temperature
     return 0.0 if config.samples == 1 else 1.0
+
+
+def time_limit_of(config: EvaluateConfig, run: Mapping[str, Any] | None) -> float:
+    """Returns the time limit for one call of a scorer without its own, in seconds.
+
+    Args:
+        config: settings of the evaluation.
+        run: content of config.json of the run that the policy comes from, or None.
+    """
+    if config.time_limit is not None:
+        return config.time_limit
+    return _SECONDS if run is None else run["config"].get("reward_time_limit", _SECONDS)
 
 
 def open_folder(
