@@ -17,6 +17,9 @@ mean accuracy (avg@K), pass@1..K and the accuracy of the majority (maj@K). All i
 95 %. The command prints the folder of the results, which holds results.json and every completion.
 The same command continues where it was stopped. `qerl_jax/evaluation/tasks.py` defines the tasks,
 `qerl_jax/statistics.py` the estimates.
+
+On a GPU the compiled programs of a run are loaded from its folder. They are code: evaluate and
+resume only runs of people that you trust.
 """
 
 import argparse

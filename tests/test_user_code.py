@@ -3,6 +3,7 @@
 import importlib
 import subprocess
 import sys
+import types
 
 import numpy as np
 import optax
@@ -12,10 +13,11 @@ from tiny_model import random_lora, tiny_policy
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl import losses
+from qerl_jax.rl import losses, objectives
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.programs import operations
 from qerl_jax.rl.train_step import UpdateConfig, init_state
+from qerl_jax.training import begin
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import prepare
 
@@ -210,6 +212,20 @@ def test_a_loss_that_is_not_finite_is_named(tiny, tmp_path, module):
     changes = {"steps": 4, "eval.every": 0, "rl.loss": f"{module}:endless"}
     with pytest.raises(UserError, match=f"check that {module}:endless is finite"):
         train(tiny.config(changes), workdir=tmp_path / "run")
+
+
+def test_processes_compare_the_code_of_their_loss(module):
+    loss = losses.loss_config(f"{module}:pg")
+    found = {}
+    setup = types.SimpleNamespace(
+        update=types.SimpleNamespace(loss=loss, recompute=()),
+        model=types.SimpleNamespace(fingerprint="f" * 16),
+        memory=types.SimpleNamespace(buffer_tokens=48),
+        processes=types.SimpleNamespace(check_same=lambda fields, _: found.update(fields)),
+        reference_fingerprint=None,
+    )
+    begin._check_processes(setup, {}, None)
+    assert found[f"code of {module}:pg"] == objectives.custom_loss_digest(f"{module}:pg")[:16]
 
 
 def test_an_edited_loss_is_another_program(module, tmp_path):

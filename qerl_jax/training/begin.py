@@ -14,6 +14,7 @@ from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.processes.group import Processes
+from qerl_jax.rl.objectives import custom_loss_digest
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
@@ -156,7 +157,10 @@ def _check_processes(setup: Setup, fingerprints: Mapping[str, str], step: int | 
         "buffer_tokens of the memory plan": setup.memory.buffer_tokens,
         "recompute of the memory plan": list(setup.update.recompute),
     }
-    remedy = "give all of them the same model, problems and GPU memory"
+    objective = setup.update.loss.objective
+    if ":" in objective:  # Its path says nothing of the code that a host has under it.
+        found[f"code of {objective}"] = custom_loss_digest(objective)[:16]
+    remedy = "give all of them the same model, problems, code and GPU memory"
     setup.processes.check_same(found, remedy)
 
 
