@@ -13,8 +13,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 # A package that waits when it is imported, and hides an interrupt as extension modules do.
 SLOW = """
 import pathlib, time
-pathlib.Path(__file__).with_name("importing").touch()
 try:
+    pathlib.Path(__file__).with_name("importing").touch()
     time.sleep(60)
 except KeyboardInterrupt:
     raise ImportError("encountered an error while initializing the extension") from None
