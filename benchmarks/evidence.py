@@ -90,15 +90,13 @@ def difference_table(runs: Runs) -> str:
     references = {arm: runs[arm] for arm in _REFERENCES if arm in runs}
     lines = []
     for arm, rows in runs.items():
-        cells = [
-            f"`{arm}`",
-            _mean_and_interval([row["pass1_end"] - row["pass1_start"] for row in rows]),
-        ]
+        gains = [row["pass1_end"] - row["pass1_start"] for row in rows]
+        cells = [f"`{arm}`", _mean_and_interval(gains)]
         for reference, its_rows in references.items():
-            same = arm == reference
-            cells += (
-                ["", ""] if same else [_over_problems(rows, its_rows), _over_seeds(rows, its_rows)]
-            )
+            if arm == reference:
+                cells += ["", ""]
+            else:
+                cells += [_over_problems(rows, its_rows), _over_seeds(rows, its_rows)]
         lines.append(cells)
     header = ["arm", "gain over its start"]
     for reference in references:
