@@ -14,7 +14,7 @@ import statistics
 import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
-from benchmarks.result_tables import peer_steps
+from benchmarks.step_tables import peer_steps, short_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,6 +38,7 @@ _DECODE = {
 _MODELS = {"qwen2.5-7b": "Qwen2.5-7B", "qwen2.5-32b": "Qwen2.5-32B"}
 _COLORS = {"learning": "#2166ac", "control": "#8c8c8c", "nvfp4": "#2166ac", "bf16": "#d6604d"}
 _LABELS = {"learning": "default", "control": "control, learning rate 0"}
+_SECONDS = ("rollout_s", "update_s", "step_s")
 _DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
 
 
@@ -81,14 +82,18 @@ def peers_data() -> dict[str, dict]:
 
     Returns:
         For each model the number of `rows`, their `new_tokens`, the `device`, and `steps`: for each
-        engine the seconds of rollout and update. Empty where no peer was measured.
+        engine, ours first and then the fastest, its `rollout_s`, `update_s` and `step_s`. Empty
+        where no peer was measured.
     """
     path = _RESULTS / "peers.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     data = {}
     for (model, batch, _, new_tokens, device), found in peer_steps(rows).items():  # ascending
-        engines = {"here, NVFP4": [found[0]["our_rollout_s"], found[0]["our_update_s"]]}
-        engines |= {row["peer"]: [row["rollout_s"], row["update_s"]] for row in found}
+        ours = {name: found[0][f"our_{name}"] for name in _SECONDS}
+        engines = {"here, NVFP4": ours} | {
+            row["peer"]: {name: row[name] for name in _SECONDS}
+            for row in sorted(found, key=lambda row: row["step_s"])
+        }
         data[model] = {"rows": batch, "new_tokens": new_tokens, "device": device, "steps": engines}
     return data
 
@@ -98,20 +103,20 @@ def draw_peers(data: dict) -> "Figure":
     figure, panels = _figure(len(data))
     for axes, (model, part) in zip(panels, data.items(), strict=True):
         names, left = list(part["steps"]), [0.0] * len(part["steps"])
-        for index, (label, color) in enumerate((("rollout", "#2166ac"), ("update", "#d6604d"))):
-            seconds = [times[index] for times in part["steps"].values()]
+        for label, color in (("rollout", "#2166ac"), ("update", "#d6604d")):
+            seconds = [times[f"{label}_s"] for times in part["steps"].values()]
             axes.barh(names, seconds, left=left, color=color, label=label, height=0.6)
             left = [begin + second for begin, second in zip(left, seconds, strict=True)]
         for name, end in zip(names, left, strict=True):
-            axes.annotate(f" {end:.1f} s", (end, name), va="center")
+            axes.annotate(f" {part['steps'][name]['step_s']:.1f} s", (end, name), va="center")
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set(
-            xlim=(0, 1.15 * max(left)),
-            xlabel="seconds a step",
-            title=f"{model}, {part['rows']} x {part['new_tokens']:,} tokens, {part['device']}",
+            xlim=(0, 1.25 * max(left)),
+            xlabel=f"seconds a step, {part['rows']} x {part['new_tokens']:,} tokens",
+            title=f"{model} on one {short_name(part['device'])}",
         )
-        axes.legend(frameon=False, loc="lower right")
+        axes.legend(frameon=False, loc="upper right")
     return figure
 
 

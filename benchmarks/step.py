@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 KEYS = (
     *("model", "format", "batch", "prompt", "new_tokens", "mean_length", "group", "updates"),
-    *("recompute", "buffer_tokens", "mesh", "processes", "device"),
+    *("lora_rank", "recompute", "buffer_tokens", "mesh", "processes", "device"),
 )
 _ONE_PROCESS = {"processes": 1}  # Rows of an earlier version lack this key.
 

@@ -21,9 +21,6 @@ from benchmarks.result_tables import (
     loading_table,
     markdown,
     parts_table,
-    peer_parts_table,
-    peer_steps,
-    peer_steps_table,
     problems_table,
     provenance,
     rollout_table,
@@ -32,6 +29,15 @@ from benchmarks.result_tables import (
     startup_table,
 )
 from benchmarks.source_tree import source_tree
+from benchmarks.step_tables import (
+    adapter_sentence,
+    peer_packages,
+    peer_parts_table,
+    peer_steps,
+    peer_steps_table,
+    short_name,
+    step_table,
+)
 from experiments.configs import defaults
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -69,8 +75,9 @@ def preset_table() -> str:
         ),
     }
     rows = [row for row in _read("step.json")["rows"] if row["format"] == "nvfp4"]
-    # The last row of a model counts: the one on the fewest devices.
-    steps = {row["model"]: row for row in sorted(rows, key=lambda row: -row["devices"])}
+    # The last row of a model counts: on the fewest cards, of 80 GB if possible, the newest.
+    rows.sort(key=lambda row: (-row["devices"], "80GB" in row["device"], row["date"]))
+    steps = {row["model"]: row for row in rows}
     rest, lines = [], []
     for model in defaults.MODELS:
         if model in known:
@@ -112,11 +119,15 @@ def peers_text() -> str:
     most = {key[0]: key[1] for key in steps}
     rows = [row for row in rows if most.get(row["model"]) == row["batch"]]
     devices = sorted({key[-1] for key in steps})
+    sentence = (
+        f"A GRPO step on one {', one '.join(devices)}: seconds (rollout + update), peak memory, "
+        "new tokens per second, times ours; random weights, LoRA of rank 32. `docs/benchmarks.md` "
+        "has fewer rows and the parts."
+    )
     return (
         "![A step here and of other libraries](docs/peers.svg)\n\n"
-        f"A GRPO step on one {', one '.join(devices)}: seconds (rollout + update), peak memory, "
-        "new tokens per second. Random weights,\nLoRA of rank 32, one group, one update; fewer "
-        "rows, parts and versions: `docs/benchmarks.md`.\n\n"
+        + textwrap.fill(sentence, 100, break_on_hyphens=False)
+        + "\n\n"
         + peer_steps_table(rows, _read("step.json")["rows"])
         + "\n\n"
     )
@@ -139,19 +150,19 @@ def speed_text() -> str:
     many = [fraction for (_, batch), fraction in fractions.items() if batch > 64]
     speedrun = _read("speedrun.json")
     (problems,) = rows_of(rollout, "gsm8k", SAME | {"lora_rank": 32})
-    return peers_text() + (
+    sentences = (
         f"In 4 bits a decode step takes {100 * min(few):.0f} to {100 * max(few):.0f} % of the time "
-        f"of bf16 up to 64 rows, and\n{100 * min(many):.0f} to {100 * max(many):.0f} % beyond "
-        "(7B, 14B and 32B, random weights). GSM8K rollouts of a 1.5B model reach\n"
+        f"of bf16 up to 64 rows, and {100 * min(many):.0f} to {100 * max(many):.0f} % beyond "
+        "(7B, 14B and 32B, random weights). GSM8K rollouts of a 1.5B model reach "
         f"{problems['tokens_per_s']:,.0f} tokens per second on one {rollout['device']}. "
-        "`docs/benchmarks.md` has all figures.\n"
+        + scaling_sentence(_read("step.json")["rows"]),
         f"`benchmarks.speedrun` takes Qwen2.5-Coder-1.5B from {speedrun['pass1_start']:.1f} to "
-        f"{speedrun['pass1_end']:.1f} % of {speedrun['n']:,} GSM8K test problems in\n"
-        f"{speedrun['seconds']:.0f} s on one {speedrun['device'].split()[1]}, "
-        f"{_CACHE[speedrun['cache']]}.\n"
-        f"{_evidence_text()}\n"
-        f"{scaling_sentence(_read('step.json')['rows'])}"
+        f"{speedrun['pass1_end']:.1f} % of {speedrun['n']:,} GSM8K test problems in "
+        f"{speedrun['seconds']:.0f} s on one {short_name(speedrun['device'])}, "
+        f"{_CACHE[speedrun['cache']]}. {_evidence_text()}",
     )
+    wrap = textwrap.TextWrapper(100, subsequent_indent="  ", break_on_hyphens=False)
+    return peers_text() + "\n".join(wrap.fill(f"- {sentence}") for sentence in sentences)
 
 
 def _evidence_text() -> str:
@@ -162,11 +173,10 @@ def _evidence_text() -> str:
         if row["main"] or row["arm"] in ("bf16-lora", "nvfp4-lora"):
             ends.setdefault(row["arm"], []).append(row["pass1_end"])
     means = [f"{sum(values) / len(values):.1f} % (`{arm}`)" for arm, values in ends.items()]
-    sentence = (
+    return (
         f"Averaged over seeds, {rows[0]['steps']} steps reach {', '.join(means)} of the same "
         "problems: `docs/evidence.md` compares training in bf16 and in 4 bits."
     )
-    return textwrap.fill(sentence, 100, break_on_hyphens=False)
 
 
 def _learning_section() -> str:
@@ -211,35 +221,17 @@ def _training_section() -> str:
 
 def _step_section() -> str:
     rows = _read("step.json")["rows"]
-    header = ["model", "weights", "GPUs", "completions", "updates", "rollout s", "update s"]
-    header += ["step s", "update tokens/s", "buffers", "peak GB", "plan GB", "commit"]
-
-    def devices(row: dict) -> str:
-        processes = f", {row['processes']} processes" if row.get("processes", 1) > 1 else ""
-        return f"{row['devices']} ({row['mesh']}{processes})" if row["devices"] > 1 else "1"
-
-    def line(row: dict) -> list[str]:
-        length = f"mean {row['mean_length']}, at most " if row["mean_length"] else ""
-        return [
-            row["model"],
-            row["format"],
-            devices(row),
-            f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']}",
-            str(row["updates"]),
-            *(f"{row[name]:.2f}" for name in ("rollout_s", "update_s", "step_s")),
-            f"{row['update_tokens_per_s']:,.0f}",
-            f"{row['update_buffers']:.0f} x {row['buffer_tokens']}",
-            *(f"{row[name]:.1f}" for name in ("peak_gb", "plan_gb")),
-            row["commit"][:8],
-        ]
-
     return _section(
         "A training step by model",
         "Random weights in the shapes of the models, LoRA of rank 32, every group with mixed "
-        f"rewards ({rows[0]['device']}, jax {rows[0]['versions']['jax']}, `benchmarks/step.py`). "
-        "The update is everything from scored completions to the new adapter; its tokens are those "
-        "of all rows, times the updates. Without a mean length every completion is of full length.",
-        markdown(header, map(line, rows)),
+        f"rewards (jax {rows[0]['versions']['jax']}, `benchmarks/step.py`). The update is "
+        "everything from scored completions to the new adapter; its tokens are those of all rows, "
+        "times the updates. Without a mean length every completion is of full length. The plan "
+        "gives the buffers of an update what memory is left and recomputes what does not fit, so "
+        "the same step takes more memory on a larger card. Beyond 64 rows, in rollouts and in "
+        "every update, products in 4 bits and in bf16 are bound by the same tensor cores, so the "
+        "formats come close to each other.",
+        step_table(rows),
         "    uv run --extra cuda python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4,bf16",
     )
 
@@ -257,7 +249,8 @@ def _peer_sections() -> list[str]:
             "step in NVFP4 on the same card; a peer's memory is that of PyTorch, in which vLLM "
             "holds its weights and as many keys and values as the rows need.",
             peer_steps_table(rows, _read("step.json")["rows"]),
-            "The parts, and peers that are only one part of a step:",
+            f"The parts, and peers that are only one part of a step ({peer_packages(rows)}). "
+            + adapter_sentence(rows),
             peer_parts_table(rows),
             "    python -m benchmarks.peers.step --model=qwen2.5-7b --folder=FOLDER --ours=FILE\n"
             "    python -m benchmarks.peers.update --model=qwen2.5-7b --folder=FOLDER --ours=FILE\n"

@@ -1,4 +1,4 @@
-"""Trains every run of a sweep, one or several at a time, and makes one table and one picture.
+r"""Trains every run of a sweep, one or several at a time, and makes one table and one picture.
 
     uv run python -m experiments.sweep --config=aqn_ablation
 
@@ -8,6 +8,11 @@
     --gpus=4                      four runs at a time, one on each GPU
     --only=2/4                    every fourth run, starting with the second: a part per machine
     --table                       only the table of the finished runs
+
+As a job array of SLURM, whose elements share the folder:
+
+    sbatch --array=1-8 --gres=gpu:1 --wrap="uv run --extra cuda python -m experiments.sweep \
+        --config=aqn_ablation:qwen2.5-3b --only=\$SLURM_ARRAY_TASK_ID/8"
 
 The same command continues where it was stopped: finished runs are skipped, an interrupted run is
 resumed. A run that fails does not stop the others; it is named at the end, and the exit code is 1.

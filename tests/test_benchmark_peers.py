@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_checkpoints import model_config
 
-from benchmarks import pictures, result_tables, tables
+from benchmarks import pictures, step_tables, tables
 from benchmarks import step as own_step
 from benchmarks.peers import common, decode, serve, step, update
 from benchmarks.random_checkpoint import write_random
@@ -118,6 +118,7 @@ def test_our_row_is_found_or_measured(tmp_path, monkeypatch):
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setattr(common.subprocess, "run", measure)
+    monkeypatch.setattr(common, "device_name", lambda: "cpu")
     assert common.our_rows(parsed, [8])[8]["step_s"] == 7.0
     assert common.our_rows(parsed, [8])[8]["step_s"] == 7.0
     (command,) = commands
@@ -125,10 +126,12 @@ def test_our_row_is_found_or_measured(tmp_path, monkeypatch):
     assert {"--group=8", "--prompt=256", "--new-tokens=2048", "--format=nvfp4"} <= set(command)
     with pytest.raises(UserError, match="no row to compare with"):
         common.our_rows(parsed, [4])  # The command runs, and its file has no such row.
+    monkeypatch.setattr(common, "device_name", lambda: CARD)
+    with pytest.raises(UserError, match=f"holds rows of cpu, this is {CARD}; pass another --ours"):
+        common.our_rows(parsed, [8])
 
 
-def test_a_row_takes_the_place_of_an_older_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "device_name", lambda: "cpu")
+def test_a_row_takes_the_place_of_an_older_one(tmp_path):
     parsed = arguments(tmp_path)
     measured = {name: row()[name] for name in ("peer", "packages", "format", "rollout_format")}
     measured |= {"batch": 8, "rollout_s": 9.0, "update_s": None, "step_s": None, "peak_gb": None}
@@ -141,8 +144,9 @@ def test_a_row_takes_the_place_of_an_older_one(tmp_path, monkeypatch):
               "our_step_s"}  # fmt: skip
     assert wanted <= saved.keys()
     assert (saved["rollout_s"], saved["our_step_s"], saved["device"]) == (8.0, 6.0, "cpu")
-    with pytest.raises(UserError, match=f"holds rows of {CARD}, this is cpu"):
-        common.save_row(parsed, "benchmarks.peers.decode", measured, step_row(device=CARD))
+    parsed.lora_rank = 16
+    common.save_row(parsed, "benchmarks.peers.decode", measured, step_row())
+    assert [row["lora_rank"] for row in json.loads(parsed.out.read_text())["rows"]] == [16, 32]
 
 
 def test_a_clock_tells_rollouts_from_steps(monkeypatch):
@@ -207,7 +211,7 @@ def test_what_the_user_sets_for_vllm_stays(monkeypatch):
 def test_the_fastest_rollouts_of_a_peer_count():
     slow = row("QLoRA", rollout_format="nf4", step_s=30.0)
     rows = [row("QLoRA", model="qwen2.5-14b"), slow, row("QLoRA"), row(), row(batch=2)]
-    steps = result_tables.peer_steps([*rows, row("vLLM", step_s=None)])
+    steps = step_tables.peer_steps([*rows, row("vLLM", step_s=None)])
     assert [key[:2] for key in steps] == [
         ("qwen2.5-7b", 2), ("qwen2.5-7b", 8), ("qwen2.5-14b", 8),
     ]  # fmt: skip
@@ -219,7 +223,7 @@ def test_the_fastest_rollouts_of_a_peer_count():
 
 def test_the_tables_of_peers():
     own = step_row(format="bf16", device=CARD, rollout_s=11.0, step_s=12.0, peak_gb=31.0)
-    lines = result_tables.peer_steps_table([row(), row(batch=2)], [own]).splitlines()
+    lines = step_tables.peer_steps_table([row(), row(batch=2)], [own]).splitlines()
     assert lines[0] == (
         "| model | completions | here, NVFP4 | here, bf16 LoRA | TRL + vLLM | commit |"
     )
@@ -229,8 +233,40 @@ def test_the_tables_of_peers():
         "tokens/s, **2.50x** | 01234567 |"
     )
     assert "|  |" in lines[2]  # no row in bf16 of 2 completions
-    parts = result_tables.peer_parts_table([row("vLLM", update_s=None, step_s=None)])
+    parts = step_tables.peer_parts_table([row("vLLM", update_s=None, step_s=None)])
     assert "| vLLM | qwen2.5-7b | bf16 | 8 x 256 + 2,048 | 12.00 (2.40x 5.00) |  | 61.0 |" in parts
+
+
+def test_the_table_of_steps():
+    more = {
+        "update_tokens_per_s": 1234.5, "update_buffers": 4, "buffer_tokens": 4352,
+        "recompute": "none", "plan_gb": 21.0, "mesh": "data=1,tensor=1",
+    }  # fmt: skip
+    rows = [
+        step_row(model="qwen2.5-14b", device=CARD, **more),
+        step_row(device=CARD, **more),
+        step_row(device=CARD, batch=16, **more | {"mesh": "data=2,tensor=1", "devices": 2}),
+        step_row(device="NVIDIA H200", **more | {"recompute": "o_proj"}),
+    ]
+    lines = [line.strip("| ").split(" | ") for line in step_tables.step_table(rows).splitlines()]
+    assert [(line[0], line[2]) for line in lines[2:]] == [
+        ("qwen2.5-7b", "1 x H100"),
+        ("qwen2.5-7b", "2 x H100 (data=2,tensor=1)"),
+        ("qwen2.5-7b", "1 x H200"),
+        ("qwen2.5-14b", "1 x H100"),
+    ]
+    column = lines[0].index("recomputed")
+    assert [line[column] for line in lines[2:]] == ["", "", "o_proj", ""]
+    assert "8 x 256 + 2,048" in lines[2]
+
+
+def test_what_is_said_of_the_peers_together():
+    alone = row("vLLM", rollout_s=12.0, packages="vllm 1, torch 2")
+    qlora = row("TRL (QLoRA) + vLLM", format="nf4", rollout_s=15.5, packages="torch 2, trl 3")
+    assert step_tables.peer_packages([alone, qlora]) == "vllm 1, torch 2, trl 3"
+    text = step_tables.adapter_sentence([qlora, alone, row(rollout_s=30.0)])
+    assert "8 completions in bf16 then take 3.5 s (qwen2.5-7b) longer" in text
+    assert not step_tables.adapter_sentence([qlora | {"rollout_format": "nf4"}, alone])
 
 
 def test_the_pages_with_and_without_peers(tmp_path, monkeypatch):
@@ -250,7 +286,10 @@ def test_the_pages_with_and_without_peers(tmp_path, monkeypatch):
     assert "2 x 256 + 2,048" in tables.benchmarks_page()
     data = pictures.peers_data()
     assert data["qwen2.5-7b"]["rows"] == 8
-    assert data["qwen2.5-7b"]["steps"] == {"here, NVFP4": [5.0, 1.0], "TRL + vLLM": [12.0, 3.0]}
+    assert data["qwen2.5-7b"]["steps"] == {
+        "here, NVFP4": {"rollout_s": 5.0, "update_s": 1.0, "step_s": 6.0},
+        "TRL + vLLM": {"rollout_s": 12.0, "update_s": 3.0, "step_s": 15.0},
+    }
     figure = pictures.draw_peers(data)
     (axes,) = figure.axes
     assert [bar.get_width() for bar in axes.patches] == [5.0, 12.0, 1.0, 3.0]

@@ -13,7 +13,10 @@ from qerl_jax.errors import UserError, check_limits
 from qerl_jax.paths import user_path
 
 OUT = "benchmarks/results/peers.json"
-KEYS = ("peer", "model", "format", "rollout_format", "batch", "prompt", "new_tokens", "device")
+KEYS = (
+    *("peer", "model", "format", "rollout_format", "batch", "prompt", "new_tokens", "lora_rank"),
+    "device",
+)
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _OURS = ("rollout_s", "update_s", "step_s", "peak_gb")
 
@@ -117,9 +120,16 @@ def our_rows(arguments: argparse.Namespace, counts: Sequence[int]) -> dict[int, 
         The row of each count.
 
     Raises:
-        UserError: a measurement failed.
+        UserError: a measurement failed, or a row is from another card.
     """
-    return {count: _our_row(arguments, count) for count in counts}
+    rows = {count: _our_row(arguments, count) for count in counts}
+    here, found = device_name(), {row["device"] for row in rows.values()}
+    if found - {here}:
+        raise UserError(
+            f"{arguments.ours}: holds rows of {', '.join(sorted(found))}, this is {here}; pass "
+            "another --ours"
+        )
+    return rows
 
 
 def _our_row(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
@@ -265,19 +275,10 @@ def save_row(
         row: what the peer measured: `peer`, `packages`, `format`, `rollout_format`, `batch`,
             seconds, `peak_gb` and options. A time that the peer does not have is None.
         ours: row of `benchmarks.step` of the same card.
-
-    Raises:
-        UserError: our row is from another card.
     """
     from benchmarks.rollout.results import origin
     from benchmarks.step import merge
 
-    device = device_name()
-    if ours["device"] != device:
-        raise UserError(
-            f"{arguments.ours}: holds rows of {ours['device']}, this is {device}; pass another "
-            "--ours"
-        )
     source = origin(module)
     merged = {
         "model": arguments.model,
@@ -287,7 +288,7 @@ def save_row(
         **row,
         **{f"our_{name}": ours[name] for name in _OURS},
         "our_commit": ours["commit"],
-        "device": device,
+        "device": ours["device"],
         **{name: source[name] for name in ("commit", "date", "command")},
     }
     print(describe(merged), flush=True)

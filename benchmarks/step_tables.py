@@ -1,0 +1,190 @@
+"""Tables of training steps, here and of other libraries, made of rows of benchmarks/results/."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from benchmarks.result_tables import markdown
+
+
+def step_table(rows: Iterable[dict]) -> str:
+    """Seconds and memory of every step that was measured, by model, card and weights.
+
+    Args:
+        rows: rows of step.json.
+    """
+    header = ["model", "weights", "GPUs", "completions", "updates", "rollout s", "update s"]
+    header += ["step s", "update tokens/s", "buffers", "recomputed", "peak GB", "plan GB", "commit"]
+
+    def devices(row: dict) -> str:
+        processes = f", {row['processes']} processes" if row.get("processes", 1) > 1 else ""
+        mesh = f" ({row['mesh']}{processes})" if row["devices"] > 1 else ""
+        return f"{row['devices']} x {short_name(row['device'])}{mesh}"
+
+    def line(row: dict) -> list[str]:
+        length = f"mean {row['mean_length']}, at most " if row["mean_length"] else ""
+        return [
+            row["model"],
+            row["format"],
+            devices(row),
+            f"{row['batch']} x {row['prompt']} + {length}{row['new_tokens']:,}",
+            str(row["updates"]),
+            *(f"{row[name]:.2f}" for name in ("rollout_s", "update_s", "step_s")),
+            f"{row['update_tokens_per_s']:,.0f}",
+            f"{row['update_buffers']:.0f} x {row['buffer_tokens']:,}",
+            "" if row["recompute"] == "none" else row["recompute"],
+            *(f"{row[name]:.1f}" for name in ("peak_gb", "plan_gb")),
+            row["commit"][:8],
+        ]
+
+    def order(row: dict) -> tuple:
+        numbers = (row[name] for name in ("devices", "batch", "prompt", "new_tokens"))
+        return _billions(row["model"]), row["device"], row["format"], *numbers
+
+    return markdown(header, map(line, sorted(rows, key=order)))
+
+
+def short_name(device: str) -> str:
+    """The name of a card without its maker and memory, such as H100."""
+    return device.removeprefix("NVIDIA ").partition(" ")[0]
+
+
+def peer_steps(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
+    """The whole steps of peers by model, completions, lengths and card.
+
+    Of a peer that was measured with several formats of the rollouts, only the fastest step is kept.
+
+    Returns:
+        For each (model, batch, prompt, new tokens, device) its rows, in the order of their peers.
+    """
+    fastest: dict[tuple, dict[str, dict]] = {}
+    for row in rows:
+        if row["step_s"] is not None:
+            key = tuple(row[name] for name in ("model", "batch", "prompt", "new_tokens", "device"))
+            found = fastest.setdefault(key, {})
+            known = found.get(row["peer"])
+            if known is None or row["step_s"] < known["step_s"]:
+                found[row["peer"]] = row
+    order = sorted(fastest, key=lambda key: (_billions(key[0]), *key[1:]))
+    return {key: [fastest[key][name] for name in sorted(fastest[key])] for key in order}
+
+
+def _billions(model: str) -> tuple[float, str]:
+    """Orders models by the size in their names."""
+    size = model.rpartition("-")[2]
+    return (float(size[:-1]) if size[:-1].replace(".", "").isdecimal() else 0.0, model)
+
+
+def peer_steps_table(rows: Iterable[dict], own: Iterable[dict]) -> str:
+    """Steps here beside those of peers: seconds (rollout + update), peak memory, tokens/s.
+
+    Args:
+        rows: rows of peers.json.
+        own: rows of step.json, for bf16 LoRA in this engine.
+    """
+    steps = peer_steps(rows)
+    names = sorted({row["peer"] for found in steps.values() for row in found})
+    both = ("model", "batch", "prompt", "new_tokens", "device")
+    bf16 = {
+        tuple(row[name] for name in both): row
+        for row in own
+        if row["format"] == "bf16" and row["updates"] == 1 and not row["mean_length"]
+    }
+    lines = []
+    for key, found in steps.items():
+        model, batch, prompt, new_tokens, _ = key
+        ours = {name: found[0][f"our_{name}"] for name in _MEASURED}
+        by_peer = {row["peer"]: row for row in found}
+        lines.append(
+            [
+                model,
+                f"{batch} x {prompt} + {new_tokens:,}",
+                _step_cell(ours, batch * new_tokens),
+                *(
+                    _step_cell(row, batch * new_tokens, ours["step_s"]) if row else ""
+                    for row in (bf16.get(key), *map(by_peer.get, names))
+                ),
+                ", ".join(sorted({row["commit"][:8] for row in found})),
+            ]
+        )
+    header = ["model", "completions", "here, NVFP4", "here, bf16 LoRA", *names, "commit"]
+    return markdown(header, lines)
+
+
+_MEASURED = ("step_s", "rollout_s", "update_s", "peak_gb")
+
+
+def _step_cell(row: Mapping[str, Any], tokens: int, ours: float | None = None) -> str:
+    """A step as '13.2 s (11.0 + 2.2), 37.8 GB, 1,240 tokens/s', and its time by ours."""
+    times = "" if ours is None else f", **{row['step_s'] / ours:.2f}x**"
+    peak = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
+    return (
+        f"{row['step_s']:.1f} s ({row['rollout_s']:.1f} + {row['update_s']:.1f}){peak}, "
+        f"{tokens / row['step_s']:,.0f} tokens/s{times}"
+    )
+
+
+def peer_parts_table(rows: Iterable[dict]) -> str:
+    """Rollouts and updates of peers alone, each beside ours: seconds, and times ours."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["peer"], _billions(row["model"]), row["batch"])):
+        cells = [
+            ""
+            if row[name] is None
+            else f"{row[name]:.2f} ({row[name] / row[f'our_{name}']:.2f}x {row[f'our_{name}']:.2f})"
+            for name in ("rollout_s", "update_s")
+        ]
+        formats = dict.fromkeys(filter(None, (row["format"], row["rollout_format"])))
+        lines.append(
+            [
+                row["peer"],
+                row["model"],
+                ", rollouts ".join(formats),
+                f"{row['batch']} x {row['prompt']} + {row['new_tokens']:,}",
+                *cells,
+                "" if row["peak_gb"] is None else f"{row['peak_gb']:.1f}",
+                row["commit"][:8],
+            ]
+        )
+    header = (
+        "peer", "model", "base weights", "completions", "rollout s (times ours)",
+        "update s (times ours)", "peak GB", "commit",
+    )  # fmt: skip
+    return markdown(header, lines)
+
+
+def peer_packages(rows: Iterable[dict]) -> str:
+    """The packages of all peers with their versions, as `name version, name version`."""
+    return ", ".join(
+        dict.fromkeys(package for row in rows for package in row["packages"].split(", "))
+    )
+
+
+def adapter_sentence(rows: Iterable[dict]) -> str:
+    """How much longer vLLM's rollouts take where each one begins with a new adapter.
+
+    Args:
+        rows: rows of peers.json; those of vLLM alone keep one adapter.
+
+    Returns:
+        A sentence, which is empty unless both were measured at the same size.
+    """
+    both = ("model", "rollout_format", "batch", "prompt", "new_tokens", "device")
+    rows = list(rows)
+    alone = {tuple(row[name] for name in both): row for row in rows if row["peer"] == "vLLM"}
+    pairs = [
+        (row, alone[key])
+        for row in rows
+        if row["peer"] == "TRL (QLoRA) + vLLM"
+        and (key := tuple(row[name] for name in both)) in alone
+    ]
+    found = [
+        f"{row['rollout_s'] - kept['rollout_s']:.1f} s ({row['model']})" for row, kept in pairs
+    ]
+    if not pairs:
+        return ""
+    first = pairs[0][0]
+    return (
+        "In a QLoRA step the trainer writes its adapter and vLLM reads it before each rollout: "
+        f"{first['batch']} completions in {first['rollout_format']} then take "
+        f"{' and '.join(found)} longer than in vLLM with one adapter."
+    )
