@@ -44,6 +44,7 @@ from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
 
 SHAPES = ((1, 1), (4, 1), (2, 2), (1, 4))  # (data, tensor)
+FEW = ((1, 1), (2, 2))
 # Four devices have two query heads each, one kv head, and one block of 16 inputs of o. The MLP's
 # columns of one of two devices are whole tiles of 64; the 32 of one of four devices are padded.
 CUT = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 4, "mlp_dim": 128}
@@ -267,14 +268,14 @@ def fused_step(shape):
         return np.asarray(jax.jit(step)(params, lora, prompts[:, 0], cache))
 
 
-def checkpoints(folder):
+def checkpoints(folder, shapes):
     """A state that is saved and restored on every pair of different shapes."""
     like = init_state(Trainable(policy()[-1], {}), optax.adamw(1e-3))
     found = {"saved": host(like)}
-    for before in SHAPES:
+    for before in shapes:
         with Checkpoints(folder / f"{before}", keep=1) as kept:
             kept.save(1, sharding.placed(like, mesh_of(before)), {})
-            for after in SHAPES:
+            for after in shapes:
                 _, state, _ = kept.restore_latest(sharding.placed(like, mesh_of(after)))
                 groups = sharding.groups_of(state.trainable)
                 assert (len(groups), len(groups[0])) == after
@@ -282,13 +283,15 @@ def checkpoints(folder):
     return found
 
 
-def runs(folder):
-    """Runs on meshes, and one that takes its second step on another mesh than its first."""
+def runs(folder, shapes):
+    """Runs on meshes; if all are asked for, also one that changes its mesh after a step."""
     tiny = tiny_run.write_tiny(folder, folder / "cache", model_type="qwen2", **CUT)
-    on = {shape: folder / "on{}x{}".format(*shape) for shape in SHAPES[:3]}
+    on = {shape: folder / "on{}x{}".format(*shape) for shape in SHAPES[:3] if shape in shapes}
     for (data, tensor), run in on.items():
         mesh = {"mesh.data": data, "mesh.tensor": tensor}
         train(tiny.config(RUN | mesh), workdir=run)
+    if shapes != SHAPES:
+        return {name: _outcome(run) for name, run in on.items()}
     again = folder / "again"
     shutil.copytree(on[2, 2], again)
     shutil.rmtree(again / "checkpoints/2")
@@ -315,23 +318,23 @@ def gathered():
     return collectives(copy.lower(params["layers"][0]["qkv_proj"].packed).compile().as_text())
 
 
-def main(path):
+def main(path, shapes):
     data_parallel._TOGETHER = 500  # The adapter is added up in several parts.
     logprobs._CHUNK_BYTES = 4 * 5 * VOCAB  # The logits of a buffer are in several chunks.
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         found = {
-            "steps": {shape: step(shape) for shape in SHAPES},
+            "steps": {shape: step(shape) for shape in shapes},
             "trained head": {shape: trained_head(shape) for shape in [(1, 1), (2, 2)]},
-            "rollouts": {shape: rollouts(shape) for shape in SHAPES},
+            "rollouts": {shape: rollouts(shape) for shape in shapes},
             "cached": cached((2, 2), folder / "programs"),
             "fused steps": {shape: fused_step(shape) for shape in [(1, 1), (1, 2)]},
-            "checkpoints": checkpoints(folder / "checkpoints"),
-            "runs": runs(folder),
+            "checkpoints": checkpoints(folder / "checkpoints", shapes),
+            "runs": runs(folder, shapes),
             "gathered": gathered(),
         }
     pathlib.Path(path).write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], SHAPES if "--all" in sys.argv else FEW)

@@ -205,6 +205,7 @@ def test_rollouts_of_problems(tmp_path, capsys):
         job.benchmark(dataclasses.replace(config, prompts=25))
 
 
+@pytest.mark.slow  # 9 s
 def test_a_startup(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
     monkeypatch.setattr(executable_cache, "_is_used", lambda: True)  # as on a GPU

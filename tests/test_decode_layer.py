@@ -66,7 +66,7 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
         ("packed", "nvfp4"),
         # MXFP4 differs in the codes alone, which `test_fp4_matmul` covers.
         pytest.param("packed", "mxfp4", marks=pytest.mark.slow),
-        ("packed, without an adapter", "nvfp4"),
+        pytest.param("packed, without an adapter", "nvfp4", marks=pytest.mark.slow),
         ("dense", "nvfp4"),
     ],
 )

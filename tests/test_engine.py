@@ -201,7 +201,7 @@ print("done")
 """
 
 
-@pytest.mark.parametrize("how", ["ended", "closed"])
+@pytest.mark.parametrize("how", ["closed", pytest.param("ended", marks=pytest.mark.slow)])
 def test_a_process_may_exit_after_a_rollout(how):
     """A chunk is in flight when all rows have ended or the generator is closed: XLA would abort."""
     ended = subprocess.run(

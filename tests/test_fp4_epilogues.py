@@ -69,7 +69,13 @@ SWIGLU_VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", SWIGLU_VARIANTS)
+@pytest.mark.parametrize(
+    "variant",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in ("slices", "split tiles") else ())
+        for name in SWIGLU_VARIANTS
+    ],
+)
 def test_the_swiglu_epilogue(variant, simulated):
     (m, n, k), config, blocks = SWIGLU_VARIANTS[variant]
     x, weight, square_partials, b = swiglu_inputs(m, n, k)

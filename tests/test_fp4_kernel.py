@@ -280,6 +280,7 @@ def test_xa_partials_without_the_kernel():
     assert relative_error(y, expected) < 6e-3  # and the two products
 
 
+@pytest.mark.slow  # 12 s
 @pytest.mark.usefixtures("simulated_api")
 def test_self_check_while_tracing(monkeypatch):
     """It finds no error, and its products cover what it says."""

@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import functools
 import itertools
 import os
 import pathlib
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mesh_cases import CUT, LENGTHS, MOVED, SHAPES, head_loss, packed
+from mesh_cases import CUT, FEW, LENGTHS, MOVED, SHAPES, head_loss, packed
 from tiny_checkpoints import VOCAB
 from tiny_model import tiny_policy
 
@@ -34,10 +35,26 @@ DEVICES = 4
 LAYER_SUMS = 2 * CUT["num_layers"]  # over the devices of a group: attention and MLP
 
 
+def some_slow(values):
+    """Marks those that are about a mesh of more shapes than a few as slow."""
+    few = [*FEW, *itertools.permutations(FEW, 2)]
+    return [v if v in few else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+@pytest.fixture
+def found(request, cases):
+    """What `mesh_cases` finds on simulated devices, on all shapes for a test that is slow."""
+    return cases(request.node.get_closest_marker("slow") is not None)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """What `mesh_cases` finds on simulated devices."""
-    path = tmp_path_factory.mktemp("mesh") / "found"
+def cases(tmp_path_factory):
+    """Returns a function that runs `mesh_cases` once, on all shapes or on a few."""
+    return functools.cache(lambda whole: run_cases(tmp_path_factory.mktemp("mesh"), whole))
+
+
+def run_cases(folder, whole):
+    path = folder / "found"
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES}"
     environment = {
         "XLA_FLAGS": flags,
@@ -46,6 +63,7 @@ def found(tmp_path_factory):
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "True",
     }
     command = [sys.executable, str(pathlib.Path(__file__).with_name("mesh_cases.py")), str(path)]
+    command += ["--all"] if whole else []
     subprocess.run(command, env=os.environ | environment, check=True, stdout=subprocess.DEVNULL)
     return pickle.loads(path.read_bytes())
 
@@ -60,7 +78,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:])
+@pytest.mark.parametrize("shape", some_slow(SHAPES[1:]))
 def test_a_step_does_not_depend_on_the_mesh(found, shape):
     alone, ours = found["steps"][1, 1]["results"], found["steps"][shape]["results"]
     assert float(alone["metrics"]["grad_norm"]) > 0.1
@@ -88,7 +106,7 @@ def test_the_gradient_by_a_cut_head_is_that_of_a_log_softmax(found, shape):
     assert_near(found["trained head"][shape], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:])
+@pytest.mark.parametrize("shape", some_slow(SHAPES[1:]))
 def test_the_tokens_of_a_row_do_not_depend_on_the_mesh(found, shape):
     alone, ours = found["rollouts"][1, 1], found["rollouts"][shape]
     for temperature in (0.0, 1.0):
@@ -98,7 +116,7 @@ def test_the_tokens_of_a_row_do_not_depend_on_the_mesh(found, shape):
     assert len(np.unique(alone[1.0].tokens, axis=0)) == 2 * len(LENGTHS)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some_slow(SHAPES))
 def test_the_progress_is_that_of_all_groups(found, shape):
     rollout = found["rollouts"][shape][1.0]
     ended, tokens, statistics = found["rollouts"][shape]["last"]
@@ -110,7 +128,7 @@ def test_the_progress_is_that_of_all_groups(found, shape):
     assert 0 < tokens_before < tokens
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+@pytest.mark.parametrize("shape", some_slow([(4, 1), (2, 2)]))
 def test_programs_are_compiled_once_for_all_groups(found, shape):
     compiled, programs = found["rollouts"][shape]["compiled"]
     assert compiled <= programs == found["rollouts"][1, 1]["compiled"][1]
@@ -125,7 +143,7 @@ def test_programs_of_several_devices_are_loaded_from_their_files(found):
     assert_same(again[1.0].tokens, first[1.0].tokens)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("shape", some_slow([(2, 2), (1, 4)]))
 def test_an_update_gathers_no_weight(found, shape):
     kinds = [kind for kind, *_ in found["steps"][shape]["collectives"]]
     assert set(kinds) == {"all-reduce"}
@@ -141,7 +159,7 @@ def test_a_weight_that_is_gathered_would_be_found(found):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])  # The weights are dequantized once, in steps.
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
+@pytest.mark.parametrize("shape", some_slow([(2, 2), (1, 4)]))
 def test_a_rollout_has_one_sum_for_each_block(found, shape, temperature):
     programs = found["rollouts"][shape]["collectives", temperature]
     assert set(programs) >= {"prefill", "insert", "decode", "fuse_adapter"}
@@ -166,12 +184,12 @@ def test_the_kernels_of_a_decode_step_add_up_over_devices(found):
     assert 0 < error < 2e-2
 
 
-@pytest.mark.parametrize("shapes", list(itertools.permutations(SHAPES, 2)))
+@pytest.mark.parametrize("shapes", some_slow(itertools.permutations(SHAPES, 2)))
 def test_a_checkpoint_is_restored_on_another_mesh(found, shapes):
     assert_same(found["checkpoints"][shapes], found["checkpoints"]["saved"])
 
 
-@pytest.mark.parametrize("name", [*SHAPES[1:3], MOVED])
+@pytest.mark.parametrize("name", some_slow([*SHAPES[1:3], MOVED]))
 def test_a_run_does_not_depend_on_the_mesh(found, name):
     alone, ours = found["runs"][1, 1], found["runs"][name]
     assert_near(ours["rows"], alone["rows"], atol=5e-6)
@@ -179,7 +197,7 @@ def test_a_run_does_not_depend_on_the_mesh(found, name):
     assert_near(ours["adapter"], alone["adapter"], 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("shape", SHAPES[1:3])
+@pytest.mark.parametrize("shape", some_slow(SHAPES[1:3]))
 def test_a_mesh_compiles_nothing_after_the_first_step(found, shape):
     assert found["runs"][shape]["compiled"][1:] == [0]
 

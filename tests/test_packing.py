@@ -124,8 +124,12 @@ def test_nothing_to_predict():
 
 # --- The same loss and gradients as row by row --------------------------------------------------
 
+SLOW_LOSSES = "opsm", "gspo_token", "sapo"  # `test_losses` covers their values.
 LOSSES = [
-    *({"name": name} for name in losses.LOSSES),
+    *(
+        pytest.param({"name": name}, marks=pytest.mark.slow if name in SLOW_LOSSES else ())
+        for name in losses.LOSSES
+    ),
     {"name": "grpo", "kl_coef": 0.1, "kl_grad": "unbiased"},
     {"name": "dapo", "tis_cap": 2.0, "dual_clip": 3.0},
     {"name": "grpo", "entropy_coef": 0.3},

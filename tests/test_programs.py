@@ -109,6 +109,7 @@ def test_stopped_while_compiling(tmp_path):
     assert len(executables.compiled) < len(executables)
 
 
+@pytest.mark.slow  # 7 s
 def test_a_program_from_the_cache_of_jax_is_not_written_again(tmp_path):
     with cached_in(tmp_path):
         for _ in range(2):
@@ -120,6 +121,7 @@ def test_a_program_from_the_cache_of_jax_is_not_written_again(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, complete(again), expected)
 
 
+@pytest.mark.slow  # 13 s
 def test_a_policy_on_one_of_two_devices(tmp_path):
     code = (
         "import jax; jax.config.update('jax_default_device', jax.devices()[1]);"

@@ -64,7 +64,13 @@ def test_distribution(options, kept):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"top_k": 200}, {"top_p": 0.8}], ids=["all", "top-k", "top-p"]
+    "options",
+    [
+        {},
+        pytest.param({"top_k": 200}, marks=pytest.mark.slow),
+        pytest.param({"top_p": 0.8}, marks=pytest.mark.slow),
+    ],
+    ids=["all", "top-k", "top-p"],
 )
 def test_distribution_over_many_blocks(options):
     """More tokens than one block has, some blocks far less likely, the last one not full."""

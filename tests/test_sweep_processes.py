@@ -67,7 +67,7 @@ def overlap(a, b):
 
 
 def test_runs_share_out_the_devices(tmp_path, capsys):
-    runs = make_runs(tmp_path, 5, codes=[0, 3])
+    runs = make_runs(tmp_path, 5, seconds=1, codes=[0, 3])  # They overlap on a busy machine.
     failures = train_all(runs, tmp_path, ["2", "5"])
     assert failures == {"run1": f"exit code 3: the last line, see {tmp_path}/logs/run1.log"}
     found = rows(runs)

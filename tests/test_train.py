@@ -92,6 +92,7 @@ def test_rows(finished):
     assert rows[0]["logprob_diff_max"] < 1e-4 < rows[1]["logprob_diff_max"]
 
 
+@pytest.mark.slow  # 12 s
 def test_a_run_on_a_cpu_without_amx(tiny, tmp_path, monkeypatch):
     """Its products are in float32, and it does what a run with products in bfloat16 does."""
     rows, changes = [], {"model.dtype": "bfloat16", "steps": 2, "aqn.kl_every": 1, "eval.every": 0}

@@ -120,6 +120,7 @@ def test_a_schedule_that_fails_at_a_later_step_is_refused_before_the_model_is_lo
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow  # 13 s
 def test_a_custom_loss_weight_trains(tiny, tmp_path, module):
     changes = {"steps": 2, "eval.every": 0}
     found = {}
