@@ -2,16 +2,22 @@
 
     uv run python -m experiments.quantize Qwen/Qwen2.5-1.5B-Instruct qwen-nvfp4
     uv run python -m experiments.quantize FOLDER_OR_GGUF OUT --perplexity=text.txt
+    uv run python -m experiments.quantize FOLDER_OR_GGUF OUT --search-scales
     uv run python -m experiments.quantize FOLDER_OR_GGUF OUT --calibrate=text.jsonl
 
 The weights of the projections are rounded to the nearest NVFP4 numbers, byte for byte as
 llm-compressor's NVFP4A16 does. This happens layer by layer, so the model is never in memory as a
 whole. The relative rounding error of each layer is printed.
 
+With --search-scales every block of 16 weights gets the FP8 scale that rounds it with the least
+squared error without clipping it, where llm-compressor's maps its largest weight to 6. It needs no
+text, and the checkpoint is read as any other.
+
 With --calibrate the weights are scaled before rounding, by activation-aware scales (AWQ) from the
-first half of the text. The perplexity of the other half, or of --perplexity's text, shows the
-effect. The scales end up in the norms: on such a model use relative AQN noise, or choose sigma
-anew. Perplexities need the model in 16 bits on the device.
+first half of the text, and every block gets the FP8 scale that changes the outputs on it least. The
+perplexity of the other half, or of --perplexity's text, shows the effect. The scales of AWQ end up
+in the norms: on such a model use relative AQN noise, or choose sigma anew. Perplexities need the
+model in 16 bits on the device.
 """
 
 import argparse
@@ -50,10 +56,13 @@ def run(arguments: argparse.Namespace) -> None:
     def calibrated() -> Iterator[quantize.PackedLayer]:
         for number, scaled in enumerate(calibrate.scaled_layers(checkpoint, calibration)):
             rounded.append(scaled.rounded_errors)
-            packed = quantize.pack_layer(checkpoint, number, scaled.arrays)
+            packed = quantize.pack_layer(checkpoint, number, scaled.arrays, scaled.block_scales)
             yield dataclasses.replace(packed, errors=scaled.errors)
 
-    layers = quantize.round_layers(checkpoint) if calibration is None else calibrated()
+    if calibration is None:
+        layers = quantize.round_layers(checkpoint, search=arguments.search_scales)
+    else:
+        layers = calibrated()
     errors = quantize.write_packed(arguments.out, checkpoint, layers)
     print(f"relative rounding error of the {'outputs' if rounded else 'weights'}")
     print(_table(errors, rounded))
@@ -168,6 +177,7 @@ def main() -> None:
     add = parser.add_argument
     add("--calibrate", metavar="TEXT", default="", help=f"calibration text: {text}")
     add("--perplexity", metavar="TEXT", default="", help=f"text to measure on: {text}")
+    add("--search-scales", action="store_true", help="scales of blocks with the least error")
     add("--windows", type=int, help="number of windows per text (default: 32)")
     add("--width", type=int, help="tokens per window (default: 512)")
     cli.run_command(parser, run)

@@ -143,6 +143,7 @@ def test_a_tensor_that_is_not_finite_is_named_and_nothing_is_left(tmp_path, name
 
 def options(**changes):
     given = {"format": "nvfp4", "calibrate": "", "perplexity": "", "windows": None, "width": None}
+    given |= {"search_scales": False}
     if "calibrate" in changes or "perplexity" in changes:
         given |= {"windows": 2, "width": 16}
     return types.SimpleNamespace(**(given | changes))
@@ -185,6 +186,22 @@ def test_the_command_prints_errors_sizes_and_perplexities(tmp_path, capsys, sour
     lines = printed.partition("perplexity of 32 tokens\n")[2].splitlines()
     assert [line.split("  ")[1] for line in lines] == ["bfloat16", "nvfp4, rounded"]
     assert isinstance(load(out).params["layers"][0]["o_proj"], QuantTensor)
+
+
+def test_the_command_searches_scales(tmp_path, capsys, source):
+    means = []
+    for out, search in (("rounded", False), ("searched", True)):
+        command.run(options(model=str(source), out=str(tmp_path / out), search_scales=search))
+        (line,) = (row for row in capsys.readouterr().out.splitlines() if "mean" in row)
+        means.append([float(value) for value in line.split()[1:]])
+    assert all(0.7 < less / more < 0.95 for more, less in zip(*means, strict=True))
+    layers = [load(str(tmp_path / out)).params["layers"][0] for out in ("rounded", "searched")]
+    for name in ("qkv_proj", "down_proj"):
+        rounded, searched = (layer[name] for layer in layers)
+        np.testing.assert_array_equal(rounded.global_scale, searched.global_scale)
+        moved = searched.scales.astype(np.float32) / rounded.scales.astype(np.float32)
+        assert 0.3 < (moved > 1).mean() < 0.8
+        assert moved.min() == 1 < moved.max() < 2.5
 
 
 def test_the_command_calibrates(tmp_path, capsys, source, text):

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.policy.aqn import LAYER_NORMS
-from qerl_jax.policy.lora import FUSED, Lora, merge_layer, projection_shapes
+from qerl_jax.policy.lora import FUSED, Lora, member_bounds, merge_layer
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize
 from qerl_jax.weights.load import LoadedModel
 
@@ -76,15 +76,14 @@ def merged_layers(
     """
     scale = 0.0 if lora is None else lora.scale
     merge = jax.jit(functools.partial(merge_layer, config=model.config, scale=scale))
-    shapes = projection_shapes(model.config)
     for number, layer in enumerate(model.params["layers"]):
         merged, updates = merge(layer, {} if lora is None else lora.layers[number])
         for fused, members in FUSED.items():
-            ends = np.cumsum([shapes[member][0] for member in members])
-            before = _rounded(layer[fused], ends, packed=packed)
-            after = _rounded(merged[fused], ends, packed=packed)
+            bounds = member_bounds(fused, model.config)
+            before = _rounded(layer[fused], bounds, packed=packed)
+            after = _rounded(merged[fused], bounds, packed=packed)
             sums = np.asarray(_row_sums(before, after, updates[fused]), np.float64)
-            for member, rows in zip(members, np.split(sums, ends[:-1], axis=1), strict=True):
+            for member, rows in zip(members, np.split(sums, bounds, axis=1), strict=True):
                 if rows[1].any():
                     kept.setdefault(member, Kept()).add(rows.sum(axis=1).tolist())
             merged[fused] = jax.device_get(after)
@@ -113,7 +112,7 @@ def norms_kept(before: dict, after: dict) -> dict[str, Kept]:
 
 
 def _rounded(
-    weight: jax.Array | QuantTensor, ends: np.ndarray, *, packed: bool
+    weight: jax.Array | QuantTensor, bounds: Sequence[int], *, packed: bool
 ) -> np.ndarray | QuantTensor:
     """Rounds a fused weight to the written format; an NVFP4 weight stays as it is."""
     if isinstance(weight, QuantTensor):
@@ -121,7 +120,7 @@ def _rounded(
             return weight
         weight = _dense(weight)
     dense = np.asarray(weight).astype(ml_dtypes.bfloat16)
-    return quantize(np.split(dense, ends[:-1]), format="nvfp4") if packed else dense
+    return quantize(np.split(dense, bounds), format="nvfp4") if packed else dense
 
 
 @jax.jit

@@ -2,14 +2,16 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.policy.lora import FUSED, projection_shapes
+from qerl_jax.export.scale_search import best_weight_scales
+from qerl_jax.policy.lora import FUSED, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
@@ -33,11 +35,13 @@ class PackedLayer:
     errors: dict[str, float]
 
 
-def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
+def round_layers(checkpoint: Checkpoint, *, search: bool = False) -> Iterator[PackedLayer]:
     """Rounds the layers of a checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
 
     Args:
         checkpoint: the model, with weights that are not packed.
+        search: whether each block gets the scale with the least error (`scale_search`), instead of
+            that of llm-compressor.
 
     Returns:
         An iterator over the quantized layers in order.
@@ -48,18 +52,27 @@ def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
 
     def read(layer: int) -> PackedLayer:
         dense = read_layer(checkpoint, layer, dtype=_BFLOAT16)
-        return pack_layer(checkpoint, layer, dense)
+        scales = {}
+        if search:
+            for name in FUSED:
+                bounds = member_bounds(name, checkpoint.config)
+                scales[name] = best_weight_scales(np.split(dense[name], bounds))
+        return pack_layer(checkpoint, layer, dense, scales)
 
     return each_layer(read, checkpoint.config.num_layers, label="quantizing")
 
 
-def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
+def pack_layer(
+    checkpoint: Checkpoint, layer: int, dense: dict, block_scales: Mapping[str, Any]
+) -> PackedLayer:
     """Quantizes the projections of a layer.
 
     Args:
         checkpoint: the checkpoint of the layer.
         layer: number of the layer, named in errors.
         dense: NumPy arrays of the layer; the projections are rounded to bfloat16 first.
+        block_scales: FP8 scales [N, K/16] of fused projections; those that are missing follow
+            from the largest weights.
 
     Returns:
         The layer, with its errors measured on the weights.
@@ -67,19 +80,18 @@ def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
     Raises:
         UserError: a weight cannot be quantized.
     """
-    shapes = projection_shapes(checkpoint.config)
     arrays, errors = dict(dense), {}
     for fused, members in FUSED.items():
-        ends = np.cumsum([shapes[member][0] for member in members])
         weight = np.asarray(dense[fused], _BFLOAT16)
+        bounds = member_bounds(fused, checkpoint.config)
         try:
-            arrays[fused] = quantize_nvfp4(np.split(weight, ends[:-1]))
+            arrays[fused] = quantize_nvfp4(np.split(weight, bounds), block_scales.get(fused))
         except UserError as error:
             where = f"layer {layer}, {'/'.join(members)}"
             raise UserError(f"{checkpoint.path}: {where}: {error}") from error
-        changed, whole = jax.device_get(_squares(weight, arrays[fused]))
-        for member, rows in zip(members, np.split(np.arange(len(weight)), ends[:-1]), strict=True):
-            errors[member] = float(np.sqrt(changed[rows].sum() / max(whole[rows].sum(), 1e-30)))
+        sums = (np.split(rows, bounds) for rows in jax.device_get(_squares(weight, arrays[fused])))
+        for member, changed, whole in zip(members, *sums, strict=True):
+            errors[member] = float(np.sqrt(changed.sum() / max(whole.sum(), 1e-30)))
     return PackedLayer(arrays, errors)
 
 

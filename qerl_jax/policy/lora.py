@@ -1,6 +1,7 @@
 """LoRA (https://arxiv.org/abs/2106.09685) as a tree that is separate from the frozen weights."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -85,6 +86,12 @@ def projection_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
         "up_proj": (config.mlp_dim, config.embed_dim),
         "down_proj": (config.embed_dim, config.mlp_dim),
     }
+
+
+def member_bounds(fused: str, config: ModelConfig) -> list[int]:
+    """The rows of a fused weight, of `FUSED`, at which its second and later members begin."""
+    rows = [projection_shapes(config)[member][0] for member in FUSED[fused]]
+    return list(itertools.accumulate(rows))[:-1]
 
 
 def init(key: jax.Array, config: ModelConfig, lora_config: LoraConfig) -> Lora:

@@ -12,7 +12,7 @@ consecutive inputs of a row:
            a weight (https://arxiv.org/abs/2305.14314). The bytes equal those of bitsandbytes.
 
 `fp4_matmul.FORMATS` holds the formats as data. All quantizers round to nearest, without calibration
-data.
+data; `export.scale_search` finds scales of NVFP4 with which they round more closely.
 """
 
 import functools
@@ -77,13 +77,16 @@ class QuantTensor:
         return fp4_matmul.format_of(self.scales.dtype).name
 
 
-def quantize(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
+def quantize(
+    weights: Sequence[np.ndarray], *, format: str, scales: Array | None = None
+) -> QuantTensor:
     """Rounds the members of one fused group to a format.
 
     Args:
         weights: members of shape [N_i, K], for example [q, k, v]; they are rounded to bfloat16
             first.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
+        scales: FP8 scales [sum N_i, K/16] for NVFP4, in place of those by the largest weights.
 
     Returns:
         A QuantTensor of NumPy arrays with the rows of all members stacked, [sum N_i, K].
@@ -92,10 +95,12 @@ def quantize(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
         UserError: the format is unknown, K is not a multiple of its block, or a weight is not
             finite.
     """
-    return jax.tree.map(np.array, quantize_on_device(weights, format=format))
+    return jax.tree.map(np.array, quantize_on_device(weights, format=format, scales=scales))
 
 
-def quantize_on_device(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
+def quantize_on_device(
+    weights: Sequence[np.ndarray], *, format: str, scales: Array | None = None
+) -> QuantTensor:
     """Rounds a fused group, as in `quantize`, and leaves the result on the default device.
 
     NVFP4 rounds as llm-compressor's NVFP4A16 does. The scales are computed in bfloat16 where
@@ -120,6 +125,7 @@ def quantize_on_device(weights: Sequence[np.ndarray], *, format: str) -> QuantTe
     Args:
         weights: members of shape [N_i, K], as in `quantize`.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
+        scales: as in `quantize`.
 
     Returns:
         A QuantTensor of arrays on the device, [sum N_i, K].
@@ -131,16 +137,20 @@ def quantize_on_device(weights: Sequence[np.ndarray], *, format: str) -> QuantTe
         raise UserError(f"format={format!r}: must be one of {', '.join(FORMATS)}")
     for weight in weights:
         check_inputs(weight.shape, format)
-    return quantize_bits([[bfloat16_bits(weight)] for weight in weights], format=format)
+    bits = [[bfloat16_bits(weight)] for weight in weights]
+    return quantize_bits(bits, format=format, scales=scales)
 
 
-def quantize_bits(members: Sequence[Sequence[jax.Array]], *, format: str) -> QuantTensor:
+def quantize_bits(
+    members: Sequence[Sequence[jax.Array]], *, format: str, scales: Array | None = None
+) -> QuantTensor:
     """Rounds a fused group that is on the device, as `quantize_on_device` does.
 
     Args:
         members: chunks of the rows of each member, uint16 [rows, K] with the bits of bfloat16
             weights.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
+        scales: as in `quantize`.
 
     Returns:
         A QuantTensor of arrays on the device, [sum N_i, K].
@@ -162,14 +172,15 @@ def quantize_bits(members: Sequence[Sequence[jax.Array]], *, format: str) -> Qua
         packed, scales = _encode(bits, *_mxfp4_tables(), format=format)
         return QuantTensor(packed=packed, scales=scales)
     global_scale = min(_global_scale(amax) for amax in _values(largest))
-    packed, scales = _encode(bits, *_nvfp4_tables(global_scale), format=format)
+    given = None if scales is None else jnp.asarray(scales).view(jnp.uint8)
+    packed, scales = _encode(bits, *_nvfp4_tables(global_scale), given, format=format)
     rows = np.full(len(packed), global_scale, np.float32)
     return QuantTensor(packed=packed, scales=scales, global_scale=jax.device_put(rows))
 
 
-def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
+def quantize_nvfp4(weights: Sequence[np.ndarray], scales: Array | None = None) -> QuantTensor:
     """Rounds a fused group to NVFP4, as in `quantize`."""
-    return quantize(weights, format="nvfp4")
+    return quantize(weights, format="nvfp4", scales=scales)
 
 
 def quantize_mxfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
@@ -379,6 +390,7 @@ def _encode(
     weights: Sequence[jax.Array],
     scale_of: jax.Array | None,
     thresholds: jax.Array,
+    given: jax.Array | None = None,
     *,
     format: str,
 ) -> tuple[jax.Array, jax.Array]:
@@ -388,6 +400,7 @@ def _encode(
         weights: bits of bfloat16 weights, uint16 [N_i, K].
         scale_of: scale byte of each largest magnitude, uint8 [2^15], or None in NF4.
         thresholds: int16 [2^15, 15] by largest magnitude in NF4, otherwise [256, 8] by scale byte.
+        given: scale bytes [N, K/block] to use in place of those of `scale_of`.
         format: name of the format.
     """
     form = FORMATS[format]
@@ -402,7 +415,7 @@ def _encode(
         keys = jnp.where(negative, -magnitude, magnitude)
         codes = jnp.zeros(blocks.shape, jnp.uint8)
     else:
-        scale_bytes = scale_of[amax]
+        scale_bytes = scale_of[amax] if given is None else given
         scales = jax.lax.bitcast_convert_type(scale_bytes, form.scale_dtype)
         limits = thresholds[scale_bytes]
         keys = magnitude
