@@ -433,6 +433,15 @@ def test_an_export_is_not_overwritten(run, tmp_path, monkeypatch):
     assert (out / "README.md").read_bytes() == before
 
 
+def test_a_place_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_lib, "open_policy", None)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "new" / "out", Path("/proc/absent/out")):
+        with pytest.raises(UserError, match=r"out: could not be written: .*choose another path"):
+            run_export(run, "merged", out=str(out))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("form", ["peft", "merged"])
 def test_an_interrupted_export_leaves_nothing(form, run, tmp_path, monkeypatch):
     monkeypatch.setattr(export_lib, "open_policy", open_policy)
