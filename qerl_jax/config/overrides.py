@@ -32,6 +32,11 @@ _CLIPS: _Need = (
     f"a loss that clips, rl.loss other than 'sapo' and a function; and {_SEVERAL_UPDATES[0]}",
     lambda c: c.rl.loss != "sapo" and ":" not in c.rl.loss and _SEVERAL_UPDATES[1](c),
 )
+_SAPO: _Need = (
+    f"rl.loss='sapo', and {_SEVERAL_UPDATES[0]}; at a ratio of 1 they scale the loss that is "
+    "logged, not its gradient",
+    lambda c: c.rl.loss == "sapo" and _SEVERAL_UPDATES[1](c),
+)
 _ADAPTER: _Need = (
     "an adapter: train.parameters other than 'full'",
     lambda c: c.train.parameters != "full",
@@ -113,8 +118,8 @@ NEEDS: dict[str, _Need] = {
     ),
     "rl.clip_low": _CLIPS,
     "rl.clip_high": _CLIPS,
-    "rl.sapo_temperature_pos": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
-    "rl.sapo_temperature_neg": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
+    "rl.sapo_temperature_pos": _SAPO,
+    "rl.sapo_temperature_neg": _SAPO,
     "rl.dual_clip": (
         _SEVERAL_UPDATES[0],
         lambda c: c.rl.dual_clip == 0 or _SEVERAL_UPDATES[1](c),
