@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.config.mixture import has_own_evaluation
 from qerl_jax.errors import UserError
+from qerl_jax.import_path import names_function
 from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.problem_order import Cursor, read_cursor
@@ -158,7 +159,7 @@ def _check_processes(setup: Setup, fingerprints: Mapping[str, str], step: int | 
         "recompute of the memory plan": list(setup.update.recompute),
     }
     objective = setup.update.loss.objective
-    if ":" in objective:  # Its path says nothing of the code that a host has under it.
+    if names_function(objective):  # Its path says nothing of the code that a host has under it.
         found[f"code of {objective}"] = custom_loss_digest(objective)[:16]
     remedy = "give all of them the same model, problems, code and GPU memory"
     setup.processes.check_same(found, remedy)
