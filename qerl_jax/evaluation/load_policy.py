@@ -1,5 +1,6 @@
 """Opens the policy of a run, an adapter with its base, or a model."""
 
+import contextlib
 import dataclasses
 import hashlib
 import pathlib
@@ -76,7 +77,7 @@ def open_policy(
     names_base = True
     if run is not None:
         settings = run["config"]["model"]
-        folder, named_base = _trained_folder(path, adapter), settings["source"]
+        folder, named_base = _trained_folder(path, adapter), _base_of_run(path, settings["source"])
         if folder is not None and not (folder / peft.CONFIG_FILE).exists():
             folder, named_base, names_base = None, str(folder), False
     elif adapter not in ("", "none"):
@@ -145,6 +146,21 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
             "model.dtype is missing"
         )
     return found
+
+
+def _base_of_run(run: pathlib.Path, source: str) -> str:
+    """Returns the model of a run, also where its path is relative to the folder of the start.
+
+    The adapters of the run name a local model by its full path.
+    """
+    if source.startswith("package:") or user_path(source).is_absolute():
+        return source
+    for best in (False, True):
+        with contextlib.suppress(UserError):  # There is none, or it is just being replaced.
+            _, base = peft.read_peft_config(RunFolder(run).adapter(best=best))
+            if pathlib.PurePath(base).is_absolute() and pathlib.Path(base).exists():
+                return base
+    return source
 
 
 def _read_adapter(folder: pathlib.Path, config: ModelConfig) -> tuple[LoraConfig, Trainable, str]:
