@@ -21,6 +21,7 @@ training.
 """
 
 import argparse
+import functools
 import gzip
 import hashlib
 import json
@@ -181,7 +182,8 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
 def finished_evaluation(folder: pathlib.Path) -> dict[str, Any] | None:
     """The results of an evaluation; None while it is not finished, or if its run has gone on.
 
-    A run that was extended, or evaluated before its end, has another adapter by now.
+    A run that was extended, or evaluated before its end, has another adapter by now. One whose
+    adapter was deleted has not gone on.
     """
     path = folder / "results.json"
     if not path.exists():
@@ -191,8 +193,20 @@ def finished_evaluation(folder: pathlib.Path) -> dict[str, Any] | None:
         return None
     digest = results["settings"].get("adapter_sha256")  # None for a base, or where all is trained
     weights = RunFolder(folder.parents[1]).adapter() / _WEIGHTS
-    same = not digest or hashlib.sha256(weights.read_bytes()).hexdigest() == digest
+    try:
+        stat = weights.stat()
+        same = not digest or digest == _digest(weights, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    except FileNotFoundError:
+        same = True
     return results if same else None
+
+
+@functools.cache
+def _digest(path: pathlib.Path, *version: int) -> str:
+    """The SHA-256 of a file, read once; `version` changes with the file."""
+    del version
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def well_formed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -327,8 +341,7 @@ def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
     content["rows"].sort(key=lambda row: (arms.index(row["arm"]), row["seed"]))
     for row in content["rows"]:
         row["main"] = row["arm"] == evidence.MAIN
-    if content["rows"]:
-        _write_results(content, results)
+    _write_results(content, results)
     return added
 
 
@@ -375,7 +388,9 @@ def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:
 
 
 def _write_results(content: dict[str, Any], results: pathlib.Path) -> None:
-    write_json(results / "gsm8k.json", content, indent=1)
+    """Writes gsm8k.json if anything in it changes."""
+    if content != read_results(results):
+        write_json(results / "gsm8k.json", content, indent=1)
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -157,6 +157,7 @@ def describe(row: dict[str, Any]) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
     from benchmarks.random_checkpoint import write_random
+    from benchmarks.rollout.results import check_out
     from benchmarks.rollout.subject import check_names
     from benchmarks.step import merge
     from qerl_jax.errors import UserError
@@ -168,6 +169,7 @@ def run(arguments: argparse.Namespace) -> None:
     caches = arguments.cache.split(",")
     if not set(caches) <= set(CACHES):
         raise UserError(f"--cache={arguments.cache}: {' or '.join(CACHES)}, or both with a comma")
+    check_out(arguments.out, KEYS)
     folder = arguments.folder
     if not folder.exists():
         began = time.perf_counter()

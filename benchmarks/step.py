@@ -387,6 +387,7 @@ def _per_device(row: dict[str, Any]) -> tuple:
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the benchmark with the parsed arguments."""
+    from benchmarks.rollout.results import check_out
     from benchmarks.rollout.subject import check_names
     from qerl_jax.errors import check_limits
     from qerl_jax.processes.launch import connected
@@ -410,6 +411,8 @@ def run(arguments: argparse.Namespace) -> None:
         processes.check_same(asked, "start all of them with the same command")
         for data, tensor in meshes:
             _check_devices(data, tensor, processes)
+        if processes.writes:
+            check_out(arguments.out, set(KEYS) - _ONE_PROCESS.keys())
         for model, format, mesh in itertools.product(models, formats, meshes):
             row = measure(arguments, model, format, mesh, processes)
             if processes.writes:

@@ -8,6 +8,11 @@ from typing import Any
 from qerl_jax.errors import UserError, first_line
 
 
+def names_function(text: str) -> bool:
+    """Whether a name in a config is the import path of a function, and not one of our names."""
+    return ":" in text
+
+
 def import_function(path: str, *, what: str) -> Callable[..., Any]:
     """Imports a function.
 

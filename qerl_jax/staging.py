@@ -5,6 +5,7 @@ import fcntl
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Generator
 
 from safetensors import SafetensorError
@@ -13,19 +14,43 @@ from qerl_jax.errors import UserError
 
 
 def check_free(folder: pathlib.Path | str) -> None:
-    """Refuses a target that exists, so that nothing is ever overwritten.
+    """Refuses a target that exists, so that nothing is ever overwritten, or that cannot be made.
 
     Args:
         folder: target path; an empty folder is accepted.
 
     Raises:
-        UserError: the path is taken by a file or by a folder that is not empty.
+        UserError: the path is taken by a file or by a folder that is not empty, or as in
+            `check_writable`.
     """
     folder = pathlib.Path(folder)
+    check_writable(folder)
     if folder.is_dir() and not any(folder.iterdir()):
         return
     if folder.exists() or folder.is_symlink():
         raise UserError(f"{folder} exists already; remove it or choose another folder")
+
+
+def check_writable(target: pathlib.Path) -> None:
+    """Refuses a file or folder that cannot be written, before the work whose result it will hold.
+
+    Both are made beside their place and renamed, so it is the parent that must be writable. Missing
+    parents are not made yet.
+
+    Args:
+        target: path of the file or the folder.
+
+    Raises:
+        UserError: nothing can be made in the nearest parent that exists, or it is a file.
+    """
+    try:
+        parent = next(path for path in target.absolute().parents if path.exists())
+        # It is tried: root writes where permissions say no, and no user on a read-only disk.
+        tempfile.TemporaryFile(dir=parent).close()
+    except OSError as error:
+        raise UserError(
+            f"{target}: could not be written: {error.strerror}; choose another path"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def write_run(folder, tiny, *, model=None, summary=True, norms=False, size=0.1, 
     (folder / "config.json").write_text(json.dumps(described))
     if summary:
         (folder / "summary.json").write_text('{"steps": 4}')
-    architecture = load(str(model), format="stored").config
-    trained = random_adapter(architecture, norms=norms, size=size)
-    save_peft_adapter(folder / "adapter", trained, LORA, base_model=str(model))
+    base = load(str(model), format="stored")
+    trained = random_adapter(base.config, norms=norms, size=size)
+    save_peft_adapter(folder / "adapter", trained, LORA, base_model=base.source)
     return folder

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 from tiny_checkpoints import model_config
 
-from benchmarks import pictures, step_tables, tables
+from benchmarks import loading, pictures, step_tables, tables
 from benchmarks import step as own_step
 from benchmarks.peers import common, decode, serve, step, update
 from benchmarks.random_checkpoint import write_random
@@ -106,6 +106,39 @@ def test_a_missing_package_is_one_line():
 def test_bad_arguments_are_refused_first(module, changes, message, tmp_path):
     with pytest.raises(UserError, match=message):
         module.run(arguments(tmp_path, module, **changes))
+
+
+_PLACES = {
+    "folder": "it is a folder; pass a file as --out",
+    "file/new/out.json": "could not be written: Not a directory",
+    "/proc/absent/out.json": "could not be written",
+}
+_OTHERS = dict.fromkeys(("file", "other.json"), "holds no rows of this benchmark")
+
+
+@pytest.mark.parametrize(
+    ("module", "required", "outs"),
+    [
+        (own_step, "", _PLACES | _OTHERS),
+        (loading, "--folder=absent", _PLACES | _OTHERS),
+        *((part, "--folder=absent --ours=absent", _PLACES | _OTHERS) for part in (decode, step)),
+        (serve, "absent --base=absent", _PLACES),  # It replaces its file.
+    ],
+)
+def test_an_out_that_cannot_be_written_is_refused_first(
+    module, required, outs, tmp_path, monkeypatch
+):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("no JSON")
+    (tmp_path / "other.json").write_text('{"rows": [{"model": "qwen2.5-7b"}]}')
+    monkeypatch.setattr(own_step, "measure", None)
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    for out, message in outs.items():
+        given = module.make_parser().parse_args([*required.split(), f"--out={tmp_path / out}"])
+        with pytest.raises(UserError, match=message):
+            module.run(given)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_our_row_is_found_or_measured(tmp_path, monkeypatch):

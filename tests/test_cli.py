@@ -209,6 +209,8 @@ def test_a_reward_is_added_on_the_command_line(command, tmp_path):
         ),
         ("--config.rewards.short.wieght=1", "rewards.short has no 'wieght'; it has function, we"),
         ("--config.rewards.correctness.time_limit=-1", "rewards.correctness.time_limit=-1.0"),
+        ("--config.rewards.overlong.function=c:d", "'overlong' is the name of the length penalty"),
+        ("--config.rewards.total.function=c:d", "'total' is the name of the weighted sum of all"),
     ):
         result = command(argument)
         assert result.returncode != 0

@@ -202,6 +202,20 @@ def test_an_evaluation_of_an_earlier_adapter_is_not_finished(tmp_path, monkeypat
     assert len(ran) == 2
 
 
+def test_an_adapter_is_read_once_and_may_be_deleted(tmp_path, monkeypatch):
+    run = write_run(tmp_path)
+    folder, weights = run / "evaluations" / "end", run / "adapter" / WEIGHTS_FILE
+    weights.write_bytes(b"weights after 8 steps")
+    assert gsm8k.finished_evaluation(folder) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(gsm8k.hashlib, "file_digest", None)
+        patch.setattr(gsm8k.hashlib, "sha256", None)
+        assert gsm8k.finished_evaluation(folder) is None
+    shutil.rmtree(run / "adapter")
+    assert gsm8k.finished_evaluation(folder) is not None
+    assert gsm8k.row_of(run) is not None
+
+
 def test_answers_without_the_right_form_have_no_accuracy():
     rows = [{"correct": True, "format": False}, {"correct": True, "format": None}]
     assert gsm8k.well_formed(rows) == {"share": 0.0, "accuracy": None}
@@ -221,6 +235,8 @@ def test_rows_are_added_once_and_in_the_order_of_the_arms(tmp_path, monkeypatch)
     assert (results / "gsm8k" / f"{ARM}-s1.jsonl.gz").read_bytes() == before
     steps = page.read_metrics(results / "gsm8k" / "nvfp4-lora-s0.jsonl.gz")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    monkeypatch.setattr(gsm8k, "write_json", None)
+    assert gsm8k.collect(runs, results) == []
 
 
 def test_a_grid_by_hand(tmp_path):

@@ -256,6 +256,19 @@ def test_other_number_formats(number_format, wide, tiny, tmp_path, capsys):
         run_export(run, "peft", with_base=True, out=str(tmp_path / "other"))
 
 
+def test_a_relative_path_of_the_model_is_that_of_the_start(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tiny.model.parent)
+    run = finished_run.write_run(tmp_path / "run", tiny, model=Path(tiny.model.name))
+    monkeypatch.chdir(tmp_path)
+    for adapter in ("", "none"):
+        assert open_policy(str(run), adapter=adapter).base.path == tiny.model
+    (tmp_path / tiny.model.name).mkdir()  # another folder of this name
+    assert open_policy(str(run)).base.path == tiny.model
+    shutil.rmtree(run / "adapter")
+    with pytest.raises(UserError, match=tiny.model.name):
+        open_policy(str(run), adapter="none")
+
+
 def test_an_adapter_that_was_trained_elsewhere(tiny, tmp_path):
     """The folder of such an adapter does not state the format of its base: it is as stored."""
     run = finished_run.write_run(tmp_path / "run", tiny, **{"model.format": "bf16"})
@@ -431,6 +444,15 @@ def test_an_export_is_not_overwritten(run, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="exists already"):
         run_export(run, "merged", out=str(out))
     assert (out / "README.md").read_bytes() == before
+
+
+def test_a_place_that_cannot_be_written_is_refused_first(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(export_lib, "open_policy", None)
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "new" / "out", Path("/proc/absent/out")):
+        with pytest.raises(UserError, match=r"out: could not be written: .*choose another path"):
+            run_export(run, "merged", out=str(out))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize("form", ["peft", "merged"])

@@ -36,7 +36,7 @@ ALLOWED = {
     | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
     "problem_order": {"errors"},
-    "config": {"run", "rl", "scoring", "problem_sources", "paths", "errors"},
+    "config": {"run", "rl", "scoring", "problem_sources", "import_path", "paths", "errors"},
     "data": {"config", "problem_sources", "rl", "weights", "errors"},
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
@@ -64,7 +64,7 @@ ALLOWED = {
     },
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
-    | {"problem_order", "processes"},
+    | {"problem_order", "processes", "import_path"},
     "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"problem_order", "model_source", "paths", "errors"},

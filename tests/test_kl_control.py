@@ -188,16 +188,13 @@ def test_a_resumed_run_repeats_its_sigmas(finished, tiny, tmp_path, monkeypatch)
     assert tiny_run.results(tmp_path / "run") == tiny_run.results(finished)
 
 
-def test_a_run_goes_on_after_a_kl_that_is_not_finite(tiny, tmp_path, monkeypatch):
+def test_a_run_goes_on_after_a_kl_that_is_not_finite():
     setup = types.SimpleNamespace(
         sigma=level(stages=2),
         config=types.SimpleNamespace(aqn=types.SimpleNamespace(kl_every=1)),
     )
-    monkeypatch.setattr(step_module, "_noise_kl", lambda *_: math.nan)
     progress = step_module.Progress(step=12, state=None, cursor=None)
-    state, metrics = step_module._measure_noise(
-        setup, progress, None, {}, None, None, noise=None, sigma=0.02
-    )
+    state, metrics = step_module._measure_noise(setup, progress, lambda: math.nan, sigma=0.02)
     assert state == SigmaState(sigma=0.02, kl=None, not_finite=1)
     assert metrics["noise_kl_not_finite"] == 1
     assert sigma_of_step(setup.sigma, state, 13) == 0.02

@@ -453,6 +453,19 @@ def test_the_off_policy_mask_leaves_out_rows_of_a_negative_advantage():
     assert case.loss(config)[1][1].any()
 
 
+def test_the_temperatures_of_sapo_count_from_the_second_update_on():
+    case = make_case("sequence")
+    plain, other = (
+        losses.loss_config("sapo", sapo_temperature_pos=pos, sapo_temperature_neg=neg)
+        for pos, neg in ((1.0, 1.05), (3.0, 0.2))
+    )
+    first = [case.loss(config, old_logprobs=None) for config in (plain, other)]
+    assert first[0][0] != pytest.approx(first[1][0])
+    np.testing.assert_allclose(first[0][1], first[1][1], rtol=1e-6)
+    later = [case.loss(config)[1] for config in (plain, other)]
+    assert not np.allclose(*later, rtol=1e-2)
+
+
 @pytest.mark.parametrize("field", ["sapo_temperature_pos", "sapo_temperature_neg"])
 def test_temperatures_and_thresholds_are_positive(field):
     with pytest.raises(UserError, match=f"{field} is 0.0: it must be greater than 0"):

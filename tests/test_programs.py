@@ -166,6 +166,25 @@ def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
     assert len(executables.compiled) == len(before) - loaded.get(change, 0)
 
 
+@pytest.mark.parametrize(
+    ("edited", "differs"),
+    [
+        ("qerl_jax/rl/losses.py", True),
+        ("qerl_jax/sharding.py", True),
+        ("pallas_kernels/decode/layer.py", True),
+        ("qerl_jax/data.py", False),
+    ],
+)
+def test_an_edit_of_what_programs_are_traced_from_is_noticed(edited, differs, monkeypatch):
+    before, read = executable_cache._sources(), pathlib.Path.read_bytes
+
+    def edit(path):
+        return read(path) + (b"# edited" if path.as_posix().endswith(edited) else b"")
+
+    monkeypatch.setattr(pathlib.Path, "read_bytes", edit)
+    assert (executable_cache._sources() != before) == differs
+
+
 def test_a_missing_program_is_named(tmp_path):
     executables = compiled(tmp_path)
     with pytest.raises(RuntimeError, match=r"operation \('prefill', 16, .*call compile_rollout"):

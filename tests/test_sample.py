@@ -18,7 +18,7 @@ from tiny_rollout import TinyTokenizer
 from experiments import sample as command
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import sample as sample_lib
-from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.evaluation.load_policy import open_policy, warn_of_another_base
 from qerl_jax.evaluation.sample import SampleConfig, sample, stream_text
 from qerl_jax.policy import transformer
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -212,6 +212,34 @@ def test_what_cannot_be_asked(options, named, run):
 def test_a_model_has_no_other_base(tiny, adapter):
     with pytest.raises(UserError, match=r"--base=other: .*model is itself the model"):
         open_policy(str(tiny.model), adapter=adapter, base="other")
+
+
+@pytest.mark.parametrize(
+    ("named", "used", "same"),
+    [
+        ("Qwen/Qwen2.5-7B", "/models/qwen2.5-7b/", True),
+        ("Qwen/Qwen2.5-7B", "/cache/models--Qwen--Qwen2.5-7B/snapshots/0123abcd", True),
+        ("/x/qwen2.5-7b.gguf", "Qwen/Qwen2.5-7B", True),
+        ("", "Qwen/Qwen2.5-7B", True),
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B-Instruct", False),
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-Coder-7B", False),
+    ],
+)
+def test_an_adapter_of_another_base_is_told_once(named, used, same, tmp_path, capsys):
+    for _ in range(2):
+        warn_of_another_base(tmp_path, named, [used])
+    said = capsys.readouterr().err
+    assert said.count("\n") == (not same)
+    assert same or f"{tmp_path} names the base {named}, and is used on {used}" in said
+
+
+def test_the_base_of_the_command_line_may_be_another_one(tiny, run, tmp_path, capsys):
+    open_policy(str(run))
+    assert capsys.readouterr().err == ""
+    other = shutil.copytree(tiny.model, tmp_path / "other")
+    open_policy(str(run), base=str(other))
+    said = f"warning: the adapter {run}/adapter names the base {tiny.model}, and is used on {other}"
+    assert capsys.readouterr().err.startswith(said)
 
 
 def test_a_question_from_stdin(tiny, monkeypatch, capsys):

@@ -119,6 +119,12 @@ def test_the_home_folder_is_expanded_in_paths_of_the_user():
     assert not PLAIN_PATH.search("type=user_path, Path(arguments)")
 
 
+def test_one_function_tells_import_paths_from_names():
+    asked = re.compile(r'":" (?:not )?in ')
+    places = [path for path, text in product().items() if asked.search(text)]
+    assert places == ["qerl_jax/import_path.py"]
+
+
 def test_no_test_module_imports_another():
     assert imports_of_tests(read("tests/**/*.py")) == []
 

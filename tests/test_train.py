@@ -1,6 +1,7 @@
 """Whole runs of a tiny model, in this process."""
 
 import asyncio
+import json
 import math
 import shutil
 import time
@@ -664,12 +665,18 @@ def test_no_reward_at_all(tiny, tmp_path):
     assert tiny_run.evaluations(run) == {0: 0, 1: 0}
 
 
-def test_start_from_an_adapter(finished, tiny, tmp_path):
-    changes = {"lora.init": str(finished / "adapter"), "optimizer.learning_rate": 0.0, "steps": 1}
+def test_start_from_an_adapter(finished, tiny, tmp_path, capsys):
+    start = shutil.copytree(finished / "adapter", tmp_path / "start")
+    config = json.loads((start / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = "other/base"
+    (start / "adapter_config.json").write_text(json.dumps(config))
+    changes = {"lora.init": str(start), "optimizer.learning_rate": 0.0, "steps": 1}
     run = train(tiny.config(changes), workdir=tmp_path / "run")
     assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
     train(tiny.config(changes | {"steps": 2}), workdir=run)
     assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(finished))
+    said = capsys.readouterr().err
+    assert said.count(f"warning: the adapter {start} names the base other/base, and is used") == 1
 
 
 @pytest.mark.parametrize("updates", [1, pytest.param(4, marks=pytest.mark.slow)])

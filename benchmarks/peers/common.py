@@ -60,8 +60,9 @@ def check(arguments: argparse.Namespace) -> list[int]:
     """Checks the arguments that every command has, and returns the row counts, largest first.
 
     Raises:
-        UserError: a value is out of its range, or the model is unknown.
+        UserError: a value is out of its range, the model is unknown, or --out cannot take rows.
     """
+    from benchmarks.rollout.results import check_out
     from benchmarks.rollout.subject import check_names
 
     check_names([arguments.model], ["bf16"])
@@ -78,6 +79,7 @@ def check(arguments: argparse.Namespace) -> list[int]:
             "--steps": (arguments.steps, 1),
         }
     )
+    check_out(arguments.out, KEYS)
     return sorted(set(rows), reverse=True)
 
 

@@ -229,10 +229,11 @@ ENGINES = {
 
 def run(arguments: argparse.Namespace) -> None:
     """Runs the comparison with the parsed arguments."""
-    from benchmarks.rollout.results import origin
+    from benchmarks.rollout.results import check_out, origin
     from qerl_jax.errors import UserError
     from qerl_jax.run.atomic import write_json
 
+    check_out(arguments.out)
     settings, rows = read_evaluation(arguments.evaluation, arguments.task)
     complete, needed = ENGINES[arguments.engine]
     packages = common.installed(needed)

@@ -6,7 +6,7 @@ import pathlib
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import jax
 import jaxlib
@@ -14,6 +14,7 @@ import jaxlib
 from qerl_jax.errors import UserError
 from qerl_jax.run.atomic import write_json
 from qerl_jax.run.provenance import provenance, without_folders
+from qerl_jax.staging import check_writable
 
 _POLICY = (
     "kind", "model", "format", "weights", "lora_rank", "kv_cache_dtype", "head_format",
@@ -28,6 +29,28 @@ KEYS = {
     "startup": (*_ROLLOUTS, "max_rows", "warm"),
     "agreement": ("kind", "model", "format", "lora_rank", "prompts", "max_new_tokens", "seed"),
 }
+
+
+def check_out(path: pathlib.Path, keys: Collection[str] = ()) -> None:
+    """Refuses a file that could not take the result of a measurement, before the measurement.
+
+    Args:
+        path: value of --out.
+        keys: fields that every row of the file must have; () for a file that is replaced.
+
+    Raises:
+        UserError: the file cannot be written, or holds something else.
+    """
+    if path.is_dir():
+        raise UserError(f"{path}: it is a folder; pass a file as --out")
+    check_writable(path)
+    try:
+        rows = json.loads(path.read_bytes())["rows"] if keys and path.exists() else []
+        known = all(row.keys() >= set(keys) for row in rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        known = False
+    if not known:
+        raise UserError(f"{path}: holds no rows of this benchmark; pass another --out")
 
 
 def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:

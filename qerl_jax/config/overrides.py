@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.config.mixture import has_own_evaluation
 from qerl_jax.errors import UserError
+from qerl_jax.import_path import names_function
 from qerl_jax.run.resume import splits_the_loss
 
 # The condition under which a field is read, in words and as a test.
@@ -18,7 +19,7 @@ _Need = tuple[str, Callable[[ConfigDict], bool]]
 
 _NOISE: _Need = (
     "noise: aqn.schedule other than 'off', aqn.stages of at least 2",
-    lambda c: ":" in c.aqn.schedule or (c.aqn.schedule != "off" and c.aqn.stages > 1),
+    lambda c: names_function(c.aqn.schedule) or (c.aqn.schedule != "off" and c.aqn.stages > 1),
 )
 _KL_TARGET: _Need = (
     "a target for the KL: aqn.schedule='kl', aqn.stages of at least 2",
@@ -30,7 +31,12 @@ _SEVERAL_UPDATES: _Need = (
 )
 _CLIPS: _Need = (
     f"a loss that clips, rl.loss other than 'sapo' and a function; and {_SEVERAL_UPDATES[0]}",
-    lambda c: c.rl.loss != "sapo" and ":" not in c.rl.loss and _SEVERAL_UPDATES[1](c),
+    lambda c: c.rl.loss != "sapo" and not names_function(c.rl.loss) and _SEVERAL_UPDATES[1](c),
+)
+_SAPO: _Need = (
+    f"rl.loss='sapo', and {_SEVERAL_UPDATES[0]}; at a ratio of 1 they scale the loss that is "
+    "logged, not its gradient",
+    lambda c: c.rl.loss == "sapo" and _SEVERAL_UPDATES[1](c),
 )
 _ADAPTER: _Need = (
     "an adapter: train.parameters other than 'full'",
@@ -90,7 +96,7 @@ NEEDS: dict[str, _Need] = {
         "noise that changes: aqn.schedule other than 'constant', 'off' and 'kl', aqn.stages of at "
         "least 3",
         lambda c: (
-            ":" in c.aqn.schedule
+            names_function(c.aqn.schedule)
             or (c.aqn.schedule not in ("constant", "off", "kl") and c.aqn.stages > 2)
         ),
     ),
@@ -113,8 +119,8 @@ NEEDS: dict[str, _Need] = {
     ),
     "rl.clip_low": _CLIPS,
     "rl.clip_high": _CLIPS,
-    "rl.sapo_temperature_pos": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
-    "rl.sapo_temperature_neg": ("rl.loss='sapo'", lambda c: c.rl.loss == "sapo"),
+    "rl.sapo_temperature_pos": _SAPO,
+    "rl.sapo_temperature_neg": _SAPO,
     "rl.dual_clip": (
         _SEVERAL_UPDATES[0],
         lambda c: c.rl.dual_clip == 0 or _SEVERAL_UPDATES[1](c),

@@ -17,6 +17,9 @@ from qerl_jax.scoring.calls import resolve
 # The optional keys of a reward, as in `calls.resolve`, with values of their types.
 OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 0, "token_env": ""}
 
+# Names that metrics and `rl.dynamic_sampling_metric` have for other things.
+_TAKEN = {"overlong": "the length penalty", "total": "the weighted sum of all rewards"}
+
 
 def name_rewards(config: ConfigDict, fields: Iterable[str]) -> None:
     """Adds the rewards and their optional keys that a command line is about to set.
@@ -50,11 +53,16 @@ def check_rewards(config: ConfigDict) -> None:
     """Validates the table of rewards of a config.
 
     Raises:
-        UserError: a reward lacks a key, has another one or a value out of range, or none has a
-            weight.
+        UserError: a reward has the name of something else, lacks a key, has another one or a value
+            out of range, or none has a weight.
     """
     rewards = config.rewards.to_dict()
     for name, reward in rewards.items():
+        if name in _TAKEN:
+            raise UserError(
+                f"rewards.{name}: {name!r} is the name of {_TAKEN[name]} (rl.overlong_buffer, "
+                "rl.dynamic_sampling_metric); give the reward another name"
+            )
         keys = reward.keys() if isinstance(reward, dict) else set()
         if not {"function", "weight"} <= keys <= {"function", "weight", *OPTIONS}:
             raise UserError(

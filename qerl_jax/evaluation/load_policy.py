@@ -1,8 +1,12 @@
 """Opens the policy of a run, an adapter with its base, or a model."""
 
+import contextlib
 import dataclasses
+import functools
 import hashlib
 import pathlib
+import re
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -76,7 +80,7 @@ def open_policy(
     names_base = True
     if run is not None:
         settings = run["config"]["model"]
-        folder, named_base = _trained_folder(path, adapter), settings["source"]
+        folder, named_base = _trained_folder(path, adapter), _base_of_run(path, settings["source"])
         if folder is not None and not (folder / peft.CONFIG_FILE).exists():
             folder, named_base, names_base = None, str(folder), False
     elif adapter not in ("", "none"):
@@ -109,7 +113,8 @@ def open_policy(
             adapter_sha256=None,
             run=run,
         )
-    lora_config, trained, digest = _read_adapter(folder, model.config)
+    lora_config, its_base, trained, digest = _read_adapter(folder, model.config)
+    warn_of_another_base(folder, its_base, (base or named_base, model.source))
     return Policy(
         base=model,
         model=dataclasses.replace(model, params=current_policy(model.params, trained)),
@@ -120,6 +125,35 @@ def open_policy(
         adapter_sha256=digest,
         run=run,
     )
+
+
+def warn_of_another_base(folder: pathlib.Path | str, its_base: str, models: Sequence[str]) -> None:
+    """Prints a warning where an adapter names another base model than the one it is used on.
+
+    Equal shapes do not tell models apart, such as a model and its instruct version. Only the last
+    parts of names are compared: a hub id and a folder of that name are one model.
+
+    Args:
+        folder: the adapter.
+        its_base: the base that it names, as hub id or path; '' for none.
+        models: names of the model that it is used on, as hub id or path; the last one is printed.
+    """
+    if its_base and _last_part(its_base) not in map(_last_part, models):
+        _print_once(
+            f"warning: the adapter {folder} names the base {its_base}, and is used on "
+            f"{models[-1]}: on other weights it is another policy"
+        )
+
+
+def _last_part(model: str) -> str:
+    """The name of a model without the folders of its path, also of one in the cache of the hub."""
+    name = re.sub(r"/snapshots/\w+/*$", "", model).rstrip("/").rpartition("/")[2]
+    return re.sub(r"^models--(?:.*--)?", "", name).removesuffix(".gguf").lower()
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def read_run(path: pathlib.Path) -> dict[str, Any] | None:
@@ -147,8 +181,25 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     return found
 
 
-def _read_adapter(folder: pathlib.Path, config: ModelConfig) -> tuple[LoraConfig, Trainable, str]:
-    """Reads an adapter and the digest of its weights, once more if they change meanwhile.
+def _base_of_run(run: pathlib.Path, source: str) -> str:
+    """Returns the model of a run, also where its path is relative to the folder of the start.
+
+    The adapters of the run name a local model by its full path.
+    """
+    if source.startswith("package:") or user_path(source).is_absolute():
+        return source
+    for best in (False, True):
+        with contextlib.suppress(UserError):  # The run has no adapter, or replaces it just now.
+            _, base = peft.read_peft_config(RunFolder(run).adapter(best=best))
+            if pathlib.PurePath(base).is_absolute() and pathlib.Path(base).exists():
+                return base
+    return source
+
+
+def _read_adapter(
+    folder: pathlib.Path, config: ModelConfig
+) -> tuple[LoraConfig, str, Trainable, str]:
+    """Reads an adapter, its base and the digest of its weights, once more if they change meanwhile.
 
     A run under way replaces its adapter by two renames: between them there is no folder.
     """
@@ -156,10 +207,10 @@ def _read_adapter(folder: pathlib.Path, config: ModelConfig) -> tuple[LoraConfig
     for last in (False, False, True):
         try:
             before = _sha256(weights)
-            lora_config, _ = peft.read_peft_config(folder)
+            lora_config, its_base = peft.read_peft_config(folder)
             trained = peft.load_peft_adapter(folder, config, lora_config)
             if last or _sha256(weights) == before:
-                return lora_config, trained, before
+                return lora_config, its_base, trained, before
         except (UserError, OSError):
             if last:
                 raise

@@ -15,7 +15,7 @@ import optax
 from flax import struct
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, user_errors
+from qerl_jax.import_path import import_function, names_function, user_errors
 
 SCHEDULES = ("exponential", "reference", "linear", "cosine", "logarithmic", "constant", "off")
 FORMS = ("additive", "relative")
@@ -65,7 +65,7 @@ def sigma_schedule(
             the factory's schedule fails at step 0. A factory's schedule that fails at a later step
             raises UserError then.
     """
-    if ":" in name:
+    if names_function(name):
         return _custom_schedule(
             name,
             sigma_start=sigma_start,

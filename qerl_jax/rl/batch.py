@@ -8,6 +8,7 @@ import flax.struct
 import numpy as np
 
 from qerl_jax.errors import UserError
+from qerl_jax.import_path import names_function
 from qerl_jax.rl.losses import custom_weights, token_weights
 
 Array = Any  # a NumPy array on the host, a jax.Array under jit
@@ -108,7 +109,7 @@ def make_batch(
     loss_mask = in_loss.astype(np.float32)
     advantages = np.asarray(advantages, np.float32)
     rollout_logprobs = np.where(sampled, rollout_logprobs, 0.0).astype(np.float32)
-    if ":" in aggregation:
+    if names_function(aggregation):
         weights = custom_weights(
             loss_mask, aggregation, advantages=advantages, logprobs=rollout_logprobs
         )

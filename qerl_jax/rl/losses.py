@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, user_errors
+from qerl_jax.import_path import import_function, names_function, user_errors
 from qerl_jax.rl.objectives import (
     OBJECTIVES,
     Metrics,
@@ -93,9 +93,9 @@ class LossConfig:
     entropy_coef: float = 0.0
 
     def __post_init__(self):
-        if ":" in self.aggregation:
+        if names_function(self.aggregation):
             import_function(self.aggregation, what="loss weight")
-        if ":" in self.objective:
+        if names_function(self.objective):
             check_custom_loss(self.objective)
         for name, choices in {
             "aggregation": AGGREGATIONS,
@@ -103,7 +103,7 @@ class LossConfig:
             "objective": tuple(OBJECTIVES),
             "kl_grad": KL_GRADS,
         }.items():
-            if ":" not in getattr(self, name) and getattr(self, name) not in choices:
+            if not names_function(getattr(self, name)) and getattr(self, name) not in choices:
                 raise UserError(
                     f"unknown {name} {getattr(self, name)!r}: choose from {', '.join(choices)}"
                 )
@@ -139,7 +139,7 @@ def loss_config(name: str, *, aggregation: str = "", **options) -> LossConfig:
     Raises:
         UserError: the name is unknown, or an option is out of range.
     """
-    if ":" in name:
+    if names_function(name):
         row: dict[str, Any] = {"aggregation": "token", "objective": name}
     elif name in LOSSES:
         row = dict(LOSSES[name])

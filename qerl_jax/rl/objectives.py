@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, user_errors
+from qerl_jax.import_path import import_function, names_function, user_errors
 
 _CLIPS = ("clip_low", "clip_high", "dual_clip")
 # The form of the loss of a token, and the fields of `losses.LossConfig` that it reads.
@@ -56,7 +56,7 @@ def token_loss(
     advantages = advantages.astype(jnp.float32)
     if objective == "soft_gate":
         return _gated_loss(ratio, advantages, **options), _ratio_metrics(ratio, in_loss, tokens)
-    if ":" in objective:
+    if names_function(objective):
         loss = custom_loss(objective, ratio, advantages, logprobs, in_loss)
         return masked(loss, in_loss), _ratio_metrics(ratio, in_loss, tokens)
     return _clipped_loss(

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import Mesh
 
 from pallas_kernels import device
+from qerl_jax.import_path import names_function
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl import data_parallel, train_step
@@ -155,7 +156,7 @@ def operations(
             *(bare, temperature),
         )
     identity: tuple = config, buffer_tokens, described((state, noise, reference))
-    if ":" in config.loss.objective:
+    if names_function(config.loss.objective):
         identity = *identity, custom_loss_digest(config.loss.objective)
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())

@@ -10,6 +10,8 @@ from ml_collections import ConfigDict
 
 from qerl_jax.config.mixture import has_own_evaluation
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.load_policy import warn_of_another_base
+from qerl_jax.import_path import names_function
 from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.problem_order import Cursor, read_cursor
@@ -29,6 +31,7 @@ from qerl_jax.training.problems import fingerprints as problem_fingerprints
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress
+from qerl_jax.weights.peft import read_peft_config
 
 
 @dataclasses.dataclass
@@ -110,6 +113,9 @@ def begin(
             setup, progress = begin_from(setup, folder, fingerprints)
         else:
             trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
+            init, names = setup.config.lora.init, (setup.config.model.source, setup.model.source)
+            if init and trainable.lora is not None and processes.writes:
+                warn_of_another_base(init, read_peft_config(init)[1], names)
             state = init_state(trainable, setup.optimizer)
             progress = Progress(step=0, state=state, cursor=Cursor())
         # Committed to its devices, as a restored state is: both compile to the same programs.
@@ -158,7 +164,7 @@ def _check_processes(setup: Setup, fingerprints: Mapping[str, str], step: int | 
         "recompute of the memory plan": list(setup.update.recompute),
     }
     objective = setup.update.loss.objective
-    if ":" in objective:  # Its path says nothing of the code that a host has under it.
+    if names_function(objective):  # Its path says nothing of the code that a host has under it.
         found[f"code of {objective}"] = custom_loss_digest(objective)[:16]
     remedy = "give all of them the same model, problems, code and GPU memory"
     setup.processes.check_same(found, remedy)

@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 from qerl_jax.config.rewards import configured_rewards
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
+from qerl_jax.import_path import names_function
 from qerl_jax.memory.report import out_of_memory
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.processes.folder import open_run_together
@@ -253,7 +254,7 @@ def _save_or_stop(run: Run) -> None:
         save(run)
     if skips >= _SKIPS_THAT_STOP:
         remedy = "lower --config.optimizer.learning_rate in a new run"
-        if ":" in config.rl.loss:
+        if names_function(config.rl.loss):
             remedy = f"check that {config.rl.loss} is finite for every token, or {remedy}"
         raise UserError(
             f"the gradients of {skips} updates in a row were not finite, up to step {step}; "

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from qerl_jax.data import Prompt
+from qerl_jax.import_path import names_function
 from qerl_jax.memory.report import check_fits
 from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
@@ -144,7 +145,7 @@ def check_method(
     method = method_of(config, schedule_steps)
     if config.lora.init and config.train.parameters != "full":
         read_peft_config(config.lora.init)
-    if ":" in config.aqn.schedule:
+    if names_function(config.aqn.schedule):
         for step in range(config.steps):
             kl_control.sigma_of_step(method.sigma, kl_control.NOTHING_MEASURED, step)
     return method

@@ -25,7 +25,7 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, kl_control
 from qerl_jax.policy.kl_control import SigmaState
-from qerl_jax.policy.trainable import current_policy
+from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.problem_order import Cursor
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
@@ -148,9 +148,8 @@ def take_step(
     buffers = deal_buffers(packed, setup.mesh)
     divisor = np.float32(temperature)  # of the logits, an argument of every program
     params = programs.frozen_policy(setup.model.params)
-    noise_state, metrics = _measure_noise(
-        setup, progress, programs, params, batch, divisor, noise=noise, sigma=sigma
-    )
+    kl = functools.partial(_noise_kl, setup, trainable, programs, params, batch, divisor, noise)
+    noise_state, metrics = _measure_noise(setup, progress, kl, sigma=sigma)
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
@@ -233,26 +232,14 @@ def _update(
 
 
 def _measure_noise(
-    setup: Setup,
-    progress: Progress,
-    programs: UpdatePrograms,
-    params: dict,
-    batch: TrainBatch,
-    temperature: np.float32,
-    *,
-    noise: aqn.Noise,
-    sigma: float,
+    setup: Setup, progress: Progress, noise_kl: Callable[[], float], *, sigma: float
 ) -> tuple[SigmaState, dict[str, Any]]:
     """Measures what the noise of a step did, where that is due.
 
     Args:
         setup: the parts of the run that do not change.
         progress: the run before the step.
-        programs: programs of the update.
-        params: parameters before training, as the programs take them.
-        batch: rows of the step.
-        temperature: sampling temperature.
-        noise: noise of the step.
+        noise_kl: measures the KL in nats per token, as `_noise_kl`.
         sigma: sigma of the step.
 
     Returns:
@@ -261,10 +248,7 @@ def _measure_noise(
     every, state = setup.config.aqn.kl_every, progress.noise
     metrics: dict[str, Any] = {"sigma": sigma}
     if every and progress.step % every == 0:
-        kl = 0.0
-        if sigma > 0:
-            kl = _noise_kl(setup, progress, programs, params, batch, temperature, noise)
-        metrics["noise_kl"] = kl
+        metrics["noise_kl"] = kl = noise_kl() if sigma > 0 else 0.0
         state = kl_control.measured(setup.sigma, state, sigma=sigma, kl=kl)
     return state, metrics | kl_control.control_metrics(
         setup.sigma, state, sigma=sigma, step=progress.step
@@ -273,7 +257,7 @@ def _measure_noise(
 
 def _noise_kl(
     setup: Setup,
-    progress: Progress,
+    trainable: Trainable,
     programs: UpdatePrograms,
     params: dict,
     batch: TrainBatch,
@@ -281,7 +265,6 @@ def _noise_kl(
     noise: aqn.Noise,
 ) -> float:
     """Mean KL of the noisy against the clean policy on rows spread over the batch, per token."""
-    trainable = progress.state.trainable
     clean = current_policy(params, trainable)
     policies = aqn.add_noise(clean, noise), clean, trainable.lora
     count = setup.config.aqn.kl_rows
