@@ -14,10 +14,12 @@ squared error without clipping it, where llm-compressor's maps its largest weigh
 text, and the checkpoint is read as any other.
 
 With --calibrate the weights are scaled before rounding, by activation-aware scales (AWQ) from the
-first half of the text, and every block gets the FP8 scale that changes the outputs on it least. The
-perplexity of the other half, or of --perplexity's text, shows the effect. The scales of AWQ end up
-in the norms: on such a model use relative AQN noise, or choose sigma anew. Perplexities need the
-model in 16 bits on the device.
+first half of the text. The perplexity of the other half, or of --perplexity's text, shows the
+effect. The scales end up in the norms: on such a model use relative AQN noise, or choose sigma
+anew. Perplexities need the model in 16 bits on the device.
+
+On problems of GSM8K with their answers, rounding costs SmolLM2-135M 0.20 nats a token, with
+--search-scales 0.17. On the other half of them rounding costs 0.22, and 0.06 after --calibrate.
 """
 
 import argparse
@@ -45,6 +47,8 @@ def run(arguments: argparse.Namespace) -> None:
             f"--format={arguments.format}: only nvfp4 is written; other formats are made when a "
             "model is loaded (model.format)"
         )
+    if arguments.search_scales and arguments.calibrate:
+        raise UserError("--search-scales: --calibrate clips blocks by the text; pass one of them")
     arguments.out = user_path(arguments.out)
     check_free(arguments.out)
     checkpoint = open_checkpoint(arguments.model)
@@ -56,7 +60,7 @@ def run(arguments: argparse.Namespace) -> None:
     def calibrated() -> Iterator[quantize.PackedLayer]:
         for number, scaled in enumerate(calibrate.scaled_layers(checkpoint, calibration)):
             rounded.append(scaled.rounded_errors)
-            packed = quantize.pack_layer(checkpoint, number, scaled.arrays, scaled.block_scales)
+            packed = quantize.pack_layer(checkpoint, number, scaled.arrays)
             yield dataclasses.replace(packed, errors=scaled.errors)
 
     if calibration is None:

@@ -10,6 +10,7 @@ from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 from qerl_jax.export import calibrate
 from qerl_jax.export.quantize import pack_layer, round_layers, write_packed
 from qerl_jax.policy import transformer
+from qerl_jax.policy.quant import dequantize, quantize_nvfp4
 from qerl_jax.weights.checkpoint import open_checkpoint
 from qerl_jax.weights.load import load
 
@@ -55,7 +56,7 @@ def logits(params, ids, config):
 def test_scaling_alone_does_not_change_the_logits(source, model_type):
     folder = str(source(model_type))
     model = load(folder, format="bf16", dtype="float32")
-    layers = list(calibrate.scaled_layers(open_checkpoint(folder), tokens(0)))
+    layers = list(calibrate.scaled_layers(open_checkpoint(folder), tokens(0), clip=False))
     for layer, original in zip(layers, model.params["layers"], strict=True):
         scaled = layer.arrays
         assert scaled.keys() == original.keys()
@@ -78,10 +79,7 @@ def test_logits_on_other_tokens_become_closer(tmp_path, source):
     folder = str(source("qwen2"))
     checkpoint = open_checkpoint(folder)
     scaled = list(calibrate.scaled_layers(checkpoint, tokens(0)))
-    layers = [
-        pack_layer(checkpoint, i, layer.arrays, layer.block_scales)
-        for i, layer in enumerate(scaled)
-    ]
+    layers = [pack_layer(checkpoint, i, layer.arrays) for i, layer in enumerate(scaled)]
     for layer in scaled:
         for name, error in layer.errors.items():
             assert 0.3 < error / layer.rounded_errors[name] < 1.02, name
@@ -95,3 +93,34 @@ def test_logits_on_other_tokens_become_closer(tmp_path, source):
         for name in ("calibrated", "rounded")
     )
     assert calibrated.mean() < 0.8 * rounded.mean()
+
+
+def test_rounding_in_the_search_is_nearly_that_of_the_quantizer():
+    weight = np.random.default_rng(0).standard_normal((64, 96), np.float32).astype(BFLOAT16)
+    searched = np.asarray(calibrate._round(jnp.asarray(weight, jnp.float32)))
+    packed = np.asarray(dequantize(quantize_nvfp4([weight]), jnp.float32))
+    moved = np.abs(searched - packed) > 0.02 * np.abs(packed) + 1e-6
+    assert moved.mean() < 0.05
+    error = np.linalg.norm(searched - weight.astype(np.float32))
+    assert error == pytest.approx(np.linalg.norm(packed - weight.astype(np.float32)), rel=0.02)
+
+
+def test_clipping_does_not_raise_the_error_that_it_minimizes():
+    rng = np.random.default_rng(2)
+    weight = jnp.asarray(rng.standard_t(3, (32, 64)), jnp.float32)
+    inputs = rng.standard_normal((200, 64), np.float32) * np.linspace(0.1, 3, 64, dtype=np.float32)
+    moment = jnp.asarray(inputs.T @ inputs)
+    clipped = calibrate._clip(weight, moment)
+    assert (np.abs(clipped) <= np.abs(weight)).all()
+    assert (np.sign(clipped) == np.sign(weight)).all()
+    scale = calibrate._global_scale(weight)
+
+    def error(candidate):
+        rounded = calibrate._round_blocks(candidate.reshape(32, 4, 16), scale)
+        changed = np.asarray(rounded - weight.reshape(32, 4, 16))
+        blocks = np.asarray(moment).reshape(4, 16, 4, 16)
+        own = np.stack([blocks[i, :, i] for i in range(4)])
+        return np.einsum("nia,iab,nib->ni", changed, own, changed)
+
+    assert (error(clipped) <= error(weight) * 1.0001).all()
+    assert error(clipped).sum() < 0.95 * error(weight).sum()

@@ -204,6 +204,13 @@ def test_the_command_searches_scales(tmp_path, capsys, source):
         assert moved.min() == 1 < moved.max() < 2.5
 
 
+def test_a_search_beside_a_calibration_is_refused(tmp_path, source, text):
+    out = str(tmp_path / "out")
+    given = options(model=str(source), out=out, calibrate=text, search_scales=True)
+    with pytest.raises(UserError, match="--search-scales: --calibrate clips"):
+        command.run(given)
+
+
 def test_the_command_calibrates(tmp_path, capsys, source, text):
     out = str(tmp_path / "out")
     command.run(options(model=str(source), out=out, calibrate=text))

@@ -11,10 +11,10 @@ divided are, for each projection:
     gate, up    the scale of post_attention_layernorm
     down        the rows of up
 
-Then each block of 16 weights gets the FP8 scale that brings its outputs closest to the original
-ones (`scale_search`). The result is a checkpoint like any other, but with other norm scales than
-the original. Additive noise on the norms (AQN) of a given sigma therefore has another relative
-strength in each channel; relative noise is not affected.
+Then each block of 16 weights may be clipped, where clipping brings the outputs closer to the
+original ones. The result is a checkpoint like any other, but with other norm scales than the
+original. Additive noise on the norms (AQN) of a given sigma therefore has another relative strength
+in each channel; relative noise is not affected.
 """
 
 import dataclasses
@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.export import scale_search
 from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.lora import FUSED, member_bounds
@@ -35,6 +34,7 @@ from qerl_jax.weights.checkpoint import Checkpoint
 from qerl_jax.weights.load import DTYPES, each_layer, read_layer
 
 _ALPHAS = tuple(i / 20 for i in range(20))
+_CLIPS = tuple(1 - i / 20 for i in range(10))
 _ROWS = 8  # text windows that run through a layer together
 _NORMS = {"qkv_proj": "input_layernorm", "gate_up_proj": "post_attention_layernorm"}
 
@@ -44,9 +44,7 @@ class ScaledLayer:
     """A layer with its scales folded in.
 
     Attributes:
-        arrays: the layer of the parameter tree, as NumPy arrays in float32. It computes the same
-            outputs as the layer of the checkpoint.
-        block_scales: FP8 scales [N, K/16] of each fused projection, to round it with.
+        arrays: the layer of the parameter tree, as NumPy arrays in float32.
         errors: relative error (ratio of root mean squares) that rounding causes in each
             projection's outputs on the text.
         rounded_errors: relative error in each projection's outputs when the original weights are
@@ -54,12 +52,13 @@ class ScaledLayer:
     """
 
     arrays: dict
-    block_scales: dict
     errors: dict[str, float]
     rounded_errors: dict[str, float]
 
 
-def scaled_layers(checkpoint: Checkpoint, tokens: np.ndarray) -> Iterator[ScaledLayer]:
+def scaled_layers(
+    checkpoint: Checkpoint, tokens: np.ndarray, *, clip: bool = True
+) -> Iterator[ScaledLayer]:
     """Folds activation-aware scales into the layers of a checkpoint, which can then be rounded.
 
     The device holds one layer at a time and the activations of the whole text.
@@ -67,6 +66,8 @@ def scaled_layers(checkpoint: Checkpoint, tokens: np.ndarray) -> Iterator[Scaled
     Args:
         checkpoint: the model, with weights that are not packed.
         tokens: int32 [B, T] token ids, one window of the text in each row.
+        clip: whether to clip blocks of weights, too. Without clipping, the layers compute the same
+            outputs as the layers of the checkpoint.
 
     Yields:
         The layers in order.
@@ -85,9 +86,9 @@ def scaled_layers(checkpoint: Checkpoint, tokens: np.ndarray) -> Iterator[Scaled
         for i, batch in enumerate(batches):
             batches[i], found = _run_layer(layer, batch, config=config)
             inputs = found if inputs is None else jax.tree.map(jnp.add, inputs, found)
-        found = _calibrate(layer, inputs, config=config)
-        arrays, block_scales, errors, rounded_errors = jax.device_get(found)
-        yield ScaledLayer(arrays, block_scales, _named(errors), _named(rounded_errors))
+        found = _calibrate(layer, inputs, config=config, clip=clip)
+        arrays, errors, rounded_errors = jax.device_get(found)
+        yield ScaledLayer(arrays, _named(errors), _named(rounded_errors))
 
 
 def _named(errors: dict) -> dict[str, float]:
@@ -112,18 +113,15 @@ def _run_layer(layer, x, *, config):
     return y, {name: (jnp.abs(x).sum(axis=0), x.T @ x) for name, x in flat.items()}
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _calibrate(layer, inputs, *, config):
-    """Returns the scaled layer, the scales of its blocks, and the output errors with and without.
-
-    The errors are those of the scaled layer with these block scales, and of the original layer.
-    """
+@functools.partial(jax.jit, static_argnames=("config", "clip"))
+def _calibrate(layer, inputs, *, config, clip):
+    """Returns the scaled and clipped layer, and the output errors with and without scales."""
     original, layer, scales = layer, dict(layer), {}
     for name, (size, moment) in inputs.items():
         size = jnp.maximum(size, 1e-6 * size.max())
         if name == "o_proj":
             size = _per_kv_head(size, config)
-        scales[name] = _best_scale(layer[name], size, moment, member_bounds(name, config))
+        scales[name] = _best_scale(layer[name], size, moment)
     for name, norm in _NORMS.items():
         # The norm is stored in bfloat16, so the columns are scaled by norm / rounded norm.
         rounded = (layer[norm] / scales[name]).astype(jnp.bfloat16).astype(jnp.float32)
@@ -140,18 +138,17 @@ def _calibrate(layer, inputs, *, config):
         layer[name] = layer[name] / divisors[:, None]
     if config.attention_bias:
         layer["qkv_bias"] = layer["qkv_bias"] / rows["qkv_proj"]
-    block_scales, errors, rounded_errors = {}, {}, {}
+    errors, rounded_errors = {}, {}
     for name, (_, moment) in inputs.items():
-        s, bounds = scales[name], member_bounds(name, config)
-        block_scales[name] = _block_scales(layer[name], moment / (s[:, None] * s), bounds)
-        rounded = _round(layer[name], bounds, block_scales[name])
-        undone = rounded / s * rows.get(name, jnp.ones(1))[:, None]
-        measure = functools.partial(_errors, original[name], moment=moment, bounds=bounds)
-        errors[name], rounded_errors[name] = (
-            measure(undone),
-            measure(_round(original[name], bounds)),
+        s = scales[name]
+        if clip:
+            layer[name] = _clip(layer[name], moment / (s[:, None] * s))
+        undone = _round(layer[name]) / s * rows.get(name, jnp.ones(1))[:, None]
+        measure = functools.partial(
+            _errors, original[name], moment=moment, name=name, config=config
         )
-    return layer, block_scales, errors, rounded_errors
+        errors[name], rounded_errors[name] = measure(undone), measure(_round(original[name]))
+    return layer, errors, rounded_errors
 
 
 def _per_kv_head(size, config):
@@ -165,14 +162,14 @@ def _last(scales, weight):
     return jnp.concatenate([jnp.ones(len(weight) - len(scales)), scales])
 
 
-def _errors(weight, rounded, *, moment, bounds):
+def _errors(weight, rounded, *, moment, name, config):
     """Returns the relative output error of rounding for each member of a fused weight."""
-    changed = rounded - weight
+    changed, bounds = rounded - weight, member_bounds(name, config)
     parts = [jnp.split(jnp.sum((x @ moment) * x, axis=1), bounds) for x in (changed, weight)]
     return [jnp.sqrt(a.sum() / jnp.maximum(b.sum(), 1e-30)) for a, b in zip(*parts, strict=True)]
 
 
-def _best_scale(weight, size, moment, bounds):
+def _best_scale(weight, size, moment):
     """Returns size^alpha [K] for the alpha under which rounding changes the outputs least."""
 
     def scale(alpha):
@@ -181,25 +178,52 @@ def _best_scale(weight, size, moment, bounds):
 
     def error(alpha):
         s = scale(alpha)
-        changed = _round(weight * s, bounds) / s - weight
+        changed = _round(weight * s) / s - weight
         return jnp.sum((changed @ moment) * changed)
 
     alphas = jnp.array(_ALPHAS)
     return scale(alphas[jnp.argmin(jax.lax.map(error, alphas))])
 
 
-def _block_scales(weight, moment, bounds):
-    """Returns the scales of blocks [N, K/16] that change the outputs least."""
-    count = weight.shape[1] // BLOCK
-    moments = jnp.einsum("iaib->iab", moment.reshape(count, BLOCK, count, BLOCK))
-    divisor = scale_search.global_scale(jnp.split(weight, bounds))
-    return scale_search.best_scales(weight.reshape(len(weight), count, BLOCK), divisor, moments)
+def _clip(weight, moment):
+    """Clips each block to the fraction of its largest weight that changes the outputs least."""
+    outputs, inputs = weight.shape
+    blocks = weight.reshape(outputs, -1, BLOCK)
+    square = moment.reshape(inputs // BLOCK, BLOCK, inputs // BLOCK, BLOCK)
+    moments = jnp.einsum("iaib->iab", square)
+    amax = jnp.abs(blocks).max(axis=-1, keepdims=True)
+    global_scale = _global_scale(weight)
+
+    def clipped(fraction):
+        return jnp.clip(blocks, -fraction * amax, fraction * amax)
+
+    def error(fraction):
+        changed = _round_blocks(clipped(fraction), global_scale) - blocks
+        return jnp.einsum("nia,iab,nib->ni", changed, moments, changed)
+
+    fractions = jnp.array(_CLIPS)
+    best = fractions[jnp.argmin(jax.lax.map(error, fractions), axis=0)]
+    return clipped(best[..., None]).reshape(outputs, inputs)
 
 
-def _round(weight, bounds, scales=None):
-    """Rounds a fused weight [N, K] with these scales of blocks, or as `quantize_nvfp4` does."""
-    blocks = weight.reshape(len(weight), -1, BLOCK)
-    divisor = scale_search.global_scale(jnp.split(weight, bounds))
-    if scales is None:
-        scales = scale_search.default_scales(blocks, divisor)
-    return scale_search.round_blocks(blocks, scales, divisor).reshape(weight.shape)
+def _round(weight):
+    blocks = weight.reshape(weight.shape[0], -1, BLOCK)
+    return _round_blocks(blocks, _global_scale(weight)).reshape(weight.shape)
+
+
+def _global_scale(weight):
+    return 2688.0 / jnp.maximum(jnp.abs(weight).max(), 1e-30)
+
+
+def _round_blocks(blocks, global_scale):
+    """Rounds blocks [N, K/16, 16] as `quantize_nvfp4` does, but for the rounding of its scales.
+
+    `quantize_nvfp4` computes its scales in bfloat16, and this function in float32.
+    """
+    amax = jnp.abs(blocks).max(axis=-1, keepdims=True)
+    scales = (amax / 6.0 * global_scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    scales = jnp.where(scales == 0, 0.125, scales) / global_scale
+    values = jnp.clip(blocks / scales, -6.0, 6.0)
+    size = jnp.abs(values)
+    step = jnp.where(size < 2.0, 0.5, jnp.where(size < 4.0, 1.0, 2.0))
+    return jnp.round(values / step) * step * scales

@@ -2,17 +2,16 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.export.scale_search import best_weight_scales
+from qerl_jax.export.scale_search import best_scales
 from qerl_jax.policy.lora import FUSED, member_bounds
-from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
+from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
 from qerl_jax.weights.load import DTYPES, each_layer, read_layer
@@ -52,18 +51,13 @@ def round_layers(checkpoint: Checkpoint, *, search: bool = False) -> Iterator[Pa
 
     def read(layer: int) -> PackedLayer:
         dense = read_layer(checkpoint, layer, dtype=_BFLOAT16)
-        scales = {}
-        if search:
-            for name in FUSED:
-                bounds = member_bounds(name, checkpoint.config)
-                scales[name] = best_weight_scales(np.split(dense[name], bounds))
-        return pack_layer(checkpoint, layer, dense, scales)
+        return pack_layer(checkpoint, layer, dense, search=search)
 
     return each_layer(read, checkpoint.config.num_layers, label="quantizing")
 
 
 def pack_layer(
-    checkpoint: Checkpoint, layer: int, dense: dict, block_scales: Mapping[str, Any]
+    checkpoint: Checkpoint, layer: int, dense: dict, *, search: bool = False
 ) -> PackedLayer:
     """Quantizes the projections of a layer.
 
@@ -71,8 +65,7 @@ def pack_layer(
         checkpoint: the checkpoint of the layer.
         layer: number of the layer, named in errors.
         dense: NumPy arrays of the layer; the projections are rounded to bfloat16 first.
-        block_scales: FP8 scales [N, K/16] of fused projections; those that are missing follow
-            from the largest weights.
+        search: as in `round_layers`.
 
     Returns:
         The layer, with its errors measured on the weights.
@@ -85,7 +78,9 @@ def pack_layer(
         weight = np.asarray(dense[fused], _BFLOAT16)
         bounds = member_bounds(fused, checkpoint.config)
         try:
-            arrays[fused] = quantize_nvfp4(np.split(weight, bounds), block_scales.get(fused))
+            check_inputs(weight.shape, "nvfp4")
+            parts = np.split(weight, bounds)
+            arrays[fused] = quantize_nvfp4(parts, best_scales(parts) if search else None)
         except UserError as error:
             where = f"layer {layer}, {'/'.join(members)}"
             raise UserError(f"{checkpoint.path}: {where}: {error}") from error
