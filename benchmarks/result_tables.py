@@ -135,17 +135,21 @@ def slowest_between_columns(result: dict) -> str:
 
 
 def rollout_table(result: dict) -> str:
-    """Milliseconds of a decode step and tokens per second: a row for each policy and commit."""
+    """Milliseconds of a decode step and tokens per second: a row for each policy."""
+    rows = rows_of(result, "decode", STEPS)
     batches, policies = by_policy(
-        rows_of(result, "decode", STEPS),
-        lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})",
-        fields=("commit",),
+        rows, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
     )
+    commits: dict[tuple, dict[str, None]] = {}
+    for row in sorted(rows, key=lambda row: row["batch"]):
+        policy = row["model"], numbers_of(row), row["lora_rank"]
+        commits.setdefault(policy, {})[row["commit"][:8]] = None
     lines = sorted(
-        [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells, commit[:8]]
-        for (model, numbers, rank, commit), cells in policies.items()
-    )
-    return markdown(["model", "weights", "adapter", *map(str, batches), "commit"], lines)
+        [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells,
+         ", ".join(commits[model, numbers, rank])]
+        for (model, numbers, rank), cells in policies.items()
+    )  # fmt: skip
+    return markdown(["model", "weights", "adapter", *map(str, batches), "commits"], lines)
 
 
 def parts_table(result: dict) -> str:

@@ -294,7 +294,8 @@ def _rollout_sections() -> list[str]:
             "Decode step",
             "Decode step time in milliseconds, and tokens per second in brackets, by batch size: "
             f"256 prompt tokens, 144 new tokens, random weights ({versions}, "
-            "`benchmarks/rollout`). Each row was measured at the commit in its last column.",
+            "`benchmarks/rollout`). The commits are in the order of the batch sizes; cells without "
+            "a figure were not measured.",
             _DECODE_PICTURE % "decode.svg",
             rollout_table(rollout),
         ),

@@ -146,24 +146,21 @@ def describe(row: dict) -> str:
     )
 
 
-def by_policy(
-    rows: Iterable[dict], cell: Callable[[dict], str], *, fields: Sequence[str] = ()
-) -> tuple[list[int], dict]:
+def by_policy(rows: Iterable[dict], cell: Callable[[dict], str]) -> tuple[list[int], dict]:
     """The decode rows as a table.
 
     Args:
         rows: rows of any kind; only decode rows count.
         cell: function that gives the text of a row.
-        fields: further fields of a row that distinguish policies.
 
     Returns:
-        The batch sizes, ascending, and for each policy (model, numbers, rank, *fields) its cells:
+        The batch sizes, ascending, and for each policy (model, numbers, rank) its cells:
         one for each batch size, '' without a row.
     """
     found: dict[tuple, dict[int, str]] = {}
     for row in rows:
         if row["kind"] == "decode":
-            policy = row["model"], numbers_of(row), row["lora_rank"], *(row[f] for f in fields)
+            policy = row["model"], numbers_of(row), row["lora_rank"]
             found.setdefault(policy, {})[row["batch"]] = cell(row)
     batches = sorted(set().union(*found.values()))
     return batches, {policy: [c.get(b, "") for b in batches] for policy, c in found.items()}
