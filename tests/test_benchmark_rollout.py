@@ -174,6 +174,7 @@ def test_adapters_of_several_ranks_are_measured_in_one_process(tmp_path, monkeyp
     assert [row["lora_rank"] for row in json.loads(out.read_text())["rows"]] == [0, 4]
 
 
+@pytest.mark.slow  # 8 s
 def test_rollouts_of_problems(tmp_path, capsys):
     model = tiny_run.write_model(tmp_path / "model")
     problems = tiny_run.write_problems(tmp_path / "problems.jsonl")

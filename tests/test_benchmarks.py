@@ -238,6 +238,7 @@ def readme_modules(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.slow  # 7 s
 def test_the_modules_of_the_readme_run_past_the_end(readme_modules, tiny, tmp_path):
     assert readme_modules == ["my_rewards", "my_schedules", "my_config"]
     assert importlib.import_module("my_config").get_config("qwen2.5-7b").rl.loss == "dapo"

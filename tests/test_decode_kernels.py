@@ -164,7 +164,7 @@ def assert_same_cache(new, old):
         pytest.param(2, 7, 200, 64, 132, marks=pytest.mark.slow),
         (1, 3, 133, 128, 132),
         pytest.param(2, 1, 70, 64, 1, marks=pytest.mark.slow),
-        (1, 17, 64, 32, 132),
+        pytest.param(1, 17, 64, 32, 132, marks=pytest.mark.slow),
         (1, 2, 600, 32, 132),
         pytest.param(1, 2, 129, 256, 132, marks=pytest.mark.slow),
     ],

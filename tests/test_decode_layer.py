@@ -24,7 +24,7 @@ from qerl_jax.policy.quant import quantize, tile_order
     [
         ("qwen3", PROJECTIONS),
         *(pytest.param(k, PROJECTIONS, marks=pytest.mark.slow) for k in ("qwen2", "llama")),
-        ("qwen2", ("k_proj", "down_proj")),
+        pytest.param("qwen2", ("k_proj", "down_proj"), marks=pytest.mark.slow),
         ("qwen3", ()),
     ],
 )

@@ -160,7 +160,7 @@ def test_packed_logprobs_are_those_of_rows(chunk_bytes, monkeypatch):
 
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradient, monkeypatch):
     """Those of the states by the adapter and the norms, and of the head, which may be tied."""
     if chunk_bytes:

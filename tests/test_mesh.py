@@ -134,6 +134,7 @@ def test_programs_are_compiled_once_for_all_groups(found, shape):
     assert compiled <= programs == found["rollouts"][1, 1]["compiled"][1]
 
 
+@pytest.mark.slow
 def test_programs_of_several_devices_are_loaded_from_their_files(found):
     first, files, again = found["cached"]
     compiled, programs = first["compiled"]
@@ -177,6 +178,7 @@ def test_a_rollout_has_one_sum_for_each_block(found, shape, temperature):
             assert sizes.split(",")[-1] == embed_dim
 
 
+@pytest.mark.slow
 def test_the_kernels_of_a_decode_step_add_up_over_devices(found):
     """In bfloat16 parts of a sum are rounded before they are added."""
     alone, ours = found["fused steps"][1, 1], found["fused steps"][1, 2]

@@ -283,6 +283,7 @@ def test_the_held_out_problems_of_a_run_are_found_again(mixed, tmp_path):
         _held_out(config, run)
 
 
+@pytest.mark.slow  # 8 s
 def test_sources_differ_in_split_fields_and_levels(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()

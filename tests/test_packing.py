@@ -130,7 +130,7 @@ LOSSES = [
         pytest.param({"name": name}, marks=pytest.mark.slow if name in SLOW_LOSSES else ())
         for name in losses.LOSSES
     ),
-    {"name": "grpo", "kl_coef": 0.1, "kl_grad": "unbiased"},
+    pytest.param({"name": "grpo", "kl_coef": 0.1, "kl_grad": "unbiased"}, marks=pytest.mark.slow),
     {"name": "dapo", "tis_cap": 2.0, "dual_clip": 3.0},
     {"name": "grpo", "entropy_coef": 0.3},
 ]

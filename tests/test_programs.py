@@ -65,6 +65,7 @@ def test_what_one_process_compiles_the_next_one_loads(quantized, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
+@pytest.mark.slow  # 10 s
 def test_after_the_base_and_its_adapter_the_next_process_compiles_nothing(tmp_path):
     """The two have the same insertions and compactions, which JAX keeps in memory."""
     options = {"quantized": True, "prompts": 12, "max_new_tokens": 13}
@@ -144,7 +145,15 @@ def test_programs_of_packed_and_of_dense_weights_are_not_mistaken_for_each_other
     assert complete(executables, **options).lengths.tolist() == [9, 9, 9]
 
 
-@pytest.mark.parametrize("change", ["sources", "flags", "setting", "sampling", "policy"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "sources",
+        *(pytest.param(change, marks=pytest.mark.slow) for change in ("flags", "setting")),
+        "sampling",
+        "policy",
+    ],
+)
 def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
     before = compiled(tmp_path)
     changes, precision = {}, None

@@ -51,6 +51,7 @@ def test_head_formats():
         rollout_head(params, "fp8")
 
 
+@pytest.mark.slow  # 10 s
 def test_a_run_logs_what_the_rounding_does_to_the_log_probabilities(tiny, tmp_path):
     changes = {"rollout.head_format": "nvfp4", "aqn.schedule": "off", "steps": 2}
     run = train(tiny.config(changes), workdir=tmp_path / "run")

@@ -287,6 +287,7 @@ print(len(seen), size, max(*seen, anonymous()) - before)
 """
 
 
+@pytest.mark.slow  # 8 s
 def test_the_memory_of_a_process_that_loads_bf16_shards(tmp_path):
     config = model_config(
         "qwen2", embed_dim=512, mlp_dim=2048, head_dim=64, num_heads=8, num_kv_heads=8

@@ -572,6 +572,7 @@ async def waiting(prompt, completion, answer, num_tokens, finished, question):
     return tiny_run.low_fraction(prompt, completion, answer, num_tokens, finished)
 
 
+@pytest.mark.slow  # 10 s
 def test_rewards_that_wait_train_the_same_with_any_advantage(tiny, tmp_path):
     """The same rewards give the same steps, however they are called; all wait at once."""
 
