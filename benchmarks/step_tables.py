@@ -169,7 +169,7 @@ def adapter_sentence(rows: Iterable[dict]) -> str:
         A sentence, which is empty unless both were measured at the same size.
     """
     both = ("model", "rollout_format", "batch", "prompt", "new_tokens", "device")
-    rows = list(rows)
+    rows = sorted(rows, key=lambda row: _billions(row["model"]))
     alone = {tuple(row[name] for name in both): row for row in rows if row["peer"] == "vLLM"}
     pairs = [
         (row, alone[key])

@@ -245,9 +245,10 @@ def _peer_sections() -> list[str]:
         _section(
             "Beside other libraries",
             "One group of completions of full length, LoRA of rank 32, one update, random weights "
-            f"({', '.join(devices)}, `benchmarks/peers`). Every row was measured together with our "
-            "step in NVFP4 on the same card; a peer's memory is that of PyTorch, in which vLLM "
-            "holds its weights and as many keys and values as the rows need.",
+            f"({', '.join(devices)}, `benchmarks/peers`). A cell ends with its time divided by "
+            "that of our step in NVFP4, measured beside it on the cards of one host. A peer's "
+            "memory is that of PyTorch, in which vLLM holds its weights and as many keys and "
+            "values as the rows need.",
             peer_steps_table(rows, _read("step.json")["rows"]),
             f"The parts, and peers that are only one part of a step ({peer_packages(rows)}). "
             + adapter_sentence(rows),
