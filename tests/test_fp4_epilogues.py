@@ -69,10 +69,13 @@ SWIGLU_VARIANTS = {
 }
 
 
+FAST_VARIANTS = "tiles of even rows, some beyond the weight", "slices"
+
+
 @pytest.mark.parametrize(
     "variant",
     [
-        pytest.param(name, marks=pytest.mark.slow if name in ("slices", "split tiles") else ())
+        pytest.param(name, marks=() if name in FAST_VARIANTS else pytest.mark.slow)
         for name in SWIGLU_VARIANTS
     ],
 )

@@ -96,11 +96,18 @@ VARIANTS = {
 }
 
 
+SLOW_VARIANTS = (
+    "a tile for every two CTAs",
+    "a split tile with fewer steps than there are CTAs",
+    "slices of split tiles",
+)
+
+
 @pytest.mark.parametrize(
     ("variant", "dtype"),
     [
-        *((name, "bfloat16") for name in VARIANTS if name != "a tile for every two CTAs"),
-        pytest.param("a tile for every two CTAs", "bfloat16", marks=pytest.mark.slow),
+        *((name, "bfloat16") for name in VARIANTS if name not in SLOW_VARIANTS),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in SLOW_VARIANTS),
         ("tokens and rows that do not fill a tile", "float32"),
         pytest.param("slices of split tiles", "float32", marks=pytest.mark.slow),
         pytest.param("split tiles that the rows do not fill", "float32", marks=pytest.mark.slow),

@@ -87,6 +87,7 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
     }  # fmt: skip
 
 
+@pytest.mark.slow  # 6 s
 def test_the_new_run_needs_the_other_only_once(origin, tiny, tmp_path, capsys):
     run = shutil.copytree(origin, tmp_path / "other")
     config = tiny.config(CHANGES | {"init_from": str(run), "rl.kl_coef": 0.1, "steps": 1})

@@ -162,6 +162,7 @@ def test_what_a_curriculum_logs_and_saves(whole, tiny, files, tmp_path):
     assert read_latest_meta(run / "checkpoints")["cursor"] == {"epoch": 0, "index": 16}
 
 
+@pytest.mark.slow  # 5 s
 def test_a_run_begins_from_another_with_its_cursors(whole, mixed, tmp_path):
     cursor = read_latest_meta(whole / "checkpoints")["cursor"]
     origin = {"init_from": str(whole), "steps": 1}
@@ -182,6 +183,7 @@ def test_a_run_begins_from_another_with_its_cursors(whole, mixed, tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow  # 5 s
 def test_moved_sources_are_found_again_and_others_refused(mixed, files, tmp_path, capsys):
     run = train(mixed({"steps": 1}), workdir=tmp_path / "run")
     moved = mixed({"steps": 2})

@@ -131,7 +131,7 @@ LOSSES = [
         for name in losses.LOSSES
     ),
     pytest.param({"name": "grpo", "kl_coef": 0.1, "kl_grad": "unbiased"}, marks=pytest.mark.slow),
-    {"name": "dapo", "tis_cap": 2.0, "dual_clip": 3.0},
+    pytest.param({"name": "dapo", "tis_cap": 2.0, "dual_clip": 3.0}, marks=pytest.mark.slow),
     {"name": "grpo", "entropy_coef": 0.3},
 ]
 ROWS, WIDTH = 9, 24

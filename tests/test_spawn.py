@@ -115,6 +115,7 @@ def start(tmp_path_factory):
     return started
 
 
+@pytest.mark.slow  # 30 s; `test_processes` trains in two
 def test_one_flag_trains_in_two_processes(start):
     process, run = start("run")
     said, _ = process.communicate(timeout=300)

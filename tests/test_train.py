@@ -137,6 +137,7 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
     assert f"--workdir={finished} --config.steps=8" in out
 
 
+@pytest.mark.slow  # 5 s; `test_resume` compares runs
 def test_same_config_gives_the_same_metrics(finished, tiny, tmp_path):
     again = train(tiny.config({"aqn.stages": 4}), workdir=tmp_path / "again")
     assert tiny_run.results(again) == tiny_run.results(finished)
