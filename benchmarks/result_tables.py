@@ -140,13 +140,10 @@ def rollout_table(result: dict) -> str:
     batches, policies = by_policy(
         rows, lambda row: f"{row['ms_per_step']:.2f} ({row['tokens_per_s']:,.0f})"
     )
-    commits: dict[tuple, dict[str, None]] = {}
-    for row in sorted(rows, key=lambda row: row["batch"]):
-        policy = row["model"], numbers_of(row), row["lora_rank"]
-        commits.setdefault(policy, {})[row["commit"][:8]] = None
+    _, commits = by_policy(rows, lambda row: row["commit"][:8])
     lines = sorted(
         [model, numbers, f"LoRA rank {rank}" if rank else "merged", *cells,
-         ", ".join(commits[model, numbers, rank])]
+         ", ".join(dict.fromkeys(filter(None, commits[model, numbers, rank])))]
         for (model, numbers, rank), cells in policies.items()
     )  # fmt: skip
     return markdown(["model", "weights", "adapter", *map(str, batches), "commits"], lines)

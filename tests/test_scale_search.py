@@ -27,6 +27,13 @@ def values(packed):
     return np.asarray(dequantize(packed, jnp.float32))
 
 
+def searched(members):
+    """The scales that are found for a fused group, and how it is rounded without them."""
+    packed = quantize_nvfp4(members)
+    weight, divisor = np.concatenate(members), packed.global_scale[0]
+    return np.asarray(scale_search.best_scales(weight, packed.scales, divisor)), packed
+
+
 def errors(packed, weight):
     return np.square(blocks_of(values(packed)) - blocks_of(weight)).sum(axis=-1)
 
@@ -41,7 +48,7 @@ def test_no_scale_that_clips_nothing_is_better_than_the_one_that_is_found():
         error = np.square(nearest - blocks_of(weight)).sum(axis=-1)
         larger = scale.astype(np.float32) >= default.scales.astype(np.float32)
         least = np.where(larger, np.minimum(least, error), least)
-    found = quantize_nvfp4([weight], np.asarray(scale_search.best_scales([weight])))
+    found = quantize_nvfp4([weight], searched([weight])[0])
     np.testing.assert_allclose(errors(found, weight), least, rtol=1e-4)
     assert (errors(found, weight) <= errors(default, weight) * 1.00001).all()
     assert 0.3 < (found.scales != default.scales).mean() < 0.8
@@ -55,27 +62,22 @@ def test_the_error_of_normal_weights():
         return (found.sum() / np.square(blocks_of(weight)).sum()) ** 0.5
 
     assert error() == pytest.approx(0.095, abs=0.001)
-    best = np.asarray(scale_search.best_scales([weight]))
+    best, _ = searched([weight])
     assert error(best) == pytest.approx(0.083, abs=0.001)
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_scales_and_rounding_are_those_of_the_quantizer(zeros):
+def test_rounding_is_that_of_the_quantizer(zeros):
     last = weights(4, 4) * BFLOAT16(0.1)
     last[:, :16] = 0
     if zeros:  # llm-compressor then divides the scales by 1.0, whatever the other members are.
         last[:] = 0
     members = [weights(2, 8), weights(3) * BFLOAT16(30), last]
-    packed = quantize_nvfp4(members)
+    best, packed = searched(members)
     weight = jnp.asarray(np.concatenate(members), jnp.float32)
-    divisor = scale_search.global_scale([jnp.asarray(part, jnp.float32) for part in members])
-    assert set(packed.global_scale.tolist()) == {float(divisor)}
-    blocks = weight.reshape(len(weight), -1, 16)
-    scales = scale_search.default_scales(blocks, divisor)
-    np.testing.assert_array_equal(np.asarray(scales), packed.scales)
-    rounded = scale_search.round_blocks(blocks, scales, divisor).reshape(weight.shape)
+    blocks, divisor = weight.reshape(len(weight), -1, 16), packed.global_scale[0]
+    rounded = scale_search.round_blocks(blocks, packed.scales, divisor).reshape(weight.shape)
     np.testing.assert_allclose(np.asarray(rounded), values(packed), rtol=1e-6)
-    best = np.asarray(scale_search.best_scales(members))
     np.testing.assert_array_equal(best[-4:, :1], packed.scales[-4:, :1])  # blocks of zeros
     again = quantize_nvfp4(members, packed.scales)
     jax.tree.map(np.testing.assert_array_equal, again, packed)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.export.scale_search import round_blocks
 from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.lora import FUSED, member_bounds
@@ -220,10 +221,7 @@ def _round_blocks(blocks, global_scale):
 
     `quantize_nvfp4` computes its scales in bfloat16, and this function in float32.
     """
-    amax = jnp.abs(blocks).max(axis=-1, keepdims=True)
-    scales = (amax / 6.0 * global_scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    scales = jnp.where(scales == 0, 0.125, scales) / global_scale
-    values = jnp.clip(blocks / scales, -6.0, 6.0)
-    size = jnp.abs(values)
-    step = jnp.where(size < 2.0, 0.5, jnp.where(size < 4.0, 1.0, 2.0))
-    return jnp.round(values / step) * step * scales
+    amax = jnp.abs(blocks).max(axis=-1)
+    scales = (amax / 6.0 * global_scale).astype(jnp.float8_e4m3fn)
+    scales = jnp.where(scales == 0, jnp.float8_e4m3fn(0.125), scales)
+    return round_blocks(blocks, scales, global_scale)

@@ -11,7 +11,7 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.export.scale_search import best_scales
 from qerl_jax.policy.lora import FUSED, member_bounds
-from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_nvfp4
+from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
 from qerl_jax.weights.load import DTYPES, each_layer, read_layer
@@ -78,9 +78,12 @@ def pack_layer(
         weight = np.asarray(dense[fused], _BFLOAT16)
         bounds = member_bounds(fused, checkpoint.config)
         try:
-            check_inputs(weight.shape, "nvfp4")
             parts = np.split(weight, bounds)
-            arrays[fused] = quantize_nvfp4(parts, best_scales(parts) if search else None)
+            packed = quantize_nvfp4(parts)
+            if search:
+                scales = best_scales(weight, packed.scales, packed.global_scale[0])
+                packed = quantize_nvfp4(parts, scales)
+            arrays[fused] = packed
         except UserError as error:
             where = f"layer {layer}, {'/'.join(members)}"
             raise UserError(f"{checkpoint.path}: {where}: {error}") from error

@@ -11,8 +11,6 @@ that makes all large weights smaller does more harm than its square says. With t
 came no closer to its original than with the default scales.
 """
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 
@@ -23,22 +21,22 @@ _LARGEST = 126  # the byte of 448, the largest E4M3 number
 
 
 @jax.jit
-def best_scales(members: Sequence[jax.Array]) -> jax.Array:
-    """The scales of a fused group for `quantize_nvfp4`.
+def best_scales(weight: jax.Array, default: jax.Array, divisor: jax.Array) -> jax.Array:
+    """The scales of a fused weight for `quantize_nvfp4`.
 
     Args:
-        members: weights [N_i, K], for example of q, k and v.
+        weight: [N, K].
+        default: FP8 (E4M3) scales [N, K/16] that `quantize_nvfp4` gives it.
+        divisor: the float32 divisor of its scales.
 
     Returns:
-        FP8 (E4M3) scales [sum N_i, K/16]. Of equal errors the one of the smaller scale is taken.
+        FP8 scales [N, K/16]. Of equal errors the one of the smaller scale is taken.
     """
-    members = [weight.astype(jnp.float32) for weight in members]
-    blocks = jnp.concatenate(members).reshape(-1, members[0].shape[1] // BLOCK, BLOCK)
-    divisor = global_scale(members)
-    default = jax.lax.bitcast_convert_type(default_scales(blocks, divisor), jnp.uint8)
+    blocks = weight.astype(jnp.float32).reshape(len(weight), -1, BLOCK)
+    first = jax.lax.bitcast_convert_type(default, jnp.uint8)
 
     def scales_of(step: jax.Array) -> jax.Array:
-        byte = jnp.minimum(default + step, _LARGEST).astype(jnp.uint8)
+        byte = jnp.minimum(first + step, _LARGEST).astype(jnp.uint8)
         return jax.lax.bitcast_convert_type(byte, jnp.float8_e4m3fn)
 
     def error(step: jax.Array) -> jax.Array:
@@ -49,38 +47,9 @@ def best_scales(members: Sequence[jax.Array]) -> jax.Array:
         less = found < best[0]
         return (jnp.where(less, found, best[0]), jnp.where(less, step, best[1])), None
 
-    start = error(jnp.uint8(0)), jnp.zeros_like(default)
+    start = error(jnp.uint8(0)), jnp.zeros_like(first)
     (_, steps), _ = jax.lax.scan(better, start, jnp.arange(1, _STEPS, dtype=jnp.uint8))
     return scales_of(steps)
-
-
-def global_scale(members: Sequence[jax.Array]) -> jax.Array:
-    """The float32 divisor of the scales of a fused weight, as `quantize_nvfp4` computes it.
-
-    Args:
-        members: float32 weights [N_i, K], for example of q, k and v.
-    """
-    amax = jnp.stack([jnp.abs(weight).max() for weight in members])
-    amax = amax.astype(jnp.bfloat16).astype(jnp.float32)
-    reciprocals = (1.0 / amax).astype(jnp.bfloat16).astype(jnp.float32)
-    divisors = (reciprocals * 2688.0).astype(jnp.bfloat16).astype(jnp.float32)
-    return jnp.where(jnp.isfinite(divisors), divisors, 1.0).min()
-
-
-def default_scales(blocks: jax.Array, divisor: jax.Array) -> jax.Array:
-    """The scale of each block by its largest weight, as `quantize_nvfp4` rounds it.
-
-    Args:
-        blocks: float32 weights [N, K/16, 16].
-        divisor: from `global_scale`.
-
-    Returns:
-        FP8 (E4M3) scales [N, K/16].
-    """
-    amax = jnp.abs(blocks).max(axis=-1)
-    ideal = (amax / 6.0).astype(jnp.bfloat16).astype(jnp.float32) * divisor
-    scales = jnp.minimum(ideal, 448.0).astype(jnp.float8_e4m3fn)
-    return jnp.where(scales == 0, jnp.float8_e4m3fn(0.125), scales)
 
 
 def round_blocks(blocks: jax.Array, scales: jax.Array, divisor: jax.Array) -> jax.Array:
@@ -89,7 +58,7 @@ def round_blocks(blocks: jax.Array, scales: jax.Array, divisor: jax.Array) -> ja
     Args:
         blocks: float32 weights [N, K/16, 16].
         scales: FP8 scales [N, K/16].
-        divisor: from `global_scale`.
+        divisor: the float32 divisor of the scales.
 
     Returns:
         Float32 weights [N, K/16, 16].
