@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
-# Arms that every other one is compared with: 16 bits, and 4 bits without noise.
-_REFERENCES = ("bf16-lora", "nvfp4-lora")
+# Arms that the others are compared with, one after the other: 16 bits, NVFP4 without noise, QLoRA
+# and full fine-tuning.
+_REFERENCES = ("bf16-lora", "nvfp4-lora", "nf4-lora", "bf16-full")
 # Panels of the curves: key of the metrics, label, and whether zeros are left out.
 _PANELS = {
     "accuracy": "accuracy at temperature 1",
@@ -37,6 +38,7 @@ _PANELS = {
     "logprob_diff_mean": "rollout against trainer",
 }
 _WINDOW = 5  # steps of the moving average of the curves
+_FEWEST_SEEDS = 3  # that have an interval; two seeds that end alike would have none at all
 
 Runs = dict[str, list[dict[str, Any]]]  # arm -> its runs, a row of gsm8k.json with `about` each
 
@@ -86,22 +88,18 @@ def accuracy_table(runs: Runs) -> str:
 
 
 def difference_table(runs: Runs) -> str:
-    """Each arm against its start and the references, problem by problem and over the seeds."""
-    references = {arm: runs[arm] for arm in _REFERENCES if arm in runs}
+    """Every pair of an arm and a reference, problem by problem and over the seeds."""
     lines = []
-    for arm, rows in runs.items():
-        gains = [row["pass1_end"] - row["pass1_start"] for row in rows]
-        cells = [f"`{arm}`", _mean_and_interval(gains)]
-        for reference, its_rows in references.items():
-            if arm == reference:
-                cells += ["", ""]
-            else:
-                cells += [_over_problems(rows, its_rows), _over_seeds(rows, its_rows)]
-        lines.append(cells)
-    header = ["arm", "gain over its start"]
-    for reference in references:
-        header += [f"against `{reference}`, over problems", "over seeds"]
-    return markdown(header, lines)
+    for number, reference in enumerate(_REFERENCES):
+        if reference not in runs:
+            continue
+        for arm, rows in runs.items():
+            if arm not in _REFERENCES[: number + 1]:
+                differences = (
+                    compare(rows, runs[reference]) for compare in (_over_problems, _over_seeds)
+                )
+                lines.append([f"`{reference}`", f"`{arm}`", *differences])
+    return markdown(["from", "to", "over problems", "over seeds"], lines)
 
 
 def exploration_table(runs: Runs, results: pathlib.Path) -> str:
@@ -182,13 +180,15 @@ def results_text(content: dict[str, Any], results: pathlib.Path) -> str:
     return "\n\n".join(
         [
             *parts,
-            f"Greedy accuracy on {problems} test problems, in percent. A mean over seeds has half "
-            "of its 95 % interval by Student's t; `± problems` is half of the interval of one "
-            "run over the problems (Wilson). The mismatch is the mean absolute difference of the "
+            f"Greedy accuracy on {problems} test problems, in percent. A mean over "
+            f"{_FEWEST_SEEDS} seeds or more has half of its 95 % interval by Student's t; "
+            "`± problems` is half of the interval of one run over the problems (Wilson). The "
+            "mismatch is the mean absolute difference of the "
             "log-probabilities of rollout and trainer, the largest of all steps without noise.",
             accuracy_table(runs),
-            "Differences in points: over problems with the interval of the paired difference of "
-            "the means over seeds, and over seeds with the interval by Welch's t.",
+            "Differences in points from one arm to another: over problems with the interval of the "
+            "paired difference of the means over seeds, and over seeds with the interval by "
+            f"Welch's t, where both arms have {_FEWEST_SEEDS} seeds.",
             difference_table(runs),
             "Exploration: the entropy in nats of the first step, and means over each half of the "
             "steps of the entropy, the share in percent of mixed groups, and the reward. A group "
@@ -230,7 +230,8 @@ def _mean(values: list[float], spec: str = ".1f") -> str:
 
 
 def _mean_and_interval(values: list[float]) -> str:
-    half = f" ± {half_interval(np.array(values)):.1f}" if len(values) > 1 else ""
+    enough = len(values) >= _FEWEST_SEEDS
+    half = f" ± {half_interval(np.array(values)):.1f}" if enough else ""
     return f"{np.mean(values):.1f}{half}"
 
 
@@ -254,9 +255,9 @@ def _by_problem(rows: list[dict[str, Any]]) -> np.ndarray:
 
 
 def _over_seeds(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
-    """The difference of the means with its interval by Welch's t, where both have two seeds."""
-    if min(len(rows), len(reference)) < 2:
-        return "one seed"
+    """The difference of the means with its interval by Welch's t, where both have enough seeds."""
+    if (seeds := min(len(rows), len(reference))) < _FEWEST_SEEDS:
+        return "one seed" if seeds == 1 else f"{seeds} seeds"
     from scipy import stats
 
     new, old = ([row["pass1_end"] for row in part] for part in (rows, reference))

@@ -504,9 +504,9 @@ def test_wrong_arguments_of_all_arms(tmp_path, flags, message):
 
 @pytest.fixture
 def results(tmp_path):
-    """Results of three runs of two arms."""
+    """Results of four runs of two arms."""
     runs = tmp_path / "runs"
-    for seed, correct in enumerate([(1, 1, 0, 0), (1, 1, 1, 0)]):
+    for seed, correct in enumerate([(1, 1, 0, 0), (1, 1, 1, 0), (1, 0, 0, 0)]):
         write_run(runs, seed=seed, correct=correct)
     write_run(runs, arm="nvfp4-lora", seed=0, correct=(0, 1, 0, 0))
     gsm8k.collect(runs, tmp_path / "results")
@@ -516,20 +516,32 @@ def results(tmp_path):
 def test_the_tables(results):
     runs = page.runs_by_arm(gsm8k.read_results(results))
     assert list(runs) == ["nvfp4-lora", ARM]
-    row = page.accuracy_table(runs).splitlines()[-1]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    # Mean of 50 and 75; t(0.975, 1) = 12.706 times 12.5.
     label = f"`{ARM}`" + " (main)" * (evidence.MAIN == ARM)
-    assert cells[:6] == [label, "0, 1", "5e-05", "25.0", "62.5 ± 158.8", "10.0"]
-    header, _, reference, row = page.difference_table(runs).splitlines()
-    assert "against `nvfp4-lora`" in header
-    assert "bf16-lora" not in header
-    assert reference == "| `nvfp4-lora` | 0.0 |  |  |"
-    # Differences of the problems 1, 0, 0.5, 0: their mean is 0.375.
-    assert "+37.5 [" in row
+    # 50, 75 and 25 with t(0.975, 2) = 4.303 times their standard error of 14.43.
+    for seeds, end in ("0, 1, 2", "50.0 ± 62.1"), ("0, 1", "62.5"):
+        few = {ARM: runs[ARM][: len(seeds.split(","))]}
+        row = page.accuracy_table(few).splitlines()[-1]
+        cells = [cell.strip() for cell in row.strip("|").split("|")]
+        assert cells[:6] == [label, seeds, "5e-05", "25.0", end, "10.0"]
+    _, _, row = page.difference_table(runs).splitlines()
+    # Differences of the problems 1, -1/3, 1/3, 0: their mean is 0.25.
+    assert row.startswith(f"| `nvfp4-lora` | `{ARM}` | +25.0 [")
     assert row.endswith("| one seed |")
-    del runs["nvfp4-lora"]
-    assert page.difference_table(runs).splitlines()[0] == "| arm | gain over its start |"
+    runs["nvfp4-lora"] *= 2
+    assert page.difference_table(runs).endswith("| 2 seeds |")
+    runs["nvfp4-lora"] = [runs["nvfp4-lora"][0] | {"pass1_end": end} for end in (30, 40, 50)]
+    # Means of 50 and 40, standard errors of 14.43 and 5.77: Welch's t has 2.62 degrees of freedom.
+    assert page.difference_table(runs).endswith("| +10.0 [-43.7, +63.7] |")
+    # Each pair of references comes once.
+    pairs = [
+        line.split("|")[1:3]
+        for line in page.difference_table(runs | {"bf16-lora": runs[ARM]}).splitlines()[2:]
+    ]
+    assert [[cell.strip(" `") for cell in pair] for pair in pairs] == [
+        ["bf16-lora", "nvfp4-lora"],
+        ["bf16-lora", ARM],
+        ["nvfp4-lora", ARM],
+    ]
 
 
 def test_the_page_and_its_figures(results, tmp_path):
@@ -547,7 +559,7 @@ def test_the_page_and_its_figures(results, tmp_path):
     assert line.endswith("| 90.0 -> 90.0 | 95.0 -> 95.0 |")
     content = gsm8k.read_results(results)
     curves = page.curves_data(content, results)
-    assert curves["mixed_groups"][ARM] == [[0.75] * 4] * 2
+    assert curves["mixed_groups"][ARM] == [[0.75] * 4] * 3
     assert pictures.data_in(docs / "evidence_curves.svg") == {"sha256": page.digest(curves)}
     assert pictures.data_in(docs / "evidence_accuracy.svg") == page.accuracy_data(content)
     page.write_page(results, docs)
