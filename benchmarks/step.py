@@ -39,6 +39,7 @@ first; a step after the first that compiles anything ends the command. The colum
     trained_tokens_per_s  positions that hold a token, times updates, by update_s
     peak_gb, plan_gb      largest memory of process 0 on a device, which includes what was
         measured before, and what the plan of the update says
+    pool_gb               memory of a device that JAX has, to which the plan fits a step
 """
 
 import argparse
@@ -318,6 +319,7 @@ def measure(
         "compile_s": compiled,
         "peak_gb": None if peak is None else peak / 1e9,
         "plan_gb": setup.memory.peak / 1e9,
+        "pool_gb": None if (pool := setup.memory.device.pool) is None else pool / 1e9,
         "devices": data * tensor,
         "mesh": f"data={data},tensor={tensor}",
         "processes": processes.count,

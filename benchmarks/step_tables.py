@@ -13,7 +13,8 @@ def step_table(rows: Iterable[dict]) -> str:
         rows: rows of step.json.
     """
     header = ["model", "weights", "GPUs", "completions", "updates", "rollout s", "update s"]
-    header += ["step s", "update tokens/s", "buffers", "recomputed", "peak GB", "plan GB", "commit"]
+    header += ["step s", "update tokens/s", "buffers", "recomputed", "peak GB", "plan GB"]
+    header += ["pool GB", "commit"]
 
     def devices(row: dict) -> str:
         processes = f", {row['processes']} processes" if row.get("processes", 1) > 1 else ""
@@ -33,6 +34,7 @@ def step_table(rows: Iterable[dict]) -> str:
             f"{row['update_buffers']:.0f} x {row['buffer_tokens']:,}",
             "" if row["recompute"] == "none" else row["recompute"],
             *(f"{row[name]:.1f}" for name in ("peak_gb", "plan_gb")),
+            f"{pool:.1f}" if (pool := row.get("pool_gb")) else "",
             row["commit"][:8],
         ]
 

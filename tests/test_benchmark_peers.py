@@ -279,7 +279,7 @@ def test_the_table_of_steps():
         step_row(model="qwen2.5-14b", device=CARD, **more),
         step_row(device=CARD, **more),
         step_row(device=CARD, batch=16, **more | {"mesh": "data=2,tensor=1", "devices": 2}),
-        step_row(device="NVIDIA H200", **more | {"recompute": "o_proj"}),
+        step_row(device="NVIDIA H200", **more | {"recompute": "o_proj", "pool_gb": 78.06}),
     ]
     lines = [line.strip("| ").split(" | ") for line in step_tables.step_table(rows).splitlines()]
     assert [(line[0], line[2]) for line in lines[2:]] == [
@@ -288,8 +288,9 @@ def test_the_table_of_steps():
         ("qwen2.5-7b", "1 x H200"),
         ("qwen2.5-14b", "1 x H100"),
     ]
-    column = lines[0].index("recomputed")
-    assert [line[column] for line in lines[2:]] == ["", "", "o_proj", ""]
+    columns = {name: [line[n] for line in lines[2:]] for n, name in enumerate(lines[0])}
+    assert columns["recomputed"] == ["", "", "o_proj", ""]
+    assert columns["pool GB"] == ["", "", "78.1", ""]
     assert "8 x 256 + 2,048" in lines[2]
 
 
