@@ -15,6 +15,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import losses, objectives
 from qerl_jax.rl.batch import make_batch
+from qerl_jax.rl.packing import rows_that_teach
 from qerl_jax.rl.programs import operations
 from qerl_jax.rl.train_step import UpdateConfig, init_state
 from qerl_jax.training import begin
@@ -45,6 +46,9 @@ def pg(ratio, advantages, logprobs, mask):
 
 def asymmetric(ratio, advantages, logprobs, mask):
     return jnp.where(advantages > 0, -ratio * advantages, -0.5 * logprobs * advantages)
+
+def pull(ratio, advantages, logprobs, mask):
+    return -(advantages + 0.1) * logprobs
 
 def total(ratio, advantages, logprobs, mask):
     return (ratio * advantages).sum()
@@ -192,6 +196,23 @@ def test_an_own_loss_trains(tiny, tmp_path, module):
         found[name] = [row["grad_norm"] for row in rows]
     assert found[f"{module}:pg"] == pytest.approx(found["grpo"], rel=1e-5)
     assert found[f"{module}:asymmetric"] != pytest.approx(found["dapo"], rel=0.01)
+
+
+def test_an_own_loss_gets_the_rows_whose_advantage_is_0(module):
+    """Only of the built-in losses it is known that they have no gradient there."""
+    batch = make_batch(
+        [[1, 2]] * 2,
+        np.ones((2, 3), int),
+        np.full(2, 3),
+        np.ones(2, bool),
+        np.zeros(2),
+        np.full((2, 3), -1.0),
+        mask_truncated=False,
+        aggregation="token",
+        pad_id=0,
+    )
+    assert rows_that_teach(batch, losses.loss_config(f"{module}:pull")).all()
+    assert not rows_that_teach(batch, losses.loss_config("dapo")).any()
 
 
 @pytest.mark.parametrize(

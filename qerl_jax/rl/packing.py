@@ -21,6 +21,7 @@ import numpy as np
 
 from pallas_kernels.attention import PADDING, PART_BITS, Segments, segments
 from qerl_jax.errors import UserError
+from qerl_jax.import_path import names_function
 from qerl_jax.rl.batch import TrainBatch
 from qerl_jax.rl.losses import LossConfig
 
@@ -84,10 +85,11 @@ class Part(NamedTuple):
 def rows_that_teach(batch: TrainBatch, loss: LossConfig) -> np.ndarray:
     """Returns bool [B] flags of the rows that can change the gradient.
 
-    A row cannot if no token has a weight, or if its advantage is 0 and the loss has neither a KL
-    nor an entropy term: then every term of `policy_loss` and every derivative of it is 0. A row
-    whose recorded log-probabilities are not finite is kept. A policy that has become NaN gives
-    every group equal rewards, and only a gradient that is not finite tells.
+    A row cannot if no token has a weight, or if its advantage is 0 and the loss is a built-in one
+    with neither a KL nor an entropy term: then every term of `policy_loss` and every derivative of
+    it is 0. A user function may have a gradient at an advantage of 0. A row whose recorded
+    log-probabilities are not finite is kept. A policy that has become NaN gives every group equal
+    rewards, and only a gradient that is not finite tells.
 
     Args:
         batch: all rows of the step.
@@ -95,7 +97,7 @@ def rows_that_teach(batch: TrainBatch, loss: LossConfig) -> np.ndarray:
     """
     weighted = (np.asarray(batch.weights) != 0).any(axis=1)
     broken = ~np.isfinite(batch.rollout_logprobs).all(axis=1)
-    always = loss.kl_coef != 0 or loss.entropy_coef != 0
+    always = loss.kl_coef != 0 or loss.entropy_coef != 0 or names_function(loss.objective)
     return weighted & ((batch.advantages != 0) | always | broken)
 
 
