@@ -613,6 +613,25 @@ def test_groups_whose_rewards_differ_train_gdpo_though_totals_do_not(
     assert (row["grad_norm"] > 0) == (advantage == "gdpo")
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "gdpo"])
+def test_a_completion_that_is_left_out_has_no_advantage_by_its_length(tiny, tmp_path, advantage):
+    calls = iter(range(8))
+
+    def some(*arguments):
+        return tiny_run.low_fraction(*arguments) if next(calls) % 3 else None
+
+    changes = {"rl.advantage": advantage, "rl.overlong_buffer": 4, "log.completions": 8}
+    config = tiny.config({"eval.every": 0, "steps": 1} | changes)
+    run = train(config, workdir=tmp_path / "run", rewards={"some": (some, 1.0)})
+    samples = read_jsonl(run / "completions.jsonl")
+    left_out = [sample for sample in samples if sample["reward/some"] is None]
+    assert 0 < len(left_out) < len(samples)
+    assert all(sample["advantage"] == 0 and sample["reward"] is None for sample in left_out)
+    assert any(sample["advantage"] for sample in samples)
+    (row,) = tiny_run.results(run)
+    assert row["rewards_missing"] == len(left_out)
+
+
 def test_a_reward_whose_column_is_missing_ends_the_run_at_once(tiny, tmp_path):
     def needy(prompt, completion, answer, num_tokens, finished, tests):
         return 1.0

@@ -361,7 +361,10 @@ def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> 
 
 
 def _checked(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
-    """Refuses scores of which all are missing; adds the length penalty."""
+    """Refuses scores of which all are missing; adds the length penalty.
+
+    A completion without a reward has no length penalty, which would be an advantage with GDPO.
+    """
     if np.isnan(scores.total).all():
         if scores.errors:
             raise NoRewardError(
@@ -377,6 +380,7 @@ def _checked(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
     penalty = np.array(
         [overlong_penalty(int(n), limit, config.overlong_buffer) for n in rollout.lengths]
     )
+    penalty = np.where(np.isnan(scores.total), np.nan, penalty)
     return dataclasses.replace(
         scores,
         total=scores.total + config.overlong_weight * penalty,
@@ -425,7 +429,7 @@ def _metrics(sampled: _Round, config: CollectConfig) -> dict[str, float]:
         "entropy": float(rollout.entropies.sum() / tokens),
         "advantage_zero_groups": float(np.mean(~_total_differs(scores, config))),
         "sampled_groups": len(groups),
-        "rewards_missing": int(sum(np.isnan(values).sum() for values in scores.parts.values())),
+        "rewards_missing": int(sum(np.isnan(scores.parts[name]).sum() for name in config.rewards)),
     }
     metrics |= {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}
     values = {"reward": groups} | (
