@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from ml_collections import ConfigDict
 
 from qerl_jax.config.rewards import configured_rewards
+from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.problem_order import Cursor
 from qerl_jax.rl.programs import UpdatePrograms
@@ -55,14 +56,20 @@ def open_session(
     """Loads the model and the problems of a config, and compiles the programs of its steps.
 
     Args:
-        config: the resolved config, see `experiments/configs/defaults.py`. Its fields on
-            evaluations, checkpoints and logging are not read.
+        config: the resolved config, see `experiments/configs/defaults.py`. Nothing is evaluated,
+            saved or logged; problems are held out as in a run.
         rewards: function and weight by name, instead of the rewards that the config names.
 
     Raises:
-        UserError: the config asks for something that cannot be done.
+        UserError: the config asks for something that cannot be done, or for a beginning from
+            another run.
     """
     validate(config)
+    if config.init_from:
+        raise UserError(
+            f"init_from={config.init_from}: a session has no run folder to begin from another run; "
+            "pass its adapter as lora.init, or use qerl_jax.train"
+        )
     rewards = rewards or configured_rewards(config)
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)

@@ -65,7 +65,8 @@ ALLOWED = {
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
     | {"problem_order", "processes", "import_path"},
-    "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"},
+    "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"}
+    | {"errors"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"problem_order", "model_source", "paths", "errors"},
 }

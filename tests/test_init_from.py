@@ -14,6 +14,7 @@ from tiny_checkpoints import model_config
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
+from qerl_jax.session import open_session
 from qerl_jax.training import init_from
 from qerl_jax.training.loop import train
 
@@ -169,6 +170,11 @@ def test_runs_without_anything_to_begin_from(origin, begun, tmp_path):
     shutil.rmtree(empty / "checkpoints")
     with pytest.raises(UserError, match="has no checkpoint yet"):
         begun({"init_from": str(empty)})
+
+
+def test_a_session_does_not_begin_anew_in_place_of_another_run(origin, tiny):
+    with pytest.raises(UserError, match="a session has no run folder to begin from another run"):
+        open_session(tiny.config(CHANGES | {"init_from": str(origin)}))
 
 
 def test_the_plan_counts_the_adapter_that_the_kl_is_measured_to(tiny):
