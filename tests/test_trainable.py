@@ -1,6 +1,7 @@
 """Training norms together with the adapter, or every parameter instead of it."""
 
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
+from qerl_jax.run.folder import RunFolder
 from qerl_jax.training.loop import train
+from qerl_jax.training.outputs import save_trained
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.start import first_trainable
+from qerl_jax.weights.load import load
 
 CHANGES = {"steps": 4, "checkpoint.every": 2, "rl.updates_per_rollout": 2}
 FULL = {"train.parameters": "full", "model.format": "bf16"}
@@ -118,6 +122,19 @@ def test_a_run(whole):
     assert min(moved) > 0
     if changes is FULL:
         assert jnp.any(policy.model.params["embed_tokens"] != base.model.params["embed_tokens"])
+
+
+def test_a_saved_model_is_the_policy_to_the_bit(tiny, tmp_path):
+    """An update of 1e-4 is kept in norms, which are float32 in a policy in bfloat16."""
+    config = tiny.config(FULL | {"model.dtype": "bfloat16"})
+    model = load(str(tiny.model), format="bf16", dtype="bfloat16")
+    trained = jax.tree.map(lambda leaf: leaf + 1e-4, trained_params(model.params, "full"))
+    trainable, setup = Trainable(None, trained), types.SimpleNamespace(config=config, model=model)
+    save_trained(RunFolder(tmp_path), setup, trainable)
+    saved = load(str(tmp_path / "model"), format="bf16", dtype="bfloat16").params
+    policy = current_policy(model.params, trainable)
+    assert float(policy["norm"][0]) != 1
+    jax.tree.map(np.testing.assert_array_equal, saved, policy)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,9 @@ def save_trained(
 ) -> None:
     """Writes a PEFT adapter, or the whole model where all parameters are trained.
 
+    What is read back is the policy itself: the norms of a model stay in float32, as small updates
+    of numbers around 1 vanish in bfloat16.
+
     Args:
         folder: the run folder.
         setup: model and options of the run.
@@ -54,7 +57,7 @@ def save_trained(
     policy = current_policy(model.params, trainable)
     write_checkpoint(
         path,
-        checkpoint_tensors(policy, model.config, dtype=dtype),
+        checkpoint_tensors(policy, model.config, dtype=dtype, norms="float32"),
         files=companion_files(model, packed=False, dtype=dtype),
         replace=True,
     )

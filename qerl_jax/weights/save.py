@@ -129,7 +129,7 @@ def fill_checkpoint(
 
 
 def checkpoint_tensors(
-    params: Mapping[str, Any], config: ModelConfig, *, dtype: str = "bfloat16"
+    params: Mapping[str, Any], config: ModelConfig, *, dtype: str = "bfloat16", norms: str = ""
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a checkpoint under Hugging Face's names, fused projections split.
 
@@ -142,15 +142,16 @@ def checkpoint_tensors(
             is consumed layer by layer.
         config: the architecture.
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
+        norms: dtype of the norms; '' is that of the others. The policy has them in float32.
 
     Yields:
         Pairs of a name and a NumPy array.
     """
-    wanted = DTYPES[dtype]
+    wanted, of_norms = DTYPES[dtype], DTYPES[norms or dtype]
     yield names.EMBED, _dense(params["embed_tokens"], wanted)
     for number, layer in enumerate(params["layers"]):
-        yield from _layer_tensors(number, layer, config, wanted)
-    yield names.NORM, _dense(params["norm"], wanted)
+        yield from _layer_tensors(number, layer, config, wanted, of_norms)
+    yield names.NORM, _dense(params["norm"], of_norms)
     if not config.tie_embeddings:
         yield names.HEAD, _dense(params["lm_head"], wanted)
 
@@ -219,7 +220,7 @@ def _name_shards(folder: pathlib.Path, shards: list[list[str]], total_bytes: int
 
 
 def _layer_tensors(
-    number: int, layer: Mapping[str, Any], config: ModelConfig, dtype: np.dtype
+    number: int, layer: Mapping[str, Any], config: ModelConfig, dtype: np.dtype, of_norms: np.dtype
 ) -> Iterator[tuple[str, np.ndarray]]:
     shapes = projection_shapes(config)
     layer = jax.device_get(layer)
@@ -242,7 +243,7 @@ def _layer_tensors(
             if config.attention_bias and member in names.BIASED:
                 yield f"{module}.bias", _dense(layer["qkv_bias"][rows], dtype)
     for norm in names.LAYER_NORMS + (names.HEAD_NORMS if config.qk_norm else ()):
-        yield f"{names.layer_module(number, norm)}.weight", _dense(layer[norm], dtype)
+        yield f"{names.layer_module(number, norm)}.weight", _dense(layer[norm], of_norms)
 
 
 def _dense(value: Any, dtype: np.dtype) -> np.ndarray:
