@@ -185,6 +185,7 @@ def test_unknown_preset_lists_all(preset):
         ({"optimizer.warmup_steps": 600}, ["warmup_steps=600", "steps=600"]),
         ({"optimizer.final_fraction": -0.1}, ["final_fraction=-0.1", "from 0 to 1"]),
         ({"optimizer.b1": 1.0}, ["optimizer.b1=1.0", "from 0 to 0.999999"]),
+        ({"optimizer.eps": 0.0}, ["optimizer.eps=0.0", "at least 1e-30"]),
         ({"seed": -1}, ["seed=-1", "from 0 to 4294967295"]),
         ({"reward_time_limit": float("inf")}, ["reward_time_limit=inf", "finite and at least 0"]),
         ({"rewards.format.weight": float("nan")}, ["rewards.format.weight=nan", "from -1000000.0"]),

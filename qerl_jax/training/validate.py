@@ -65,7 +65,7 @@ _LIMITS: dict[str, tuple[float, ...]] = {
     "optimizer.warmup_steps": (0,),
     "optimizer.b1": (0, 0.999999),
     "optimizer.b2": (0, 0.999999),
-    "optimizer.eps": (0,),
+    "optimizer.eps": (1e-30,),  # A's first gradient is 0, of which Adam would make 0 / 0
     "optimizer.weight_decay": (0,),
     "optimizer.max_grad_norm": (1e-9,),
     "train.micro_batch_rows": (1,),
