@@ -91,6 +91,12 @@ def test_gdpo_tells_rewards_apart_whose_sum_is_equal():
     np.testing.assert_allclose(advantages, [[1.5, -0.5, -0.5, -0.5]], rtol=1e-6)
 
 
+def test_gdpo_of_rewards_that_cancel_out():
+    rewards = np.array([[0.0, 1.0, 0.0, 1.0]])
+    opposed, weights = {"a": rewards, "b": 1.0 - rewards}, {"a": 1.0, "b": 1.0}
+    assert not gdpo_advantages(opposed, weights, eps=0.0).any()
+
+
 def test_gdpo_without_a_weight_is_refused():
     with pytest.raises(UserError, match="no reward has a weight"):
         gdpo_advantages({"a": np.zeros((1, 2))}, {"a": 0.0})

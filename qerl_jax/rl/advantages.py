@@ -73,7 +73,7 @@ def gdpo_advantages(
         eps: constant that is added to the standard deviations.
 
     Returns:
-        float32 [P, G] advantages.
+        float32 [P, G] advantages; 0 where all sums are equal, also for an eps of 0.
 
     Raises:
         UserError: no reward has a weight.
@@ -88,5 +88,5 @@ def gdpo_advantages(
     sums = np.sum(weighted, axis=0)
     found = sums[present]
     std = found.std(ddof=1) if len(found) > 1 else 0.0
-    advantages = (sums - (found.mean() if len(found) else 0.0)) / (std + eps)
+    advantages = (sums - (found.mean() if len(found) else 0.0)) / ((std + eps) or 1.0)
     return np.where(present & informative[:, None], advantages, 0.0).astype(np.float32)
