@@ -613,6 +613,17 @@ def test_groups_whose_rewards_differ_train_gdpo_though_totals_do_not(
     assert (row["grad_norm"] > 0) == (advantage == "gdpo")
 
 
+def test_another_default_for_the_keys_of_jax_changes_nothing(tiny, tmp_path):
+    """JAX_DEFAULT_PRNG_IMPL=rbg makes faster draws elsewhere; the programs here have their own."""
+    changes = {"steps": 1, "eval.every": 1}
+    found = []
+    for implementation in ("threefry2x32", "rbg"):
+        with jax.default_prng_impl(implementation):
+            run = train(tiny.config(changes), workdir=tmp_path / implementation)
+        found.append((tiny_run.results(run), tiny_run.evaluations(run)))
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("advantage", ["grpo", "gdpo"])
 def test_a_completion_that_is_left_out_has_no_advantage_by_its_length(tiny, tmp_path, advantage):
     calls = iter(range(8))

@@ -80,7 +80,7 @@ def greedy_accuracy(
     right, finished = np.zeros(0, bool), np.zeros(0, bool)
     if own:  # There may be fewer prompts than processes.
         steps = generate_steps(
-            jax.random.key(0),
+            jax.random.key(0, impl="threefry2x32"),
             model.params,
             lora,
             [prompt.ids for prompt in own],

@@ -136,7 +136,7 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))
     updates: list[tuple[float, int]] = []  # (time, number of tokens)
     for step in generate_steps(
-        jax.random.key(config.seed),
+        jax.random.key(config.seed, impl="threefry2x32"),
         model.params,
         lora,
         [prompt],

@@ -170,7 +170,7 @@ def make_probe(policy: Policy, held_out: HeldOutSet | None) -> Probe:
     rollout_settings = {} if policy.run is None else policy.run["config"]["rollout"]
     stop = tuple(rollout_settings.get("stop", ()))
     rollout = generate(
-        jax.random.key(0),
+        jax.random.key(0, impl="threefry2x32"),
         model.params,
         policy.lora,
         prompts,
