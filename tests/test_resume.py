@@ -1,5 +1,6 @@
 """A run that ends early and starts again is the run that did not end early."""
 
+import datetime
 import itertools
 import json
 import os
@@ -8,10 +9,12 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import numpy as np
 import pytest
+import tiny_checkpoints
 import tiny_run
 
 import qerl_jax.training.loop
@@ -392,6 +395,26 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
     train(tiny.config(CHANGES), workdir=tmp_path / "run")
     assert "finished after 6 steps" in capsys.readouterr().out
     assert_same(tmp_path / "run", uninterrupted)
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
+    tiny, tmp_path, monkeypatch
+):
+    """Llama 3.2's does: a run that went on on another day had other prompts."""
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    template = tiny_run.TEMPLATE.replace("t1 t2", "t{{ strftime_now('%d') | int }} t2")
+    tiny_checkpoints.write_tokenizer(model, chat_template=template)
+    changes, run = {"model.source": str(model), "eval.every": 0}, tmp_path / "run"
+    before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
+    created = before.strftime("%Y-%m-%dT%H:%M:%S%z")
+    with monkeypatch.context() as patch:
+        clock = types.SimpleNamespace(strftime=lambda _: created)
+        patch.setattr("qerl_jax.run.provenance.time", clock)
+        train(tiny.config(changes | {"steps": 1}), workdir=run)
+    train(tiny.config(changes | {"steps": 2}), workdir=run)
+    rows = read_jsonl(run / "completions.jsonl")
+    assert {row["step"] for row in rows} == {1, 2}
+    assert {tuple(row["prompt"].split()[-2:]) for row in rows} == {(f"t{before.day}", "t2")}
 
 
 def test_damaged_checkpoint(uninterrupted, interrupted, tiny, capsys):

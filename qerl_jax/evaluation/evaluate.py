@@ -46,6 +46,7 @@ from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.scoring.calls import check_columns, resolve
 from qerl_jax.statistics import paired_difference
+from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel
 
@@ -95,7 +96,8 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 format=config.format,
                 dtype=config.dtype,
             )
-            prompts = {task.name: _prompts(policy.model, task, config.limit) for task in tasks}
+            with as_of((run or {}).get("created", "")):  # the prompts of the training
+                prompts = {task.name: _prompts(policy.model, task, config.limit) for task in tasks}
             name, folder, results = results_folder.open_folder(policy, tasks, config)
             print(f"{name or config.source}: {folder}", flush=True)
             for task in tasks:

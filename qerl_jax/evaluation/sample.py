@@ -17,6 +17,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
 from qerl_jax.rollout.shapes import dequantize_mode
+from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -126,7 +127,8 @@ def _name(base: Policy) -> str:
 
 def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
-    prompt, limit = _prompt(config, model, run)
+    with as_of((policy.run or {}).get("created", "")):
+        prompt, limit = _prompt(config, model, run)
     rollout_settings = run.get("rollout", {})
     engine = EngineConfig(
         chunk_steps=_CHUNK_STEPS,

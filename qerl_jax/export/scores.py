@@ -24,6 +24,7 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.scoring.calls import resolve
+from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import LoadedModel
 
 _PROBE_PROMPTS = 8
@@ -98,14 +99,15 @@ def open_held_out_set(
         )
         return None
     assert run is not None
-    prompts = encode_prompts(
-        task.problems[:limit],
-        policy.model.tokenizer,
-        system_prompt=task.system_prompt,
-        question_suffix=task.question_suffix,
-        chat_template_args=task.chat_template_args,
-        max_prompt_tokens=run["data"]["max_prompt_tokens"],
-    )
+    with as_of((policy.run or {}).get("created", "")):
+        prompts = encode_prompts(
+            task.problems[:limit],
+            policy.model.tokenizer,
+            system_prompt=task.system_prompt,
+            question_suffix=task.question_suffix,
+            chat_template_args=task.chat_template_args,
+            max_prompt_tokens=run["data"]["max_prompt_tokens"],
+        )
     rollout = run["rollout"]
     accuracy = functools.partial(
         greedy_accuracy,

@@ -9,6 +9,7 @@ evaluation that a signal interrupts is missing in metrics.jsonl, and the resumed
 
 import contextlib
 import dataclasses
+import json
 import statistics
 import sys
 import time
@@ -46,6 +47,7 @@ from qerl_jax.training.saving import announce_finished, best_so_far, finish, sav
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step
 from qerl_jax.training.validate import check_extension, validate
+from qerl_jax.weights.chat_template import as_of
 
 _SKIPS_THAT_STOP = 3
 
@@ -104,7 +106,11 @@ def _train_in(
         check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
         if last < 0:
             check_origin(config)
-        setup = prepare(config, rewards, schedule_steps=folder.schedule_steps, processes=processes)
+        saved = json.loads(folder.config.read_bytes()) if processes.writes else {}
+        created = processes.of_first(saved.get("created", ""))
+        with as_of(created):  # A resumed run has the same prompts.
+            steps = folder.schedule_steps
+            setup = prepare(config, rewards, schedule_steps=steps, processes=processes)
         with (
             memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
             programs_in(folder.programs, writes=processes.writes),

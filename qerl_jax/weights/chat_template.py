@@ -1,13 +1,35 @@
 """Chat templates: programs in Jinja that write a conversation as one text."""
 
+import contextlib
+import contextvars
 import datetime
 import functools
 import json
+from collections.abc import Generator
 
 import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.sandbox
+
+_now: contextvars.ContextVar[datetime.datetime | None] = contextvars.ContextVar(
+    "_now", default=None
+)
+
+
+@contextlib.contextmanager
+def as_of(created: str) -> Generator[None]:
+    """Lets templates that write the date, such as Llama 3.2's, write that of a run's first start.
+
+    Args:
+        created: `created` of the run's config.json; '' is the moment of the rendering.
+    """
+    form = "%Y-%m-%dT%H:%M:%S%z"  # as `provenance` writes it
+    token = _now.set(datetime.datetime.strptime(created, form) if created else None)
+    try:
+        yield
+    finally:
+        _now.reset(token)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -61,7 +83,7 @@ def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=F
 
 
 def _strftime_now(form):
-    return datetime.datetime.now().strftime(form)
+    return (_now.get() or datetime.datetime.now()).strftime(form)
 
 
 def _raise_exception(message):
