@@ -397,6 +397,19 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
     assert_same(tmp_path / "run", uninterrupted)
 
 
+def test_another_chat_template_is_refused(tiny, tmp_path):
+    """A hub id may get one while a run is stopped; weights and problems are the same."""
+    model, run = shutil.copytree(tiny.model, tmp_path / "model"), tmp_path / "run"
+    changes = {"model.source": str(model), "eval.every": 0}
+    train(tiny.config(changes | {"steps": 1}), workdir=run)
+    before = tiny_run.contents(run)
+    template = tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")
+    tiny_checkpoints.write_tokenizer(model, chat_template=template)
+    with pytest.raises(UserError, match=r"chat template of .*model makes other prompts"):
+        train(tiny.config(changes | {"steps": 2}), workdir=run)
+    assert tiny_run.contents(run) == before
+
+
 def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     tiny, tmp_path, monkeypatch
 ):

@@ -1,11 +1,13 @@
 """How a run begins: it starts anew, or goes on from its latest checkpoint."""
 
 import dataclasses
+import hashlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.config.mixture import has_own_evaluation
@@ -46,6 +48,7 @@ class Run:
         progress: the part that the steps change.
         evaluations: greedy accuracy by step, as logged; step 0 is before training.
         fingerprints: digests of the training and the held-out problems.
+        prompts: digest of their prompts as token ids.
         compilations: what was compiled since the last row of metrics.
         live: the line of progress on the terminal.
         written: step of the adapter that this process wrote last, -1 before the first one.
@@ -59,6 +62,7 @@ class Run:
     progress: Progress
     evaluations: dict[int, float]
     fingerprints: dict[str, str]
+    prompts: str
     compilations: Compilations
     live: LiveLine = dataclasses.field(default_factory=LiveLine)
     written: int = -1
@@ -104,7 +108,8 @@ def begin(
     restored = checkpoints.restore_latest(setup.state_shapes)
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
     fingerprints = problem_fingerprints(prompts, setup.collect.rewards)
-    _check_processes(setup, fingerprints, None if restored is None else restored[0])
+    rendered = _digest_of_prompts(setup)
+    _check_processes(setup, fingerprints, None if restored is None else restored[0], rendered)
     if restored is None:
         if log is not None:
             log.truncate(-1)
@@ -131,6 +136,7 @@ def begin(
             )
         check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
         _check_problems(setup.config, meta.get("problems", {}), fingerprints)
+        _check_prompts(setup.config, meta.get("prompts", rendered), rendered)
         _check_moved(folder, meta)
         if log is not None:
             _truncate_log(log, folder, step, meta.get("unlogged"))
@@ -144,7 +150,8 @@ def begin(
         evaluations = dict(processes.of_first(list(evaluations.items())))
     if processes.writes and folder.moved:
         record_places(folder, setup.config)
-    run = Run(setup, folder, checkpoints, log, progress, evaluations, fingerprints, compilations)
+    digests = fingerprints, rendered
+    run = Run(setup, folder, checkpoints, log, progress, evaluations, *digests, compilations)
     if progress.step < setup.config.steps:
         checkpoints.require_space(progress.state)  # A full disk would cost the steps until a save.
     if setup.config.init_from and restored is None:
@@ -153,12 +160,15 @@ def begin(
     return run
 
 
-def _check_processes(setup: Setup, fingerprints: Mapping[str, str], step: int | None) -> None:
+def _check_processes(
+    setup: Setup, fingerprints: Mapping[str, str], step: int | None, prompts: str = ""
+) -> None:
     """Refuses processes that have read other things, or have planned other programs."""
     found = {f"{split} problems": digest[:16] for split, digest in fingerprints.items()}
     found |= {
         "step of the checkpoint": step,
         "weights": setup.model.fingerprint[:16],
+        "prompts as token ids": prompts[:16],
         "reference policy": setup.reference_fingerprint,
         "buffer_tokens of the memory plan": setup.memory.buffer_tokens,
         "recompute of the memory plan": list(setup.update.recompute),
@@ -185,6 +195,7 @@ def save_checkpoint(run: Run) -> None:
             "fingerprint": run.setup.model.fingerprint,
             "reference": run.setup.reference_fingerprint,
             "problems": run.fingerprints,
+            "prompts": run.prompts,
         },
     )
 
@@ -221,6 +232,23 @@ def _truncate_log(
     row, samples = unlogged
     log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
     log.write_completions(step, samples)
+
+
+def _digest_of_prompts(setup: Setup) -> str:
+    """Digest of the prompts as token ids, which tokenizer and chat template decide."""
+    digest = hashlib.sha256()
+    for prompt in (*setup.train_prompts, *setup.eval_prompts):
+        digest.update(np.array([len(prompt.ids), *prompt.ids], np.int32).tobytes())
+    return digest.hexdigest()
+
+
+def _check_prompts(config: ConfigDict, saved: str, found: str) -> None:
+    """Refuses prompts that are not those of a checkpoint, though the problems are."""
+    if saved != found:
+        raise UserError(
+            f"the tokenizer or the chat template of {config.model.source} makes other prompts of "
+            "the problems than when this run began; restore its files, or pass another --workdir"
+        )
 
 
 def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
