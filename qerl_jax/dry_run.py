@@ -10,7 +10,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from qerl_jax.config.describe import describe_config
-from qerl_jax.config.rewards import configured_rewards
+from qerl_jax.config.rewards import rewards_of
 from qerl_jax.data import Prompt
 from qerl_jax.memory.report import check_fits, describe
 from qerl_jax.memory.run_plan import plan_run, this_device
@@ -56,7 +56,7 @@ def dry_run(
         UserError: the run could not start.
     """
     validate(config)
-    rewards = rewards or configured_rewards(config)
+    rewards = rewards_of(config, rewards)
     folder = RunFolder(default_folder(config) if workdir is None else user_path(workdir))
     if not folder.checkpoints.is_dir():
         check_origin(config)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.rewards import configured_rewards
+from qerl_jax.config.rewards import rewards_of
 from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.problem_order import Cursor
@@ -70,7 +70,7 @@ def open_session(
             f"init_from={config.init_from}: a session has no run folder to begin from another run; "
             "pass its adapter as lora.init, or use qerl_jax.train"
         )
-    rewards = rewards or configured_rewards(config)
+    rewards = rewards_of(config, rewards)
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)
     state = placed(init_state(trainable, setup.optimizer), setup.mesh)

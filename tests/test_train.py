@@ -643,6 +643,23 @@ def test_a_completion_that_is_left_out_has_no_advantage_by_its_length(tiny, tmp_
     assert row["rewards_missing"] == len(left_out)
 
 
+@pytest.mark.parametrize(
+    ("name", "weight", "words"),
+    [
+        ("overlong", 1.0, "'overlong' is the name of the length penalty"),
+        ("total", 1.0, "'total' is the name of the weighted sum"),
+        ("low", 0.0, r"no reward has a weight \(low\)"),
+        ("low", math.nan, "the weight of the reward low=nan"),
+    ],
+)
+def test_rewards_that_are_given_in_python_are_checked_as_those_of_a_config(
+    tiny, tmp_path, name, weight, words
+):
+    config = tiny.config({"eval.every": 0, "steps": 1, "rl.overlong_buffer": 2})
+    with pytest.raises(UserError, match=words):
+        train(config, workdir=tmp_path / "run", rewards={name: (tiny_run.low_fraction, weight)})
+
+
 def test_a_reward_whose_column_is_missing_ends_the_run_at_once(tiny, tmp_path):
     def needy(prompt, completion, answer, num_tokens, finished, tests):
         return 1.0

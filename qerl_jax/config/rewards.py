@@ -5,7 +5,7 @@
 adds a reward, with the weight 1 by default.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -58,11 +58,7 @@ def check_rewards(config: ConfigDict) -> None:
     """
     rewards = config.rewards.to_dict()
     for name, reward in rewards.items():
-        if name in _TAKEN:
-            raise UserError(
-                f"rewards.{name}: {name!r} is the name of {_TAKEN[name]} (rl.overlong_buffer, "
-                "rl.dynamic_sampling_metric); give the reward another name"
-            )
+        _check_name(name)
         keys = reward.keys() if isinstance(reward, dict) else set()
         if not {"function", "weight"} <= keys <= {"function", "weight", *OPTIONS}:
             raise UserError(
@@ -80,12 +76,44 @@ def check_rewards(config: ConfigDict) -> None:
         for option, limits in {"time_limit": (0,), "retries": (0, 100)}.items():
             if option in reward:
                 check_limits({f"rewards.{name}.{option}": (reward[option], *limits)})
-    weights = {name: reward["weight"] for name, reward in rewards.items()}
+    _check_weights({name: reward["weight"] for name, reward in rewards.items()})
+
+
+def _check_name(name: str) -> None:
+    if name in _TAKEN:
+        raise UserError(
+            f"rewards.{name}: {name!r} is the name of {_TAKEN[name]} (rl.overlong_buffer, "
+            "rl.dynamic_sampling_metric); give the reward another name"
+        )
+
+
+def _check_weights(weights: Mapping[str, float]) -> None:
     if not any(weights.values()):
         raise UserError(
             f"no reward has a weight ({', '.join(weights) or 'no rewards'}), nothing can be "
             "learned: set one, such as rewards.correctness.weight=1"
         )
+
+
+def rewards_of(
+    config: ConfigDict, given: Mapping[str, tuple[Reward, float]] | None
+) -> Mapping[str, tuple[Reward, float]]:
+    """Returns the rewards of a run: those given in Python, or those that the config names.
+
+    Args:
+        config: the resolved config.
+        given: function and weight by name, or None.
+
+    Raises:
+        UserError: as in `check_rewards` and `configured_rewards`.
+    """
+    if not given:
+        return configured_rewards(config)
+    for name, (_, weight) in given.items():
+        _check_name(name)
+        check_limits({f"the weight of the reward {name}": (weight, -1e6, 1e6)})
+    _check_weights({name: weight for name, (_, weight) in given.items()})
+    return given
 
 
 def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:

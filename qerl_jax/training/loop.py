@@ -19,7 +19,7 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.config.rewards import configured_rewards
+from qerl_jax.config.rewards import rewards_of
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.import_path import names_function
@@ -77,7 +77,7 @@ def train(
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
-    rewards = rewards or configured_rewards(config)
+    rewards = rewards_of(config, rewards)
     with (
         connected(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
