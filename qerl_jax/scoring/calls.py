@@ -3,8 +3,8 @@
     def f(prompt, completion, answer, num_tokens, finished)           one completion
     def f(prompt, completion, answer, num_tokens, finished, tests)    and its row's column `tests`
     async def f(...)                                                  all are awaited at once
-    def f(completions, answers, tests)                                lists: one call for a step
-    http://localhost:8000/score                                       one POST for a step
+    def f(completions, answers, tests)                                lists: a call for a rollout
+    http://localhost:8000/score                                       a POST for a rollout
 
 A function with an argument named `completions` takes lists, by name: any of `prompts`,
 `completions`, `answers`, `num_tokens` and `finished`, and columns. A function of one completion

@@ -1,4 +1,4 @@
-"""A reward that a server computes: one POST for the completions of a step.
+"""A reward that a server computes: one POST for the completions of a rollout.
 
 The request is a JSON object of lists with one element for each completion, and the columns of the
 rows under their names:
