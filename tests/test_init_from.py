@@ -85,7 +85,31 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
     saved = json.loads((new / "config.json").read_text())
     assert saved["init_from"] == {
         "run": str(origin), "step": 2, "best": False, "optimizer": True, "cursor": meta["cursor"],
+        "checksum": init_from._checksum(old.trainable),
     }  # fmt: skip
+
+
+def test_the_noise_and_the_draws_of_the_other_run_are_not_drawn_again(
+    origin, tiny, tmp_path, monkeypatch
+):
+    keys = []
+
+    def stop(setup, *_, **__):
+        keys.append(jax.random.key_data(setup.key).tolist())
+        raise Stopped
+
+    monkeypatch.setattr("qerl_jax.training.loop.take_step", stop)
+    for name, changes in (
+        ("alone", {}),
+        ("new", {"init_from": str(origin)}),
+        ("new", {"init_from": str(origin)}),  # which goes on
+        ("third", {"init_from": str(tmp_path / "new"), "seed": 1}),
+    ):
+        with pytest.raises(Stopped):
+            train(tiny.config(CHANGES | {"steps": 7} | changes), workdir=tmp_path / name)
+    alone, new, resumed, third = keys
+    assert new == resumed
+    assert new not in (alone, third)
 
 
 @pytest.mark.slow  # 6 s

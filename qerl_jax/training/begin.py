@@ -27,7 +27,7 @@ from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.provenance import versions
 from qerl_jax.sharding import placed
-from qerl_jax.training.init_from import begin_from, with_reference
+from qerl_jax.training.init_from import begin_from, of_origin
 from qerl_jax.training.problems import EVAL, TRAIN, by_source, mixture_of
 from qerl_jax.training.problems import fingerprints as problem_fingerprints
 from qerl_jax.training.setup import Setup
@@ -127,7 +127,7 @@ def begin(
         state = placed(progress.state, setup.mesh)
         progress = dataclasses.replace(progress, state=state)
     else:
-        setup = with_reference(setup, folder)
+        setup = of_origin(setup, folder)
         step, state, meta = restored
         if meta["fingerprint"] != setup.model.fingerprint:
             raise UserError(

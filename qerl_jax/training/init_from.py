@@ -7,18 +7,20 @@ other run is only read, whether it is finished, stopped or under way.
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.trainable import current_policy
+from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
@@ -31,6 +33,10 @@ from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 
 BEST = ":best"
+# Folded into the key of the run, and then a checksum of the parameters that it begins with: the
+# noise and the draws of the other run, whose seed is the same where the position in the data goes
+# on, are not drawn again.
+KEY_ORIGIN = 2**32 - 2
 _SETTLED = "begin from a run that has ended, or start again"
 # The fields that say what the trained parameters are. A scale of the adapter is one of them:
 # another one would be another policy.
@@ -128,6 +134,7 @@ def begin_from(
         f"{origin.path}; {fresh or 'its optimizer state goes on'}; {why}",
         flush=True,
     )
+    checksum = _checksum(state.trainable)
     if setup.processes.writes:
         record_origin(
             folder,
@@ -137,6 +144,7 @@ def begin_from(
                 "best": best,
                 "optimizer": not fresh,
                 "cursor": cursor.without_scores().to_json(),
+                "checksum": checksum,
             },
         )
         if config.rl.kl_coef:
@@ -147,22 +155,40 @@ def begin_from(
                 base_model=setup.model.source,
             )
     setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _SETTLED)
-    return with_reference(setup, folder), Progress(step=0, state=state, cursor=cursor)
+    return of_origin(setup, folder, checksum), Progress(step=0, state=state, cursor=cursor)
 
 
-def with_reference(setup: Setup, folder: RunFolder) -> Setup:
-    """The setup with the reference policy of a run that began from another one.
+def _checksum(trainable: Trainable) -> int:
+    """CRC-32 of the trained parameters."""
+    crc = 0
+    for leaf in jax.tree.leaves(trainable):
+        crc = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), crc)
+    return crc
 
-    It is the policy that training starts from, whose adapter lies in the folder of the run.
+
+def of_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> Setup:
+    """The setup of a run that began from another one: its own key, and its reference policy.
+
+    The reference policy is the one that training starts from, whose adapter lies in the folder of
+    the run. A run that began alone has its setup unchanged.
 
     Args:
         setup: the parts of the run.
         folder: the run folder.
+        checksum: checksum of the parameters that the run begins with; None reads what `begin_from`
+            recorded. A run that an earlier version began has none, and keeps the plain key.
 
     Raises:
         UserError: the adapter cannot be read.
     """
-    if not (setup.config.init_from and setup.config.rl.kl_coef):
+    if not setup.config.init_from:
+        return setup
+    if checksum is None:
+        checksum = json.loads(folder.config.read_bytes())["init_from"].get("checksum")
+    if checksum is not None:
+        key = jax.random.fold_in(jax.random.fold_in(setup.key, KEY_ORIGIN), checksum)
+        setup = dataclasses.replace(setup, key=key)
+    if not setup.config.rl.kl_coef:
         return setup
     start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.lora_config)
     reference: tuple[dict, Lora | None] = (current_policy(setup.model.params, start), start.lora)
