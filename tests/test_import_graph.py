@@ -23,6 +23,7 @@ ALLOWED = {
     "import_path": {"errors"},
     "buckets": set(),
     "sharding": {"policy", "errors"},
+    "compact": {"sharding"},
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
@@ -32,7 +33,7 @@ ALLOWED = {
     "staging": {"errors"},
     "threads": set(),
     "live_line": set(),
-    "weights": {"policy", "model_source", "staging", "threads", "live_line"}
+    "weights": {"policy", "compact", "model_source", "staging", "threads", "live_line"}
     | {"hub", "paths", "errors"},
     "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
     "problem_order": {"errors"},

@@ -21,6 +21,7 @@ from tiny_checkpoints import (
     write_tokenizer,
 )
 
+from qerl_jax import compact
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
 from qerl_jax.weights import load, names, safetensors
@@ -109,6 +110,16 @@ def test_gguf_and_folder_give_the_same_parameters(tmp_path, model_type, format):
     assert from_folder.config == from_file.config
     assert from_folder.tokenizer.eos_ids == from_file.tokenizer.eos_ids == (VOCAB - 2, VOCAB - 1)
     assert_trees_equal(from_folder.params, from_file.params)
+
+
+def test_layers_that_move_to_memory_of_their_own_size_are_the_same(tmp_path, monkeypatch):
+    write_folder(tmp_path, model_config(), random_tensors(model_config()))
+    expected = load.load(str(tmp_path)).params
+    moved = []
+    monkeypatch.setattr(compact, "_free_bytes", lambda: moved.append(True) or 2**30)
+    found = load.load(str(tmp_path)).params
+    assert moved
+    assert_trees_equal(found, expected)
 
 
 def test_shards_give_the_same_parameters(tmp_path):

@@ -22,6 +22,7 @@ import numpy as np
 import tqdm
 
 from pallas_kernels import fp4_matmul
+from qerl_jax.compact import compacted
 from qerl_jax.errors import UserError
 from qerl_jax.live_line import progress_line
 from qerl_jax.policy.config import ModelConfig
@@ -200,7 +201,7 @@ def read_params(
             (params if part.layer < 0 else layers[part.layer]).update(arrays)
             finite[part.layer + 1].update(found)
         _check_finite(checkpoint, finite)
-    return params
+    return params | {"layers": compacted(layers)}
 
 
 def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Part]:

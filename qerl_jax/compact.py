@@ -1,0 +1,60 @@
+"""Layers of a policy in memory of their own size.
+
+Layers come to the device beside the arrays that they are made of, and these leave holes of all
+sizes. JAX's allocator gives a hole away as a whole if it is less than twice as large as what
+is asked for, or less than 128 MiB larger. The next layers then lie in holes that are too large for
+them, and packed weights take 1.2 to 1.3 times their bytes. Copies of many layers at once lie in
+unused memory, which the allocator cuts to size, and what the layers leave is a single hole for the
+next ones.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from qerl_jax.sharding import bytes_of_a_device
+
+# Bytes of the layers that are copied at once. Larger pieces end in fewer holes, and a run should
+# not need its most memory here.
+_BATCH = 4 * 10**9
+
+
+def compacted(layers: list[dict]) -> list[dict]:
+    """Moves the layers of a policy to memory of their own size.
+
+    Args:
+        layers: parameters of every layer. Arrays that are moved are deleted.
+
+    Returns:
+        The layers with the same values. A layer stays where it is if the memory is unknown, as on a
+        CPU, or if less than twice its bytes is free.
+    """
+    layers, start = list(layers), 0
+    while start < len(layers) and (free := _free_bytes()) is not None:
+        stop, size = start, 0
+        while stop < len(layers):
+            size += bytes_of_a_device(layers[stop])
+            if size > min(_BATCH, free // 2):
+                break
+            stop += 1
+        if stop == start:
+            break
+        copies = jax.block_until_ready([_copy(layer) for layer in layers[start:stop]])
+        for leaf in jax.tree.leaves(layers[start:stop]):
+            leaf.delete()
+        layers[start:stop] = copies
+        start = stop
+    return layers
+
+
+@jax.jit
+def _copy(layer: dict[str, Any]) -> dict[str, Any]:
+    return jax.tree.map(jnp.copy, layer)
+
+
+def _free_bytes() -> int | None:
+    memory = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" not in memory:
+        return None
+    return memory["bytes_limit"] - memory["bytes_in_use"]

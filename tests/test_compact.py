@@ -1,0 +1,68 @@
+"""Layers move to memory of their own size with the values that they have."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import fp4_matmul
+from qerl_jax import compact
+from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
+
+LAYERS = 5
+
+
+def make_layers():
+    rng = np.random.default_rng(0)
+    weights = [quantize_nvfp4([rng.standard_normal((64, 128), np.float32)]) for _ in range(LAYERS)]
+    rows = [fp4_matmul.Fp4Weight(w.packed, w.scales, w.global_scale) for w in weights]
+    return [
+        {
+            "o_proj": QuantTensor(tiles=fp4_matmul.to_tiles(row)),
+            "norm": jnp.full(128, float(number)),
+        }
+        for number, row in enumerate(rows)
+    ]
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Free memory in bytes of layers, one element for each reading; and how often it was read."""
+    size, left = compact.bytes_of_a_device(make_layers()[0]), []
+    monkeypatch.setattr(compact, "_free_bytes", lambda: int(left.pop(0) * size))
+    return left
+
+
+def test_layers_move_in_batches_of_half_the_free_memory(free):
+    layers = make_layers()
+    expected, given = jax.device_get(layers), list(layers)
+    old = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(layers[:2])]
+    free[:] = [4.1, 2.1, 9.0]  # two layers, one, and the other two
+    moved = compact.compacted(layers)
+    assert not free
+    assert layers == given  # The list of the caller is its own.
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(layers))
+    assert not set(old) & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(moved[:2])}
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved), expected)
+
+
+def test_no_more_than_a_batch_moves_at_once(free, monkeypatch):
+    layers = make_layers()
+    monkeypatch.setattr(compact, "_BATCH", 3.5 * compact.bytes_of_a_device(layers[0]))
+    free[:] = [100.0, 100.0]
+    compact.compacted(layers)
+    assert not free
+
+
+def test_layers_stay_where_no_copy_fits(free):
+    layers = make_layers()
+    free[:] = [2.1, 1.9]
+    moved = compact.compacted(layers)
+    assert jax.tree.leaves(layers[0])[0].is_deleted()
+    assert all(new is old for new, old in zip(moved[1:], layers[1:], strict=True))
+
+
+def test_layers_stay_where_the_memory_is_unknown():
+    layers = make_layers()
+    moved = compact.compacted(layers)
+    assert all(new is old for new, old in zip(moved, layers, strict=True))
