@@ -14,6 +14,7 @@ import jax
 import pytest
 import tiny_run
 
+from qerl_jax.run import plots
 from qerl_jax.run.compilation_cache import cached_in
 
 # XLA's CPU compiler is faster with its older emitters of fusions, and when it does not divide a
@@ -67,6 +68,16 @@ _MAPS = pathlib.Path("/proc/self/maps")
 _MANY_MAPS = 30_000
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leaves out the modules that compile for an H200 where no such test is asked for.
+
+    Naming their cases chooses a tiling for each of hundreds of shapes.
+    """
+    if collection_path.stem.endswith("_aot") and "not aot" in config.option.markexpr:
+        return True
+    return None
+
+
 def pytest_collection_modifyitems(items):
     """Sorts the modules: xdist's --no-loadscope-reorder leaves them so."""
     order = {name: i for i, name in enumerate((*RUNS, *LONG))}
@@ -99,6 +110,18 @@ def programs(request, compile_cache):
         yield
     if not shared or not _MAPS.exists() or _MAPS.read_text().count("\n") > _MANY_MAPS:
         jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def sketches(request):
+    """Makes the pictures of runs sketches, which were a third of the time of short runs.
+
+    `test_plots` draws whole pictures, and so do the processes that tests start.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem != "test_plots":
+            patch.setattr(plots, "_save", tiny_run.save_sketch)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ from qerl_jax.rl.programs import jitted
 from qerl_jax.rl.train_step import UpdateConfig, init_state
 from qerl_jax.rollout import executable_cache, replicas
 from qerl_jax.rollout.aot import compile_operations, rollout_operations
+from qerl_jax.run import plots
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import cached_in
 from qerl_jax.run.metrics import read_steps
@@ -320,6 +321,7 @@ def gathered():
 
 def main(path, shapes):
     data_parallel._TOGETHER = 500  # The adapter is added up in several parts.
+    plots._save = tiny_run.save_sketch
     logprobs._CHUNK_BYTES = 4 * 5 * VOCAB  # The logits of a buffer are in several chunks.
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
