@@ -81,6 +81,7 @@ class Totals:
     metrics: Metrics
 
 
+@functools.cache
 def make_optimizer(
     *,
     learning_rate: float,
@@ -95,6 +96,8 @@ def make_optimizer(
     max_grad_norm: float,
 ) -> optax.GradientTransformation:
     """Returns AdamW, preceded by a clip of the global gradient norm.
+
+    For equal options it is the same object, so that runs of a process share traced updates.
 
     Args:
         learning_rate: learning rate after the warm-up.
