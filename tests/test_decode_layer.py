@@ -42,16 +42,12 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
         params, lora, prompts, lengths, config=config, cache_positions=16
     )
 
-    def step():
-        jax.clear_caches()
-        run = functools.partial(transformer.decode_step, config=config)
-        return jax.jit(run)(params, lora_layers, prompts[:, 0], cache)
-
+    arguments = params, lora_layers, prompts[:, 0], cache
     monkeypatch.setattr(decode, "supports_device", lambda _: False)
-    expected, expected_cache = step()
+    expected, expected_cache = traced_step(config, *arguments)
     use_triton_kernels(monkeypatch, interpret)
     assert decode.supports_layer(jnp.dtype("bfloat16"), cache.keys[0])
-    actual, actual_cache = step()
+    actual, actual_cache = traced_step(config, *arguments)
     assert_close(actual, wide(expected), 2e-2)
     for name in ("keys", "values"):
         layers = getattr(actual_cache, name), getattr(expected_cache, name)
@@ -59,21 +55,10 @@ def test_a_step_is_the_policys(kind, targets, interpret, monkeypatch):
             assert_close(new, wide(old), 2e-2)
 
 
-@pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize(
-    ("down", "form"),
-    [
-        ("packed", "nvfp4"),
-        # MXFP4 differs in the codes alone, which `test_fp4_matmul` covers.
-        pytest.param("packed", "mxfp4", marks=pytest.mark.slow),
-        pytest.param("packed, without an adapter", "nvfp4", marks=pytest.mark.slow),
-        ("dense", "nvfp4"),
-    ],
-)
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
-    """A packed policy; on a CPU plain operations stand in for the FP4 kernel."""
-    rows, called = 8, []
+@functools.cache
+def packed_policy(down, form):
+    """The arguments of a decode step of a packed policy, and its logits without the kernels."""
+    rows = 8
     config, params = tiny_model.tiny_policy("llama", embed_dim=512, mlp_dim=640, head_dim=32)
 
     def stored(name, x):
@@ -97,6 +82,34 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
     _, cache = transformer.prefill(
         params, None, prompts, lengths, config=config, cache_positions=16
     )
+    arguments = params, lora_layers, prompts[:, 0], cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "supports_device", lambda _: False)
+        return config, arguments, traced_step(config, *arguments)[0]
+
+
+def traced_step(config, *arguments):
+    """A decode step that is traced anew, as the test has chosen its kernels since the last one."""
+    jax.clear_caches()
+    return jax.jit(functools.partial(transformer.decode_step, config=config))(*arguments)
+
+
+@pytest.mark.parametrize("interpret", BACKENDS)
+@pytest.mark.parametrize(
+    ("down", "form"),
+    [
+        ("packed", "nvfp4"),
+        # MXFP4 differs in the codes alone, which `test_fp4_matmul` covers.
+        pytest.param("packed", "mxfp4", marks=pytest.mark.slow),
+        pytest.param("packed, without an adapter", "nvfp4", marks=pytest.mark.slow),
+        ("dense", "nvfp4"),
+    ],
+)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
+    """A packed policy; on a CPU plain operations stand in for the FP4 kernel."""
+    called = []
+    config, arguments, expected = packed_policy(down, form)
 
     def product(x, weight, b, *, xa_partials=None, a=None):
         if a is not None:
@@ -122,13 +135,6 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
         gate, up = jnp.split(y * factor[:, None], 2, axis=1)
         return (jax.nn.silu(gate) * up).astype(x.dtype)
 
-    def step():
-        jax.clear_caches()
-        run = functools.partial(transformer.decode_step, config=config)
-        return jax.jit(run)(params, lora_layers, prompts[:, 0], cache)[0]
-
-    monkeypatch.setattr(decode, "supports_device", lambda _: False)
-    expected = step()
     use_triton_kernels(monkeypatch, interpret)
     stand_ins = {"fp4_matmul_add_rmsnorm": matmul_add_rmsnorm, "fp4_swiglu": swiglu}
     kernels = {name: getattr(fp4_matmul, name) for name in stand_ins}
@@ -138,7 +144,7 @@ def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
         monkeypatch.setattr(fp4_matmul, "supports_swiglu", lambda *_, **__: True)
     if interpret or not with_norm:
         monkeypatch.setattr(fp4_matmul, "supports_add_rmsnorm", lambda *_: with_norm)
-    actual = step()
+    actual = traced_step(config, *arguments)[0]
     o_proj = config.embed_dim, config.num_heads * config.head_dim
     gate_up_proj = 2 * config.mlp_dim, config.embed_dim
     # Once each, as the layers share a trace.
