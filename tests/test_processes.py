@@ -107,7 +107,8 @@ def trained(tmp_path_factory):
     """A run of one process with two devices; the same with two processes, lost and stopped."""
     folder = tmp_path_factory.mktemp("processes")
     tiny = tiny_run.write_tiny(folder, folder / "cache", num_layers=1)
-    file, pause = tiny.config_file(folder / "config.py", CHANGES), folder / "pause"
+    file = tiny.config_file(folder / "config.py", CHANGES, sketches=True)
+    pause = folder / "pause"
     command = [
         *(sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}"),
         "--config.reward_time_limit=0",

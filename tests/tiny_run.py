@@ -100,11 +100,13 @@ class Tiny:
         )
         return config
 
-    def config_file(self, path, changes=None):
-        """Writes a config file for the command line; see `environment`."""
+    def config_file(self, path, changes=None, *, sketches=False):
+        """Writes a config file for the command line; see `environment`, and `save_sketch`."""
         arguments = [repr(str(p)) for p in (self.model, self.problems, self.compile_cache)]
         path.write_text(
             "import pathlib, tiny_run\n"
+            "from qerl_jax.run import plots\n"
+            f"plots._save = {'tiny_run.save_sketch' if sketches else 'plots._save'}\n"
             f"paths = map(pathlib.Path, ({', '.join(arguments)}))\n"
             f"def get_config():\n    return tiny_run.Tiny(*paths).config({changes!r})\n"
         )
@@ -169,6 +171,8 @@ def save_sketch(figure, path):
     figure.set_layout_engine("none")
     for axes in figure.axes:
         axes.axis("off")
+        if legend := axes.get_legend():
+            legend.remove()
     with replaced(path) as temporary:
         figure.savefig(temporary, format="png", dpi=10)
 
