@@ -41,14 +41,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 RUNS = (
     "test_resume",
     "test_train",
+    "test_trainable",
+    "test_user_code",
     "test_init_from",
     "test_mixture",
+    "test_kl_control",
     "test_overrides",
     "test_evaluate",
     "test_export_hf",
     "test_config_reads",
     "test_errors",
     "test_python_page",
+    "test_pitfalls",
     "test_sweep",
     "test_sample",
 )
@@ -56,6 +60,9 @@ RUNS = (
 LONG = (
     "test_benchmark_rollout",
     "test_golden_smollm2",
+    "test_processes",
+    "test_decode_layer",
+    "test_mesh",
     "test_decode_kernels",
     "test_fp4_kernel",
     "test_rollout_slots",
@@ -116,7 +123,7 @@ def programs(request, compile_cache):
 def sketches(request):
     """Makes the pictures of runs sketches, which were a third of the time of short runs.
 
-    `test_plots` draws whole pictures, and so do the processes that tests start.
+    `test_plots` draws whole pictures, and so do most processes that tests start.
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem != "test_plots":
