@@ -103,10 +103,9 @@ class Tiny:
     def config_file(self, path, changes=None, *, sketches=False):
         """Writes a config file for the command line; see `environment`, and `save_sketch`."""
         arguments = [repr(str(p)) for p in (self.model, self.problems, self.compile_cache)]
+        sketch = "from qerl_jax.run import plots\nplots._save = tiny_run.save_sketch\n"
         path.write_text(
-            "import pathlib, tiny_run\n"
-            "from qerl_jax.run import plots\n"
-            f"plots._save = {'tiny_run.save_sketch' if sketches else 'plots._save'}\n"
+            f"import pathlib, tiny_run\n{sketch if sketches else ''}"
             f"paths = map(pathlib.Path, ({', '.join(arguments)}))\n"
             f"def get_config():\n    return tiny_run.Tiny(*paths).config({changes!r})\n"
         )
