@@ -28,6 +28,7 @@ from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations
 from qerl_jax.run.provenance import without_folders
+from qerl_jax.staging import check_writable
 
 _CONFIG = "experiments/configs/evidence.py:speedrun"
 _PROBLEMS, _NEW_TOKENS = 1000, 1024
@@ -125,6 +126,8 @@ def main() -> None:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     run = new_folder(args.workdir)
     try:
+        check_writable(args.out)
+        old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
         timed(training_command(args, run))
         seconds = time.perf_counter() - began
         problems = sum(bool(line.strip()) for line in args.test.read_bytes().splitlines())
@@ -132,7 +135,6 @@ def main() -> None:
         result = result_of(run, seconds=seconds, cache=cache, problems=problems)
     except UserError as error:
         sys.exit(f"error: {error}")
-    old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
     write_json(args.out, merged(old, result))
     print(
         f"{result['pass1_start']:.1f} -> {result['pass1_end']:.1f} % of {problems} problems in "

@@ -591,6 +591,17 @@ def test_metrics_are_compressed_to_the_same_bytes(tmp_path):
 # --- The speedrun -------------------------------------------------------------------------------
 
 
+def test_a_speedrun_whose_result_cannot_be_written_does_not_begin(tmp_path, monkeypatch):
+    (tmp_path / "test.jsonl").touch()
+    (tmp_path / "file").touch()
+    data = [f"--{name}={tmp_path}/test.jsonl" for name in ("model", "train", "test")]
+    out = f"--out={tmp_path}/file/speedrun.json"
+    monkeypatch.setattr(sys, "argv", ["speedrun", *data, f"--workdir={tmp_path}/runs", out])
+    monkeypatch.setattr(speedrun, "timed", lambda _: pytest.fail("it trains"))
+    with pytest.raises(SystemExit, match=r"error: .*file"):
+        speedrun.main()
+
+
 def test_the_result_of_a_speedrun(tmp_path):
     run = write_run(tmp_path / "runs", arm="speedrun")
     saved = json.loads((run / "config.json").read_text())
