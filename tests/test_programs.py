@@ -281,6 +281,7 @@ def test_a_program_that_was_not_written_to_its_end_is_written_anew(tmp_path, mon
             for copy in (file, common / file.name):  # a killed run links nothing
                 copy.unlink()
             file.write_bytes(b"torn")
+            os.utime(file, (0, 0))
         session(tmp_path / "killed")
         jax.monitoring.register_event_listener(listen)
         try:
@@ -290,6 +291,18 @@ def test_a_program_that_was_not_written_to_its_end_is_written_anew(tmp_path, mon
         finally:
             jax.monitoring.unregister_event_listener(listen)
     assert sum(hits) == 2 * len(programs)
+
+
+def test_a_program_that_another_process_is_writing_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    common, run = tmp_path / "common", tmp_path / "run"
+    for folder in (common, run):
+        folder.mkdir()
+        (folder / f"{folder.name}-cache").write_bytes(b"the beginning")
+    with cached_in(common), programs_in(run):
+        pass
+    for folder in (common, run):
+        assert [file.name for file in folder.iterdir()] == [f"{folder.name}-cache"]
 
 
 def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch):

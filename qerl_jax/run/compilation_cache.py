@@ -6,6 +6,7 @@ round differently. So a run keeps its programs in its folder: the same programs 
 
 import contextlib
 import sys
+import time
 import zlib
 from collections.abc import Generator
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+_SECONDS_OF_A_WRITE = 5.0  # less than a killed run needs to get here again
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
@@ -54,24 +56,34 @@ def _link_files(source: Path, target: Path) -> None:
             return  # Links are impossible, so no file needs to be read.
     except OSError:  # One of the folders cannot be made.
         return
-    _remove_torn(source)
+    written = _remove_torn(source)
     for file in source.glob("*"):
-        if file.is_file() and not file.suffix:  # Files with a suffix are being written.
+        # Files with a suffix are being written, too.
+        if file.is_file() and not file.suffix and file.name not in written:
             with contextlib.suppress(OSError):  # The file exists, or links are impossible.
                 (target / file.name).hardlink_to(file)
 
 
-def _remove_torn(folder: Path) -> None:
+def _remove_torn(folder: Path) -> set[str]:
     """Removes entries of JAX's cache that a killed process or a full disk left incomplete.
 
     JAX writes an entry in place. When it cannot read one, it warns and compiles, but it never
     replaces an entry that exists: each process would compile the program again, perhaps with other
     kernels. A file with two links was complete when it was linked and is not read again.
+
+    Returns:
+        The names of incomplete entries that have just changed: another process may be writing
+        them, such as an evaluation beside its run.
     """
+    written = set()
     for file in folder.glob("*-cache"):
         with contextlib.suppress(OSError):
             if file.stat().st_nlink == 1 and _is_torn(file.read_bytes()):
-                file.unlink()
+                if time.time() - file.stat().st_mtime < _SECONDS_OF_A_WRITE:
+                    written.add(file.name)
+                else:
+                    file.unlink()
+    return written
 
 
 def _is_torn(entry: bytes) -> bool:
