@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import types
 
@@ -51,6 +52,20 @@ def test_what_is_no_scalar_is_refused_by_name(tmp_path, value):
     with pytest.raises(TypeError, match="grad_norm"):
         open_log(tmp_path).write({"step": 1, "grad_norm": value})
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_rows_come_to_the_disk_where_a_checkpoint_asks_for_it(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda number: synced.append(os.fstat(number).st_size))
+    with open_log(tmp_path) as log:
+        log.sync()
+        assert synced == []
+        log.write({"step": 1, "reward": 0.5})
+        log.sync()
+        log.write_completions(1, [{"text": "a"}])
+        log.sync()
+    sizes = [(tmp_path / name).stat().st_size for name in ("metrics.jsonl", "completions.jsonl")]
+    assert synced == [sizes[0], *sizes]
 
 
 def test_truncate_drops_later_rows_and_a_torn_line(tmp_path):

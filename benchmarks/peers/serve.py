@@ -159,7 +159,12 @@ def complete_with_vllm(
     )
     outputs = engine.chat(
         [messages_of(settings, row["question"]) for row in rows],
-        SamplingParams(temperature=0.0, max_tokens=limit, stop=settings.get("stop") or None),
+        SamplingParams(
+            temperature=0.0,
+            max_tokens=limit,
+            stop=settings.get("stop") or None,
+            include_stop_str_in_output=True,  # as here
+        ),
         lora_request=adapter,
         chat_template_kwargs=settings.get("chat_template_args") or None,
         use_tqdm=False,

@@ -16,6 +16,7 @@ import contextlib
 import importlib
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +124,13 @@ class MetricsLog:
                 rows = [row for row in read_jsonl(path) if row["step"] <= last_step]
                 write_atomic(path, "".join(_line(row) for row in rows))
         self._purge_step = last_step + 1
+
+    def sync(self) -> None:
+        """Brings the rows to the disk: a checkpoint must not outlive those of its steps."""
+        for path in (self._folder.metrics, self._folder.completions):
+            if path.exists():
+                with path.open("ab") as file:
+                    os.fsync(file.fileno())
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row; it must have `step`.

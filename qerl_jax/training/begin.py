@@ -186,6 +186,8 @@ def save_checkpoint(run: Run) -> None:
     Raises:
         UserError: no disk space, or the previous save failed.
     """
+    if run.log is not None:
+        run.log.sync()
     run.checkpoints.save(
         run.progress.step,
         run.progress.state,
