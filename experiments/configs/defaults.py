@@ -304,7 +304,8 @@ def _fields(model: str) -> ConfigDict:
     c.optimizer = ConfigDict()  # AdamW
     c.optimizer.learning_rate = 1e-5
     c.optimizer.schedule = "constant"  # or 'cosine', 'linear'
-    c.optimizer.final_fraction = 0.1  # fraction of the learning rate at the last step
+    # Fraction of the learning rate at the end of the decay, which is one update after the last one.
+    c.optimizer.final_fraction = 0.1
     c.optimizer.warmup_steps = 0  # steps of a linear warm-up
     c.optimizer.b1 = 0.9
     c.optimizer.b2 = 0.99
