@@ -58,6 +58,7 @@ def test_a_folder_that_holds_steps(tiny, tmp_path):
         ({"rl.kl_coef": float("nan")}, "rl.kl_coef=nan"),
         ({"data.path": "/absent.jsonl"}, "/absent.jsonl"),
         ({"rl.dynamic_sampling_metric": "acuracy"}, "'acuracy'"),
+        ({"rl.aggregation": "json:dumps"}, "loss weight 'json:dumps' failed"),
         ({"rewards.format.function": "absent:reward"}, "absent"),
     ],
 )

@@ -59,6 +59,10 @@ def endless(ratio, advantages, logprobs, mask):
 def on_numpy(ratio, advantages, logprobs, mask):
     return np.asarray(ratio) * 2
 
+def of_groups(mask, advantages, logprobs):
+    best = advantages.reshape(2, 4).max(axis=1)  # 2 prompts with 4 completions each
+    return mask * np.repeat(best, 4)[:, None]
+
 def constant(mask, advantages, logprobs):
     return 1.0
 
@@ -171,6 +175,25 @@ def test_a_custom_weight_gets_mask_advantages_and_logprobs(module):
 def test_bad_weights(module, function, words):
     with pytest.raises(UserError, match=rf"'{module}:{function}'.*{words}") as caught:
         batch(f"{module}:{function}")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("my_ideas:constant", r"returned the shape \(\), \[B, C\] is \(8, 8\)"),
+        ("my_ideas:of_two", "failed: TypeError"),
+        ("json:dumps", "failed: TypeError"),
+        ("my_ideas:of_groups", ""),  # It gets the rows of the run.
+        ("my_ideas:surprising", ""),
+    ],
+)
+def test_bad_weights_are_refused_before_the_model_is_loaded(tiny, module, function, words):
+    changes = {"eval.every": 0, "rl.aggregation": function, "model.source": "/absent"}
+    rewards = {"low": (tiny_run.low_fraction, 1.0)}
+    match = f"loss weight '{function}'.*{words}" if words else "/absent"
+    with pytest.raises(UserError, match=match) as caught:
+        prepare(tiny.config(changes), rewards, schedule_steps=4)
     assert "\n" not in str(caught.value)
 
 

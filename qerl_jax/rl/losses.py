@@ -225,6 +225,31 @@ def custom_weights(
         UserError: the function cannot be imported, raises, returns another shape, or returns a
             weight that is not finite for a token in the loss.
     """
+    weights = np.where(mask > 0, _called(function, mask, advantages, logprobs), np.float32(0))
+    if not np.isfinite(weights).all():
+        raise UserError(f"loss weight {function!r}: a weight of a token in the loss is not finite")
+    return weights
+
+
+def check_custom_weights(function: str, rows: int) -> None:
+    """Calls a user function on a made-up batch, so that a mistake is an error before training.
+
+    Args:
+        function: import path 'package.module:function'.
+        rows: B of the run, whose groups the function may look for.
+
+    Raises:
+        UserError: the function cannot be imported, raises, or returns another shape.
+    """
+    columns, row = np.arange(8), np.arange(rows)
+    mask = (columns <= row[:, None] % 8).astype(np.float32)
+    advantages = np.where(row % 2, 1.0, -1.0).astype(np.float32)
+    _called(function, mask, advantages, -mask * (1 + columns.astype(np.float32)))
+
+
+def _called(
+    function: str, mask: np.ndarray, advantages: np.ndarray, logprobs: np.ndarray
+) -> np.ndarray:
     compute = import_function(function, what="loss weight")
     usage = "it is called as f(mask, advantages, logprobs) and returns an array like the mask"
     with user_errors(f"loss weight {function!r}", usage):
@@ -234,9 +259,6 @@ def custom_weights(
             f"loss weight {function!r}: it returned the shape {weights.shape}, [B, C] is "
             f"{mask.shape}: return an array like the mask"
         )
-    weights = np.where(mask > 0, weights, np.float32(0))
-    if not np.isfinite(weights).all():
-        raise UserError(f"loss weight {function!r}: a weight of a token in the loss is not finite")
     return weights
 
 

@@ -19,6 +19,7 @@ from qerl_jax.policy import kl_control
 from qerl_jax.policy.kl_control import KlTarget
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.processes.group import ALONE, Processes
+from qerl_jax.rl.losses import check_custom_weights
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -143,6 +144,9 @@ def check_method(
     """
     _metric(config, rewards)
     method = method_of(config, schedule_steps)
+    if names_function(config.rl.aggregation):
+        rows = config.rollout.prompts_per_step * config.rollout.group_size
+        check_custom_weights(config.rl.aggregation, rows)
     if config.lora.init and config.train.parameters != "full":
         read_peft_config(config.lora.init)
     if names_function(config.aqn.schedule):
