@@ -566,6 +566,34 @@ def test_rewards_that_all_fail_save_and_end_the_run(tiny, tmp_path, capsys):
     assert len(tiny_run.results(folder)) == 4
 
 
+@pytest.mark.parametrize("fails", [(2, 3), (1, 3), (1, 2, 3)])
+def test_a_round_whose_rewards_all_fail_is_one_without_usable_groups(fails, tiny, tmp_path, capsys):
+    """A judge that was out of reach for one round ended a step that had rewards."""
+    calls = iter(range(1, 100))
+
+    def judge(completions):
+        if next(calls) in fails:
+            raise ConnectionError("out of reach")
+        return [0.0, 1.0, 0.0, 1.0, *[1.0] * 4]  # one group to learn from, and one that is equal
+
+    changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_rounds": 3, "steps": 1}
+    changes |= {"rl.dynamic_sampling_metric": "judge", "rl.overlong_buffer": 2, "eval.every": 0}
+    config, rewards = tiny.config(changes), {"judge": (judge, 1.0)}
+    if len(fails) == 3:
+        with pytest.raises(UserError, match=r"no completion has a reward.*for 8 of 8.*reach"):
+            train(config, workdir=tmp_path / "run", rewards=rewards)
+        assert next(calls) == 4
+        return
+    run = train(config, workdir=tmp_path / "run", rewards=rewards)
+    (row,) = tiny_run.results(run)
+    assert (row["sampled_groups"], row["rewards_missing"]) == (6, 16)
+    assert row["reward/judge"] == 0.75
+    assert row["grad_norm"] > 0
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 2
+    assert all("missing for 8 of 8 completions: ConnectionError" in line for line in warnings)
+
+
 async def waiting(prompt, completion, answer, num_tokens, finished, question):
     """A reward that waits, and gets a column of its row."""
     await asyncio.sleep(0.2)

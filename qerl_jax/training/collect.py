@@ -11,14 +11,7 @@ import numpy as np
 from qerl_jax.data import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
-from qerl_jax.problem_order import (
-    Cursor,
-    Order,
-    draw,
-    order_metrics,
-    record,
-    source_metrics,
-)
+from qerl_jax.problem_order import Cursor, Order, draw, order_metrics, record, source_metrics
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.rewards import Reward, overlong_penalty
@@ -34,7 +27,7 @@ from qerl_jax.weights.load import LoadedModel
 
 
 class NoRewardError(UserError):
-    """Every reward of every completion of a rollout is missing: nothing can be learned from it."""
+    """Every reward of every completion of a step is missing: nothing can be learned from it."""
 
 
 TOTAL = "total"  # the metric of dynamic sampling that is the weighted sum of all rewards
@@ -177,7 +170,8 @@ def collect(
 
     With several rounds, groups without any difference in the metric are replaced by groups of
     further prompts, until there are P informative groups or the rounds are used up. Missing groups
-    are then filled with uninformative ones, so that all steps have the same shapes.
+    are then filled with uninformative ones, so that all steps have the same shapes. The groups of a
+    round in which every reward failed are uninformative ones.
 
     Args:
         key: key of all draws of this step.
@@ -198,7 +192,7 @@ def collect(
         The experience, and the cursor after it.
 
     Raises:
-        NoRewardError: every reward of every completion of a rollout failed.
+        NoRewardError: every reward of every completion of the step failed.
     """
     before, taken = cursor, list[int]()
 
@@ -242,13 +236,15 @@ def collect(
         if processes.count > 1:
             rows = [prompt for prompt in drawn for _ in range(config.group_size)]
             found = detokenize(made.rollout, model.tokenizer.decode)
-        scores = _checked(made.scores, made.rollout, config)
+        scores = _penalized(made.scores, made.rollout, config)
         cursor = record(config.order, cursor, places, _correct(scores, config))
         done = _Round(places, rows, found, made.rollout, scores, made.statistics, made.seconds)
         return done, cursor
 
     rounds, informative, cursor = _sample_rounds(sample, cursor, config)
-    made = _choose(_concatenate(rounds), informative, config)
+    sampled = _concatenate(rounds)
+    _check_rewards(sampled.scores)
+    made = _choose(sampled, informative, config)
     curriculum = order_metrics(config.order, before, cursor, taken)
     return dataclasses.replace(made, metrics=made.metrics | curriculum), cursor
 
@@ -360,20 +356,23 @@ def _choose(sampled: _Round, informative: np.ndarray, config: CollectConfig) -> 
     )
 
 
-def _checked(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
-    """Refuses scores of which all are missing; adds the length penalty.
-
-    A completion without a reward has no length penalty, which would be an advantage with GDPO.
-    """
-    if np.isnan(scores.total).all():
-        if scores.errors:
-            raise NoRewardError(
-                f"no completion has a reward, nothing can be learned: {scores.errors[0]}; fix it "
-                "and run the same command again"
-            )
-        scores.errors.append(
-            "no completion has a reward: every function with a weight returned None"
+def _check_rewards(scores: Scores) -> None:
+    """Refuses a step in which every reward failed; of its rounds, any may lack all rewards."""
+    if not np.isnan(scores.total).all():
+        return
+    if scores.errors:
+        raise NoRewardError(
+            f"no completion has a reward, nothing can be learned: {scores.errors[0]}; fix it and "
+            "run the same command again"
         )
+    scores.errors.append("no completion has a reward: every function with a weight returned None")
+
+
+def _penalized(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
+    """Adds the length penalty.
+
+    A completion without a reward has none, which would be an advantage with GDPO.
+    """
     if not config.overlong_buffer:
         return scores
     limit = config.sampling.max_new_tokens
