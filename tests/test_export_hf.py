@@ -26,7 +26,10 @@ from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.training.loop import train
+from qerl_jax.weights import safetensors
 from qerl_jax.weights.load import load
+from qerl_jax.weights.peft import save_peft_adapter
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 GOLDEN = Path(__file__).parent / "golden"
 TOKENS = np.arange(2, 12, dtype=np.int32)[None]
@@ -191,6 +194,45 @@ def test_what_bfloat16_keeps_of_norms(tiny, tmp_path, capsys):
     moved = {"layers": [{name: norm + 1e-3 for name, norm in base["layers"][0].items()}]}
     assert merge.norms_kept(base, moved)["norms"].kept_fraction == 0.0
     assert merge.norms_kept(base, base) == {}
+
+
+@pytest.mark.parametrize("form", ["merged", "nvfp4", "peft", "full"])
+def test_small_updates_of_norms_are_kept(form, tiny, tmp_path):
+    """Updates of less than 4e-3, which bfloat16 rounds away next to 1, are what training makes."""
+    run = finished_run.write_run(tmp_path / "run", tiny, norms=True)
+    base = load(str(tiny.model), format="stored")
+    trained = finished_run.random_adapter(base.config, norms=True)
+    params = jax.tree.map(lambda norm: np.ones_like(norm) + norm * 1e-3, trained.params)
+    if form == "full":
+        (run / "adapter").rename(tmp_path / "adapter")
+        layers = zip(base.params["layers"], params["layers"], strict=True)
+        policy = base.params | {"layers": [layer | norms for layer, norms in layers]}
+        write_checkpoint(
+            run / "model",
+            checkpoint_tensors(policy, base.config, norms="float32"),
+            files=companion_files(base, packed=False),
+        )
+    else:
+        trained = trained.replace(params=params)
+        save_peft_adapter(run / "adapter", trained, finished_run.LORA, base_model=base.source)
+    written = "merged" if form == "full" else form
+    out = run_export(run, written, out=str(tmp_path / "out"), with_base=form == "peft")
+    if form != "peft":
+        assert "The trained norms are in float32" in (out / "README.md").read_text()
+    folder = tmp_path / "out-base" if form == "peft" else out
+    found = load(str(folder), format="stored").params["layers"]
+    for layer, expected in zip(found, params["layers"], strict=True):
+        for name, norm in expected.items():
+            np.testing.assert_array_equal(layer[name], norm)
+    tensors = dict(safetensors.read_file(folder / "model.safetensors"))
+    assert tensors["model.embed_tokens.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_untrained_norms_have_the_dtype_of_the_others(run, tmp_path):
+    out = run_export(run, "merged", out=str(tmp_path / "out"))
+    tensors = dict(safetensors.read_file(out / "model.safetensors"))
+    assert {tensor.dtype for tensor in tensors.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    assert "trained norms" not in (out / "README.md").read_text()
 
 
 def test_scores(run, tmp_path, monkeypatch, capsys):

@@ -41,6 +41,10 @@ _KEPT = (
     "written weights, which are rounded. Kept is <c, dW> / <dW, dW>, and the error is "
     "|c - dW| / |dW|."
 )
+_NORMS = (
+    "The trained norms are in float32, because bfloat16 loses small updates of numbers near 1. A "
+    "program that loads the model in bfloat16 rounds them"
+)
 _DIVERGENCE = (
     "How far the trained policy is from other policies: KL(trained, other) on greedy completions "
     "of the trained policy."
@@ -65,6 +69,7 @@ class Card:
         trained_norms: whether the exported adapter contains norms.
         run: content of config.json of the run, or None.
         steps: number of steps of the run, or None if it is not finished.
+        norms: dtype of the norms in the written model; '' is that of its other dense weights.
         problems: number of problems that the scores were measured on.
         scores: names of policies and their greedy pass@1.
         kept: measures of the kept update by projection; empty if nothing was rounded.
@@ -83,6 +88,7 @@ class Card:
     trained_norms: bool
     run: Mapping[str, Any] | None
     steps: int | None
+    norms: str = ""
     problems: int = 0
     scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
@@ -99,10 +105,13 @@ def model_card(card: Card) -> str:
             f"Greedy pass@1 on {card.problems} problems that the run held out:",
             _score_table(card),
         ]
-    if card.kept or card.divergences:
+    if card.kept or card.norms or card.divergences:
         parts.append("## What is left of the update")
     if card.kept:
         parts += [_KEPT, kept_table(card.kept)]
+    if card.norms:
+        said = ", and keeps what the row `norms` says." if "norms" in card.kept else "."
+        parts.append(_NORMS + said)
     if card.divergences:
         parts += [_DIVERGENCE, divergence_table(card.divergences)]
     if card.run is not None:

@@ -4,6 +4,8 @@
     merged    one bfloat16 model: the dequantized weights of the base plus the update
     nvfp4     the same model rounded to 4 bits again, which keeps only part of the update
 
+Norms that were trained stay in float32 in both: bfloat16 loses small updates of numbers near 1.
+
 An adapter that was trained on a quantized base belongs to that base, because it was trained with
 the rounding errors of the base. An export therefore states its base, the scores of the policy on
 the base and on the unquantized weights, and the command that serves it.
@@ -188,6 +190,7 @@ def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: P
         base_model = _base_name(config.push) if config.push else str(base_out.resolve())
     card = _new_card(config, policy, out, base_out, trained_norms=bool(trained.params))
     if base_out is not None:
+        card.norms = _norms(policy)
         card.kept |= norms_kept(base.params, policy.model.params)
     held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
     if held_out is not None:
@@ -206,7 +209,7 @@ def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: P
         if base_out is not None:
             fill_checkpoint(
                 folders.enter_context(staged_folder(base_out)),
-                checkpoint_tensors(policy.model.params, base.config),
+                checkpoint_tensors(policy.model.params, base.config, norms=card.norms),
                 files=base_files,
             )
         peft.fill_peft_adapter(staged, trained, policy.lora_config, base_model=base_model)
@@ -220,6 +223,7 @@ def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
     # Weights on the 4-bit grid would be rounded back to their old values.
     onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
     card = _new_card(config, policy, out, None, onto=onto)
+    card.norms = _norms(policy)
     held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
@@ -234,13 +238,22 @@ def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
     with staged_folder(out) as staged:
         fill_checkpoint(
             staged,
-            checkpoint_tensors({**target.model.params, "layers": layers}, target.model.config),
+            checkpoint_tensors(
+                {**target.model.params, "layers": layers}, target.model.config, norms=card.norms
+            ),
             files=companion_files(target.base, packed=packed),
         )
         if probe is not None:
             _add_export_scores(card, staged, policy, held_out, probe)
         (staged / "README.md").write_text(model_card(card), encoding="utf-8")
     return card
+
+
+def _norms(policy: Policy) -> str:
+    """Returns the dtype of the norms in a written model: float32 where they were trained."""
+    # Without an adapter, all parameters were trained.
+    trained = policy.trained is None or policy.trained.params
+    return "float32" if trained else ""
 
 
 def _add_export_scores(
