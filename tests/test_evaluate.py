@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import datetime
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from unittest import mock
 
 import jax
@@ -39,6 +41,7 @@ from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
 from qerl_jax.statistics import interval, majority, pass_at_k
 from qerl_jax.training.setup import prepare
+from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
@@ -492,6 +495,56 @@ def test_other_problems_of_the_same_name_are_noticed(settings, tiny, tmp_path):
     # Under another name it is another task in the same folder.
     (folder,) = evaluate(settings(limit=3))
     assert results_of(folder)["tasks"].keys() == {"mine", "problems"}
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_completions_of_other_prompts_are_not_continued(settings, tiny, tmp_path, earlier):
+    """A hub id may get another chat template between two starts; weights and problems stay."""
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    (folder,) = evaluate(settings(limit=2, source=str(model)))
+    if earlier:  # Earlier versions did not save the digest.
+        results = results_of(folder)
+        del results["tasks"]["problems"]["prompts_sha256"]
+        (folder / "results.json").write_text(json.dumps(results))
+    before = tiny_run.contents(folder)
+    template = tiny_run.TEMPLATE.replace("t1 t2", "t1 t3")
+    tiny_checkpoints.write_tokenizer(model, chat_template=template)
+    if not earlier:
+        words = r"chat template of .*model makes other prompts .*evaluation of problems.*--out"
+        with pytest.raises(UserError, match=words):
+            evaluate(settings(limit=4, source=str(model)))
+        assert tiny_run.contents(folder) == before
+        tiny_checkpoints.write_tokenizer(model, chat_template=tiny_run.TEMPLATE)
+    assert evaluate(settings(limit=4, source=str(model))) == [folder]
+    assert len(read_jsonl(folder / "problems.jsonl")) == 12
+    assert results_of(folder)["tasks"]["problems"]["prompts_sha256"]
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
+    settings, tiny, tmp_path, monkeypatch
+):
+    """Llama 3.2's does: an evaluation that went on on another day had other prompts."""
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    template = tiny_run.TEMPLATE.replace("t1 t2", "t{{ strftime_now('%d') | int }} t2")
+    tiny_checkpoints.write_tokenizer(model, chat_template=template)
+    before = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=3)
+    created = before.strftime("%Y-%m-%dT%H:%M:%S%z")
+    ends = set()
+
+    def recording(key, params, lora, prompts, *, tokenizer, **options):
+        ends.update(tuple(tokenizer.decode(list(ids)).split()[-2:]) for ids in prompts)
+        return generate_steps(key, params, lora, prompts, tokenizer=tokenizer, **options)
+
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate_steps", recording)
+    with monkeypatch.context() as patch:
+        clock = types.SimpleNamespace(strftime=lambda _: created)
+        patch.setattr("qerl_jax.run.provenance.time", clock)
+        # A new folder has no earlier start: its prompts have the date of today.
+        patch.setattr("qerl_jax.evaluation.evaluate.as_of", lambda _: as_of(created))
+        (folder,) = evaluate(settings(limit=2, source=str(model)))
+    evaluate(settings(limit=4, source=str(model)))
+    assert ends == {(f"t{before.day}", "t2")}
+    assert results_of(folder)["created"] == created
 
 
 @pytest.mark.parametrize(

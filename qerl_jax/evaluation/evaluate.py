@@ -12,7 +12,6 @@ again but not generated again.
 import dataclasses
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
@@ -22,11 +21,12 @@ import jax
 import numpy as np
 
 from qerl_jax.buckets import bucket
-from qerl_jax.data import Prompt, encode_prompts
-from qerl_jax.errors import UserError, memory_errors
+from qerl_jax.data import Prompt
+from qerl_jax.errors import memory_errors
 from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.greedy import passed, score_completions
 from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
+from qerl_jax.evaluation.prompts import encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
@@ -48,7 +48,6 @@ from qerl_jax.scoring.calls import check_columns, resolve
 from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.checkpoint import read_architecture
-from qerl_jax.weights.load import LoadedModel
 
 _CPU_ROWS = 32
 _ROLLOUT_TOKENS = 2**26  # tokens of all completions of a rollout, each 12 bytes on the host
@@ -96,12 +95,15 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 format=config.format,
                 dtype=config.dtype,
             )
-            with as_of((run or {}).get("created", "")):  # the prompts of the training
-                prompts = {task.name: _prompts(policy.model, task, config.limit) for task in tasks}
-            name, folder, results = results_folder.open_folder(policy, tasks, config)
+            name, folder = results_folder.place_of(policy, config)
+            # The prompts of the training, or else of the first start, also where they have a date.
+            with as_of((run or {}).get("created") or results_folder.first_start(folder)):
+                encoded = {t.name: encode_task(policy.model, t, config.limit) for t in tasks}
+            digests = {task: found.digest for task, found in encoded.items()}
+            results = results_folder.open_folder(folder, policy, tasks, digests, config)
             print(f"{name or config.source}: {folder}", flush=True)
             for task in tasks:
-                job = _Job(policy, task, prompts[task.name], scorers[task.name], config)
+                job = _Job(policy, task, encoded[task.name].prompts, scorers[task.name], config)
                 entry = results["tasks"][task.name]
                 entry["max_rows"] = entry.get("max_rows") or _fitting_rows(job)
                 results_folder.save_results(folder, results)
@@ -134,27 +136,6 @@ def _resolve(task: Task) -> dict[str, Reward]:
     for name, scorer in scorers.items():
         check_columns(f"{task.name}: {name}", scorer, [found.columns for found in task.problems])
     return scorers
-
-
-def _prompts(model: LoadedModel, task: Task, limit: int) -> list[Prompt]:
-    """Returns the prompts of a task, which with a completion fit the positions of the model."""
-    prompts = encode_prompts(
-        task.problems[: limit or None],
-        model.tokenizer,
-        system_prompt=task.system_prompt,
-        question_suffix=task.question_suffix,
-        chat_template_args=task.chat_template_args,
-        max_prompt_tokens=sys.maxsize,
-    )
-    positions, lengths = model.config.max_position, [len(prompt.ids) for prompt in prompts]
-    over = sum(length + task.max_new_tokens > positions for length in lengths)
-    if over:
-        raise UserError(
-            f"{task.name}: {over} of {len(prompts)} prompts (up to {max(lengths)} tokens) with "
-            f"{task.max_new_tokens} new tokens exceed the model's {positions} positions: pass "
-            f"--max-new-tokens={max(1, positions - max(lengths))}, or leave out these problems"
-        )
-    return prompts
 
 
 # --- Completing a task ----------------------------------------------------------------------------

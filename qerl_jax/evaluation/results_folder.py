@@ -1,8 +1,8 @@
 """The settings of an evaluation, and the folder of its results.
 
-results.json holds the settings, versions, commit and command, and the figures of every task. An
-interrupted evaluation continues if the settings that decide the completions are the same. Paths and
-scorers may change.
+results.json holds the settings, versions, commit and command, when the evaluation began, and the
+figures of every task. An interrupted evaluation continues if the settings that decide the
+completions, and the prompts, are the same. Paths and scorers may change.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from typing import Any
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.flags import check_sampling
 from qerl_jax.evaluation.load_policy import Policy
+from qerl_jax.evaluation.prompts import check_prompts
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import write_json
@@ -115,25 +116,28 @@ def time_limit_of(config: EvaluateConfig, run: Mapping[str, Any] | None) -> floa
     return _SECONDS if run is None else run["config"].get("reward_time_limit", _SECONDS)
 
 
-def open_folder(
-    policy: Policy, tasks: Sequence[Task], config: EvaluateConfig
-) -> tuple[str, Path, dict[str, Any]]:
-    """Opens the folder of a policy, or creates it.
+def place_of(policy: Policy, config: EvaluateConfig) -> tuple[str, Path]:
+    """Returns the name of a policy and its folder, which need not exist.
 
     Args:
         policy: policy to evaluate.
-        tasks: tasks of the evaluation.
         config: settings of the evaluation.
-
-    Returns:
-        The name of the policy, its folder, and the content of results.json so far.
-
-    Raises:
-        UserError: the folder holds completions that were made with other settings, or other files,
-            or cannot be created.
     """
+    name = _policy_name(policy, config)
+    return name, _named_folder(name, policy, _settings(policy, config), config)
+
+
+def first_start(folder: Path) -> str:
+    """Returns when an evaluation began, as `as_of` takes it; '' for a folder without one."""
+    if not (folder / _RESULTS).exists():
+        return ""
+    created = json_file.read_object(folder / _RESULTS).get("created")
+    return created if isinstance(created, str) else ""
+
+
+def _settings(policy: Policy, config: EvaluateConfig) -> dict[str, Any]:
     adapter = policy.adapter
-    settings = {
+    return {
         "source": config.source,
         "weights": str(policy.model.path),
         "fingerprint": policy.model.fingerprint,
@@ -146,10 +150,37 @@ def open_folder(
         "top_p": config.top_p,
         "seed": config.seed,
     }
+
+
+def open_folder(
+    folder: Path,
+    policy: Policy,
+    tasks: Sequence[Task],
+    digests: Mapping[str, str],
+    config: EvaluateConfig,
+) -> dict[str, Any]:
+    """Opens the folder of a policy, or creates it.
+
+    Args:
+        folder: folder of the policy.
+        policy: policy to evaluate.
+        tasks: tasks of the evaluation.
+        digests: digest of the prompts by the name of the task.
+        config: settings of the evaluation.
+
+    Returns:
+        The content of results.json so far.
+
+    Raises:
+        UserError: the folder holds completions that were made with other settings or prompts, or
+            other files, or cannot be created.
+    """
+    settings = _settings(policy, config)
     asked: dict[str, dict[str, Any]] = {
         task.name: {
             "source": task.source,
             "problems_sha256": task.fingerprint,
+            "prompts_sha256": digests[task.name],
             "system_prompt": task.system_prompt,
             "question_suffix": task.question_suffix,
             "max_new_tokens": task.max_new_tokens,
@@ -162,19 +193,26 @@ def open_folder(
         | ({"max_rows": config.max_rows} if config.max_rows else {})
         for task in tasks
     }
-    name = _policy_name(policy, config)
-    folder = _named_folder(name, policy, settings, config)
     done: dict[str, Any] = {}
+    began: dict[str, str] = {}
     if (folder / _RESULTS).exists():
         found = json_file.read_object(folder / _RESULTS)
         done = _object(found, "tasks", folder)
         saved = _object(found, "settings", folder)
         _check_same(folder, "", saved, settings, _SAME_SETTINGS)
         for task in asked.keys() & done.keys():
-            entry = _EARLIER | _object(done, task, folder)
+            entry: dict[str, Any] = _EARLIER | _object(done, task, folder)
             _check_same(folder, f"{task}.", entry, asked[task], _SAME_TASK)
+            check_prompts(
+                entry.get("prompts_sha256", digests[task]),  # Earlier versions did not save it.
+                digests[task],
+                model=policy.model.source,
+                what=f"the evaluation of {task} in {folder}",
+                option="--out",
+            )
             # A continued evaluation has the batches that it began with.
             asked[task] = {"max_rows": done[task].get("max_rows", 0)} | asked[task]
+        began = {"created": created} if (created := first_start(folder)) else {}
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder}: it holds other files but no {_RESULTS}; pass another --out")
     try:
@@ -183,9 +221,9 @@ def open_folder(
         raise UserError(
             f"{folder}: cannot create it: {error.strerror}; pass another --out"
         ) from error
-    results = {"settings": settings, **provenance(), "tasks": done | asked}
+    results = {"settings": settings, **provenance(), **began, "tasks": done | asked}
     save_results(folder, results)
-    return name, folder, results
+    return results
 
 
 def _policy_name(policy: Policy, config: EvaluateConfig) -> str:

@@ -1,18 +1,17 @@
 """How a run begins: it starts anew, or goes on from its latest checkpoint."""
 
 import dataclasses
-import hashlib
 import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.config.mixture import has_own_evaluation
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import warn_of_another_base
+from qerl_jax.evaluation.prompts import check_prompts, digest_of_prompts
 from qerl_jax.import_path import names_function
 from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
@@ -108,7 +107,7 @@ def begin(
     restored = checkpoints.restore_latest(setup.state_shapes)
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
     fingerprints = problem_fingerprints(prompts, setup.collect.rewards)
-    rendered = _digest_of_prompts(setup)
+    rendered = digest_of_prompts((*setup.train_prompts, *setup.eval_prompts))
     _check_processes(setup, fingerprints, None if restored is None else restored[0], rendered)
     if restored is None:
         if log is not None:
@@ -136,7 +135,13 @@ def begin(
             )
         check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
         _check_problems(setup.config, meta.get("problems", {}), fingerprints)
-        _check_prompts(setup.config, meta.get("prompts", rendered), rendered)
+        check_prompts(
+            meta.get("prompts", rendered),
+            rendered,
+            model=setup.config.model.source,
+            what="this run",
+            option="--workdir",
+        )
         _check_moved(folder, meta)
         if log is not None:
             _truncate_log(log, folder, step, meta.get("unlogged"))
@@ -234,23 +239,6 @@ def _truncate_log(
     row, samples = unlogged
     log.write(row | {"step_seconds": row["rollout_seconds"] + row["train_seconds"]})
     log.write_completions(step, samples)
-
-
-def _digest_of_prompts(setup: Setup) -> str:
-    """Digest of the prompts as token ids, which tokenizer and chat template decide."""
-    digest = hashlib.sha256()
-    for prompt in (*setup.train_prompts, *setup.eval_prompts):
-        digest.update(np.array([len(prompt.ids), *prompt.ids], np.int32).tobytes())
-    return digest.hexdigest()
-
-
-def _check_prompts(config: ConfigDict, saved: str, found: str) -> None:
-    """Refuses prompts that are not those of a checkpoint, though the problems are."""
-    if saved != found:
-        raise UserError(
-            f"the tokenizer or the chat template of {config.model.source} makes other prompts of "
-            "the problems than when this run began; restore its files, or pass another --workdir"
-        )
 
 
 def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:

@@ -1,0 +1,84 @@
+"""The prompts of an evaluation, and how a run or an evaluation that goes on knows its own again."""
+
+import hashlib
+import sys
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from qerl_jax.data import Prompt, encode_prompts
+from qerl_jax.errors import UserError
+from qerl_jax.evaluation.tasks import Task
+from qerl_jax.weights.load import LoadedModel
+
+
+class TaskPrompts(NamedTuple):
+    """The prompts of a task.
+
+    Attributes:
+        prompts: the prompts of the problems that are evaluated.
+        digest: digest of the prompts of all problems of the task, also with a limit.
+    """
+
+    prompts: list[Prompt]
+    digest: str
+
+
+def encode_task(model: LoadedModel, task: Task, limit: int) -> TaskPrompts:
+    """Renders and tokenizes the problems of a task.
+
+    Args:
+        model: the model, with its tokenizer.
+        task: the task.
+        limit: number of problems to take from the start; 0 takes all.
+
+    Raises:
+        UserError: a prompt and a completion exceed the positions of the model.
+    """
+    found = encode_prompts(
+        task.problems,
+        model.tokenizer,
+        system_prompt=task.system_prompt,
+        question_suffix=task.question_suffix,
+        chat_template_args=task.chat_template_args,
+        max_prompt_tokens=sys.maxsize,
+    )
+    prompts = found[: limit or None]
+    positions, lengths = model.config.max_position, [len(prompt.ids) for prompt in prompts]
+    over = sum(length + task.max_new_tokens > positions for length in lengths)
+    if over:
+        raise UserError(
+            f"{task.name}: {over} of {len(prompts)} prompts (up to {max(lengths)} tokens) with "
+            f"{task.max_new_tokens} new tokens exceed the model's {positions} positions: pass "
+            f"--max-new-tokens={max(1, positions - max(lengths))}, or leave out these problems"
+        )
+    return TaskPrompts(prompts, digest_of_prompts(found))
+
+
+def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
+    """Digest of prompts as token ids, which tokenizer and chat template decide."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(np.array([len(prompt.ids), *prompt.ids], np.int32).tobytes())
+    return digest.hexdigest()
+
+
+def check_prompts(saved: str, found: str, *, model: str, what: str, option: str) -> None:
+    """Refuses prompts that are not those of the beginning, though the problems are.
+
+    Args:
+        saved: digest of the prompts at the beginning.
+        found: digest of the prompts of this start.
+        model: source of the model.
+        what: what began with the prompts, for the message.
+        option: option that names another folder.
+
+    Raises:
+        UserError: the digests differ.
+    """
+    if saved != found:
+        raise UserError(
+            f"the tokenizer or the chat template of {model} makes other prompts of the problems "
+            f"than when {what} began; restore its files, or pass another {option}"
+        )
