@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -41,6 +42,17 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{what} {path!r}: {module_name} has no function {name!r}")
     return function
+
+
+def path_of(function: Callable[..., Any]) -> str:
+    """Returns the import path by which other commands find a function, '' where they cannot.
+
+    The main script has another name in other commands, and a lambda has no name at all.
+    """
+    module, name = (getattr(function, key, None) for key in ("__module__", "__name__"))
+    if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
+        return ""
+    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is function else ""
 
 
 @contextlib.contextmanager

@@ -21,12 +21,17 @@ import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
 from pallas_kernels import device
 from qerl_jax.errors import UserError
+from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore
+from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.evaluation.results_folder import EvaluateConfig
+from qerl_jax.export.scores import open_held_out_set
 from qerl_jax.rl.programs import compiled
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.scoring.calls import Timed
 from qerl_jax.scoring.score import Scores
 from qerl_jax.training import collect
 from qerl_jax.training.loop import train
@@ -669,6 +674,37 @@ def test_a_completion_that_is_left_out_has_no_advantage_by_its_length(tiny, tmp_
     assert any(sample["advantage"] for sample in samples)
     (row,) = tiny_run.results(run)
     assert row["rewards_missing"] == len(left_out)
+
+
+def test_rewards_that_are_given_in_python_are_recorded(tiny, tmp_path, capsys):
+    """Evaluations and exports judged by the rewards of the config, which the run did not use."""
+    changes, folder = {"steps": 1, "eval.problems": 4}, tmp_path / "run"
+    limited = Timed(tiny_run.low_fraction, 2.0)
+    rewards = {"correctness": (limited, 1), "even": (lambda *_: 1.0, 0.5)}
+    train(tiny.config(changes), workdir=folder, rewards=rewards)
+    saved = json.loads((folder / "config.json").read_text())
+    assert saved["python_rewards"] == {
+        "correctness": {"function": "tiny_run:low_fraction", "time_limit": 2.0, "weight": 1.0},
+        "even": {"function": "", "weight": 0.5},
+    }
+    assert saved["config"]["rewards"]["correctness"]["function"] == "tiny_run:even_end"
+    (results,) = evaluate(EvaluateConfig(source=str(folder), out=str(tmp_path / "out")))
+    task = json.loads((results / "results.json").read_text())["tasks"]["run"]
+    assert (task["judge"], task["format_judge"]) == ("tiny_run:low_fraction", "")
+
+    lost = {"correctness": (lambda *_: 1.0, 1.0)}
+    train(tiny.config(changes | {"steps": 2}), workdir=folder, rewards=lost)
+    words = "run: it has no scorer that can be imported, the run's was given in Python; .*--judge="
+    with pytest.raises(UserError, match=words):
+        evaluate(EvaluateConfig(source=str(folder), out=str(tmp_path / "out")))
+    capsys.readouterr()
+    assert open_held_out_set(open_policy(str(folder)), None, folder) is None
+    assert "not scored: run: it has no scorer that can be imported" in capsys.readouterr().out
+
+    train(tiny.config(changes | {"steps": 3}), workdir=folder)  # by the rewards of the config
+    (results,) = evaluate(EvaluateConfig(source=str(folder), out=str(tmp_path / "last")))
+    task = json.loads((results / "results.json").read_text())["tasks"]["run"]
+    assert task["judge"] == "tiny_run:even_end"
 
 
 @pytest.mark.parametrize(

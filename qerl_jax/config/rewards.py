@@ -12,10 +12,13 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.rl.rewards import Reward
-from qerl_jax.scoring.calls import resolve
+from qerl_jax.scoring.calls import described, resolve
 
 # The optional keys of a reward, as in `calls.resolve`, with values of their types.
 OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 0, "token_env": ""}
+
+# Where config.json has the rewards that the last start was given in Python, beside the config.
+PYTHON_REWARDS = "python_rewards"
 
 # Names that metrics and `rl.dynamic_sampling_metric` have for other things.
 _TAKEN = {"overlong": "the length penalty", "total": "the weighted sum of all rewards"}
@@ -114,6 +117,20 @@ def rewards_of(
         check_limits({f"the weight of the reward {name}": (weight, -1e6, 1e6)})
     _check_weights({name: weight for name, (_, weight) in given.items()})
     return given
+
+
+def described_rewards(
+    given: Mapping[str, tuple[Reward, float]] | None,
+) -> dict[str, dict[str, Any]]:
+    """Returns rewards that were given in Python as the table of a config; {} where none were.
+
+    Args:
+        given: function and weight by name, or None.
+    """
+    return {
+        name: described(reward) | {"weight": float(weight)}
+        for name, (reward, weight) in (given or {}).items()
+    }
 
 
 def configured_rewards(config: ConfigDict) -> dict[str, tuple[Reward, float]]:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from qerl_jax.config.rewards import PYTHON_REWARDS
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.policy.config import ModelConfig
@@ -159,6 +160,9 @@ def _print_once(line: str) -> None:
 def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     """Returns the content of config.json of a run folder, or None for any other path.
 
+    Rewards that were given in Python take the place of those of the config, which the run did not
+    use.
+
     Args:
         path: path that may be a run folder; the config.json of a model does not make it one.
 
@@ -178,6 +182,8 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
             f"{config_path}: not the config of a run: model.source, model.format or "
             "model.dtype is missing"
         )
+    if given := found.get(PYTHON_REWARDS):
+        found["config"]["rewards"] = given
     return found
 
 

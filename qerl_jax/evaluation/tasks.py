@@ -241,7 +241,12 @@ def _make_task(
         settings["chat_template_args"] = template_arguments(chosen["chat_template_args"])
     settings["options"] = _scorer_options(settings, chosen)
     if settings.get("scorer") == "":
-        raise UserError(f"{name}: it has no scorer; pass --judge=MODULE:FUNCTION")
+        given = {} if run is None else run["rewards"].get("correctness", {})
+        lost = given.get("function") == ""
+        why = " that can be imported, the run's was given in Python" if lost else ""
+        raise UserError(
+            f"{name}: it has no scorer{why}; experiments.evaluate takes --judge=MODULE:FUNCTION"
+        )
     # Without a scorer, the answers decide.
     scorers = [_reader(settings["scorer"])] if "scorer" in settings else None
     if file is not None:

@@ -79,17 +79,18 @@ def open_held_out_set(
         folder: folder of the run, as in `make_tasks`.
 
     Returns:
-        The held-out set. None if the limit is 0, or if there are no held-out problems and the limit
-        is None; the latter is printed.
+        The held-out set. None if the limit is 0, or if the limit is None and there are no held-out
+        problems or the reward of the run cannot be imported; the latter is printed.
 
     Raises:
-        UserError: there are no held-out problems, but a limit above 0.
+        UserError: there is a limit above 0, but no held-out problems or no such reward.
     """
     if limit == 0:
         return None
     run = None if policy.run is None else policy.run["config"]
     try:
         (task,) = make_tasks(["run"], run=run, overrides=TaskOverrides(), folder=folder)
+        correctness = resolve(task.scorer, **task.options.get("scorer", {}))
     except UserError as error:
         if limit is not None:
             raise
@@ -112,7 +113,7 @@ def open_held_out_set(
     accuracy = functools.partial(
         greedy_accuracy,
         prompts=prompts,
-        correctness=resolve(task.scorer, **task.options.get("scorer", {})),
+        correctness=correctness,
         time_limit=run["reward_time_limit"],
         sampling=SamplingConfig(max_new_tokens=task.max_new_tokens, stop=task.stop),
         engine=EngineConfig(

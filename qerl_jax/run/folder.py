@@ -264,10 +264,10 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
     target |= {last: source[last]} if last in source else {}
 
 
-def record_origin(folder: RunFolder, origin: dict[str, Any]) -> None:
-    """Records in config.json where a run began from, as `init_from`."""
+def record(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
+    """Records a fact in config.json beside the config, such as where the run began from."""
     saved = json.loads(folder.config.read_bytes())
-    write_json(folder.config, saved | {"init_from": origin})
+    write_json(folder.config, saved | {name: fact})
 
 
 @contextlib.contextmanager

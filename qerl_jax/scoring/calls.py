@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function
+from qerl_jax.import_path import import_function, path_of
 from qerl_jax.rl import math_process
 from qerl_jax.rl.rewards import Reward, math_answer
 from qerl_jax.scoring.url import UrlReward, is_url
@@ -155,6 +155,20 @@ def resolve(
         # The worker takes seconds to start, which would exceed the time limit of the first call.
         math_process.verify("1", "1")
     return Timed(function, time_limit) if time_limit else function
+
+
+def described(reward: Reward) -> dict[str, Any]:
+    """Returns what a config would say about a reward, from which `resolve` makes it again.
+
+    Its `function` is '' where no import path leads to it, such as that of a lambda.
+    """
+    function = plain(reward)
+    if isinstance(function, UrlReward):
+        found = {"function": function.url, "retries": function.retries}
+        found |= {"token_env": function.token_env} if function.token_env else {}
+    else:
+        found = {"function": path_of(function)}
+    return found | ({"time_limit": reward.time_limit} if isinstance(reward, Timed) else {})
 
 
 def _check_arguments(path: str, function: Reward) -> None:

@@ -24,7 +24,7 @@ from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
-from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_origin
+from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record
 from qerl_jax.sharding import placed
 from qerl_jax.training.problems import training_fingerprints
 from qerl_jax.training.setup import Setup
@@ -136,8 +136,9 @@ def begin_from(
     )
     checksum = _checksum(state.trainable)
     if setup.processes.writes:
-        record_origin(
+        record(
             folder,
+            "init_from",
             {
                 "run": str(origin.path.resolve()),
                 "step": step,

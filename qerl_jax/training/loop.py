@@ -15,11 +15,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.config.rewards import rewards_of
+from qerl_jax.config.rewards import PYTHON_REWARDS, described_rewards, rewards_of
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.import_path import names_function
@@ -34,7 +35,7 @@ from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.compilations import counted
-from qerl_jax.run.folder import OpenRun, fingerprint
+from qerl_jax.run.folder import OpenRun, fingerprint, record
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import format_row
@@ -63,7 +64,8 @@ def train(
     Args:
         config: the resolved config, see `experiments/configs/defaults.py`.
         workdir: the run folder; None names it after the config.
-        rewards: function and weight by name, instead of the rewards that the config names.
+        rewards: function and weight by name, instead of the rewards that the config names. The
+            run folder keeps their names, weights and import paths.
 
     Returns:
         The run folder: metrics.jsonl, completions.jsonl, curves.png, summary.json, checkpoints,
@@ -77,14 +79,14 @@ def train(
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
-    rewards = rewards_of(config, rewards)
+    given, rewards = described_rewards(rewards), rewards_of(config, rewards)
     with (
         connected(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
     ):
         check_starts(config, rewards, processes)
         with open_run_together(workdir, config, processes) as folder:
-            _train_in(folder, config, rewards, processes)
+            _train_in(folder, config, rewards, processes, given)
         return folder.path
 
 
@@ -93,6 +95,7 @@ def _train_in(
     config: ConfigDict,
     rewards: Mapping[str, tuple[Reward, float]],
     processes: Processes,
+    given: dict[str, dict[str, Any]],
 ) -> None:
     keep, exchange = config.checkpoint.keep, processes.exchange_json
     with Checkpoints(folder.checkpoints, keep=keep, exchange=exchange) as checkpoints:
@@ -120,6 +123,8 @@ def _train_in(
         ):
             processes.received = received
             run = begin(setup, folder, checkpoints, log, compilations)
+            if processes.writes and given != saved.get(PYTHON_REWARDS, {}):
+                record(folder, PYTHON_REWARDS, given)
             try:
                 _train_steps(run)
             except (StoppedError, MissingProgramError, NoRewardError) as error:
