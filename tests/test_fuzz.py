@@ -3,6 +3,7 @@
 Each case is a valid small file with a few seeded changes; a failure names its seed.
 """
 
+import copy
 import functools
 import json
 import pathlib
@@ -127,7 +128,7 @@ def changed_json(value, rng):
         parent = functools.reduce(lambda inside, step: inside[step], path, value)
         kind = rng.randrange(6)
         if kind < 3:
-            parent[key] = rng.choice(JUNK)
+            parent[key] = copy.deepcopy(rng.choice(JUNK))  # which a later change may change
         elif kind == 3:
             del parent[key]
         elif kind == 4 and isinstance(parent, dict):
