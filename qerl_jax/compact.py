@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.sharding import bytes_of_a_device
 
 # Bytes of the layers that are copied at once. Larger pieces end in fewer holes, and a run should
@@ -28,7 +29,7 @@ def compacted(layers: list[dict]) -> list[dict]:
 
     Returns:
         The layers with the same values. A layer stays where it is if the memory is unknown, as on a
-        CPU, or if less than twice its bytes is free.
+        CPU, if less than twice its bytes is free, or if it cannot be copied.
     """
     layers, start = list(layers), 0
     while start < len(layers) and (free := _free_bytes()) is not None:
@@ -40,7 +41,11 @@ def compacted(layers: list[dict]) -> list[dict]:
             stop += 1
         if stop == start:
             break
-        copies = jax.block_until_ready([_copy(layer) for layer in layers[start:stop]])
+        try:
+            with memory_errors("the layers stay where they are"):
+                copies = jax.block_until_ready([_copy(layer) for layer in layers[start:stop]])
+        except UserError:  # Another process has taken what seemed free.
+            break
         for leaf in jax.tree.leaves(layers[start:stop]):
             leaf.delete()
         layers[start:stop] = copies

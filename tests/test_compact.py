@@ -62,6 +62,21 @@ def test_layers_stay_where_no_copy_fits(free):
     assert all(new is old for new, old in zip(moved[1:], layers[1:], strict=True))
 
 
+def test_layers_stay_where_another_process_took_the_memory(free, monkeypatch):
+    layers, copy = make_layers(), compact._copy
+
+    def copy_of(layer):
+        if layer["norm"][0] == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return copy(layer)
+
+    monkeypatch.setattr(compact, "_copy", copy_of)
+    free[:] = [4.1, 9.0]
+    moved = compact.compacted(layers)
+    assert [layer["norm"].is_deleted() for layer in layers] == [True, True, False, False, False]
+    assert [float(layer["norm"][0]) for layer in moved] == [0, 1, 2, 3, 4]
+
+
 def test_layers_stay_where_the_memory_is_unknown():
     layers = make_layers()
     moved = compact.compacted(layers)

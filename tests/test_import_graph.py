@@ -23,7 +23,7 @@ ALLOWED = {
     "import_path": {"errors"},
     "buckets": set(),
     "sharding": {"policy", "errors"},
-    "compact": {"sharding"},
+    "compact": {"sharding", "errors"},
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
