@@ -95,10 +95,9 @@ def difference_table(runs: Runs) -> str:
             continue
         for arm, rows in runs.items():
             if arm not in _REFERENCES[: number + 1]:
-                differences = (
-                    compare(rows, runs[reference]) for compare in (_over_problems, _over_seeds)
-                )
-                lines.append([f"`{reference}`", f"`{arm}`", *differences])
+                pair = rows, runs[reference]
+                names = f"`{reference}`", f"`{arm}`"
+                lines.append([*names, _over_problems(*pair), _over_seeds(*pair)])
     return markdown(["from", "to", "over problems", "over seeds"], lines)
 
 

@@ -8,6 +8,7 @@ unused memory, which the allocator cuts to size, and what the layers leave is a 
 next ones.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -33,12 +34,9 @@ def compacted(layers: list[dict]) -> list[dict]:
     """
     layers, start = list(layers), 0
     while start < len(layers) and (free := _free_bytes()) is not None:
-        stop, size = start, 0
-        while stop < len(layers):
-            size += bytes_of_a_device(layers[stop])
-            if size > min(_BATCH, free // 2):
-                break
-            stop += 1
+        limit = min(_BATCH, free // 2)
+        sizes = itertools.accumulate(map(bytes_of_a_device, layers[start:]))
+        stop = start + sum(size <= limit for size in sizes)
         if stop == start:
             break
         try:

@@ -97,7 +97,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
             )
             name, folder = results_folder.place_of(policy, config)
             # The prompts of the training, or else of the first start, also where they have a date.
-            with as_of((run or {}).get("created") or results_folder.first_start(folder)):
+            with as_of(policy.created or results_folder.first_start(folder)):
                 encoded = {t.name: encode_task(policy.model, t, config.limit) for t in tasks}
             digests = {task: found.digest for task, found in encoded.items()}
             results = results_folder.open_folder(folder, policy, tasks, digests, config)

@@ -48,6 +48,11 @@ class Policy:
     adapter_sha256: str | None
     run: dict[str, Any] | None
 
+    @property
+    def created(self) -> str:
+        """When its run was first started, as `chat_template.as_of` takes it; '' without a run."""
+        return (self.run or {}).get("created", "")
+
 
 def open_policy(
     source: str, *, adapter: str = "", base: str = "", format: str = "", dtype: str = ""

@@ -129,9 +129,12 @@ def place_of(policy: Policy, config: EvaluateConfig) -> tuple[str, Path]:
 
 def first_start(folder: Path) -> str:
     """Returns when an evaluation began, as `as_of` takes it; '' for a folder without one."""
-    if not (folder / _RESULTS).exists():
-        return ""
-    created = json_file.read_object(folder / _RESULTS).get("created")
+    file = folder / _RESULTS
+    return _created(json_file.read_object(file)) if file.exists() else ""
+
+
+def _created(results: Mapping[str, Any]) -> str:
+    created = results.get("created")
     return created if isinstance(created, str) else ""
 
 
@@ -212,7 +215,7 @@ def open_folder(
             )
             # A continued evaluation has the batches that it began with.
             asked[task] = {"max_rows": done[task].get("max_rows", 0)} | asked[task]
-        began = {"created": created} if (created := first_start(folder)) else {}
+        began = {"created": created} if (created := _created(found)) else {}
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder}: it holds other files but no {_RESULTS}; pass another --out")
     try:

@@ -127,7 +127,7 @@ def _name(base: Policy) -> str:
 
 def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
-    with as_of((policy.run or {}).get("created", "")):
+    with as_of(policy.created):
         prompt, limit = _prompt(config, model, run)
     rollout_settings = run.get("rollout", {})
     engine = EngineConfig(

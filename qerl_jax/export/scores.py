@@ -100,7 +100,7 @@ def open_held_out_set(
         )
         return None
     assert run is not None
-    with as_of((policy.run or {}).get("created", "")):
+    with as_of(policy.created):
         prompts = encode_prompts(
             task.problems[:limit],
             policy.model.tokenizer,
