@@ -30,25 +30,32 @@ def compacted(layers: list[dict]) -> list[dict]:
 
     Returns:
         The layers with the same values. A layer stays where it is if the memory is unknown, as on a
-        CPU, if less than twice its bytes is free, or if it cannot be copied.
+        CPU, if less than three times its bytes is free, or if it cannot be copied.
     """
-    layers, start = list(layers), 0
-    while start < len(layers) and (free := _free_bytes()) is not None:
-        limit = min(_BATCH, free // 2)
-        sizes = itertools.accumulate(map(bytes_of_a_device, layers[start:]))
-        stop = start + sum(size <= limit for size in sizes)
-        if stop == start:
-            break
-        try:
-            with memory_errors("the layers stay where they are"):
-                copies = jax.block_until_ready([_copy(layer) for layer in layers[start:stop]])
-        except UserError:  # Another process has taken what seemed free.
-            break
-        for leaf in jax.tree.leaves(layers[start:stop]):
-            leaf.delete()
-        layers[start:stop] = copies
-        start = stop
-    return layers
+    moved = first = _copies(layers)
+    while batch := _copies(layers[len(moved) :]):
+        moved = moved + batch
+    # The first ones now lie behind all others, so the free memory is in two pieces, and the buffers
+    # of an update need one of them to be large. What the others left has room for the first ones.
+    again = _copies(first)
+    return again + moved[len(again) :] + layers[len(moved) :]
+
+
+def _copies(layers: list[dict]) -> list[dict]:
+    """Replaces the first layers, as many as fit at once, by copies of them."""
+    if (free := _free_bytes()) is None:
+        return []
+    limit = min(_BATCH, free // 3)
+    sizes = itertools.accumulate(map(bytes_of_a_device, layers))
+    number = sum(size <= limit for size in sizes)
+    try:
+        with memory_errors("the layers stay where they are"):
+            copies = jax.block_until_ready([_copy(layer) for layer in layers[:number]])
+    except UserError:  # Another process has taken what seemed free.
+        return []
+    for leaf in jax.tree.leaves(layers[:number]):
+        leaf.delete()
+    return copies
 
 
 @jax.jit

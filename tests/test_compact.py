@@ -33,30 +33,43 @@ def free(monkeypatch):
     return left
 
 
-def test_layers_move_in_batches_of_half_the_free_memory(free):
+@pytest.fixture
+def copied(monkeypatch):
+    """The numbers of the layers that were copied, in this order."""
+    copy, numbers = compact._copy, []
+
+    def record(layer):
+        numbers.append(int(layer["norm"][0]))
+        return copy(layer)
+
+    monkeypatch.setattr(compact, "_copy", record)
+    return numbers
+
+
+def test_layers_move_in_batches_of_a_third_of_the_free_memory(free, copied):
     layers = make_layers()
     expected, given = jax.device_get(layers), list(layers)
-    old = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(layers[:2])]
-    free[:] = [4.1, 2.1, 9.0]  # two layers, one, and the other two
+    free[:] = [6.1, 3.1, 9.0, 9.0, 9.0]  # Two layers, one, the other two, none, and the first two.
     moved = compact.compacted(layers)
     assert not free
+    assert copied == [0, 1, 2, 3, 4, 0, 1]
     assert layers == given  # The list of the caller is its own.
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(layers))
-    assert not set(old) & {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(moved[:2])}
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved), expected)
 
 
-def test_no_more_than_a_batch_moves_at_once(free, monkeypatch):
+def test_no_more_than_a_batch_moves_at_once(free, copied, monkeypatch):
     layers = make_layers()
     monkeypatch.setattr(compact, "_BATCH", 3.5 * compact.bytes_of_a_device(layers[0]))
-    free[:] = [100.0, 100.0]
+    free[:] = 4 * [100.0]
     compact.compacted(layers)
     assert not free
+    assert copied == [0, 1, 2, 3, 4, 0, 1, 2]
 
 
 def test_layers_stay_where_no_copy_fits(free):
     layers = make_layers()
-    free[:] = [2.1, 1.9]
+    free[:] = [3.1, 2.9, 2.9]
     moved = compact.compacted(layers)
     assert jax.tree.leaves(layers[0])[0].is_deleted()
     assert all(new is old for new, old in zip(moved[1:], layers[1:], strict=True))
@@ -71,7 +84,7 @@ def test_layers_stay_where_another_process_took_the_memory(free, monkeypatch):
         return copy(layer)
 
     monkeypatch.setattr(compact, "_copy", copy_of)
-    free[:] = [4.1, 9.0]
+    free[:] = [6.1, 9.0, 9.0]
     moved = compact.compacted(layers)
     assert [layer["norm"].is_deleted() for layer in layers] == [True, True, False, False, False]
     assert [float(layer["norm"][0]) for layer in moved] == [0, 1, 2, 3, 4]
