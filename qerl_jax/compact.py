@@ -36,7 +36,7 @@ def compacted(layers: list[dict]) -> list[dict]:
     while batch := _copies(layers[len(moved) :]):
         moved = moved + batch
     # The first ones now lie behind all others, so the free memory is in two pieces, and the buffers
-    # of an update need one of them to be large. What the others left has room for the first ones.
+    # of an update need one of them to be large. The first ones fit into what the others left.
     again = _copies(first)
     return again + moved[len(again) :] + layers[len(moved) :]
 
