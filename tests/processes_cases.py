@@ -59,6 +59,8 @@ def main(case, *flags):
         print(f"connected {number}", file=sys.stderr, flush=True)
         if case == "fails" and number == 1:
             raise UserError("the device is out of memory")
+        if case == "aborts" and number == 1:
+            os.abort()
         if case == "differs":
             config = get_config()
             config.optimizer.learning_rate = 1e-5 * (1 + number)

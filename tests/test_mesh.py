@@ -191,7 +191,10 @@ def test_a_checkpoint_is_restored_on_another_mesh(found, shapes):
     assert_same(found["checkpoints"][shapes], found["checkpoints"]["saved"])
 
 
-@pytest.mark.parametrize("name", some_slow([*SHAPES[1:3], MOVED]))
+# By default `test_processes` trains on two devices as on one, and the tests above compare a step,
+# the rollouts and the checkpoints of groups of two devices.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*SHAPES[1:3], MOVED])
 def test_a_run_does_not_depend_on_the_mesh(found, name):
     alone, ours = found["runs"][1, 1], found["runs"][name]
     assert_near(ours["rows"], alone["rows"], atol=5e-6)
@@ -199,7 +202,8 @@ def test_a_run_does_not_depend_on_the_mesh(found, name):
     assert_near(ours["adapter"], alone["adapter"], 1e-4, 1e-5)
 
 
-@pytest.mark.parametrize("shape", some_slow(SHAPES[1:3]))
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES[1:3])
 def test_a_mesh_compiles_nothing_after_the_first_step(found, shape):
     assert found["runs"][shape]["compiled"][1:] == [0]
 
