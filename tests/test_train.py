@@ -259,6 +259,7 @@ def test_the_kl_is_measured_to_the_adapter_that_a_run_starts_from(
     assert same_adapters(tiny_run.adapter(run), tiny_run.adapter(whole))
 
 
+@pytest.mark.slow  # `test_resume` has the best adapter of a run that is interrupted
 def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
     accuracies, adapters = iter([0.25, 0.5, 0.25, 0.5, 0.375]), []
 
@@ -349,6 +350,7 @@ def test_variants_are_finite(variant, name):
     assert all((row["grad_norm"] > 0) == (name != "truncated") for row in rows)
 
 
+@pytest.mark.slow  # `test_trainable` compares the policies in one step
 def test_noisy_forward_trains_the_policy_that_sampled(variant):
     rows = variant("noisy_forward")
     assert [row["sigma"] for row in rows] == pytest.approx([5e-3, 1e-2])
@@ -455,36 +457,7 @@ def test_groups_are_informative_by_the_metric(metric, informative):
     assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 
 
-def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeypatch, capsys):
-    compiled, collect = [], qerl_jax.training.step.collect
-
-    def recording(*arguments, **options):
-        compiled.append(options["executables"])
-        return collect(*arguments, **options)
-
-    monkeypatch.setattr(qerl_jax.training.step, "collect", recording)
-    changes = {
-        "seed": 3,
-        "steps": 4,
-        "eval.every": 0,
-        "log.completions": 8,
-        "rollout.max_rows": 3,
-        "rollout.stop": ("t1",),
-    }
-    jax.clear_caches()
-    run = train(tiny.config(changes), workdir=tmp_path / "run")
-    # Five programs of the rollout and four of the update.
-    assert all(len(executables) == 9 for executables in compiled)
-    assert "compiled 9 of 9 programs in " in capsys.readouterr().out
-    assert all(0.2 < row["rollout_live_share"] < 1 for row in tiny_run.results(run))
-    completions = [row["completion"].split() for row in read_jsonl(run / "completions.jsonl")]
-    stopped = [words for words in completions if any(word.startswith("t1") for word in words)]
-    assert len(stopped) > 10
-    for words in stopped:
-        assert not any(word.startswith("t1") for word in words[:-1])
-
-
-@pytest.mark.parametrize("kind", ["rollout", "update"])
+@pytest.mark.parametrize("kind", ["rollout", pytest.param("update", marks=pytest.mark.slow)])
 def test_a_missing_program_ends_the_run_after_a_checkpoint(kind, tiny, tmp_path, monkeypatch):
     take_step = qerl_jax.training.step.take_step
 
