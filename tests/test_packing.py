@@ -124,7 +124,8 @@ def test_nothing_to_predict():
 
 # --- The same loss and gradients as row by row --------------------------------------------------
 
-SLOW_LOSSES = "opsm", "gspo_token", "sapo"  # `test_losses` covers their values.
+# `test_losses` covers their values.
+SLOW_LOSSES = "opsm", "gspo_token", "sapo", "bnpo", "dr_grpo", "cispo"
 LOSSES = [
     *(
         pytest.param({"name": name}, marks=pytest.mark.slow if name in SLOW_LOSSES else ())
@@ -132,7 +133,8 @@ LOSSES = [
     ),
     pytest.param({"name": "grpo", "kl_coef": 0.1, "kl_grad": "unbiased"}, marks=pytest.mark.slow),
     pytest.param({"name": "dapo", "tis_cap": 2.0, "dual_clip": 3.0}, marks=pytest.mark.slow),
-    {"name": "grpo", "entropy_coef": 0.3},
+    # `test_logprobs` has the gradient of the entropies.
+    pytest.param({"name": "grpo", "entropy_coef": 0.3}, marks=pytest.mark.slow),
 ]
 ROWS, WIDTH = 9, 24
 TEMPERATURE = np.float32(0.9)
@@ -279,22 +281,23 @@ def test_rows_that_teach_nothing_have_no_gradient():
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradient))
 
 
-def test_recomputation_and_buffer_size_do_not_change_the_gradient():
+@pytest.mark.parametrize(
+    ("recompute", "buffer_tokens"),
+    [(("gate_up_proj",), 40), pytest.param(PRODUCTS, 128, marks=pytest.mark.slow)],
+)
+def test_recomputation_and_buffer_size_do_not_change_the_gradient(recompute, buffer_tokens):
     options = losses.loss_config("dapo")
     config, params, lora = policy()
     trainable, batch = Trainable(lora, {}), step_batch(options)
     found = []
-    for recompute, buffer_tokens in (((), 128), (PRODUCTS, 128), (("gate_up_proj",), 40)):
-        update = UpdateConfig(config, options, recompute)
+    for recomputed, tokens in (((), 128), (recompute, buffer_tokens)):
+        update = UpdateConfig(config, options, recomputed)
         totals = zero_totals(trainable, config=update)
-        for buffer in packed(batch, {}, options=options, buffer_tokens=buffer_tokens):
+        for buffer in packed(batch, {}, options=options, buffer_tokens=tokens):
             totals, _ = add_gradient(
                 *(totals, trainable, params, None, buffer),
                 *(np.bool_(True), TEMPERATURE),
                 config=update,
             )
         found.append(totals)
-    for other in found[1:]:
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), found[0], other
-        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)
