@@ -51,7 +51,7 @@ def logits(params, ids, config):
 
 
 @pytest.mark.parametrize(
-    "model_type", ["qwen2", "qwen3", pytest.param("llama", marks=pytest.mark.slow)]
+    "model_type", ["qwen2", *(pytest.param(t, marks=pytest.mark.slow) for t in ("qwen3", "llama"))]
 )
 def test_scaling_alone_does_not_change_the_logits(source, model_type):
     folder = str(source(model_type))

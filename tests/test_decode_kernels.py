@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import types
 
 import jax
@@ -62,7 +63,13 @@ def test_which_devices_are_supported(platform, capability, dtype, expected, monk
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(
     ("rows", "width", "rank"),
-    [(1, 576, 24), (5, 1100, 96), (70, 640, 32), (130, 512, 40), (3, 96, 0)],
+    [
+        pytest.param(1, 576, 24, marks=pytest.mark.slow),
+        (5, 1100, 96),
+        pytest.param(70, 640, 32, marks=pytest.mark.slow),
+        (130, 512, 40),
+        (3, 96, 0),
+    ],
 )
 def test_add_rmsnorm(rows, width, rank, interpret):
     x, y = draw(1, rows, width), draw(2, rows, width)
@@ -89,7 +96,10 @@ def square_partials_of(factor, count=3):
 
 
 @pytest.mark.parametrize("interpret", BACKENDS)
-@pytest.mark.parametrize(("rows", "width", "rank"), [(1, 1100, 32), (17, 576, 64), (70, 640, 0)])
+@pytest.mark.parametrize(
+    ("rows", "width", "rank"),
+    [(1, 1100, 32), pytest.param(17, 576, 64, marks=pytest.mark.slow), (70, 640, 0)],
+)
 def test_swiglu(rows, width, rank, interpret):
     gate_up, factor = draw(1, rows, 2 * width), jnp.abs(draw(2, rows, dtype=jnp.float32))
     a = draw(3, rank, width) if rank else None
@@ -148,25 +158,28 @@ def assert_same_cache(new, old):
     assert_close(new, wide(old))
 
 
+# Of `test_attention`: heads of the cache, queries of each, positions, width of a head, and SMs.
+SIZES = (
+    (2, 7, 200, 64, 132),
+    (1, 3, 133, 128, 132),
+    (2, 1, 70, 64, 1),
+    (1, 17, 64, 32, 132),
+    (1, 2, 600, 32, 132),
+    (1, 2, 129, 256, 132),
+)
+FAST = (
+    (SIZES[1], (jnp.float8_e4m3fn, False)),
+    (SIZES[4], (jnp.bfloat16, True)),
+)
+
+
 @pytest.mark.parametrize("interpret", BACKENDS)
 @pytest.mark.parametrize(
-    ("dtype", "qk_norm"),
+    ("kv_heads", "group", "positions", "head_dim", "num_sms", "dtype", "qk_norm"),
     [
-        (jnp.bfloat16, True),
-        pytest.param(jnp.bfloat16, False, marks=pytest.mark.slow),
-        (jnp.float8_e4m3fn, False),
-        pytest.param(jnp.float8_e4m3fn, True, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    ("kv_heads", "group", "positions", "head_dim", "num_sms"),
-    [
-        pytest.param(2, 7, 200, 64, 132, marks=pytest.mark.slow),
-        (1, 3, 133, 128, 132),
-        pytest.param(2, 1, 70, 64, 1, marks=pytest.mark.slow),
-        pytest.param(1, 17, 64, 32, 132, marks=pytest.mark.slow),
-        (1, 2, 600, 32, 132),
-        pytest.param(1, 2, 129, 256, 132, marks=pytest.mark.slow),
+        pytest.param(*sizes, *kind, marks=() if (sizes, kind) in FAST else pytest.mark.slow)
+        for sizes in SIZES
+        for kind in itertools.product((jnp.bfloat16, jnp.float8_e4m3fn), (True, False))
     ],
 )
 def test_attention(dtype, qk_norm, kv_heads, group, positions, head_dim, num_sms, interpret):
@@ -226,7 +239,8 @@ def check_sm90_attention(inputs, factor, interpret, *, num_sms):
     ("kv_heads", "group", "lengths", "norm", "biased", "num_sms"),
     [
         pytest.param(2, 5, [0, 135], False, True, 1, marks=pytest.mark.slow),
-        (1, 7, [64, 130], True, False, 132),
+        # `test_sm90_attention_tests_itself` has one by default.
+        pytest.param(1, 7, [64, 130], True, False, 132, marks=pytest.mark.slow),
         pytest.param(2, 5, [63, 100], True, True, 132, marks=pytest.mark.slow),
         pytest.param(1, 15, [17, 128], False, False, 132, marks=pytest.mark.slow),
     ],

@@ -102,10 +102,12 @@ def traced_step(config, *arguments):
         # MXFP4 differs in the codes alone, which `test_fp4_matmul` covers.
         pytest.param("packed", "mxfp4", marks=pytest.mark.slow),
         pytest.param("packed, without an adapter", "nvfp4", marks=pytest.mark.slow),
-        ("dense", "nvfp4"),
+        # `test_a_step_is_the_policys` has dense products.
+        pytest.param("dense", "nvfp4", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("with_norm", [False, True])
+# `test_fp4_epilogues` gives SwiGLU the partials of x A^T, as a layer does whose norm is apart.
+@pytest.mark.parametrize("with_norm", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_step_with_epilogues(down, form, with_norm, interpret, monkeypatch):
     """A packed policy; on a CPU plain operations stand in for the FP4 kernel."""
     called = []
@@ -223,7 +225,10 @@ PLAIN = "add_rmsnorm fp4 attend merge_parts fp4 add_rmsnorm fp4 swiglu fp4"
     [
         pytest.param(1, PLAIN, marks=pytest.mark.slow),
         (8, "add_rmsnorm fp4 attend merge_parts fp4+RMSNorm fp4+SwiGLU fp4"),
-        (64, "add_rmsnorm fp4 attention_sm90 fp4+RMSNorm fp4+SwiGLU fp4"),
+        pytest.param(
+            *(64, "add_rmsnorm fp4 attention_sm90 fp4+RMSNorm fp4+SwiGLU fp4"),
+            marks=pytest.mark.slow,
+        ),
         (72, "add_rmsnorm fp4 attention_sm90 fp4 add_rmsnorm fp4+SwiGLU lora_shrink fp4"),
         pytest.param(136, PLAIN, marks=pytest.mark.slow),
     ],

@@ -251,6 +251,7 @@ def test_no_disk_space_for_a_checkpoint(fails, command, finished, monkeypatch):
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow  # `test_train` has such gradients
 def test_non_finite_gradients(fails, tmp_path):
     words = ["3 updates in a row were not finite", "learning_rate"]
     arguments = ["--config.optimizer.learning_rate=1e38", "--config.steps=9"]

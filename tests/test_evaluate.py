@@ -399,13 +399,16 @@ def test_the_same_question_twice_has_different_samples(settings, tmp_path):
     assert len(texts) == len(set(texts)) == 6
 
 
-@pytest.mark.parametrize("max_rows", [1, 3, 24])
+@pytest.mark.parametrize(
+    "max_rows", [3, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (1, 24))]
+)
 def test_samples_do_not_depend_on_the_rows_that_decode_together(settings, tmp_path, max_rows):
     (folder,) = evaluate(settings())
     (other,) = evaluate(settings(max_rows=max_rows, out=str(tmp_path / "other")))
     assert read_jsonl(other / "problems.jsonl") == read_jsonl(folder / "problems.jsonl")
 
 
+@pytest.mark.slow  # `test_sampling` has such cuts
 def test_sampling_among_the_most_likely_token_is_greedy(settings, tmp_path):
     (folder,) = evaluate(settings(top_p=1e-6))
     (greedy,) = evaluate(settings(samples=1, max_rows=3, out=str(tmp_path / "greedy")))
@@ -792,10 +795,11 @@ def test_the_command(tiny, tmp_path):
     assert "--samples=2" in results["command"]
 
 
+@pytest.mark.slow  # `test_the_command` starts a process, and `test_errors` one that fails
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        pytest.param(["--tasks=gsm7k"], ["no such task", "gsm7k"], marks=pytest.mark.slow),
+        (["--tasks=gsm7k"], ["no such task", "gsm7k"]),
         (["--tasks=absent.jsonl"], ["absent.jsonl", "cannot read"]),
     ],
 )

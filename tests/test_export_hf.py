@@ -274,7 +274,9 @@ def wide(tmp_path_factory):
     return tiny_checkpoints.write_folder(folder, config, tensors)
 
 
-@pytest.mark.parametrize("number_format", ["bf16", "nf4", "mxfp4"])
+@pytest.mark.parametrize(
+    "number_format", ["nf4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("bf16", "mxfp4"))]
+)
 def test_other_number_formats(number_format, wide, tiny, tmp_path, capsys):
     run = finished_run.write_run(
         tmp_path / "run", tiny, model=wide, **{"model.format": number_format}

@@ -69,7 +69,7 @@ SWIGLU_VARIANTS = {
 }
 
 
-FAST_VARIANTS = "tiles of even rows, some beyond the weight", "slices"
+FAST_VARIANTS = ("tiles of even rows, some beyond the weight",)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ VARIANTS = {
 
 
 SLOW_VARIANTS = (
+    "whole tiles",
+    "split tiles",
     "a tile for every two CTAs",
     "a split tile with fewer steps than there are CTAs",
     "slices of split tiles",
@@ -108,7 +110,7 @@ SLOW_VARIANTS = (
     [
         *((name, "bfloat16") for name in VARIANTS if name not in SLOW_VARIANTS),
         *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in SLOW_VARIANTS),
-        ("tokens and rows that do not fill a tile", "float32"),
+        pytest.param("tokens and rows that do not fill a tile", "float32", marks=pytest.mark.slow),
         pytest.param("slices of split tiles", "float32", marks=pytest.mark.slow),
         pytest.param("split tiles that the rows do not fill", "float32", marks=pytest.mark.slow),
     ],
@@ -207,7 +209,11 @@ def test_product_and_derivatives():
 @pytest.mark.parametrize(
     ("n", "block_k", "triton", "kernels"),
     # The first stages of two CTAs hold the tokens of four partials, but that of one CTA does not.
-    [(128, 512, True, []), (64, 128, True, ["shrink"]), (64, 128, False, ["dot"])],
+    [
+        (128, 512, True, []),
+        (64, 128, True, ["shrink"]),
+        pytest.param(64, 128, False, ["dot"], marks=pytest.mark.slow),
+    ],
 )
 def test_which_kernel_shrinks(n, block_k, triton, kernels, monkeypatch):
     ran = []
@@ -275,7 +281,9 @@ def product_with_partials(m, count=5):
 
 
 @pytest.mark.usefixtures("simulated_api")
-@pytest.mark.parametrize(("m", "count"), [(3, 5), (3, 2), (130, 5)])
+@pytest.mark.parametrize(
+    ("m", "count"), [(3, 5), (3, 2), pytest.param(130, 5, marks=pytest.mark.slow)]
+)
 def test_xa_partials(m, count, monkeypatch):
     monkeypatch.setattr(dispatch, "supports_device", lambda: True)
     y, expected = product_with_partials(m, count)
@@ -365,6 +373,7 @@ def test_tiles_on_a_cpu_go_through_the_definition():
     np.testing.assert_array_equal(float64(grad(x, tiles)), float64(grad(x, weight)))
 
 
+@pytest.mark.slow  # `test_tensor_parallel` has the values of shards
 def test_shards_of_tiles():
     weight, x = random_weight(128, 256), normal(3, 256)
     tiles = fp4.to_tiles(weight)

@@ -106,7 +106,7 @@ def test_paired_row_tiles(rows, row_tiles):
         *itertools.product([False], [2, 3, 8], [1, 3, 16, 48, 132]),
     ],
 )
-@pytest.mark.parametrize("tile_m", [40, 64])
+@pytest.mark.parametrize("tile_m", [40, pytest.param(64, marks=pytest.mark.slow)])
 def test_every_step_has_one_block(tile_m, stream_k, split, blocks):
     """The work tiles and fix-ups of all CTAs, for 3 or 5 tiles of tokens and 7 of outputs."""
     config = TileConfig(tile_m, warpgroups_n=2, stream_k=stream_k, split=split)

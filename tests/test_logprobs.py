@@ -113,6 +113,7 @@ def test_logits_are_held_in_chunks(monkeypatch):
     assert rows == {5}
 
 
+@pytest.mark.slow  # nor in the test of chunks
 def test_entropies_have_no_gradient():
     _, params, _, lora = policy()
     gradient = jax.grad(lambda lora: completion_logprobs(params, lora)[1].sum())(lora)
@@ -158,8 +159,15 @@ def test_packed_logprobs_are_those_of_rows(chunk_bytes, monkeypatch):
         np.testing.assert_array_equal(packed[0][-5:], 0.0)
 
 
-@pytest.mark.parametrize("entropy_gradient", [False, True])
-@pytest.mark.parametrize("chunk_bytes", [None, SMALL_CHUNKS])
+@pytest.mark.parametrize(
+    ("entropy_gradient", "chunk_bytes"),
+    [
+        pytest.param(False, None, marks=pytest.mark.slow),
+        (True, None),
+        (False, SMALL_CHUNKS),
+        pytest.param(True, SMALL_CHUNKS, marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradient, monkeypatch):
     """Those of the states by the adapter and the norms, and of the head, which may be tied."""

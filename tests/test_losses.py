@@ -71,10 +71,18 @@ ALL_OPTIONS = [
     {"kl_coef": 0.04},
     {"kl_coef": 0.04, "kl_grad": "unbiased", "tis_cap": 1.1},
 ]
+# By default, other options with one loss whose ratio is that of tokens, and one of sequences.
+CASES = [
+    pytest.param(
+        *(name, options),
+        marks=pytest.mark.slow if options and name not in ("grpo", "gspo") else (),
+    )
+    for options in ALL_OPTIONS
+    for name in losses.LOSSES
+]
 
 
-@pytest.mark.parametrize("name", losses.LOSSES)
-@pytest.mark.parametrize("options", ALL_OPTIONS)
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_parts_add_up(name, options):
     config = losses.loss_config(name, **options)
     case = make_case(config.aggregation)
@@ -248,8 +256,7 @@ def test_dual_clip(ratio, advantage, loss, passes, beyond):
     assert summarize(metrics)["clip_fraction_dual"] == beyond
 
 
-@pytest.mark.parametrize("name", losses.LOSSES)
-@pytest.mark.parametrize("options", ALL_OPTIONS)
+@pytest.mark.parametrize(("name", "options"), CASES)
 def test_masked_positions_may_hold_anything(name, options):
     config = losses.loss_config(name, **options)
     case = make_case(config.aggregation)

@@ -12,7 +12,7 @@ from qerl_jax.policy.lora import FUSED, PROJECTIONS, merge_layer
 @pytest.mark.parametrize(
     ("kind", "quantized", "targets"),
     [
-        ("qwen2", False, PROJECTIONS),
+        pytest.param("qwen2", False, PROJECTIONS, marks=pytest.mark.slow),
         ("qwen3", True, PROJECTIONS),
         ("llama", False, ("k_proj", "up_proj", "down_proj")),
     ],

@@ -106,6 +106,7 @@ def test_draws_metrics_and_cursors(mixed, tmp_path):
     assert set(meta["problems"]) == {"train/long", "train/short", "eval"}
 
 
+@pytest.mark.slow
 def test_a_mixture_of_one_source_is_the_run_on_that_source(tiny, files, tmp_path):
     alone = train(tiny.config(CHANGES | {"data.path": files["long"]}), workdir=tmp_path / "alone")
     config = tiny.config(CHANGES | {"data.path": ""})
@@ -125,7 +126,7 @@ class KilledError(BaseException):
     """Ends a run as abruptly as this process can survive."""
 
 
-@pytest.mark.parametrize("call", [20, 75])
+@pytest.mark.parametrize("call", [pytest.param(20, marks=pytest.mark.slow), 75])
 def test_a_resumed_run_equals_an_uninterrupted_one(whole, mixed, tmp_path, call):
     calls = itertools.count(1)
 

@@ -52,7 +52,7 @@ def names(keys):
     return sorted(name for name, *_ in keys)
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_one_process_compiles_the_next_one_loads(quantized, tmp_path):
     first = compiled(tmp_path, quantized=quantized)
     dequantize = ["dequantize"] if quantized else []
@@ -149,9 +149,11 @@ def test_programs_of_packed_and_of_dense_weights_are_not_mistaken_for_each_other
     "change",
     [
         "sources",
-        *(pytest.param(change, marks=pytest.mark.slow) for change in ("flags", "setting")),
         "sampling",
-        "policy",
+        *(
+            pytest.param(change, marks=pytest.mark.slow)
+            for change in ("flags", "setting", "policy")
+        ),
     ],
 )
 def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):

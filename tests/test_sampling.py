@@ -102,7 +102,10 @@ def masked(logits):
     return logits
 
 
-@pytest.mark.parametrize(("temperature", "greedy"), [(1.0, True), (0.5, False), (1.0, False)])
+@pytest.mark.parametrize(
+    ("temperature", "greedy"),
+    [(1.0, True), (0.5, False), pytest.param(1.0, False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize(
     ("vocabulary", "change"),
     [

@@ -25,6 +25,7 @@ def tiled(params):
     )
 
 
+@pytest.mark.slow  # `test_fp4_kernel` has tiles on a CPU
 def test_logits_and_gradients_are_the_same():
     config, params = tiny_policy(quantized=True)
     lora = random_lora(config)

@@ -101,6 +101,7 @@ def assert_same(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow  # `test_packing` compares the gradient
 def test_the_number_of_buffers_does_not_change_the_update():
     state, metrics = step(buffers_of("grpo"), loss="grpo")
     moved = jax.tree.map(

@@ -39,9 +39,8 @@ def assert_valid_close(actual, expected, atol):
     ("model_type", "quantized", "tie_embeddings"),
     [
         ("qwen2", False, False),
-        ("qwen3", False, True),
-        ("llama", False, False),
         ("qwen3", True, False),
+        *(pytest.param(k, False, k == "qwen3", marks=pytest.mark.slow) for k in ("qwen3", "llama")),
     ],
 )
 def test_decoding_gives_the_logits_of_forward_at_every_position(
