@@ -380,9 +380,9 @@ def test_overlong_penalty_without_buffer():
     [rewards.numeric_answer, rewards.boxed_answer, rewards.think_format, rewards.boxed_format],
 )
 def test_long_adversarial_completions_are_read_in_linear_time(reward, completion):
-    start = time.perf_counter()
+    start = time.thread_time()  # which does not grow while other processes have the core
     call(reward, completion)
-    assert time.perf_counter() - start < 0.5
+    assert time.thread_time() - start < 0.5
 
 
 @pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "99999999!", "(" * 3000 + "1" + ")" * 3000])
