@@ -60,7 +60,7 @@ def test_the_page_runs(tiny, tmp_path, monkeypatch, capsys):
     assert {key: metrics[key] for key in numbers} == numbers
     assert names["session"].progress.step == 1
     assert names["policy"].lora is not None
-    assert "finished after 2 steps" in capsys.readouterr().out
+    assert "finished after step 2" in capsys.readouterr().out
 
 
 def test_no_question_is_refused(tiny):

@@ -396,7 +396,7 @@ def test_killed_before_the_end_is_written(uninterrupted, tiny, tmp_path, monkeyp
         train(tiny.config(CHANGES), workdir=tmp_path / "run")
     monkeypatch.undo()
     train(tiny.config(CHANGES), workdir=tmp_path / "run")
-    assert "finished after 6 steps" in capsys.readouterr().out
+    assert "finished after step 6" in capsys.readouterr().out
     assert_same(tmp_path / "run", uninterrupted)
 
 
@@ -492,5 +492,5 @@ def test_signals_to_a_process(uninterrupted, tiny, tmp_path):
     code, out, err = start(None, 1000)
     assert (code, err) == (0, [])
     assert f"resuming after step {last}\n" in out
-    assert f"finished after 6 steps: {run}/adapter" in out
+    assert f"finished after step 6: {run}/adapter" in out
     assert_same(run, uninterrupted)

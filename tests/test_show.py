@@ -75,7 +75,7 @@ def test_the_last_step_and_the_curves(tmp_path):
     assert "completion 2.0" not in text
     assert "(2 of 32 of a step); --config.log.completions=N logs more" in text
     (run / "summary.json").write_text('{"steps": 3}')
-    assert printed(run).startswith("run: finished after 3 steps")
+    assert printed(run).startswith("run: finished after step 3")
     # It is extended: summary.json and config.json are those of before.
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 4, "reward": 0.4}) + "\n")

@@ -138,7 +138,7 @@ def test_a_finished_run_is_left_alone(finished, tiny, capsys):
     train(tiny.config({"log.tensorboard": True, "aqn.stages": 4}), workdir=finished)
     assert tiny_run.contents(finished) == before
     out = capsys.readouterr().out
-    assert "finished after 4 steps" in out
+    assert "finished after step 4" in out
     assert f"--workdir={finished} --config.steps=8" in out
 
 
@@ -177,7 +177,7 @@ def test_steps_at_a_learning_rate_of_zero_are_refused(tiny, tmp_path, capsys):
     run = train(tiny.config(changes | {"steps": 1}), workdir=tmp_path / "run")
     anew = f"begin a new run with --config.lora.init={run}/adapter and another --workdir"
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith("finished after 1 steps")
+    assert said.startswith("finished after step 1")
     assert said.endswith(f"its learning rate has decayed to 0; to train on, {anew}")
     before = tiny_run.contents(run)
     with pytest.raises(UserError, match=r"steps=2 .* 1 steps .*final_fraction=0.0") as caught:

@@ -73,7 +73,7 @@ class View:
         """How far the run is, such as '12 of 30 steps, last row 8 s ago'."""
         done, wanted = _last_step(self.rows), self.config.get("steps", "?")
         if self.finished:
-            return f"finished after {done} steps"
+            return f"finished after step {done}"
         # A run that is extended keeps the number of its first start.
         extended = is_number(wanted) and done > wanted
         text = f"{done} steps" if extended else f"{done} of {wanted} steps"

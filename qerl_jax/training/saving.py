@@ -81,7 +81,7 @@ def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
     advice = how_to_train_on(
         config, steps, schedule_steps=folder.schedule_steps, workdir=folder.path, trained=trained
     )
-    print(f"finished after {steps} steps: {trained}, {folder.curves}; {advice}", flush=True)
+    print(f"finished after step {steps}: {trained}, {folder.curves}; {advice}", flush=True)
 
 
 def _draw(run: Run) -> Path | None:
