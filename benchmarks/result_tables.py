@@ -67,6 +67,16 @@ def run_table(result: dict) -> str:
     return markdown(header, [line])
 
 
+def step_text(row: dict) -> str:
+    """What a row of `benchmarks.step` measured, in words."""
+    products = row["recompute"].replace(",", ", ")
+    again = "" if products == "none" else f"; recomputed: {products}"
+    return (
+        f"a step of {row['batch']} rows, {row['prompt']} + {row['new_tokens']:,} tokens each, "
+        f"random weights: rollout {row['rollout_s']:.1f} s, update {row['update_s']:.1f} s{again}"
+    )
+
+
 def kernel_part(result: dict) -> list[str]:
     """What is shown of the FP4 kernel on one device: its heading, its table, and what follows."""
     rows = result["rows"]

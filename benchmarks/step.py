@@ -150,6 +150,7 @@ def _setup(
 
     from benchmarks.rollout.random_policy import random_params
     from experiments.configs.grpo_gsm8k import get_config
+    from qerl_jax.compact import compacted
     from qerl_jax.data import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.policy.tensor_parallel import shard_of
@@ -192,7 +193,7 @@ def _setup(
         {"random": (lambda *_: float(rng.standard_normal()), 1.0)},
         LoadedModel(
             config=architecture,
-            params=jax.block_until_ready(params),
+            params=jax.block_until_ready(params | {"layers": compacted(params["layers"])}),
             tokenizer=_RandomText(ends),  # pyrefly: ignore[bad-argument-type]
             source=model,
             path=pathlib.Path(model),

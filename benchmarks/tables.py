@@ -27,6 +27,7 @@ from benchmarks.result_tables import (
     rows_of,
     run_table,
     startup_table,
+    step_text,
 )
 from benchmarks.source_tree import source_tree
 from benchmarks.step_tables import (
@@ -74,12 +75,16 @@ def preset_table() -> str:
             f"{speedrun['pass1_start']:.1f} -> {speedrun['pass1_end']:.1f} %",
         ),
     }
-    rows = [row for row in _read("step.json")["rows"] if row["format"] == "nvfp4"]
-    # The last row of a model counts: on the fewest cards, of 80 GB if possible, one group of 8, the
-    # longest completions, in the least memory.
+    rows = [
+        row for row in _read("step.json")["rows"]
+        if row["format"] == "nvfp4" and row["batch"] == 8 and row["updates"] == 1
+        and not row["mean_length"]
+    ]  # fmt: skip
+    # The last row of a model counts: the one on the fewest cards, if possible on a card of 80 GB,
+    # with the longest rows, and then in the least memory.
     rows.sort(
         key=lambda row: (
-            -row["devices"], "80GB" in row["device"], row["batch"] == 8, row["new_tokens"],
+            -row["devices"], "80GB" in row["device"], row["new_tokens"], row["prompt"],
             -row["peak_gb"],
         )
     )  # fmt: skip
@@ -90,14 +95,14 @@ def preset_table() -> str:
             lines.append([f"`{model}`", *known[model]])
         elif model in steps:
             row = steps[model]
+            cards = f"{row['devices']} x " if row["devices"] > 1 else ""
             lines.append(
                 [
                     f"`{model}`",
-                    (f"{row['devices']} x " if row["devices"] > 1 else "") + row["device"],
+                    cards + row["device"],
                     f"{row['peak_gb']:.1f} GB",
                     f"{row['step_s']:.1f} s",
-                    f"a step of {row['batch']} completions of {row['new_tokens']:,} tokens, random "
-                    f"weights: rollout {row['rollout_s']:.1f} s, update {row['update_s']:.1f} s",
+                    step_text(row),
                 ]
             )
         else:
@@ -234,10 +239,9 @@ def _step_section() -> str:
         "everything from scored completions to the new adapter; its tokens are those of all rows, "
         "times the updates. Without a mean length every completion is of full length. The plan "
         "gives the buffers of an update what memory is left and recomputes what does not fit, so "
-        "the same step takes more memory in a larger pool, which is the memory that JAX has. Rows "
-        "of an H200 with a pool of 78 GB show what fits on a card of 80 GB. Beyond 64 rows, in "
-        "rollouts and in every update, products in 4 bits and in bf16 are bound by the same tensor "
-        "cores, so the formats come close to each other.",
+        "the same step takes more memory in a larger pool, which is the memory that JAX has. "
+        "Beyond 64 rows, in rollouts and in every update, products in 4 bits and in bf16 are bound "
+        "by the same tensor cores, so the formats come close to each other.",
         step_table(rows),
         "    uv run --extra cuda python -m benchmarks.step --model=qwen2.5-7b --format=nvfp4,bf16",
     )

@@ -5,7 +5,8 @@ sizes. JAX's allocator gives a hole away as a whole if it is less than twice as 
 is asked for, or less than 128 MiB larger. The next layers then lie in holes that are too large for
 them: on an H100, packed weights of models of 1.5B to 72B took 1.18 to 1.28 times their bytes.
 Copies of many layers at once lie in unused memory, which the allocator cuts to size, and what the
-layers leave is a single hole for the next ones. Copied weights take 1.00 to 1.02 times their bytes.
+layers leave is large enough for many of the next ones. Copied weights took 1.00 to 1.02 times their
+bytes.
 """
 
 import itertools

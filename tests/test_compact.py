@@ -27,7 +27,7 @@ def make_layers():
 
 @pytest.fixture
 def free(monkeypatch):
-    """Free memory in bytes of layers, one element for each reading; and how often it was read."""
+    """A list of what is free at each reading, in sizes of a layer; a reading takes one off."""
     size, left = compact.bytes_of_a_device(make_layers()[0]), []
     monkeypatch.setattr(compact, "_free_bytes", lambda: int(left.pop(0) * size))
     return left

@@ -34,17 +34,14 @@ RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "step.json").read_text())["rows"]
 # Commits at which an update also held a copy of the head.
 COPIED_HEAD = {
-    "440b42d704371f6fc110c284d36c57e57bfbc0de",
-    "4a6a9d57244d0f019733785c6ba0aece9a46bef1",
     "6b8478842a6d80d2abc3c06a7f69848c1431ead7",
     "8361d36d4ed38bf6168696a4ebfc38fc0a36c1cf",
 }
-# Commits at which packed weights took up to 1.28 times their bytes: layers were not yet copied to
-# memory of their own size.
+# Commits at which packed weights took up to 1.28 times their bytes, of which the plan counts 1.02:
+# layers were not yet copied to memory of their own size.
 WASTED = COPIED_HEAD | {
     "1fc509134e067974e2aaf7a269d9a1501799e48a",
     "29561fd022b6d5effd52f49ae65f4628c0ffc235",
-    "50284e7ed0cfc42ad4f388c59a4c27d987adac63",
     "e0997e029293ef4b90a79e85c29ceb1eda162349",
 }
 GB = 10**9
@@ -89,7 +86,7 @@ def test_the_peak_is_the_measured_one(row):
         no_longer_held += 2 * architecture.vocab_size * architecture.embed_dim / GB
     if row["commit"] in WASTED:
         own = shard_of(architecture, tensor, format=row["format"])
-        no_longer_held += 0.28 * sizes.packed_bytes(own, row["format"]) / GB
+        no_longer_held += 0.26 * sizes.packed_bytes(own, row["format"]) / GB
     lowest = 0.97 * row["peak_gb"] - no_longer_held
     assert lowest < plan.peak / GB < 1.10 * row["peak_gb"]
 
@@ -98,6 +95,7 @@ def test_the_measured_rows_are_of_all_sizes():
     assert {"qwen2.5-coder-1.5b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b"} <= {
         row["model"] for row in MEASURED
     }
+    assert WASTED.issubset(row["commit"] for row in MEASURED)
 
 
 def nbytes(tree):

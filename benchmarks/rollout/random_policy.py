@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels import fp4_matmul
-from qerl_jax.compact import compacted
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, Lora, projection_shapes
@@ -51,7 +50,7 @@ def random_params(
     for number in range(config.num_layers):
         layer = _random_layer(jax.random.fold_in(key, 3 + number), config, format, dtype)
         params["layers"].append(placed_params(layer, config, mesh=mesh))
-    return params | {"layers": compacted(params["layers"])}
+    return params
 
 
 def random_lora(key: jax.Array, config: ModelConfig, *, rank: int) -> Lora:

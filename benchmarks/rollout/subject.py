@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
+from qerl_jax.compact import compacted
 from qerl_jax.data import Problem, load_problems
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.architectures import ARCHITECTURES
@@ -209,6 +210,7 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
         loaded, name, architecture = None, model, ARCHITECTURES[model]
         shard_of(architecture, config.tensor, format=format)  # Raises an error before the work.
         params = random_params(key, architecture, format=format, mesh=mesh)
+        params |= {"layers": compacted(params["layers"])}
     params = placed(params, mesh) if mesh else params
     place = functools.partial(placed_params, config=architecture, mesh=mesh)
     params = params | rollout_head(params, config.head_format, place)
