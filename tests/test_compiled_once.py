@@ -1,6 +1,6 @@
 """A run that compiles each of its programs once.
 
-It needs a process without programs, of which the modules in `conftest.RUNS` share theirs.
+It must begin without programs, and the modules in `conftest.RUNS` share theirs.
 """
 
 import tiny_run

@@ -28,10 +28,7 @@ def greedy():
     forward = jax.jit(functools.partial(transformer.forward, config=config))
     rows = [list(prompt) for prompt in PROMPTS]
     for _ in range(9):
-        tokens = np.zeros((3, 20), np.int32)
-        for row, ids in enumerate(rows):
-            tokens[row, : len(ids)] = ids
-        logits = forward(params, lora, tokens, np.array([len(ids) for ids in rows]))
+        logits = forward(params, lora, *pad_prompts(rows, width=20, pad_id=0))
         for row, ids in enumerate(rows):
             ids.append(int(logits[row, len(ids) - 1].argmax()))
     return np.array([ids[-9:] for ids in rows])

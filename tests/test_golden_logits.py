@@ -9,6 +9,7 @@ from safetensors.numpy import load_file
 
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy import transformer
+from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights.load import load
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -20,11 +21,9 @@ def golden(name):
     model = load(str(GOLDEN / f"logits_{name}"), format="bf16", dtype="float32")
     expected = load_file(GOLDEN / f"logits_{name}" / "logits.safetensors")
     rows = [expected[f"ids_{i}"] for i in range(3)]
-    lengths = jnp.array([len(row) for row in rows], jnp.int32)
-    tokens = np.full((3, int(lengths.max()) + 3), 77, np.int32)
-    for row, ids in enumerate(rows):
-        tokens[row, : len(ids)] = ids
-    return model, jnp.asarray(tokens), lengths, [expected[f"logits_{i}"] for i in range(3)]
+    tokens, lengths = pad_prompts(rows, width=max(map(len, rows)) + 3, pad_id=77)
+    logits = [expected[f"logits_{i}"] for i in range(3)]
+    return model, jnp.asarray(tokens), jnp.asarray(lengths), logits
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -15,6 +15,7 @@ import pytest
 from qerl_jax.policy import transformer
 from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights.load import load
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -34,10 +35,7 @@ def test_each_token_has_the_largest_logit(smollm2):
     """One forward pass of two rows; `test_greedy_tokens` decodes all."""
     golden = json.loads((GOLDEN / "smollm2_greedy.json").read_text())[:2]
     rows = [entry["prompt"] + entry["tokens"] for entry in golden]
-    lengths = np.array([len(row) for row in rows])
-    tokens = np.zeros((len(rows), lengths.max()), np.int32)
-    for row, ids in enumerate(rows):
-        tokens[row, : len(ids)] = ids
+    tokens, lengths = pad_prompts(rows, width=max(map(len, rows)), pad_id=0)
     forward = jax.jit(functools.partial(transformer.forward, config=smollm2.config))
     logits = np.asarray(forward(smollm2.params, None, tokens, lengths))
     for row, entry in enumerate(golden):

@@ -23,6 +23,7 @@ from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import jitted
 from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
+from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module, peft_tensor
 from qerl_jax.weights.peft import load_peft_adapter
@@ -79,14 +80,12 @@ def step_batch(aggregation, tensors):
     completions = [ids for group in rollout["completions"] for ids in group]
     advantages = group_advantages(np.array(rollout["rewards"]), scale="group", eps=1e-4).reshape(-1)
     np.testing.assert_allclose(advantages, tensors["advantages"], atol=1e-6)
-    padded = np.zeros(tensors["mask"].shape, np.int32)
-    for row, ids in enumerate(completions):
-        padded[row, : len(ids)] = ids
+    padded, lengths = pad_prompts(completions, width=tensors["mask"].shape[1], pad_id=0)
     group_size = len(rollout["completions"][0])
     batch = make_batch(
         [prompt for prompt in rollout["prompts"] for _ in range(group_size)],
         padded,
-        np.array([len(ids) for ids in completions]),
+        lengths,
         np.array([ids[-1] == rollout["eos_id"] for ids in completions]),
         advantages,
         np.full(padded.shape, np.nan),
