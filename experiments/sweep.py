@@ -57,6 +57,7 @@ from qerl_jax.run.sweep import (
     settings,
     train_all,
 )
+from qerl_jax.safe_files import check_folder, check_tree, read_bytes, read_text
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
@@ -82,6 +83,8 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     devices = devices_of(_GPUS.value, os.environ)
 
     _make_folder(folder)
+    for each in runs:
+        check_folder(each.folder)
     whole = ["-m", "experiments.sweep", f"--config={file}", *_as_flags(common)]
     whole.append(f"--workdir={folder}")
     commands = [shlex.join(["python", *part]) for part in (whole, *(run.command for run in runs))]
@@ -105,9 +108,12 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # Another task of the same sweep may be writing its first file: the files are listed first.
         others = sorted(p.name for p in folder.iterdir() if not p.name.endswith(TEMPORARY))
-        ours = commands.exists() and _WHOLE in commands.read_text("utf-8", "replace")
+        ours = commands.exists() and _WHOLE in read_text(commands, errors="replace")
     except OSError as error:
         raise UserError(f"cannot use {folder} as the folder of a sweep: {error}") from error
+    check_folder(folder / "logs")
+    for programs in folder.glob("programs-*"):
+        check_tree(programs)  # JAX writes through links in it.
     if others and not ours:
         raise UserError(
             f"{folder} is not the folder of a sweep: it holds {others[0]} but no commands.sh of "
@@ -172,7 +178,7 @@ def _folder_name(folder: Path, name: str, digest: str, config: ConfigDict) -> st
     earlier = [
         path.name
         for path in find_runs(folder, pattern, config)
-        if (saved := json.loads(RunFolder(path).config.read_bytes()))["schedule_steps"]
+        if (saved := json.loads(read_bytes(RunFolder(path).config)))["schedule_steps"]
         == config.steps
         and saved["config"]["steps"] == config.steps
     ]

@@ -11,6 +11,7 @@ from collections.abc import Generator
 from safetensors import SafetensorError
 
 from qerl_jax.errors import UserError
+from qerl_jax.safe_files import check_folder, make_folder, remove_tree
 
 
 def check_free(folder: pathlib.Path | str) -> None:
@@ -65,12 +66,15 @@ def staged_folder(folder: pathlib.Path | str, *, replace: bool = False) -> Gener
         replace: whether to replace an existing folder, by two renames, instead of refusing it.
 
     Raises:
-        UserError: the target exists, another process writes to it, or the disk is full or broken.
+        UserError: the target exists, it or the scratch folder is a link, another process writes
+            to it, or the disk is full or broken.
     """
     folder = pathlib.Path(folder)
-    if not replace:
+    if replace:
+        check_folder(folder)
+    else:
         check_free(folder)
-    scratch = folder.with_name(f".{folder.name}.partial")
+    scratch = scratch_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _claimed(scratch):
@@ -87,6 +91,11 @@ def staged_folder(folder: pathlib.Path | str, *, replace: bool = False) -> Gener
         raise UserError(f"{folder}: could not be written: {error}") from error
 
 
+def scratch_of(folder: pathlib.Path) -> pathlib.Path:
+    """The place beside a folder where `staged_folder` writes it."""
+    return folder.with_name(f".{folder.name}.partial")
+
+
 def make_readable(path: pathlib.Path) -> None:
     """Gives a file the read and write permissions of its folder.
 
@@ -98,8 +107,8 @@ def make_readable(path: pathlib.Path) -> None:
 @contextlib.contextmanager
 def _claimed(scratch: pathlib.Path) -> Generator[None]:
     """Creates and locks an empty scratch folder, and removes it in the end."""
-    scratch.mkdir(exist_ok=True)
-    descriptor = os.open(scratch, os.O_RDONLY)
+    make_folder(scratch)
+    descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -109,7 +118,7 @@ def _claimed(scratch: pathlib.Path) -> Generator[None]:
         ) from error
     try:
         for path in scratch.iterdir():  # left by a process that was killed
-            shutil.rmtree(path)
+            remove_tree(path)
         yield
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

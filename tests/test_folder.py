@@ -320,7 +320,7 @@ def test_files_of_others_are_refused_and_untouched(name, content, tmp_path):
 @pytest.mark.parametrize("left", ["summary.json", "adapter", "model"])
 def test_outputs_without_their_metrics_are_refused(left, tmp_path):
     with folder.open_run(tmp_path, make_config()):
-        (tmp_path / left).touch()
+        (tmp_path / left).touch() if "." in left else (tmp_path / left).mkdir()
     before = (tmp_path / "config.json").read_text()
     with (
         pytest.raises(UserError, match=f"holds {left} but no step"),

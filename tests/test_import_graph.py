@@ -30,25 +30,36 @@ ALLOWED = {
     "scoring": {"rl", "import_path", "errors"},
     "memory": {"policy", "rollout", "rl", "errors"},
     "model_source": {"hub", "paths", "errors"},
-    "staging": {"errors"},
+    "safe_files": {"errors"},
+    "staging": {"safe_files", "errors"},
     "threads": set(),
     "live_line": set(),
     "weights": {"policy", "compact", "model_source", "staging", "threads", "live_line"}
-    | {"hub", "paths", "errors"},
+    | {"safe_files", "hub", "paths", "errors"},
     "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
     "problem_order": {"errors"},
     "config": {"run", "rl", "scoring", "problem_sources", "import_path", "paths", "errors"},
     "data": {"config", "problem_sources", "rl", "weights", "errors"},
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
-    "processes": {"run", "errors"},
-    "show": {"run", "paths", "errors"},
+    "run": {
+        "live_line",
+        "statistics",
+        "staging",
+        "safe_files",
+        "threads",
+        "hub",
+        "paths",
+        "errors",
+    },
+    "processes": {"run", "safe_files", "errors"},
+    "show": {"run", "safe_files", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run", "config"}
     | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
-    | {"processes", "sharding", "hub", "paths", "errors"},
+    | {"processes", "sharding", "safe_files", "hub", "paths", "errors"},
     "export": {
         "staging",
+        "safe_files",
         "live_line",
         "policy",
         "rollout",
@@ -65,7 +76,7 @@ ALLOWED = {
     },
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
-    | {"problem_order", "processes", "import_path"},
+    | {"problem_order", "processes", "import_path", "safe_files"},
     "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"}
     | {"errors"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}

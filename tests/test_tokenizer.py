@@ -231,7 +231,7 @@ def test_a_tokenizer_that_cannot_be_read_is_not_called_malformed(tmp_path):
     write_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").mkdir()  # Permissions do not stop a test that runs as root.
-    with pytest.raises(UserError, match=r"tokenizer.json: cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"tokenizer.json is a folder, not a file"):
         tokenizer.from_folder(tmp_path)
 
 

@@ -44,6 +44,7 @@ from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError, stop_signals
+from qerl_jax.safe_files import check_tree, open_to_write
 from qerl_jax.scoring.calls import check_columns, resolve
 from qerl_jax.statistics import paired_difference
 from qerl_jax.weights.chat_template import as_of
@@ -85,7 +86,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     table = []
     with (
         stop_signals() as received,
-        programs_in(RunFolder(source).programs if run else _user_cache()),
+        programs_in(_programs(source) if run else _user_cache()),
     ):
         for adapter in config.adapters:
             policy = open_policy(
@@ -121,6 +122,13 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
             del policy, job  # The next policy needs the memory.
     print("\n" + format_table(table), flush=True)
     return folders
+
+
+def _programs(run: Path) -> Path:
+    """Returns the folder of the compiled programs of a run, in which nothing leads elsewhere."""
+    programs = RunFolder(run).programs
+    check_tree(programs)
+    return programs
 
 
 def _user_cache() -> Path:
@@ -230,7 +238,7 @@ def _append(
     try:
         new = _scored(job, drafts, received)
     finally:
-        with path.open("a", encoding="utf-8") as file:
+        with open_to_write(path, "a", encoding="utf-8") as file:
             file.write(_lines(new))
     return new
 

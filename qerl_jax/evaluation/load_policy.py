@@ -18,6 +18,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.safe_files import open_to_read
 from qerl_jax.weights import json_file, peft
 from qerl_jax.weights.load import LoadedModel, load
 
@@ -232,7 +233,7 @@ def _read_adapter(
 def _sha256(path: pathlib.Path) -> str:
     if not path.is_file():
         return ""  # The reader of the adapter says what is missing.
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -22,6 +22,7 @@ from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance
+from qerl_jax.safe_files import check_inside
 from qerl_jax.weights import json_file
 
 _RESULTS = "results.json"
@@ -196,6 +197,7 @@ def open_folder(
         | ({"max_rows": config.max_rows} if config.max_rows else {})
         for task in tasks
     }
+    check_inside(user_path(config.out or config.source), folder)
     done: dict[str, Any] = {}
     began: dict[str, str] = {}
     if (folder / _RESULTS).exists():

@@ -40,7 +40,8 @@ from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.staging import check_free, staged_folder
+from qerl_jax.safe_files import check_folder, check_inside
+from qerl_jax.staging import check_free, scratch_of, staged_folder
 from qerl_jax.weights import json_file, names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
@@ -101,7 +102,9 @@ def export(config: ExportConfig) -> Path:
     out = _out_folder(config)
     base_out = out.with_name(f"{out.name}-base") if config.with_base else None
     for folder in filter(None, (out, base_out)):
+        check_inside(user_path(config.source), folder)
         check_free(folder)
+        check_folder(scratch_of(folder))
     if config.push:
         check_push([config.push, *([_base_name(config.push)] if base_out else [])])
     policy = _open(config, config.base_format)

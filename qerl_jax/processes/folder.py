@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 from qerl_jax.errors import UserError
 from qerl_jax.processes.group import Processes
 from qerl_jax.run.folder import OpenRun, open_run
+from qerl_jax.safe_files import open_to_write, remove_tree
 
 _SEEN_SECONDS = 30.0  # a network file system may show a new file late
 _MARKS = f"lock.{'[0-9a-f]' * 16}"
@@ -44,7 +45,7 @@ def open_run_together(
                 return
             stack.enter_context(marked).callback(_remove_marks, folder.path)
             mark = folder.path.absolute() / f"lock.{secrets.token_hex(8)}"
-            mark.touch()
+            open_to_write(mark, "x").close()
             shown = {
                 "mark": str(mark),
                 "schedule_steps": folder.schedule_steps,
@@ -68,7 +69,7 @@ def open_run_together(
 def _remove_marks(folder: Path) -> None:
     """Removes the files by which other processes see the folder; this process holds its lock."""
     for mark in folder.glob(_MARKS):
-        mark.unlink()
+        remove_tree(mark)
 
 
 def _sees(path: Path) -> bool:

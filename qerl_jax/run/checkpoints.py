@@ -23,6 +23,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from qerl_jax.errors import UserError
+from qerl_jax.safe_files import check_tree, remove_tree
 
 _MARGIN_BYTES = 64 * 2**20
 
@@ -50,7 +51,7 @@ class Checkpoints:
         self._folder, self._exchange = Path(folder).resolve(), exchange
         # Orbax would do this in a thread that may outlive the interpreter.
         for interrupted in self._folder.glob("*.orbax-checkpoint-tmp") if _is_first() else ():
-            shutil.rmtree(interrupted)
+            remove_tree(interrupted)
         with _together():
             self._checkpointer = ocp.training.Checkpointer(
                 str(self._folder),
@@ -196,6 +197,7 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
     for path in sorted(found, key=lambda path: -int(path.name)):
         # An incomplete or damaged checkpoint raises exceptions without a common class.
         with contextlib.suppress(Exception), _alone():
+            check_tree(path)
             custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
             return custom["meta"]
     return {}
@@ -237,6 +239,7 @@ def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]
 
 def _read(path: Path, abstract: Any) -> tuple[Any, dict[str, Any]]:
     """Reads the state and the meta object of a checkpoint, or raises any exception."""
+    check_tree(path)  # Orbax would wait for a pipe.
     with _alone():
         custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
         state = ocp.load(str(path.resolve()), abstract)

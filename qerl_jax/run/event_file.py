@@ -10,6 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from qerl_jax.safe_files import check_tree
+
 _FLUSH_SECONDS = 10.0  # Flushing is also an fsync.
 
 
@@ -27,6 +29,7 @@ class EventFile:
         # pyrefly: ignore[missing-module-attribute]  The module is generated.
         from tensorboardX.proto.event_pb2 import SessionLog
 
+        check_tree(folder)
         folder.mkdir(exist_ok=True)
         # With host and second alone, as TensorBoard names it, a quick restart would overwrite it.
         name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"

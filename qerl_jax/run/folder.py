@@ -21,6 +21,15 @@ from qerl_jax.run import resume
 from qerl_jax.run.atomic import TEMPORARY, write_json
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.provenance import provenance
+from qerl_jax.safe_files import (
+    check_file,
+    check_folder,
+    check_tree,
+    open_to_write,
+    read_bytes,
+    read_text,
+)
+from qerl_jax.staging import scratch_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +124,32 @@ class RunFolder:
         """The model of the last step, or of the best evaluation, where all parameters train."""
         return self.path / ("best_model" if best else "model")
 
+    @property
+    def wandb(self) -> Path:
+        """The folder that Weights & Biases makes."""
+        return self.path / "wandb"
+
+    def files(self) -> list[Path]:
+        """The places of files."""
+        return [
+            *(self.config, self.lock, self.metrics, self.completions),
+            *(self.curves, self.summary, self.best),
+        ]
+
+    def filled_by_libraries(self) -> list[Path]:
+        """The places of folders in which libraries write, overwrite and remove files."""
+        return [self.checkpoints, self.programs, self.tensorboard, self.profile]
+
+    def replaced_as_a_whole(self) -> list[Path]:
+        """The places of folders that appear complete, see `staging.staged_folder`."""
+        trained = [make(best=best) for make in (self.adapter, self.model) for best in (False, True)]
+        return [self.first_adapter, *trained]
+
     def finished_steps(self) -> int | None:
         """Number of steps of a finished run; None while a run is not finished."""
         if not self.summary.exists():
             return None
-        return json.loads(self.summary.read_text(encoding="utf-8"))["steps"]
+        return json.loads(read_bytes(self.summary))["steps"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +255,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         _check_ours(folder)  # before the lock, so that a folder of something else is untouched
-        lock = folder.lock.open("a+")
+        check_places(folder)
+        lock = open_to_write(folder.lock, "a+", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
     with lock:
@@ -248,7 +279,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
 
 def record_places(folder: OpenRun, config: ConfigDict) -> None:
     """Records in config.json where the weights and the problems of a run lie now."""
-    saved = json.loads(folder.config.read_bytes())
+    saved = json.loads(read_bytes(folder.config))
     fields, current = saved["config"], config_dict(config)
     for field in folder.moved:
         _copy_field(field, current, fields)
@@ -266,7 +297,7 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
 
 def record(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
     """Records a fact in config.json beside the config, such as where the run began from."""
-    saved = json.loads(folder.config.read_bytes())
+    saved = json.loads(read_bytes(folder.config))
     write_json(folder.config, saved | {name: fact})
 
 
@@ -298,7 +329,7 @@ def _removed_if_it_fails(folder: RunFolder, new: Sequence[Path]) -> Iterator[Non
 def lock_holder(path: Path) -> str | None:
     """The process that trains in a run folder, as 'process 123 on host', or None."""
     try:
-        lock = RunFolder(path).lock.open("a+")
+        lock = open_to_write(RunFolder(path).lock, "r+", encoding="utf-8")
     except FileNotFoundError:
         return None
     with lock:
@@ -350,11 +381,29 @@ def _check_ours(folder: RunFolder) -> None:
         )
 
 
+def check_places(folder: RunFolder) -> None:
+    """Refuses a run folder with a link, or another odd type, where a run writes or removes.
+
+    Raises:
+        UserError: a place of a file or a folder, or one inside a folder that libraries fill, holds
+            something else.
+    """
+    for path in (*folder.files(), *folder.path.glob(f"{folder.lock.name}.*")):
+        check_file(path)
+    for path in folder.filled_by_libraries():
+        check_tree(path)
+    for path in folder.replaced_as_a_whole():
+        check_folder(path)
+        check_folder(scratch_of(path))
+    for path in (folder.evaluations, folder.exports, folder.wandb):
+        check_folder(path)
+
+
 def _left_by_a_start(folder: RunFolder, path: Path) -> bool:
     """Whether a start that ended before it wrote config.json left this file."""
     if path == folder.lock:
         return (
-            re.fullmatch(r"(process \d+ on .*\n)?", path.read_text("utf-8", "replace")) is not None
+            re.fullmatch(r"(process \d+ on .*\n)?", read_text(path, errors="replace")) is not None
         )
     return path.name.startswith(f"{folder.config.name}.") and path.name.endswith(TEMPORARY)
 
@@ -372,7 +421,7 @@ def _check_no_outputs(folder: RunFolder) -> None:
 def _read_saved(path: Path) -> dict[str, Any] | None:
     """The content of a config.json that a run wrote; None for any other file, and without one."""
     try:
-        saved = json.loads(path.read_bytes())
+        saved = json.loads(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):

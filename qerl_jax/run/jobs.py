@@ -18,6 +18,7 @@ from qerl_jax.live_line import LiveLine
 from qerl_jax.run.device_memory import number_of_gpus
 from qerl_jax.run.folder import lock_holder
 from qerl_jax.run.signals import StoppedError, after_parent, stop_signals
+from qerl_jax.safe_files import make_folder, open_to_write, read_text
 
 _POLL_SECONDS = 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -111,7 +112,7 @@ def run_jobs(
     Raises:
         StoppedError: SIGTERM or SIGINT arrived; the jobs have saved.
     """
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    make_folder(folder / "logs")
     active: dict[str | None, _Started] = {}
     begun: set[str] = set()
     held: set[str] = set()
@@ -174,7 +175,7 @@ def _start(job: Job, device: str | None, folder: Path) -> _Started:
     environment = environment_of(folder) | ({} if device is None else {_VISIBLE: device})
     place = "" if device is None else f" on GPU {device}"
     print(f"{job.called}{place}: see {log}", flush=True)
-    with log.open("a", encoding="utf-8") as output:
+    with open_to_write(log, "a", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, *job.command],
             stdin=subprocess.DEVNULL,
@@ -215,5 +216,5 @@ def _report(started: _Started, *, quiet: bool) -> str:
 def _reason(code: int, log: Path) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
-    lines = [line for line in log.read_text("utf-8", "replace").splitlines() if line.strip()]
+    lines = [line for line in read_text(log, errors="replace").splitlines() if line.strip()]
     return f"exit code {code}: {lines[-1].strip() if lines else 'no output'}"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.errors import UserError
+from qerl_jax.safe_files import read_bytes
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -15,7 +16,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """
     path = Path(path)
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path).split(b"\n")
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     while lines and not lines[-1].strip():

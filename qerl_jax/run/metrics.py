@@ -29,6 +29,7 @@ from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.event_file import EventFile
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.safe_files import open_to_write, read_bytes
 
 _SECTIONS = {
     "reward": (
@@ -129,7 +130,7 @@ class MetricsLog:
         """Brings the rows to the disk: a checkpoint must not outlive those of its steps."""
         for path in (self._folder.metrics, self._folder.completions):
             if path.exists():
-                with path.open("ab") as file:
+                with open_to_write(path, "ab") as file:
                     os.fsync(file.fileno())
 
     def write(self, row: Mapping[str, Any]) -> None:
@@ -193,7 +194,7 @@ def read_evaluations(path: str | Path) -> dict[int, float]:
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
+    with open_to_write(path, "a", encoding="utf-8") as file:
         file.write("".join(_line(row) for row in rows))
 
 
@@ -241,4 +242,4 @@ def _optional_module(name: str) -> ModuleType:
 
 def _saved_config(folder: RunFolder) -> dict[str, Any]:
     path = folder.config
-    return json.loads(path.read_text(encoding="utf-8"))["config"] if path.exists() else {}
+    return json.loads(read_bytes(path))["config"] if path.exists() else {}

@@ -31,6 +31,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import Job, run_jobs
 from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.safe_files import read_bytes
 from qerl_jax.statistics import half_interval
 
 ConfigOverrides = dict[str, Any]
@@ -208,7 +209,7 @@ def make_table(runs: Sequence[Run]) -> dict[str, Any]:
         )
     made_with: list[dict[str, Any]] = []
     for run in finished:
-        saved = json.loads(RunFolder(run.folder).config.read_text(encoding="utf-8"))
+        saved = json.loads(read_bytes(RunFolder(run.folder).config))
         origin = {key: saved[key] for key in _PROVENANCE}
         if origin not in made_with:
             made_with.append(origin)

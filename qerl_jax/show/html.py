@@ -16,6 +16,7 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import write_atomic
+from qerl_jax.safe_files import open_to_read
 from qerl_jax.show.text import visible
 from qerl_jax.show.view import Condition, View, curves, is_number, parts_of
 
@@ -86,11 +87,11 @@ def write_page(path: str, views: Sequence[View], **options: Any) -> Path:
     target = user_path(path)
     try:
         if target.exists():
-            with target.open("rb") as file:
+            with open_to_read(target) as file:
                 ours = file.read(len(_FIRST_LINES)) == _FIRST_LINES.encode()
             if not ours:
                 raise UserError(f"--html={path} exists and is not such a page; choose another name")
-        write_atomic(target, page(views, **options))
+        write_atomic(target.resolve(), page(views, **options))
     except OSError as error:
         raise UserError(f"--html={path} cannot be written: {error.strerror}") from error
     return target

@@ -17,6 +17,7 @@ from qerl_jax.paths import user_path
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.safe_files import read_bytes
 
 # What the curves after that of the reward begin with: its parts, and those of a run's data.
 _PARTS = ("reward/", "source/", "curriculum/")
@@ -117,7 +118,7 @@ def open_views(paths: Iterable[str]) -> list[View]:
 
 def _open(folder: RunFolder, name: str) -> View:
     try:
-        saved = json.loads(folder.config.read_bytes())
+        saved = json.loads(read_bytes(folder.config))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder.path} is not a run folder: {folder.config.name} cannot be read"

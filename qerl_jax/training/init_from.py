@@ -25,6 +25,7 @@ from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
 from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record
+from qerl_jax.safe_files import read_bytes
 from qerl_jax.sharding import placed
 from qerl_jax.training.problems import training_fingerprints
 from qerl_jax.training.setup import Setup
@@ -124,7 +125,7 @@ def begin_from(
     if best:
         path = origin.adapter(best=True)
         trained = load_peft_adapter(path, setup.model.config, setup.lora_config)
-        step = json.loads(origin.best.read_text(encoding="utf-8"))["step"]
+        step = json.loads(read_bytes(origin.best))["step"]
         state = dataclasses.replace(state, trainable=trained)
     if fresh:
         state = init_state(state.trainable, setup.optimizer)
@@ -185,7 +186,7 @@ def of_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> S
     if not setup.config.init_from:
         return setup
     if checksum is None:
-        checksum = json.loads(folder.config.read_bytes())["init_from"].get("checksum")
+        checksum = json.loads(read_bytes(folder.config))["init_from"].get("checksum")
     if checksum is not None:
         key = jax.random.fold_in(jax.random.fold_in(setup.key, KEY_ORIGIN), checksum)
         setup = dataclasses.replace(setup, key=key)
@@ -208,7 +209,7 @@ def _origin(text: str) -> tuple[RunFolder, bool]:
 
 def _saved_config(folder: RunFolder) -> dict[str, Any]:
     try:
-        saved = json.loads(folder.config.read_bytes())
+        saved = json.loads(read_bytes(folder.config))
         return saved["config"] if saved["schedule_steps"] else {}
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(

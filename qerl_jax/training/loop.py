@@ -39,6 +39,7 @@ from qerl_jax.run.folder import OpenRun, fingerprint, record
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import format_row
+from qerl_jax.safe_files import read_bytes
 from qerl_jax.training.begin import Run, begin, check_starts
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
@@ -109,7 +110,7 @@ def _train_in(
         check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
         if last < 0:
             check_origin(config)
-        saved = json.loads(folder.config.read_bytes()) if processes.writes else {}
+        saved = json.loads(read_bytes(folder.config)) if processes.writes else {}
         created = processes.of_first(saved.get("created", ""))
         with as_of(created):  # A resumed run has the same prompts.
             steps = folder.schedule_steps

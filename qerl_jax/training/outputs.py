@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.safe_files import read_bytes
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import StepResult
 from qerl_jax.weights.peft import save_peft_adapter
@@ -75,7 +76,7 @@ def best_accuracy(folder: RunFolder) -> float:
     """The recorded accuracy of the best policy; -1 if no policy is recorded."""
     if not folder.best.exists():
         return -1.0
-    return json.loads(folder.best.read_text(encoding="utf-8"))["accuracy"]
+    return json.loads(read_bytes(folder.best))["accuracy"]
 
 
 def trained_folder(folder: RunFolder, config: ConfigDict, *, best: bool = False) -> Path:

@@ -15,6 +15,7 @@ import gguf
 import numpy as np
 
 from qerl_jax.errors import UserError
+from qerl_jax.safe_files import check_readable
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -73,6 +74,7 @@ def read_header(path: pathlib.Path) -> tuple[dict[str, Any], dict[str, GgufTenso
         UserError: the file is missing, truncated or malformed.
     """
     try:
+        check_readable(path)
         data = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: truncated or not a GGUF file ({error})") from error

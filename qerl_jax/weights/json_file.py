@@ -5,6 +5,7 @@ import pathlib
 from typing import Any
 
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.safe_files import read_bytes
 
 _MAX_BYTES = 16 << 20
 
@@ -23,7 +24,7 @@ def read_object(path: pathlib.Path, *, remedy: str = "restore it") -> dict[str, 
         size = path.stat().st_size
         if size > _MAX_BYTES:
             raise UserError(f"{path}: {size} bytes; at most {_MAX_BYTES} are read")
-        return parse_object(path, path.read_bytes())
+        return parse_object(path, read_bytes(path))
     except FileNotFoundError as error:
         raise UserError(f"{path.parent} has no {path.name}: {remedy}") from error
     except OSError as error:

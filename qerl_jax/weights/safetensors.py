@@ -16,6 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
+from qerl_jax.safe_files import check_readable
 from qerl_jax.weights import json_file
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -58,6 +59,7 @@ def read_file(path: pathlib.Path | str) -> dict[str, np.ndarray]:
     """
     path = pathlib.Path(path)
     try:
+        check_readable(path)
         data = np.memmap(path, dtype=np.uint8, mode="r")
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from error

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
+from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, to_hf_config
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
+from qerl_jax.safe_files import read_bytes
 from qerl_jax.staging import make_readable, staged_folder
 from qerl_jax.weights import json_file, names
 from qerl_jax.weights import tokenizer as tokenizer_lib
@@ -188,14 +190,27 @@ def companion_files(
                 dtype=dtype,
             )
         }
-    stored = (model.path / "config.json").read_bytes()
+    stored = _read_companion(model.path, "config.json")
     hf = json_file.parse_object(model.path / "config.json", stored)
-    files = {name: model.path / name for name in _COMPANIONS if (model.path / name).exists()}
-    return {name: path.read_bytes() for name, path in files.items()} | {
+    companions = [name for name in _COMPANIONS if (model.path / name).exists()]
+    return {name: _read_companion(model.path, name) for name in companions} | {
         "config.json": stored
         if _describes(hf, packed=packed, dtype=dtype)
         else _config_json(hf, packed=packed, ignore=ignore, dtype=dtype)
     }
+
+
+def _read_companion(folder: pathlib.Path, name: str) -> bytes:
+    """Reads a file that is copied: a link in a foreign folder could name a secret of the user."""
+    path, home = folder / name, folder.resolve()
+    # The hub's cache holds a model as folders of links to the files of all its revisions.
+    homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
+    if not any(path.resolve().is_relative_to(allowed) for allowed in homes):
+        raise UserError(
+            f"{path} is a symbolic link to a file outside of its folder, which is not copied; put "
+            "the file itself there"
+        )
+    return read_bytes(path)
 
 
 def _write_shard(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> list[str]:

@@ -10,6 +10,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.safe_files import read_bytes, read_text
 from qerl_jax.weights import json_file
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 from qerl_jax.weights.chat_template import compile_template, to_json, variables
@@ -356,9 +357,11 @@ def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
     file = folder / "tokenizer.json"
     if file.exists():
         try:
-            return tokenizers.Tokenizer.from_buffer(file.read_bytes())
+            return tokenizers.Tokenizer.from_buffer(read_bytes(file))
         except OSError as error:
             raise UserError(f"{file}: cannot be read: {error.strerror}") from error
+        except UserError:
+            raise
         except Exception as error:  # tokenizers raises no narrower class
             raise UserError(f"{file}: malformed: {first_line(error):.300}") from error
     if not (folder / "vocab.json").exists():
@@ -379,7 +382,7 @@ def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> tuple
     file = folder / "chat_template.jinja"
     if file.exists():
         try:
-            return file.read_text(encoding="utf-8"), str(file)
+            return read_text(file), str(file)
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{file}: cannot be read: {error}") from error
     file = folder / "chat_template.json"
