@@ -12,6 +12,7 @@ import pytest
 import tiny_run
 
 from qerl_jax.errors import UserError
+from qerl_jax.processes import launch
 from qerl_jax.processes.spawn import _Started, environments
 
 STEPS = 2
@@ -42,6 +43,59 @@ def test_a_proxy_is_not_asked_for_another_process():
     assert "no_grpc_proxy" not in places(2, 1, 2)[0]
     found = places(2, 1, 2, http_proxy="http://proxy:8080")
     assert [place["no_grpc_proxy"] for place in found] == ["localhost", "localhost"]
+
+
+LISTENING = """
+import os, pathlib, threading, time
+from qerl_jax.processes.launch import _initialize, place_of
+place = place_of(os.environ, devices=2)
+port = f":{int(place.address.rpartition(':')[2]):04X}"
+def look():
+    while True:
+        for table in ("tcp", "tcp6"):
+            for line in pathlib.Path("/proc/net", table).read_text().splitlines()[1:]:
+                number, local, other, state, *_ = line.split()
+                if state == "0A" and local.endswith(port):
+                    print(local.removesuffix(port), flush=True)
+                    os._exit(0)
+        time.sleep(0.05)
+threading.Thread(target=look, daemon=True).start()
+_initialize(place)
+"""
+
+
+def test_processes_of_one_machine_listen_on_its_loopback_address_alone():
+    place = {k: v for k, v in places(2, 1, 2)[0].items() if k.startswith("JAX")}
+    done = subprocess.run(
+        [sys.executable, "-c", LISTENING],
+        env=os.environ | place | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    # 127.0.0.1, or the same as an IPv6 address
+    assert done.stdout.strip() in ("0100007F", "0000000000000000FFFF00000100007F")
+
+
+def test_nccl_listens_on_the_interface_that_the_user_names():
+    assert [place["NCCL_SOCKET_IFNAME"] for place in places(2, 1, 2)] == ["lo", "lo"]
+    assert "NCCL_SOCKET_IFNAME" not in places(2, 1, 2, NCCL_SOCKET_IFNAME="eth1")[0]
+
+
+@pytest.mark.parametrize(
+    ("address", "bind"),
+    [
+        ("localhost:99", "127.0.0.1:99"),
+        ("127.0.0.2:99", "127.0.0.2:99"),
+        ("[::1]:99", "[::1]:99"),
+        ("node7:99", None),
+        ("10.0.0.7:99", None),
+    ],
+)
+def test_the_user_decides_where_processes_of_several_hosts_listen(address, bind):
+    assert launch._bind_address(address, {}) == bind
+    assert launch._bind_address(address, {"JAX_COORDINATOR_BIND_ADDRESS": "a:1"}) is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ One process serves all devices that it sees. Plain variables name the processes,
 """
 
 import contextlib
+import ipaddress
 import os
 import re
 from collections.abc import Generator, Mapping
@@ -152,9 +153,27 @@ def _initialize(place: Place) -> None:
             local_device_ids=devices,
             initialization_timeout=_CONNECT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            coordinator_bind_address=_bind_address(place.address, os.environ),
         )
     except (RuntimeError, ValueError) as error:
         raise UserError(f"{_unconnected(place)}: {first_line(error)}") from error
+
+
+def _bind_address(address: str, environment: Mapping[str, str]) -> str | None:
+    """Where process 0 listens; None leaves it to JAX, which listens on all interfaces.
+
+    Processes of one machine, which find each other at its loopback address, listen only there: what
+    they exchange is neither encrypted nor authenticated.
+    """
+    host, _, port = address.rpartition(":")
+    if environment.get("JAX_COORDINATOR_BIND_ADDRESS"):
+        return None  # JAX reads it.
+    if host == "localhost":
+        return f"127.0.0.1:{port}"
+    try:
+        return address if ipaddress.ip_address(host.strip("[]")).is_loopback else None
+    except ValueError:
+        return None
 
 
 def _unconnected(place: Place) -> str:

@@ -28,6 +28,7 @@ _FAILED_SECONDS = 3  # and after an error in it, which connected processes have 
 _LOST_SECONDS = 30  # how long connected processes may take to find out that one has ended
 _KEPT_LINES = 100
 _PROXIES = {"grpc_proxy", "https_proxy", "http_proxy"}
+_INTERFACE = "NCCL_SOCKET_IFNAME"
 _ERROR = "error: "
 # Variables by which a user decides what this process serves.
 _DECIDED = COUNT, DEVICES, "JAX_CUDA_VISIBLE_DEVICES"
@@ -59,6 +60,8 @@ def environments(
         address = f"localhost:{found.getsockname()[1]}"
     # JAX's runtime would ask a proxy for this address. Without one it would warn of the variable.
     direct = {"no_grpc_proxy": "localhost"} if _PROXIES & environment.keys() else {}
+    # NCCL would listen on an interface that other machines reach.
+    direct |= {} if _INTERFACE in environment else {_INTERFACE: "lo"}
     return [
         {
             ADDRESS: address,
