@@ -41,6 +41,7 @@ from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.run.device_memory import take_memory
 from qerl_jax.run.resume import RENAMED
 from qerl_jax.run.signals import StoppedError
+from qerl_jax.text import visible
 
 _PRESETS = (
     f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(defaults.MODELS)}. "
@@ -74,6 +75,7 @@ def main(
     """
     if description:
         sys.modules["__main__"].__doc__ = description
+    sys.excepthook = _print_traceback
     _import_from_here()
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -188,6 +190,7 @@ def run_command(
         tensor_of: number of GPUs that share the weights, by the arguments.
     """
     _quiet()
+    sys.excepthook = _print_traceback
     _import_from_here()
     name = os.path.basename(sys.argv[0])
     if name.startswith("qerl-"):  # an installed command
@@ -336,8 +339,14 @@ def with_files(argv: Sequence[str]) -> list[str]:
 def _fail(error: Exception | str) -> NoReturn:
     """Prints one line and exits with code 2."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    print(f"error: {' '.join(lines)}", file=sys.stderr)
+    print(f"error: {visible(' '.join(lines))}", file=sys.stderr)
     sys.exit(2)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Prints the traceback of a bug, of which a user's function may have made the message."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(visible(text), end="", file=sys.stderr, flush=True)
 
 
 def _interrupted() -> NoReturn:

@@ -85,11 +85,12 @@ def run(arguments: argparse.Namespace) -> None:
 def _steps(text: str) -> tuple[int, int] | None:
     """The first and the last step of --step; None where it is not given."""
     from qerl_jax.errors import UserError
+    from qerl_jax.show.view import LAST_STEP
 
     if not text:
         return None
     if text == "all":
-        return 0, 10**18
+        return 0, LAST_STEP
     found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
     if not found:
         raise UserError(f"--step={text}: write a step, a range such as 1:20, or all")

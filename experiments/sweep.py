@@ -58,6 +58,7 @@ from qerl_jax.run.sweep import (
     train_all,
 )
 from qerl_jax.safe_files import check_folder, check_tree, read_bytes, read_text
+from qerl_jax.text import visible
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
@@ -92,7 +93,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     failures = {} if _TABLE.value else train_all(part, folder, devices)
     _write_results(runs, folder)
     for name, reason in failures.items():
-        print(f"FAILED {name}: {reason}", file=sys.stderr)
+        print(visible(f"FAILED {name}: {reason}"), file=sys.stderr)
     if failures:
         print(
             f"{len(failures)} of {len(part)} runs failed; the same command tries them again",

@@ -4,6 +4,8 @@ import contextlib
 import math
 from collections.abc import Generator, Mapping
 
+from qerl_jax.text import visible
+
 
 class UserError(Exception):
     """Bad input, such as a config value, a file or a folder; shown as one line, no traceback."""
@@ -63,5 +65,5 @@ def memory_errors(message: str) -> Generator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message; '' for an error without a message."""
-    return (str(error).strip().splitlines() or [""])[0]
+    """The first line of an error's message, safe to print; '' for an error without a message."""
+    return visible((str(error).strip().splitlines() or [""])[0])

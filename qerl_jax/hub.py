@@ -11,6 +11,8 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
+from qerl_jax.text import visible
+
 SECONDS = 5.0  # time limit for the first answer of the hub
 
 
@@ -29,7 +31,7 @@ def asking(name: str) -> Generator[None]:
     if constants.HF_HUB_OFFLINE:
         yield
         return
-    print(f"{name}: asking the Hugging Face hub", file=sys.stderr, flush=True)
+    print(f"{visible(name)}: asking the Hugging Face hub", file=sys.stderr, flush=True)
     if _answers(constants.ENDPOINT):
         yield
         return

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
+from qerl_jax.text import visible
+
 _QUIET_SECONDS = 1.0  # what ends earlier leaves no line
 
 
@@ -49,12 +51,12 @@ def progress_line(
         if state.done:
             live.clear()
             if state.text and state.seconds >= _QUIET_SECONDS:
-                print(state.text, file=stream, flush=True)
+                print(visible(state.text), file=stream, flush=True)
         elif stream.isatty():
             live.update(state.text)
         elif state.seconds - last >= every:
             last = state.seconds
-            print(state.text, file=stream, flush=True)
+            print(visible(state.text), file=stream, flush=True)
 
     return show
 
@@ -80,7 +82,7 @@ class LiveLine:
             return
         self._last = now
         columns = shutil.get_terminal_size().columns
-        self._stream.write(f"\r\x1b[K{text[: columns - 1]}")
+        self._stream.write(f"\r\x1b[K{visible(text)[: columns - 1]}")
         self._stream.flush()
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 import html.parser
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ from experiments import show as command
 from qerl_jax.errors import UserError
 from qerl_jax.show.html import page, write_page
 from qerl_jax.show.terminal import show
-from qerl_jax.show.text import visible, width, wrap
+from qerl_jax.show.text import width, wrap
 from qerl_jax.show.view import open_views, read_condition
+from qerl_jax.text import visible
 
 SCRIPT = "<script>alert(1)</script></script><!--<b>"
 CONTROL = "red \x1b[31m bell \x07 \x9b left \u202e half \ud800 end"
@@ -279,3 +281,104 @@ def test_the_command(tmp_path):
     assert done.stderr.startswith(b"error: --where=x<1: completions have no number 'x'")
     done = subprocess.run([*arguments[:-1], "--step=3:1"], **options)
     assert (done.returncode, done.stderr[:19]) == (2, b"error: --step=3:1: ")
+
+
+DEEP = json.loads("[" * 400 + "]" * 400)
+ODD = [
+    *(None, True, "x", CONTROL, [], [1, "a"], {}, {"a": 1}, DEEP, "9" * 3000),
+    *(
+        -1,
+        0,
+        10**18,
+        10**19,
+        10**400,
+        -(10**400),
+        1e308,
+        -1e308,
+        1e-320,
+        math.nan,
+        math.inf,
+    ),
+]
+CONFIG_FIELDS = [
+    *("steps", "seed", "preset", "log", "log.completions", "model", "model.source", "model.format"),
+    *("rollout", "rollout.prompts_per_step", "rollout.group_size"),
+]
+ROW_FIELDS = [
+    *("step", "reward", "accuracy", "format", "reward/format", "length", "entropy", "sigma"),
+    *("grad_norm", "rollout_tokens_per_second", "train_tokens_per_second", "remaining_seconds"),
+    *("update_skipped", "reward/a", "source/a", "eval_seconds", "eval_accuracy"),
+    *("eval_accuracy_before", "eval_truncated"),
+]
+SAMPLE_FIELDS = ["step", *sample(1, 0), "reward/x", "unknown"]
+
+
+def shown_or_refused(run):
+    """Shows a run in all ways; no exception but a UserError may escape."""
+    for where in ((), ("reward>=0",)):
+        try:
+            text = printed(run, step="all", where=where, columns=80)
+            views = open_views([str(run)])
+            whole = page(views, conditions=[read_condition(one, views) for one in where])
+        except UserError:
+            continue
+        assert all(character == "\n" or character.isprintable() for character in text)
+        assert "\x1b" not in whole
+
+
+@pytest.mark.parametrize("field", CONFIG_FIELDS)
+def test_any_value_in_a_config_is_shown_or_refused(field, tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    before = (run / "config.json").read_text()
+    *sections, last = field.split(".")
+    for value in ODD:
+        saved = json.loads(before)
+        place = saved["config"]
+        for section in sections:
+            place = place[section]
+        place[last] = value
+        (run / "config.json").write_text(json.dumps(saved))
+        shown_or_refused(run)
+
+
+@pytest.mark.parametrize("field", ROW_FIELDS)
+def test_any_value_in_a_row_is_shown_or_refused(field, tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    rows = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.25, field: 1}]
+    for value in ODD:
+        odd = {"step": 1, "reward": 0.5} | {field: value}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [odd, *rows]))
+        shown_or_refused(run)
+
+
+@pytest.mark.parametrize("field", SAMPLE_FIELDS)
+def test_any_value_in_a_completion_is_shown_or_refused(field, tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    for value in ODD:
+        rows = [sample(1, 0) | {field: value}, {"step": 1, field: value}, sample(1, 1)]
+        (run / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        shown_or_refused(run)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "metrics.jsonl", "completions.jsonl", "summary.json"]
+)
+def test_any_content_of_a_file_is_shown_or_refused(name, tmp_path):
+    run = write_run(tmp_path / "run", steps=1)
+    texts = [json.dumps(value) for value in ODD] + ["[" * 100_000, "\x00", "\xff", '{"steps": 1']
+    for text in texts:
+        for content in (text, f'{text}\n{{"step": 1, "reward": 1}}\n', f'{{"config": {text}}}'):
+            (run / name).write_bytes(content.encode("latin-1"))
+            shown_or_refused(run)
+
+
+def test_numbers_that_are_far_apart_are_drawn(tmp_path):
+    rows = [{"step": n, "reward": (-1) ** n * 1e300} for n in range(1, 1000)]
+    text = printed(write_run(tmp_path / "run", rows=rows), columns=80)
+    assert "1e+300 -> " in text.replace("-1e+300 -> ", "1e+300 -> ")
+
+
+def test_a_circle_of_links_is_one_line(tmp_path):
+    (tmp_path / "run").symlink_to("run")
+    with pytest.raises(UserError, match=r"run cannot be read|is not a run folder"):
+        open_views([str(tmp_path / "run")])

@@ -22,7 +22,7 @@ import numpy as np
 
 from qerl_jax.buckets import bucket
 from qerl_jax.data import Prompt
-from qerl_jax.errors import memory_errors
+from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.greedy import passed, score_completions
 from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
@@ -47,6 +47,7 @@ from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.safe_files import check_tree, open_to_write
 from qerl_jax.scoring.calls import check_columns, resolve
 from qerl_jax.statistics import paired_difference
+from qerl_jax.text import visible
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.checkpoint import read_architecture
 
@@ -102,7 +103,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 encoded = {t.name: encode_task(policy.model, t, config.limit) for t in tasks}
             digests = {task: found.digest for task, found in encoded.items()}
             results = results_folder.open_folder(folder, policy, tasks, digests, config)
-            print(f"{name or config.source}: {folder}", flush=True)
+            print(visible(f"{name or config.source}: {folder}"), flush=True)
             for task in tasks:
                 job = _Job(policy, task, encoded[task.name].prompts, scorers[task.name], config)
                 entry = results["tasks"][task.name]
@@ -120,7 +121,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 table.append((name, task.name, figures))
             folders.append(folder)
             del policy, job  # The next policy needs the memory.
-    print("\n" + format_table(table), flush=True)
+    print("\n" + visible(format_table(table)), flush=True)
     return folders
 
 
@@ -199,7 +200,7 @@ def _complete(
     )
     wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
     found = read_jsonl(path) if path.exists() else []
-    rows: _Rows = {(row["problem"], row["sample"]): row for row in found}
+    rows: _Rows = {_place(path, row): row for row in found}
     rows |= _scored(job, [row for place, row in rows.items() if place in wanted], received)
     _write_rows(path, rows)  # This drops an incomplete last line.
     incomplete = {problem for problem, _ in wanted - rows.keys()}
@@ -222,12 +223,21 @@ def _complete(
                 began = time.perf_counter()
                 live.clear()
                 print(
-                    f"{job.task.name} {len(correct)}/{len(wanted)} completions, "
+                    f"{visible(job.task.name)} {len(correct)}/{len(wanted)} completions, "
                     f"{100 * np.mean(correct):.1f} % correct so far, {rate:.0f} tok/s",
                     flush=True,
                 )
     _write_rows(path, dict(sorted(rows.items())))
     return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
+
+
+def _place(path: Path, row: Any) -> tuple[int, int]:
+    """Returns the numbers of problem and sample of a line; refuses what no evaluation wrote."""
+    found = (row.get("problem"), row.get("sample")) if isinstance(row, dict) else ()
+    match found:
+        case (int(problem), int(sample)):
+            return problem, sample
+    raise UserError(f"{path} is damaged: a line names no problem and sample; pass another --out")
 
 
 def _append(

@@ -19,6 +19,7 @@ from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.safe_files import open_to_read
+from qerl_jax.text import visible
 from qerl_jax.weights import json_file, peft
 from qerl_jax.weights.load import LoadedModel, load
 
@@ -160,7 +161,7 @@ def _last_part(model: str) -> str:
 
 @functools.cache
 def _print_once(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(visible(line), file=sys.stderr, flush=True)
 
 
 def read_run(path: pathlib.Path) -> dict[str, Any] | None:

@@ -17,6 +17,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
 from qerl_jax.rollout.shapes import dequantize_mode
+from qerl_jax.text import visible
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
@@ -77,7 +78,7 @@ def sample(config: SampleConfig) -> None:
     with memory_errors("pass a smaller model, --format=nvfp4 or a lower --max-new-tokens"):
         for number, (name, policy, lora) in enumerate(_policies(config)):
             if name:
-                print(f"{'\n' if number else ''}--- {name}", flush=True)
+                print(f"{'\n' if number else ''}--- {visible(name)}", flush=True)
             _answer(config, policy, lora)
 
 
@@ -104,6 +105,11 @@ def stream_text(tokenizer: Tokenizer, write: Callable[[str], object]) -> Callabl
             written = len(text)
 
     return show
+
+
+def _write(text: str) -> None:
+    """Writes a piece of text to stdout: to a file as it is, to a terminal without control text."""
+    print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
 def _policies(config: SampleConfig) -> list[tuple[str, Policy, Lora | None]]:
@@ -135,7 +141,7 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
         dequantize=dequantize_mode(model.params, rollout_settings.get("dequantize", "auto")),
         kv_cache_dtype=rollout_settings.get("kv_cache_dtype", ""),
     )
-    show = stream_text(model.tokenizer, functools.partial(print, end="", flush=True))
+    show = stream_text(model.tokenizer, _write)
     updates: list[tuple[float, int]] = []  # (time, number of tokens)
     for step in generate_steps(
         jax.random.key(config.seed, impl="threefry2x32"),

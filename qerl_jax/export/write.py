@@ -42,6 +42,7 @@ from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.safe_files import check_folder, check_inside
 from qerl_jax.staging import check_free, scratch_of, staged_folder
+from qerl_jax.text import visible
 from qerl_jax.weights import json_file, names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
@@ -117,12 +118,12 @@ def export(config: ExportConfig) -> Path:
         print(f"the part of the update that rounding keeps:\n{kept_table(card.kept)}", flush=True)
     if card.divergences:
         print(f"KL of the trained policy to:\n{divergence_table(card.divergences)}", flush=True)
-    print(f"{out}: complete" if base_out is None else f"{out}, {base_out}: complete")
+    print(visible(f"{out}: complete" if base_out is None else f"{out}, {base_out}: complete"))
     if config.push:
         if base_out is not None:
             print(push(base_out, _base_name(config.push), public=config.public), flush=True)
         print(push(out, config.push, public=config.public), flush=True)
-    print("\n".join(serve_lines(card)), flush=True)
+    print(visible("\n".join(serve_lines(card))), flush=True)
     return out
 
 

@@ -26,6 +26,7 @@ from orbax.checkpoint import multihost
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.run.signals import StoppedError
+from qerl_jax.text import visible
 
 HEARTBEAT_SECONDS = 20  # after which JAX's runtime gives a silent process up
 _LOOK_SECONDS = 0.5
@@ -274,7 +275,7 @@ class Processes:
         if not self._parting.acquire(blocking=False):
             return
         with contextlib.suppress(OSError):  # The terminal was closed.
-            print(line, file=sys.stderr, flush=True)
+            print(visible(line), file=sys.stderr, flush=True)
         self._part(alive)
         os._exit(1)
 

@@ -21,6 +21,7 @@ from collections.abc import Generator, Mapping
 from qerl_jax.processes.launch import ADDRESS, COUNT, DEVICES, INDEX, place_of
 from qerl_jax.run.device_memory import number_of_gpus
 from qerl_jax.run.signals import after_parent
+from qerl_jax.text import visible
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS = 60  # how long the others may take to end after process 0
@@ -144,7 +145,7 @@ class _Started:
         """Shows what a process said before it crashed, and returns a line on its end."""
         self._reader.join(1.0)  # A worker of the process may hold the pipe open.
         code, said = self.process.returncode, list(self.said)
-        last = said[-1].decode(errors="replace").strip() if said else ""
+        last = visible(said[-1].decode(errors="replace").strip()) if said else ""
         if last.startswith(_ERROR):
             return f"{_ERROR}process {self.index} failed, which ends the run: {last[len(_ERROR) :]}"
         if code < 0 or 0 < code < 128:

@@ -24,6 +24,7 @@ from orbax.checkpoint import v1 as ocp
 
 from qerl_jax.errors import UserError
 from qerl_jax.safe_files import check_tree, remove_tree
+from qerl_jax.text import visible
 
 _MARGIN_BYTES = 64 * 2**20
 
@@ -314,5 +315,5 @@ def _reason(error: BaseException) -> str:
     """The first cause of an error, in one line of at most 200 characters."""
     while cause := error.__cause__ or error.__context__:
         error = cause
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = visible(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= 200 else text[:197] + "..."

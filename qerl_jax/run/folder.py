@@ -19,7 +19,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run import resume
 from qerl_jax.run.atomic import TEMPORARY, write_json
-from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.jsonl import read_rows_of_steps
 from qerl_jax.run.provenance import provenance
 from qerl_jax.safe_files import (
     check_file,
@@ -30,6 +30,7 @@ from qerl_jax.safe_files import (
     read_text,
 )
 from qerl_jax.staging import scratch_of
+from qerl_jax.text import visible
 
 
 @dataclasses.dataclass(frozen=True)
@@ -433,7 +434,7 @@ def _has_begun(folder: RunFolder) -> bool:
     """Whether a step was logged or saved; a start that failed before leaves nothing to keep."""
     if folder.checkpoints.is_dir() and any(p.is_dir() for p in folder.checkpoints.iterdir()):
         return True
-    rows = read_jsonl(folder.metrics) if folder.metrics.exists() else []
+    rows = read_rows_of_steps(folder.metrics) if folder.metrics.exists() else []
     return any(row["step"] > 0 for row in rows)
 
 
@@ -459,7 +460,7 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}{said}")
     if not allowed or (folder.finished_steps() or 0) >= config.steps:
         return moved  # A finished run takes no step with new values.
-    changes = ", ".join(f"{field}: {change}" for field, change in allowed.items())
+    changes = visible(", ".join(f"{field}: {change}" for field, change in allowed.items()))
     print(
         f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "
         f"here on its numbers are no longer bit for bit those of an uninterrupted run{said}",

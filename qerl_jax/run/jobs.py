@@ -19,6 +19,7 @@ from qerl_jax.run.device_memory import number_of_gpus
 from qerl_jax.run.folder import lock_holder
 from qerl_jax.run.signals import StoppedError, after_parent, stop_signals
 from qerl_jax.safe_files import make_folder, open_to_write, read_text
+from qerl_jax.text import visible
 
 _POLL_SECONDS = 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -128,7 +129,7 @@ def run_jobs(
             if holder := job.run and lock_holder(job.run):
                 waits = True
                 if job.name not in held:
-                    print(f"{job.name}: waiting for {holder}", flush=True)
+                    print(f"{job.name}: waiting for {visible(holder)}", flush=True)
                     held.add(job.name)
                 continue
             begun.add(job.name)
@@ -217,4 +218,4 @@ def _reason(code: int, log: Path) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line for line in read_text(log, errors="replace").splitlines() if line.strip()]
-    return f"exit code {code}: {lines[-1].strip() if lines else 'no output'}"
+    return f"exit code {code}: {visible(lines[-1].strip()) if lines else 'no output'}"

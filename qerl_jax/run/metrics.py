@@ -28,7 +28,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.event_file import EventFile
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.jsonl import is_number, read_jsonl, read_rows_of_steps
 from qerl_jax.safe_files import open_to_write, read_bytes
 
 _SECTIONS = {
@@ -122,7 +122,7 @@ class MetricsLog:
         """
         for path in (self._folder.metrics, self._folder.completions):
             if path.exists():
-                rows = [row for row in read_jsonl(path) if row["step"] <= last_step]
+                rows = [row for row in read_rows_of_steps(path) if row["step"] <= last_step]
                 write_atomic(path, "".join(_line(row) for row in rows))
         self._purge_step = last_step + 1
 
@@ -175,7 +175,7 @@ def read_steps(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         UserError: the file is missing or damaged.
     """
-    return [row for row in read_jsonl(path) if "eval_seconds" not in row]
+    return [row for row in _objects(path) if "eval_seconds" not in row]
 
 
 def read_evaluations(path: str | Path) -> dict[int, float]:
@@ -185,12 +185,17 @@ def read_evaluations(path: str | Path) -> dict[int, float]:
         UserError: the file is missing or damaged.
     """
     found = {}
-    for row in read_jsonl(path):
-        if row.get("eval_accuracy_before") is not None:
+    for row in _objects(path):
+        if is_number(row.get("eval_accuracy_before")):
             found[0] = row["eval_accuracy_before"]
-        if row.get("eval_accuracy") is not None:
+        if is_number(row.get("eval_accuracy")) and type(row.get("step")) is int:
             found[row["step"]] = row["eval_accuracy"]
     return found
+
+
+def _objects(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a file without what no run writes."""
+    return [row for row in read_jsonl(path) if isinstance(row, dict)]
 
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

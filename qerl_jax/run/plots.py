@@ -8,6 +8,7 @@ import numpy as np
 
 from qerl_jax.run.atomic import replaced
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.jsonl import is_number
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.statistics import half_interval
 
@@ -172,7 +173,11 @@ def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a key, without the rows that lack it or hold null."""
-    present = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+    """Steps and values of a key, without the rows that lack it or hold no number."""
+    present = [
+        (row["step"], row[key])
+        for row in rows
+        if is_number(row.get("step")) and is_number(row.get(key))
+    ]
     steps, values = zip(*present, strict=True) if present else ((), ())
     return np.array(steps, np.float64), np.array(values, np.float64)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
+
+from qerl_jax.run.jsonl import is_number
 
 
 def format_row(row: Mapping[str, Any], total_steps: int) -> str:
@@ -48,23 +50,32 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
 def _format_evaluation(row: Mapping[str, Any]) -> str:
     when = f"after step {row['step']}" if row["step"] else "before training"
     accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
-    cut = row.get("eval_truncated") or 0.0
+    cut = row.get("eval_truncated")
+    cut = cut if is_number(cut) else 0.0
     note = f" ({100 * cut:.0f} % of the completions were cut off)" if cut else ""
     return f"greedy accuracy {when}: {_number(accuracy, '.3f')}{note}"
 
 
 def _number(value: Any, spec: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else format(float(value), spec)
+    return format(float(value), spec) if _is_finite(value) else "-"
 
 
-def _rate(value: float | None) -> str:
-    if value is None or not math.isfinite(value):
+def _is_finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number of Python, NumPy or JAX, and finite."""
+    try:
+        return not isinstance(value, str | bytes) and math.isfinite(value)
+    except (TypeError, OverflowError):
+        return False
+
+
+def _rate(value: Any) -> str:
+    if not _is_finite(value):
         return "-"
     return f"{value:.0f}" if value < 9999.5 else f"{value / 1000:.1f}k"
 
 
-def _duration(seconds: float | None) -> str:
-    if seconds is None or not math.isfinite(seconds):
+def _duration(seconds: Any) -> str:
+    if not _is_finite(seconds):
         return "-"
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -27,6 +27,7 @@ from qerl_jax.errors import first_line
 from qerl_jax.rl.rewards import LARGEST, Reward
 from qerl_jax.scoring.calls import LISTS, Call, call_of
 from qerl_jax.scoring.url import RewardError
+from qerl_jax.text import visible
 
 _TICK = 0.1  # seconds between two looks at whether the wait for a reward shall end
 _GRACE = 0.5  # seconds that a reward which blocks the event loop may exceed its time limit
@@ -193,7 +194,7 @@ class Scoring:
             parts=self._parts,
             errors=[
                 f"reward {name!r} is missing for {self._counts[name, kind]} of {size} completions: "
-                f"{message}"
+                f"{visible(message)}"
                 for name, failures in self._failures.items()
                 for kind, message in failures.items()
             ],

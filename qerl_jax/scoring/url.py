@@ -23,6 +23,7 @@ from typing import Any
 
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.rl.rewards import LARGEST
+from qerl_jax.text import visible
 
 _BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses after which a request is repeated
 _FIRST_PAUSE = 0.5  # seconds before the second attempt; each further pause is twice as long
@@ -184,7 +185,7 @@ def _clean(text: str, token: str) -> str:
     """The beginning of a text from outside, on one line, without the token."""
     if token:
         text = text.replace(token, "***")
-    return "".join(c for c in " ".join(text.split()) if c.isprintable())[:200]
+    return visible(" ".join(text.split()))[:200]
 
 
 def _read(content: bytes, count: int) -> list[Any]:

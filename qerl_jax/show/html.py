@@ -16,9 +16,10 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run.atomic import write_atomic
+from qerl_jax.run.jsonl import is_number
 from qerl_jax.safe_files import open_to_read
-from qerl_jax.show.text import visible
-from qerl_jax.show.view import Condition, View, curves, is_number, parts_of
+from qerl_jax.show.view import Condition, View, curves, parts_of
+from qerl_jax.text import visible
 
 LIMIT_BYTES = 20_000_000
 _HERE = Path(__file__).parent
@@ -98,8 +99,8 @@ def write_page(path: str, views: Sequence[View], **options: Any) -> Path:
 
 
 def _head(number: int, view: View) -> str:
-    model = view.config.get("model", {})
-    facts = f"{model.get('source')} in {model.get('format')}, seed {view.config.get('seed')}"
+    source, form, seed = (view.setting(n) for n in ("model.source", "model.format", "seed"))
+    facts = f"{source} in {form}, seed {seed}"
     color = _COLORS[number % len(_COLORS)]
     return (
         f'<p><span class=key style="background:{color}"></span>'
@@ -165,7 +166,7 @@ def _completions(
 
 
 def _note(view: View) -> str:
-    count = view.config.get("log", {}).get("completions")
+    count = view.setting("log.completions")
     return (
         f"{view.name}: the run logged {count} of the {view.sampled} completions of a step; "
         "--config.log.completions=N logs more."

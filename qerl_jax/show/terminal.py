@@ -5,9 +5,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from qerl_jax.run.jsonl import is_number
 from qerl_jax.run.terminal import format_row
-from qerl_jax.show.text import pad, visible, width, wrap
-from qerl_jax.show.view import Condition, View, curves, is_number, parts_of
+from qerl_jax.show.text import pad, width, wrap
+from qerl_jax.show.view import Condition, View, curves, parts_of
+from qerl_jax.text import visible
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#%"
@@ -37,34 +39,36 @@ def show(
         columns: width of the terminal.
         unicode: whether the terminal can show block characters.
     """
+
+    def say(line: str) -> None:
+        write(visible(line))
+
     for view in views:
-        model, preset = view.config.get("model", {}), view.config.get("preset", "")
-        write(visible(f"{view.name}: {view.state}"))
-        write(visible(f"  {model.get('source')} in {model.get('format')}, preset {preset}"))
-    write("")
+        source, form = view.setting("model.source"), view.setting("model.format")
+        say(f"{view.name}: {view.state}")
+        say(f"  {source} in {form}, preset {view.setting('preset', '')}")
+    say("")
     for line in _curve_lines(views, columns, _BLOCKS if unicode else _ASCII):
-        write(line)
+        say(line)
     logged = sorted({step for view in views for step in view.steps()})
     if not logged:
-        write("no completions are logged" + _advice(views))
+        say("no completions are logged" + _advice(views))
         return
     shared = set(logged).intersection(*(view.steps() for view in views))
     latest = max(shared or logged)
     first, last = steps or (latest, latest)
     chosen = [step for step in logged if first <= step <= last]
     if not chosen:
-        write(f"no completions in the steps {first} to {last}; {_steps_with_completions(logged)}")
+        say(f"no completions in the steps {first} to {last}; {_steps_with_completions(logged)}")
         return
     shown = 0
     for step in chosen:
-        shown += _show_step(views, write, step, conditions, limit, columns)
+        shown += _show_step(views, say, step, conditions, limit, columns)
     if conditions and not shown:
-        write("no completion fulfills --where in these steps")
+        say("no completion fulfills --where in these steps")
     if steps is None and len(logged) > 1:
-        write(
-            f"--step=N, --step=FROM:TO and --step=all show more: {_steps_with_completions(logged)}"
-        )
-    write("a step shows the completions that the run logged" + _advice(views))
+        say(f"--step=N, --step=FROM:TO and --step=all show more: {_steps_with_completions(logged)}")
+    say("a step shows the completions that the run logged" + _advice(views))
 
 
 def _steps_with_completions(logged: Sequence[int]) -> str:
@@ -72,7 +76,7 @@ def _steps_with_completions(logged: Sequence[int]) -> str:
 
 
 def _advice(views: Sequence[View]) -> str:
-    counts = [view.config.get("log", {}).get("completions") for view in views]
+    counts = [view.setting("log.completions") for view in views]
     sampled = [view.sampled for view in views]
     told = ", ".join(f"{count} of {total}" for count, total in zip(counts, sampled, strict=True))
     return f" ({told} of a step); --config.log.completions=N logs more"
@@ -144,7 +148,7 @@ def _show_step(
     for view in views:
         for row in view.rows:
             if row["step"] == step:
-                write(format_row(row, view.config.get("steps") or step))
+                write(format_row(row, view.setting("steps") or step))
     if len(views) == 2:
         room = max(20, (columns - len(_GAP)) // 2)
         for left, right in itertools.zip_longest(*chosen):

@@ -1,18 +1,6 @@
-"""Text of a model or a data set, made safe to print, and broken into lines of a column."""
+"""Text of a model or a data set, broken into lines of a column."""
 
-import re
 import unicodedata
-
-# What a terminal obeys or a reader cannot see: control characters but for line feed and tab, half
-# of a surrogate pair, and the characters that reverse the direction of the text after them.
-_UNSAFE = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
-)
-
-
-def visible(text: object) -> str:
-    r"""The text with control characters as escapes, such as `\x1b`; lines and tabs stay."""
-    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], str(text))
 
 
 def width(text: str) -> int:
@@ -29,7 +17,7 @@ def wrap(text: str, columns: int) -> list[str]:
     """The lines of a text, broken at spaces where that is possible; no line is wider than a column.
 
     Args:
-        text: safe text, as `visible` returns it.
+        text: safe text, as `qerl_jax.text.visible` returns it.
         columns: width of the column, at least 2.
     """
     lines = []

@@ -12,10 +12,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.paths import user_path
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.jsonl import is_number, read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.safe_files import read_bytes
 
@@ -44,6 +44,7 @@ _COMPARISONS = {
     ">": operator.gt,
     "=": operator.eq,
 }
+LAST_STEP = 10**18  # more than any run takes
 _CONDITION = re.compile(r"\s*(.+?)\s*(<=|>=|<|>|=)\s*(\S+)\s*")
 
 
@@ -72,7 +73,7 @@ class View:
     @property
     def state(self) -> str:
         """How far the run is, such as '12 of 30 steps, last row 8 s ago'."""
-        done, wanted = _last_step(self.rows), self.config.get("steps", "?")
+        done, wanted = _last_step(self.rows), self.setting("steps", "?")
         if self.finished:
             return f"finished after step {done}"
         # A run that is extended keeps the number of its first start.
@@ -83,11 +84,17 @@ class View:
     @property
     def sampled(self) -> int | None:
         """Number of completions that a step samples at least; None where the config lacks it."""
-        rollout = self.config.get("rollout", {})
-        try:
-            return int(rollout["prompts_per_step"] * rollout["group_size"])
-        except (KeyError, TypeError):
+        counts = [self.setting(f"rollout.{name}") for name in ("prompts_per_step", "group_size")]
+        if not all(type(count) is int and is_number(count) for count in counts):
             return None
+        return math.prod(counts)
+
+    def setting(self, name: str, default: Any = None) -> Any:
+        """A field of the config, such as 'model.source', where it is a text or a number."""
+        value: Any = self.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value if isinstance(value, str) or is_number(value) else default
 
     def series(self, key: str) -> list[tuple[int, float]]:
         """Step and value of a metric, where it was logged and is a finite number."""
@@ -109,17 +116,24 @@ def open_views(paths: Iterable[str]) -> list[View]:
         UserError: a path is not a run folder, or a file in it is damaged.
     """
     folders = [RunFolder(user_path(path)) for path in paths]
-    names = [folder.path.resolve().name for folder in folders]
+    names = [_name(folder) for folder in folders]
     return [
         _open(folder, name if names.count(name) == 1 else str(folder.path))
         for folder, name in zip(folders, names, strict=True)
     ]
 
 
+def _name(folder: RunFolder) -> str:
+    try:
+        return folder.path.resolve().name
+    except (OSError, RuntimeError) as error:  # a circle of links
+        raise UserError(f"{folder.path} cannot be read: {first_line(error)}") from error
+
+
 def _open(folder: RunFolder, name: str) -> View:
     try:
         saved = json.loads(read_bytes(folder.config))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"{folder.path} is not a run folder: {folder.config.name} cannot be read"
         ) from error
@@ -131,7 +145,7 @@ def _open(folder: RunFolder, name: str) -> View:
         name=name,
         config=saved["config"],
         rows=rows,
-        evaluations=read_evaluations(folder.metrics) if logged else {},
+        evaluations=_of_steps(read_evaluations(folder.metrics)) if logged else {},
         completions=_with_step(read_jsonl(folder.completions)) if texts else [],
         finished=_finished_steps(folder) >= _last_step(rows),
         age=time.time() - folder.metrics.stat().st_mtime if logged else None,
@@ -142,7 +156,7 @@ def _finished_steps(folder: RunFolder) -> int:
     """Number of steps of a finished run; -1 while it is not finished, or with a damaged file."""
     try:
         steps = folder.finished_steps()
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return -1
     return steps if isinstance(steps, int) else -1
 
@@ -153,8 +167,16 @@ def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:
 
 def _with_step(rows: Iterable[Any]) -> list[dict[str, Any]]:
     """The rows in the order of their steps, without what no run writes."""
-    found = [row for row in rows if isinstance(row, dict) and type(row.get("step")) is int]
+    found = [row for row in rows if isinstance(row, dict) and _is_step(row.get("step"))]
     return sorted(found, key=lambda row: row["step"])
+
+
+def _of_steps(evaluations: Mapping[int, float]) -> dict[int, float]:
+    return {step: value for step, value in evaluations.items() if _is_step(step)}
+
+
+def _is_step(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 <= value <= LAST_STEP
 
 
 def curves(views: Sequence[View]) -> list[str]:
@@ -221,11 +243,6 @@ def read_condition(text: str, views: Sequence[View]) -> Condition:
             f"--where={text}: completions have no number {found[1]!r}; they have {', '.join(names)}"
         )
     return Condition(found[1], found[2], value)
-
-
-def is_number(value: Any) -> TypeGuard[int | float]:
-    """Whether a value of a row is a finite number; null and NaN are missing values."""
-    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
 
 def _ago(seconds: float) -> str:
