@@ -17,9 +17,10 @@ PACKAGES = ("pallas_kernels", "qerl_jax", "experiments", "benchmarks")
 ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
 # What each folder of qerl_jax, and each file beside them, may import from qerl_jax.
 ALLOWED = {
-    "errors": set(),
+    "text": set(),
+    "errors": {"text"},
     "paths": {"errors"},
-    "hub": set(),
+    "hub": {"text"},
     "import_path": {"errors"},
     "buckets": set(),
     "sharding": {"policy", "errors"},
@@ -27,13 +28,13 @@ ALLOWED = {
     "policy": {"import_path", "errors"},
     "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
-    "scoring": {"rl", "import_path", "errors"},
+    "scoring": {"rl", "import_path", "text", "errors"},
     "memory": {"policy", "rollout", "rl", "errors"},
     "model_source": {"hub", "paths", "errors"},
     "safe_files": {"errors"},
     "staging": {"safe_files", "errors"},
     "threads": set(),
-    "live_line": set(),
+    "live_line": {"text"},
     "weights": {"policy", "compact", "model_source", "staging", "threads", "live_line"}
     | {"safe_files", "hub", "paths", "errors"},
     "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
@@ -42,24 +43,17 @@ ALLOWED = {
     "data": {"config", "problem_sources", "rl", "weights", "errors"},
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {
-        "live_line",
-        "statistics",
-        "staging",
-        "safe_files",
-        "threads",
-        "hub",
-        "paths",
-        "errors",
-    },
-    "processes": {"run", "safe_files", "errors"},
-    "show": {"run", "safe_files", "paths", "errors"},
+    "run": {"live_line", "statistics", "staging", "safe_files", "threads", "hub", "paths"}
+    | {"text", "errors"},
+    "processes": {"run", "safe_files", "text", "errors"},
+    "show": {"run", "safe_files", "paths", "text", "errors"},
     "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run", "config"}
     | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
-    | {"processes", "sharding", "safe_files", "hub", "paths", "errors"},
+    | {"processes", "sharding", "safe_files", "hub", "paths", "text", "errors"},
     "export": {
         "staging",
         "safe_files",
+        "text",
         "live_line",
         "policy",
         "rollout",
