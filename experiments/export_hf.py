@@ -17,7 +17,9 @@ weights that lie on the 4-bit grid are rounded back to their old values (--onto=
 in 4 bits without a loss, serve the adapter over its base.
 
 --push uploads the export with its model card to a new repository of the Hugging Face hub, private
-unless --public is given, with the token of `hf auth login` or HF_TOKEN.
+unless --public is given, with the token of `hf auth login` or HF_TOKEN. What is uploaded names no
+folder of this machine: the base of an adapter needs a hub id, --base-name where the run has it as a
+folder.
 
 The exported policies are scored on the run's held-out problems; --score-problems=0 skips this.
 """
@@ -63,6 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="number of problems to score on (default: all)",
+    )
+    add(
+        "--base-name",
+        default="",
+        metavar="USER/NAME",
+        help="hub id of the base, where this machine has it as a folder",
     )
     add("--push", default="", metavar="USER/NAME", help="upload to the Hugging Face hub")
     add("--public", action="store_true", help="let everyone see what --push uploads")

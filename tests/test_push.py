@@ -1,6 +1,10 @@
 """Uploads of exports: what is refused before anything is made, and what is uploaded how."""
 
 import json
+import os
+import pathlib
+import shutil
+import types
 
 import finished_run
 import huggingface_hub
@@ -14,8 +18,9 @@ from qerl_jax.export.write import ExportConfig, export
 class Hub:
     """The part of the hub's API that an upload uses; it remembers what it was asked."""
 
-    def __init__(self, held=(), error=None):
+    def __init__(self, held=(), error=None, shown=(), becomes_public=False):
         self.held, self.error, self.calls = dict(held), error, []
+        self.shown, self.becomes_public = set(shown), becomes_public
 
     def repo_exists(self, name):
         return name in self.held
@@ -28,7 +33,14 @@ class Hub:
             raise self.error
         assert exist_ok
         self.calls.append(("create", name, private))
+        if name not in self.held and (self.becomes_public or not private):
+            self.shown.add(name)
+        self.held.setdefault(name, [])
         return f"https://hub/{name}"
+
+    def repo_info(self, name):
+        assert name in self.held
+        return types.SimpleNamespace(private=name not in self.shown)
 
     def upload_folder(self, *, repo_id, folder_path, commit_message):
         self.calls.append(("upload", repo_id, folder_path))
@@ -109,3 +121,107 @@ def test_nothing_is_made_where_an_upload_is_refused(hub, run, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="nothing is uploaded without --push"):
         export(ExportConfig(str(run), "peft", out=str(tmp_path / "out"), public=True))
+
+
+def test_nothing_goes_to_a_public_repository_without_a_word(hub, run, tmp_path):
+    found = hub(held={"user/name": []}, shown=["user/name"])
+    out = tmp_path / "out"
+    options = {"push": "user/name", "score_problems": 0}
+    with pytest.raises(UserError, match="everyone can see this repository; pass --public"):
+        export(ExportConfig(str(run), "merged", out=str(out), **options))
+    assert not out.exists()
+    assert not found.calls
+    export(ExportConfig(str(run), "merged", out=str(out), public=True, **options))
+    assert found.calls[-1][0] == "upload"
+
+
+def test_a_repository_that_is_made_public_gets_no_files(hub, tmp_path):
+    found = hub(becomes_public=True)
+    push.check_push(["user/name"])
+    with pytest.raises(UserError, match=r"everyone can see .*hf upload user/name"):
+        push.push(tmp_path, "user/name", public=False)
+    assert [call for call, *_ in found.calls] == ["create"]
+
+
+def texts(folder):
+    return {p.name: p.read_text() for p in folder.iterdir() if p.suffix in (".md", ".json")}
+
+
+def test_an_adapter_over_a_local_base_needs_a_name_of_the_base(hub, run, tiny, tmp_path):
+    found = hub()
+    out = tmp_path / "out"
+    options = {"out": str(out), "push": "user/name", "score_problems": 0}
+    with pytest.raises(UserError, match=r"a place of this machine; .*--base-name=USER/NAME"):
+        export(ExportConfig(str(run), "peft", **options))
+    assert not out.exists()
+    with pytest.raises(UserError, match="--base-name=models: write it as USER/NAME"):
+        export(ExportConfig(str(run), "peft", base_name="models", **options))
+    export(ExportConfig(str(run), "peft", base_name="user/base", **options))
+    assert found.calls[-1][0] == "upload"
+    written = texts(out)
+    assert json.loads(written["adapter_config.json"])["base_model_name_or_path"] == "user/base"
+    assert 'base_model: "user/base"' in written["README.md"]
+    assert not [name for name, text in written.items() if str(tiny.model) in text]
+
+
+@pytest.mark.parametrize("form", ["merged", "nvfp4"])
+def test_a_model_over_a_local_base_names_no_folder(hub, run, tiny, tmp_path, form):
+    hub()
+    out = tmp_path / "out"
+    export(ExportConfig(str(run), form, out=str(out), push="user/name", score_problems=0))
+    assert not [name for name, text in texts(out).items() if str(tiny.model) in text]
+
+
+def test_a_last_look_finds_folders_of_this_machine(hub, run, tiny, tmp_path, monkeypatch):
+    found = hub()
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    saved = json.loads((model / "generation_config.json").read_text())
+    saved["_name_or_path"] = str(model / "checkpoint")
+    (model / "generation_config.json").write_text(json.dumps(saved))
+    options = {"out": str(tmp_path / "out"), "push": "user/name", "score_problems": 0}
+    with pytest.raises(UserError, match=r"generation_config\.json names .*hf upload user/name"):
+        export(ExportConfig(str(run), "merged", base=str(model), **options))
+    assert not found.calls
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("see /home/me/runs/a.", True),
+        ('{"path": "/home/me"}', True),
+        ("file:///home/me/x", True),
+        ("--data=RUN:/home/me/x", True),
+        ("/home/mean/x", False),
+        ("https://host/home/me", False),
+        ('{"/root": 5, "/root.": 6}', False),
+        ("/root/runs/a", True),
+    ],
+)
+def test_folders_of_this_machine_in_a_text(text, named, tmp_path, monkeypatch):
+    (tmp_path / "tokenizer.json").write_text(text)
+    folders = [pathlib.Path("/home/me"), pathlib.Path("/root")]
+    if named:
+        with pytest.raises(UserError, match=r"tokenizer\.json names /"):
+            push.check_names_no_folder(tmp_path, "user/name", folders)
+    else:
+        push.check_names_no_folder(tmp_path, "user/name", folders)
+
+
+def test_a_folder_with_other_characters_is_found_in_json(tmp_path):
+    own = tmp_path / "mod\u00e8les"
+    (tmp_path / "config.json").write_text(json.dumps({"path": os.fspath(own)}))
+    with pytest.raises(UserError, match="names"):
+        push.check_names_no_folder(tmp_path, "user/name", [own])
+
+
+def test_a_key_of_an_earlier_version_is_kept_out_of_the_card(run, tmp_path):
+    url = "https://judge.example/score?model=a&api_key=S3CRET&x=1"
+    saved = json.loads((run / "config.json").read_text())
+    saved["config"]["rewards"]["judge"] = {"function": url, "weight": 1.0}
+    saved["command"] += f" --config.rewards.judge.function={url}"
+    (run / "config.json").write_text(json.dumps(saved))
+    out = tmp_path / "out"
+    export(ExportConfig(str(run), "merged", out=str(out), score_problems=0))
+    card = (out / "README.md").read_text()
+    assert card.count("https://judge.example/score?model=a&api_key=***&x=1") == 2
+    assert "S3CRET" not in card

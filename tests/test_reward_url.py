@@ -13,6 +13,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.scoring import calls
 from qerl_jax.scoring import score as scoring
 from qerl_jax.scoring.references import needs_answer
+from qerl_jax.scoring.url import UrlReward, is_key, without_keys
 
 SECRET = "s3cr3t-t0ken"
 
@@ -204,6 +205,12 @@ def test_the_token_is_sent_and_never_shown(monkeypatch):
         ("http://", {}, "not a URL"),
         ("ftp://me:s3cr3t@host", {}, "a user name or a password"),
         ("http://host:port/", {}, "a URL that cannot be read"),
+        ("http://host/?api_key=s3cr3t", {}, "'api_key' in its URL"),
+        ("http://host/?a=1&API-Key=s3cr3t", {}, "pass a key by token_env=VARIABLE"),
+        ("http://host/?a=1;accessToken=s3cr3t", {}, "'accessToken' in its URL"),
+        ("http://host/?X-Amz-Signature=s3cr3t", {}, "'X-Amz-Signature' in its URL"),
+        ("http://host/?%6bey=s3cr3t", {}, "'key' in its URL"),
+        ("http://host/#s3cr3t", {}, "a fragment, '#...', in its URL"),
         ("http://me:s3cr3t-t0ken@host/", {}, "a user name or a password in its URL"),
         ("http://host/", {"token_env": "s3cr3t-t0ken"}, "not the token itself"),
         ("http://host/", {"token_env": "ABSENT_s3cr3t"}, "that its token_env names is not set"),
@@ -215,6 +222,31 @@ def test_bad_urls_and_tokens_are_errors_before_training(url, options, words, mon
     with pytest.raises(UserError, match=words) as error:
         calls.resolve(url, **options)
     assert "s3cr3t" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("key", "api_key", "apikey", "API-KEY", "apiKey", "x-api-key", "token", "access_token"),
+        *("secret", "client_secret", "sig", "signature", "X-Goog-Signature", "password", "pwd"),
+        *("auth", "Authorization", "code", "subscription-key", "subscriptionkey", "sas_token"),
+    ],
+)
+def test_names_of_keys(name):
+    assert is_key(name)
+    assert without_keys(f"a http://h/?x=1&{name}=S&y=2 b") == f"a http://h/?x=1&{name}=***&y=2 b"
+
+
+@pytest.mark.parametrize("name", ["model", "keyboard", "tokens", "max_tokens", "author", "monkey"])
+def test_names_of_other_parameters(name):
+    url = f"http://host/?{name}=1"
+    assert not is_key(name)
+    assert without_keys(url) == url
+    UrlReward(url)
+
+
+def test_a_password_is_left_out_of_a_text():
+    assert without_keys("https://me:s3cr3t@host/x and a@b") == "https://***@host/x and a@b"
 
 
 def test_a_server_may_judge_without_a_reference_answer():

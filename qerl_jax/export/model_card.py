@@ -9,6 +9,7 @@ from typing import Any
 
 from qerl_jax.export.merge import Kept
 from qerl_jax.run.provenance import without_folders
+from qerl_jax.scoring.url import without_keys
 from qerl_jax.statistics import wilson_interval
 
 FORMAT_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "bf16"}
@@ -116,7 +117,7 @@ def model_card(card: Card) -> str:
         parts += [_DIVERGENCE, divergence_table(card.divergences)]
     if card.run is not None:
         parts += _training(card.run, card.steps)
-    return "\n\n".join(parts) + "\n"
+    return without_keys("\n\n".join(parts)) + "\n"
 
 
 def serve_lines(card: Card) -> list[str]:
@@ -190,7 +191,7 @@ def _front_matter(card: Card) -> str:
         "tags": tags,
     }
     # The hub identifies models by id; a local path means nothing there.
-    if not Path(card.base).is_absolute():
+    if not Path(card.base).is_absolute() and "/" in card.base:
         matter["base_model"] = card.base
         matter["base_model_relation"] = _RELATIONS[card.format]
     # Every JSON value is a YAML value.

@@ -1,7 +1,8 @@
 """Uploads an export to the Hugging Face hub; nothing there is overwritten."""
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qerl_jax import hub
@@ -9,23 +10,38 @@ from qerl_jax.errors import UserError, first_line
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _MADE_BY_THE_HUB = {".gitattributes"}
+_TEXT = {".json", ".md", ".jinja", ".txt", ".yaml", ".yml"}
 
 
-def check_push(names: Sequence[str]) -> None:
+def check_name(option: str, name: str) -> None:
+    """Refuses a name that no repository of the hub has.
+
+    Args:
+        option: the option that the name is passed by.
+        name: the name.
+
+    Raises:
+        UserError: it is not USER/NAME.
+    """
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{option}={name}: write it as USER/NAME")
+
+
+def check_push(names: Sequence[str], *, public: bool = False) -> None:
     """Refuses what could not be uploaded, before an export is made.
 
     Args:
         names: repositories to upload to, USER/NAME.
+        public: whether everyone may see them.
 
     Raises:
         UserError: a name has another form, there is no token, the hub does not answer, or a
-            repository holds files already.
+            repository holds files already, or is public without `public`.
     """
     import huggingface_hub  # not needed by exports that stay here
 
     for name in names:
-        if not _NAME.fullmatch(name):
-            raise UserError(f"--push={name}: write it as USER/NAME")
+        check_name("--push", name)
     if not huggingface_hub.get_token():
         raise UserError(
             f"--push={names[0]}: there is no token for the Hugging Face hub; run hf auth login, or "
@@ -35,7 +51,9 @@ def check_push(names: Sequence[str]) -> None:
     for name in names:
         try:
             with hub.asking(name):
-                held = set(api.list_repo_files(name)) if api.repo_exists(name) else set()
+                exists = api.repo_exists(name)
+                held = set(api.list_repo_files(name)) if exists else set()
+                hidden = not exists or api.repo_info(name).private is True
         # The hub's classes have no common one; a message is what there is to tell.
         except Exception as error:
             raise _failed(name, error, "try again later, or leave out --push") from error
@@ -44,6 +62,8 @@ def check_push(names: Sequence[str]) -> None:
                 f"--push={name}: the repository exists and holds {others[0]}; choose another name, "
                 "or remove it on the hub"
             )
+        if not hidden and not public:
+            raise _is_public(name, "make it private on the hub")
 
 
 def push(folder: Path, name: str, *, public: bool) -> str:
@@ -63,13 +83,60 @@ def push(folder: Path, name: str, *, public: bool) -> str:
     import huggingface_hub
 
     api = huggingface_hub.HfApi()
+    upload = f"the export is complete, upload it with: hf upload {name} {folder}"
     try:
         url = api.create_repo(name, private=not public, exist_ok=True)
+        # An existing repository, or one of an organization, may have another visibility.
+        if not public and api.repo_info(name).private is not True:
+            raise _is_public(name, "make it private on the hub; " + upload)
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Add the export")
+    except UserError:
+        raise
     except Exception as error:
-        remedy = f"the export is complete, upload it with: hf upload {name} {folder}"
-        raise _failed(name, error, remedy) from error
+        raise _failed(name, error, upload) from error
     return str(url)
+
+
+def check_names_no_folder(folder: Path, name: str, folders: Iterable[Path]) -> None:
+    """Refuses to upload text that names folders of this machine.
+
+    Args:
+        folder: the export.
+        name: the repository, USER/NAME, for the message.
+        folders: folders of this machine, such as that of the run; the home folder and the working
+            directory are among them without being named.
+
+    Raises:
+        UserError: a file of text names one of them.
+    """
+    own = {Path.home(), Path.cwd(), *folders}
+    own |= {path.absolute() for path in own} | {path.resolve() for path in own}
+    patterns = {path: _names(path) for path in sorted(own) if path.is_absolute() and path.name}
+    for file in sorted(path for path in folder.rglob("*") if path.suffix in _TEXT):
+        text = file.read_text(encoding="utf-8", errors="replace")
+        for path, pattern in patterns.items():
+            if pattern.search(text):
+                raise UserError(
+                    f"--push={name}: {file} names {path}, a folder of this machine; the export is "
+                    f"complete, change that line and upload it with: hf upload {name} {folder}"
+                )
+
+
+def _names(path: Path) -> re.Pattern[str]:
+    """A pattern of texts that name a folder or what lies in it.
+
+    A vocabulary has tokens such as '/root', so that a folder of one part counts only within a path.
+    """
+    written = {str(path), json.dumps(str(path))[1:-1]}
+    end = r"(?![\w.-])" if len(path.parts) > 2 else r"/\w"
+    return re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(written)))}){end}")
+
+
+def _is_public(name: str, remedy: str) -> UserError:
+    return UserError(
+        f"--push={name}: everyone can see this repository; pass --public if that is wanted, or "
+        f"{remedy}"
+    )
 
 
 def _failed(name: str, error: Exception, remedy: str) -> UserError:

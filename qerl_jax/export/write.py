@@ -26,7 +26,7 @@ from qerl_jax.export.model_card import (
     model_card,
     serve_lines,
 )
-from qerl_jax.export.push import check_push, push
+from qerl_jax.export.push import check_name, check_names_no_folder, check_push, push
 from qerl_jax.export.scores import (
     HeldOutSet,
     Probe,
@@ -68,6 +68,8 @@ class ExportConfig:
         with_base: whether the NVFP4 base is also written, next to the adapter, as OUT-base.
         score_problems: number of held-out problems of the run to score on; None is all of them, if
             there are any; 0 runs no policy at all.
+        base_name: hub id under which others get the base, where this machine has it as a folder;
+            '' is the name of the base.
         push: repository of the Hugging Face hub to upload to, USER/NAME; '' uploads nothing. A base
             goes to USER/NAME-base.
         public: whether everyone may see the repository.
@@ -82,6 +84,7 @@ class ExportConfig:
     onto: str = ""
     with_base: bool = False
     score_problems: int | None = None
+    base_name: str = ""
     push: str = ""
     public: bool = False
 
@@ -106,8 +109,9 @@ def export(config: ExportConfig) -> Path:
         check_inside(user_path(config.source), folder)
         check_free(folder)
         check_folder(scratch_of(folder))
+    repositories = [config.push, *([_base_name(config.push)] if base_out else [])]
     if config.push:
-        check_push([config.push, *([_base_name(config.push)] if base_out else [])])
+        check_push(repositories, public=config.public)
     policy = _open(config, config.base_format)
     _check_policy(config, policy)
     if config.format == "peft":
@@ -120,6 +124,9 @@ def export(config: ExportConfig) -> Path:
         print(f"KL of the trained policy to:\n{divergence_table(card.divergences)}", flush=True)
     print(visible(f"{out}: complete" if base_out is None else f"{out}, {base_out}: complete"))
     if config.push:
+        used = [user_path(config.source), policy.base.path, out]
+        for folder, name in zip(filter(None, (out, base_out)), repositories, strict=True):
+            check_names_no_folder(folder, name, used)
         if base_out is not None:
             print(push(base_out, _base_name(config.push), public=config.public), flush=True)
         print(push(out, config.push, public=config.public), flush=True)
@@ -139,6 +146,8 @@ def _validate(config: ExportConfig) -> None:
         raise UserError(f"--onto={config.onto}: must be one of {', '.join(ONTO)}")
     if config.score_problems is not None:
         check_limits({"--score-problems": (config.score_problems, 0)})
+    if config.base_name:
+        check_name("--base-name", config.base_name)
     if config.public and not config.push:
         raise UserError("--public: nothing is uploaded without --push=USER/NAME")
     if config.format == "peft" and config.onto:
@@ -176,6 +185,13 @@ def _check_policy(config: ExportConfig, policy: Policy) -> None:
             f"--with-base: the base is {base.source} in {FORMAT_NAMES[base.format]}; "
             "there is no NVFP4 base to write; leave it out"
         )
+    local = Path(base.source).is_absolute() and not config.base_name
+    if config.push and config.format == "peft" and local and not config.with_base:
+        raise UserError(
+            f"--push={config.push}: the base of the adapter is {base.source}, a place of this "
+            "machine; pass the hub id that it has, --base-name=USER/NAME, or upload it too, "
+            "--with-base"
+        )
     if config.onto == "bf16" and base.packed:
         raise UserError(
             f"--onto=bf16: {base.path} holds NVFP4 weights alone; leave it out, or pass the "
@@ -187,7 +203,7 @@ def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: P
     assert policy.lora_config is not None
     base, trained = policy.base, policy.trained
     assert trained is not None
-    base_model = base.source
+    base_model = config.base_name or base.source
     if base_out is not None:
         # The trained norms go into the base, so that vLLM accepts the adapter.
         trained = dataclasses.replace(trained, params={})
@@ -286,15 +302,19 @@ def _new_card(
         steps = json_file.read_object(summary).get("steps")
     elif policy.run is not None:
         print(f"{config.source}: the run is not finished; this is what it has so far")
-    served = base.source if base.format == "bf16" or base.packed else ""
+    # A card that is uploaded names no folder of this machine.
+    hides = config.push and Path(base.source).is_absolute()
+    public = config.base_name or (Path(base.source).name if hides else base.source)
+    served = public if base.format == "bf16" or base.packed else ""
     named = policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
+    read_from = config.base or named
     return Card(
         name=source.resolve().name,
         format=config.format,
         folder=config.push or str(out),
-        base=base.source,
+        base=public,
         base_format=base.format,
-        source=config.base or named,
+        source=public if hides or config.base_name else read_from,
         served_base=_served_base(config, served, base_out),
         onto=onto,
         rank=0 if policy.lora_config is None else policy.lora_config.rank,

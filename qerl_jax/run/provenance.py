@@ -39,7 +39,8 @@ def versions() -> dict[str, str | None]:
 
 def without_folders(text: str) -> str:
     """`text` with absolute paths cut to their last part: results are published without folders."""
-    return re.sub(r"(?<![\w.:/])/(?:[^\s/\"]+/)+", "", text)
+    text = text.replace("file:///", "/")
+    return re.sub(r"(?<![\w./])/(?:[^\s/\"]+/)+", "", text)
 
 
 def _version(package: str) -> str | None:

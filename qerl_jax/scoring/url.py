@@ -38,6 +38,41 @@ class _BusyError(RewardError):
     """A failure that the next attempt may not have."""
 
 
+# Words of the names of parameters whose values are secrets.
+_SECRET_WORDS = frozenset(
+    {"key", "apikey", "accesskey", "secretkey", "privatekey", "authkey", "subscriptionkey"}
+    | {"token", "accesstoken", "authtoken", "sessiontoken", "securitytoken", "sastoken", "jwt"}
+    | {"secret", "clientsecret", "sig", "signature", "hmac", "bearer", "credential", "credentials"}
+    | {"password", "passwd", "pass", "pwd", "passphrase", "auth", "authorization", "code", "otp"}
+)
+
+
+def is_key(name: str) -> bool:
+    """Returns whether a parameter of a URL holds a secret, by its name, such as 'api_key'."""
+    spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)  # accessToken
+    words = re.split(r"[\W_]+", spaced.lower())
+    return not _SECRET_WORDS.isdisjoint((*words, "".join(words)))
+
+
+def without_keys(text: str) -> str:
+    """Returns a text with `***` in place of the secrets in its URLs.
+
+    A run that an earlier version began may have them in its config, or in its command line.
+    """
+    text = re.sub(r"(?<=://)[^\s/\"'@]+@", "***@", text)
+
+    def hidden(parameter: re.Match[str]) -> str:
+        name = urllib.parse.unquote_plus(parameter[2])
+        return f"{parameter[1]}{parameter[2]}=***" if is_key(name) else parameter[0]
+
+    return re.sub(r"([?&;])([^\s=&;?\"']+)=([^\s&;#\"'\\]+)", hidden, text)
+
+
+def _parameters(query: str) -> list[str]:
+    pairs = urllib.parse.parse_qsl(query.replace(";", "&"), keep_blank_values=True)
+    return [name for name, _ in pairs]
+
+
 def is_url(text: str) -> bool:
     """Returns whether a reward is named by a URL and not by an import path."""
     return "://" in text
@@ -48,7 +83,7 @@ class UrlReward:
     """A reward that is asked for by HTTP; it is called like an async function that takes lists.
 
     Attributes:
-        url: address, http or https, without a user name or a password.
+        url: address, http or https, without a user name, a password, or a parameter that `is_key`.
         retries: number of further attempts where the server cannot be reached or is busy.
         token_env: name of the environment variable with a token, which is sent as
             `Authorization: Bearer TOKEN`; '' sends none. The token itself is read at each call and
@@ -74,6 +109,16 @@ class UrlReward:
             raise UserError(
                 f"the reward at {parts.hostname} has a user name or a password in its URL, which "
                 "would be saved in config.json: pass a token by token_env=VARIABLE"
+            )
+        if key := next(filter(is_key, _parameters(parts.query)), None):
+            raise UserError(
+                f"the reward at {parts.hostname} has the parameter {key!r} in its URL, which would "
+                "be saved in config.json: pass a key by token_env=VARIABLE"
+            )
+        if parts.fragment:
+            raise UserError(
+                f"the reward at {parts.hostname} has a fragment, '#...', in its URL, which is sent "
+                "to no server but saved in config.json: leave it out"
             )
         if not valid:
             raise UserError(f"reward {self.url!r}: not a URL, {needed}")
