@@ -25,7 +25,9 @@ ALLOWED = {
     "sharding": {"policy", "errors"},
     "compact": {"sharding", "errors"},
     "policy": {"import_path", "errors"},
-    "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
+    "user_key": {"errors"},
+    "program_cache": {"user_key"},
+    "rollout": {"policy", "program_cache", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
     "scoring": {"rl", "import_path", "errors"},
     "memory": {"policy", "rollout", "rl", "errors"},
@@ -41,7 +43,8 @@ ALLOWED = {
     "data": {"config", "problem_sources", "rl", "weights", "errors"},
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
-    "run": {"live_line", "statistics", "threads", "hub", "paths", "errors"},
+    "run": {"live_line", "statistics", "threads", "hub", "paths", "program_cache", "user_key"}
+    | {"errors"},
     "processes": {"run", "errors"},
     "show": {"run", "paths", "errors"},
     "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run", "config"}
@@ -66,7 +69,16 @@ ALLOWED = {
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
     | {"problem_order", "processes", "import_path"},
-    "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"}
+    "session": {
+        "training",
+        "config",
+        "scoring",
+        "policy",
+        "rollout",
+        "rl",
+        "problem_order",
+        "sharding",
+    }
     | {"errors"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"problem_order", "model_source", "paths", "errors"},
