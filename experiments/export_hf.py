@@ -19,7 +19,9 @@ in 4 bits without a loss, serve the adapter over its base.
 --push uploads the export with its model card to a new repository of the Hugging Face hub, private
 unless --public is given, with the token of `hf auth login` or HF_TOKEN.
 
-The exported policies are scored on the run's held-out problems; --score-problems=0 skips this.
+The exported policies are scored on the run's held-out problems; --score-problems=0 skips this. Of a
+run of another person only the project's own rewards are called, until --trust adopts its folder or
+--judge names the reward again. A token is sent to a server only if --token-env names its variable.
 """
 
 import argparse
@@ -63,6 +65,16 @@ def make_parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="number of problems to score on (default: all)",
+    )
+    add("--judge", default="", help="reward MODULE:FUNCTION or URL (default: the run's)")
+    add(
+        "--token-env",
+        action="append",
+        default=[],
+        help="variable with the token of a URL, A or A,B",
+    )
+    add(
+        "--trust", action="store_true", help="call what a run of another person names, and adopt it"
     )
     add("--push", default="", metavar="USER/NAME", help="upload to the Hugging Face hub")
     add("--public", action="store_true", help="let everyone see what --push uploads")
