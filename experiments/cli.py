@@ -8,6 +8,7 @@ Experiments that train take
     --workdir=DIR                 run folder (default: named after the config)
     --print_config                print the resolved config, one field per line, and exit
     --dry_run                     also count the data, render a prompt and plan the memory, and exit
+    --trust                       execute the compiled programs of a run that is not yours; adopt it
 
 and the other commands define their own arguments (`run_command`).
 
@@ -56,7 +57,7 @@ _EARLIER_FAILURE = "Configuration is not available because of an earlier failure
 
 
 def main(
-    run: Callable[[ConfigDict, str | None], None],
+    run: Callable[..., None],
     default_config: str,
     *,
     trains: bool = True,
@@ -65,7 +66,8 @@ def main(
     """Parses the flags, calls `run(config, workdir)` and exits.
 
     Args:
-        run: the experiment; `config` is locked, `workdir` is None when the flag is not given.
+        run: the experiment; `config` is locked, `workdir` is None when the flag is not given. One
+            that trains also takes `trust`.
             Import JAX inside it, so that `--help` and mistyped flags answer at once.
         default_config: the config file used without --config, `FILE.py` or `FILE.py:PRESET`.
         trains: whether the experiment trains with exactly this config. Then setting a field that
@@ -107,6 +109,8 @@ def main(
 
                 take_memory(flags.FLAGS.config.mesh.tensor)
                 dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
+            elif trains and flags.FLAGS.trust:
+                run(flags.FLAGS.config, flags.FLAGS.workdir, trust=True)
             else:
                 run(flags.FLAGS.config, flags.FLAGS.workdir)
 
@@ -145,7 +149,7 @@ def _config_message(error: Exception) -> str:
     raise error
 
 
-def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
+def trainer(instead: str) -> Callable[..., None]:
     """The `run` of an experiment that trains.
 
     Args:
@@ -153,7 +157,7 @@ def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
             first where the config trains the stand-in, which needs no hub and no GPU.
     """
 
-    def run(config: ConfigDict, workdir: str | None) -> None:
+    def run(config: ConfigDict, workdir: str | None, *, trust: bool = False) -> None:
         """Trains with the given config."""
         if config.preset.startswith("smollm2-135m"):
             print(
@@ -168,7 +172,7 @@ def trainer(instead: str) -> Callable[[ConfigDict, str | None], None]:
         validate(config)
         with one_for_each_group(data=config.mesh.data, tensor=config.mesh.tensor):
             take_memory(config.mesh.tensor)
-            train(config, workdir=workdir)
+            train(config, workdir=workdir, trust=trust)
 
     return run
 
@@ -279,7 +283,9 @@ def _parse_flags(
     names = ["config", "workdir", "print_config"]
     if trains:
         flags.DEFINE_bool("dry_run", False, "say what the run would do, and exit")
-        names.append("dry_run")
+        help_text = "execute the compiled programs of a run of another person, and adopt it"
+        flags.DEFINE_bool("trust", False, help_text)
+        names += ["dry_run", "trust"]
     names += [flag.name for flag in flags.FLAGS.get_flags_for_module(module)]
     for name in names:
         flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])

@@ -18,8 +18,9 @@ mean accuracy (avg@K), pass@1..K and the accuracy of the majority (maj@K). All i
 The same command continues where it was stopped. `qerl_jax/evaluation/tasks.py` defines the tasks,
 `qerl_jax/statistics.py` the estimates.
 
-On a GPU the compiled programs of a run are loaded from its folder. They are code: evaluate and
-resume only runs of people that you trust.
+A run of another person is data: its own rewards, the servers that it names and its compiled
+programs are not used, until --trust adopts its folder or --judge names the reward again. A token is
+sent to a server only if --token-env names its variable.
 """
 
 import argparse
@@ -80,9 +81,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--chat-template-args", action="append", default=[], help="variables of the template, JSON")
     add("--judge", action="append", default=[], help="reward MODULE:FUNCTION or URL, 1 is correct")
     add("--format-judge", action="append", default=[], help="reward for the format ('': none)")
-    add("--token-env", action="append", default=[], help="variable with the token of a URL")
+    add(
+        "--token-env",
+        action="append",
+        default=[],
+        help="variable with the token of a URL, A or A,B",
+    )
     parser.add_argument(
         "--time-limit", type=float, help="seconds per scored completion (default: the run's, or 5)"
+    )
+    parser.add_argument(
+        "--trust", action="store_true", help="use what a run of another person names, and adopt it"
     )
     return parser
 

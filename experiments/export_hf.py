@@ -21,7 +21,9 @@ unless --public is given, with the token of `hf auth login` or HF_TOKEN. What is
 folder of this machine: the base of an adapter needs a hub id, --base-name where the run has it as a
 folder.
 
-The exported policies are scored on the run's held-out problems; --score-problems=0 skips this.
+The exported policies are scored on the run's held-out problems; --score-problems=0 skips this. Of a
+run of another person only the project's own rewards are called, until --trust adopts its folder or
+--judge names the reward again. A token is sent to a server only if --token-env names its variable.
 """
 
 import argparse
@@ -71,6 +73,16 @@ def make_parser() -> argparse.ArgumentParser:
         default="",
         metavar="USER/NAME",
         help="hub id of the base, where this machine has it as a folder",
+    )
+    add("--judge", default="", help="reward MODULE:FUNCTION or URL (default: the run's)")
+    add(
+        "--token-env",
+        action="append",
+        default=[],
+        help="variable with the token of a URL, A or A,B",
+    )
+    add(
+        "--trust", action="store_true", help="call what a run of another person names, and adopt it"
     )
     add("--push", default="", metavar="USER/NAME", help="upload to the Hugging Face hub")
     add("--public", action="store_true", help="let everyone see what --push uploads")

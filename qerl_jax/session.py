@@ -20,6 +20,7 @@ from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.rollout.programs import Executables
+from qerl_jax.scoring.calls import announce_hosts
 from qerl_jax.sharding import placed
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.setup import Setup, prepare
@@ -71,6 +72,7 @@ def open_session(
             "pass its adapter as lora.init, or use qerl_jax.train"
         )
     rewards = rewards_of(config, rewards)
+    announce_hosts(reward for reward, _ in rewards.values())
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)
     state = placed(init_state(trainable, setup.optimizer), setup.mesh)

@@ -1,10 +1,13 @@
 """Fixtures that several test modules use, and the order in which modules run."""
 
+import atexit
 import contextlib
 import os
 import pathlib
+import shutil
 import signal
 import sys
+import tempfile
 
 import bytecode  # noqa: F401  First: it sets where the imports below leave bytecode.
 
@@ -30,6 +33,11 @@ os.environ["XLA_FLAGS"] = (
 # JAX's CUDA plugin checks its libraries with a driver, once, before the first array. A module that
 # makes an array while it is imported would leave the tests that compile for an H200 without it.
 os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+
+# Runs are signed with a key of these tests, and never with that of the person who runs them.
+if "PYTEST_XDIST_WORKER" not in os.environ:  # Workers share the key of the process of pytest.
+    os.environ["XDG_CONFIG_HOME"] = tempfile.mkdtemp(prefix="qerl-jax-tests-")
+    atexit.register(shutil.rmtree, os.environ["XDG_CONFIG_HOME"], ignore_errors=True)
 
 # No test asks a model hub; the tests of its answers replace the functions that ask.
 os.environ["HF_HUB_OFFLINE"] = "1"

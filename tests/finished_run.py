@@ -1,12 +1,11 @@
 """Run folders that look finished without training: a random adapter of a tiny model."""
 
-import json
-
 import numpy as np
 
 from qerl_jax.policy.lora import Lora, LoraConfig, projection_shapes
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.run.folder import config_dict
+from qerl_jax.run.ownership import write_config
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
@@ -46,7 +45,7 @@ def write_run(folder, tiny, *, model=None, summary=True, norms=False, size=0.1, 
         "device": {"platform": "cpu", "kind": "cpu", "count": 1},
         "command": "python -m experiments.grpo_gsm8k --config.steps=4",
     }
-    (folder / "config.json").write_text(json.dumps(described))
+    write_config(folder / "config.json", described)
     if summary:
         (folder / "summary.json").write_text('{"steps": 4}')
     base = load(str(model), format="stored")

@@ -36,6 +36,7 @@ from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize, generate, generate_steps
 from qerl_jax.rollout.shapes import dequantize_mode
+from qerl_jax.run import ownership
 from qerl_jax.run.folder import open_run
 from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.signals import StoppedError
@@ -680,7 +681,7 @@ def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, changes):
 def test_the_scores_of_an_export_end_at_the_stop_strings(run, monkeypatch):
     settings = json.loads((run / "config.json").read_text())
     settings["config"]["rollout"] |= {"stop": ["t1", "t3"], "kv_cache_dtype": "bfloat16"}
-    (run / "config.json").write_text(json.dumps(settings))
+    ownership.write_config(run / "config.json", settings)
     sampled = []
 
     def recording(*_, sampling, engine=None, **options):
@@ -689,7 +690,8 @@ def test_the_scores_of_an_export_end_at_the_stop_strings(run, monkeypatch):
 
     policy = open_policy(str(run))
     monkeypatch.setattr(scores, "greedy_accuracy", recording)
-    scores.open_held_out_set(policy, None, run).accuracy(policy.model, policy.lora)
+    held_out = scores.open_held_out_set(policy, None, run, trusted=ownership.is_own(run))
+    held_out.accuracy(policy.model, policy.lora)
     assert sampled == [(("t1", "t3"), "bfloat16")]
     probe = scores.make_probe(policy, None)
     texts = [policy.model.tokenizer.decode(tokens) for tokens in probe.completions]

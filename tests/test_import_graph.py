@@ -26,7 +26,9 @@ ALLOWED = {
     "sharding": {"policy", "errors"},
     "compact": {"sharding", "errors"},
     "policy": {"import_path", "errors"},
-    "rollout": {"policy", "sharding", "buckets", "threads", "errors"},
+    "user_key": {"errors"},
+    "program_cache": {"user_key"},
+    "rollout": {"policy", "program_cache", "sharding", "buckets", "threads", "errors"},
     "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
     "scoring": {"rl", "import_path", "text", "errors"},
     "memory": {"policy", "rollout", "rl", "errors"},
@@ -44,7 +46,7 @@ ALLOWED = {
     "chat": {"policy", "rollout", "weights", "errors"},
     "statistics": set(),
     "run": {"live_line", "statistics", "staging", "safe_files", "threads", "hub", "paths"}
-    | {"text", "errors"},
+    | {"text", "program_cache", "user_key", "errors"},
     "processes": {"run", "safe_files", "text", "errors"},
     "show": {"run", "safe_files", "paths", "text", "errors"},
     "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run", "config"}
@@ -71,7 +73,16 @@ ALLOWED = {
     "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
     | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
     | {"problem_order", "processes", "import_path", "safe_files"},
-    "session": {"training", "config", "policy", "rollout", "rl", "problem_order", "sharding"}
+    "session": {
+        "training",
+        "config",
+        "scoring",
+        "policy",
+        "rollout",
+        "rl",
+        "problem_order",
+        "sharding",
+    }
     | {"errors"},
     "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
     | {"problem_order", "model_source", "paths", "errors"},

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -10,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.compilation_cache import compress_executable, decompress_executable
 from tiny_rollout import compiled, policy, rollout
 
+from qerl_jax import program_cache, user_key
 from qerl_jax.rollout import executable_cache
 from qerl_jax.run.compilation_cache import cached_in, programs_in
 
@@ -81,6 +82,9 @@ def test_a_broken_file_is_compiled_again(tmp_path):
     compiled(tmp_path)
     files = sorted(tmp_path.glob("rollout-*"))
     files[0].write_bytes(files[0].read_bytes()[:100])
+    assert len(compiled(tmp_path).compiled) == 1
+    # A file that is whole, and that the driver refuses.
+    program_cache.ProgramCache(None, None, tmp_path).write(files[0].name, b"no program")
     with pytest.warns(UserWarning, match=f"{files[0].name}: compiling again"):
         executables = compiled(tmp_path)
     assert len(executables.compiled) == 1
@@ -242,71 +246,6 @@ def test_the_names_of_files_are_those_of_another_process():
     assert first == second
 
 
-def test_the_folder_of_a_run_shares_with_the_cache_of_jax(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    common, run = tmp_path / "common", tmp_path / "run" / "programs"
-    common.mkdir()
-    run.mkdir(parents=True)
-    for folder in (common, run):
-        (folder / "of-both-cache").write_bytes(compress_executable(folder.name.encode()))
-    (common / "older-cache").write_bytes(compress_executable(b"older"))
-    (common / "rollout-0.123").touch()  # which another process is writing
-    with cached_in(common):
-        with programs_in(run):
-            assert jax.config.jax_compilation_cache_dir == str(run)
-            (run / "newer-cache").write_bytes(compress_executable(b"newer"))
-        assert jax.config.jax_compilation_cache_dir == str(common)
-    names = {"of-both-cache", "older-cache", "newer-cache"}
-    assert {file.name for file in run.iterdir()} == names
-    assert {file.name for file in common.iterdir()} == names | {"rollout-0.123"}
-    for folder in (common, run):
-        content = (folder / "of-both-cache").read_bytes()
-        assert decompress_executable(content) == folder.name.encode()
-
-
-def test_a_program_that_was_not_written_to_its_end_is_written_anew(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    common = tmp_path / "common"
-    hits = []
-
-    def session(run):
-        jax.clear_caches()
-        with programs_in(run):
-            jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8)))
-        return list(run.glob("*-cache"))
-
-    def listen(event, **_):
-        hits.append(event == "/jax/compilation_cache/cache_hits")
-
-    with cached_in(common):
-        for file in session(tmp_path / "killed"):
-            for copy in (file, common / file.name):  # a killed run links nothing
-                copy.unlink()
-            file.write_bytes(b"torn")
-            os.utime(file, (0, 0))
-        session(tmp_path / "killed")
-        jax.monitoring.register_event_listener(listen)
-        try:
-            programs = session(tmp_path / "killed")
-            assert sum(hits) == len(programs) > 0
-            session(tmp_path / "another")
-        finally:
-            jax.monitoring.unregister_event_listener(listen)
-    assert sum(hits) == 2 * len(programs)
-
-
-def test_a_program_that_another_process_is_writing_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    common, run = tmp_path / "common", tmp_path / "run"
-    for folder in (common, run):
-        folder.mkdir()
-        (folder / f"{folder.name}-cache").write_bytes(b"the beginning")
-    with cached_in(common), programs_in(run):
-        pass
-    for folder in (common, run):
-        assert [file.name for file in folder.iterdir()] == [f"{folder.name}-cache"]
-
-
 def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (tmp_path / "file").touch()
@@ -314,9 +253,171 @@ def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatc
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "run")
 
 
-def test_a_run_without_the_cache_of_jax_has_its_own_folder(tmp_path, monkeypatch):
+@pytest.mark.parametrize("common", [None, "gs://bucket/cache"])
+def test_a_run_without_the_cache_of_jax_has_its_own_folder(common, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with cache_set_to(None):
+    of_xla = jax.config.jax_persistent_cache_enable_xla_caches
+    with cache_set_to(common):
         with programs_in(tmp_path):
             assert jax.config.jax_compilation_cache_dir == str(tmp_path)
-        assert jax.config.jax_compilation_cache_dir is None
+            # Files that XLA reads by itself would have no signature.
+            assert not jax.config.jax_persistent_cache_enable_xla_caches
+            executables = program_cache.current()
+            assert executables.folder_of_executables == tmp_path
+        assert jax.config.jax_compilation_cache_dir == common
+        assert jax.config.jax_persistent_cache_enable_xla_caches == of_xla
+
+
+class Bomb:
+    """What runs code as it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return pathlib.Path.touch, (self.path,)
+
+
+def in_a_run(common, run, **options):
+    """What `compiled` returns with a folder of a run beside the common one."""
+    with cached_in(common), programs_in(run, **options):
+        return compiled(None)
+
+
+@pytest.mark.parametrize("place", ["run", "common"])
+def test_a_program_of_another_person_is_not_executed(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    common, run = tmp_path / "common", tmp_path / "run"
+    first = in_a_run(common, run)
+    name = min(file.name for file in common.glob("rollout-*"))
+    signed = (run / name).read_bytes()
+    bomb = pickle.dumps(Bomb(tmp_path / "executed"))
+    (tmp_path / place / name).write_bytes(bomb)
+    ({"run": common, "common": run}[place] / name).unlink()
+    for content in (bomb, signed[:51] + bomb):  # without a signature, and with that of another
+        (tmp_path / place / name).write_bytes(content)
+        again = in_a_run(common, run)
+        assert len(again.compiled) == 1
+        assert not (tmp_path / "executed").exists()
+        said = capsys.readouterr().err
+        assert said.count("a GPU may then round differently; --trust") == (place == "run")
+        # Now it is what this process has compiled, in both folders.
+        assert not in_a_run(common, tmp_path / "new").compiled
+        assert not in_a_run(tmp_path / f"new-{len(content)}", run).compiled
+        ({"run": common, "common": run}[place] / name).unlink()
+    assert again.keys() == first.keys()
+    if place == "run":  # The user may trust the folder.
+        (run / name).write_bytes(bomb)
+        with pytest.warns(UserWarning, match="compiling again"):
+            in_a_run(common, run, trusted=True)
+        assert (tmp_path / "executed").exists()
+
+
+def test_a_program_is_signed_under_its_name(tmp_path, monkeypatch):
+    """No program takes the place of another one."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    cache = program_cache.ProgramCache(tmp_path, None, None)
+    cache.write("rollout-a", b"content")
+    (tmp_path / "rollout-a").rename(tmp_path / "rollout-b")
+    assert cache.read("rollout-b") is None
+    cache.write("rollout-b", b"content")
+    assert cache.read("rollout-b") == b"content"
+
+
+def compile_one(common, run, **options):
+    """Compiles a program, or takes it from JAX's cache; returns the number of programs found."""
+    hits = []
+
+    def listen(event, **_):
+        hits.append(event == "/jax/compilation_cache/cache_hits")
+
+    jax.clear_caches()
+    jax.monitoring.register_event_listener(listen)
+    try:
+        with cached_in(common), programs_in(run, **options):
+            jax.jit(lambda x: jnp.sin(x) @ x)(np.ones((8, 8), np.float32))
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    return sum(hits)
+
+
+def entries(folder):
+    return {file.name for file in folder.glob("*-cache")}
+
+
+def test_what_a_process_compiles_is_in_both_folders(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    common, run = tmp_path / "common", tmp_path / "run"
+    assert compile_one(common, run) == 0
+    assert entries(common) == entries(run) != set()
+    (name,) = entries(run)
+    assert (run / name).read_bytes().endswith((common / name).read_bytes())
+    # Each of the two is enough, and a run gets what it executes.
+    assert compile_one(common, tmp_path / "other") == 1
+    assert entries(tmp_path / "other") == {name}
+    assert compile_one(tmp_path / "elsewhere", run) == 1
+    # What was read from the folder of a run goes nowhere else.
+    assert entries(tmp_path / "elsewhere") == set()
+    # JAX's own cache reads what is in the common folder.
+    jax.clear_caches()
+    with cached_in(common):
+        jax.jit(lambda x: jnp.sin(x) @ x)(np.ones((8, 8), np.float32))
+    assert entries(common) == {name}
+
+
+@pytest.mark.parametrize("damage", ["another person", "torn", "unsigned"])
+def test_an_entry_of_another_person_is_compiled_again(damage, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    run = tmp_path / "run"
+    compile_one(tmp_path / "common", run)
+    (name,) = entries(run)
+    stored = (run / name).read_bytes()
+    key = user_key.key_path()
+    if damage == "another person":
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+        assert user_key.key_path() != key
+    else:
+        content = stored[:200] if damage == "torn" else stored[51:]
+        (run / name).write_bytes(content)
+    assert compile_one(tmp_path / "another", run) == 0
+    assert capsys.readouterr().err.count("not written by this user") == 1
+    # Now it is the user's, in both.
+    assert entries(tmp_path / "another") == {name}
+    assert compile_one(tmp_path / "third", run) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_a_torn_entry_of_the_common_folder_is_replaced(tmp_path, monkeypatch):
+    """JAX writes an entry in place, and would compile the program in every process."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    common = tmp_path / "common"
+    compile_one(common, tmp_path / "first")
+    (name,) = entries(common)
+    (common / name).write_bytes(b"torn")
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache"):
+        compile_one(common, tmp_path / "second")
+    assert compile_one(common, tmp_path / "third") == 1
+    assert compile_one(tmp_path / "new", tmp_path / "second") == 1
+
+
+def test_of_several_processes_one_replaces_programs(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    compile_one(tmp_path / "common", tmp_path / "run")
+    (name,) = entries(tmp_path / "run")
+    (tmp_path / "run" / name).write_bytes(b"of process 0, on a host with another home folder")
+    compile_one(tmp_path / "another", tmp_path / "run", writes=False)
+    assert (tmp_path / "run" / name).read_bytes().startswith(b"of process 0")
+    compile_one(tmp_path / "another", tmp_path / "new", writes=False)
+    assert entries(tmp_path / "new") == {name}
+
+
+def test_a_run_whose_folder_cannot_be_written_is_compiled_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    (tmp_path / "file").touch()
+    with pytest.warns(UserWarning, match="not kept with its run"):
+        compile_one(tmp_path / "common", tmp_path / "file" / "programs")
+    assert entries(tmp_path / "common")
+    (tmp_path / "target").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "target")
+    compile_one(tmp_path / "common", tmp_path / "link")
+    assert not list((tmp_path / "target").iterdir())

@@ -64,9 +64,10 @@ def run():
     return config_dict(get_config())
 
 
-def make(*names, run=None, folder=None, **overrides):
+def make(*names, run=None, folder=None, trusted=True, **overrides):
     given = {name: tuple(values) for name, values in overrides.items()}
-    return make_tasks(names, run=run, folder=folder, overrides=TaskOverrides(**given))
+    overrides = TaskOverrides(**given)
+    return make_tasks(names, run=run, folder=folder, overrides=overrides, trusted=trusted)
 
 
 def test_benchmarks_come_from_the_hub(hub):
@@ -294,7 +295,9 @@ def test_a_run_is_judged_by_its_own_rewards(run, file):
     run["rewards"]["correctness"] = judge
     run["data"]["chat_template_args"] = {"enable_thinking": False}
     path = file("a long story", name="mine.jsonl")
-    (task,) = make(path, run=run)
+    with pytest.raises(UserError, match=r"'JUDGE', which is sent only if .* by --token-env"):
+        make(path, run=run)
+    (task,) = make(path, run=run, token_env=["JUDGE"])
     assert task.scorer == url
     assert task.options["scorer"] == {"time_limit": 60.0, "token_env": "JUDGE", "retries": 5}
     assert task.options["format_scorer"] == {}
@@ -313,6 +316,65 @@ def test_a_run_is_judged_by_its_own_rewards(run, file):
     with pytest.raises(UserError, match=r"--chat-template-args=\[1\]: a JSON object is needed"):
         make(path, chat_template_args=["[1]"])
     assert isinstance(resolve(task.scorer, retries=1), UrlReward)
+
+
+@pytest.mark.parametrize(
+    ("flags", "judge", "format_judge"),
+    [
+        (["A", "B"], "A", "B"),
+        (["B,A"], "A", "B"),
+        (["mine=A", "mine=B"], "A", "B"),
+        (["C", "B"], "C", "B"),  # instead of what the run names
+        (["A"], "the reward '.*/b' .* 'B'", ""),
+        (["A,B,C,D"], "--token-env=A,B,C,D: no reward names 'C'", ""),
+    ],
+)
+def test_each_reward_gets_the_token_that_it_names(run, file, flags, judge, format_judge):
+    for name, token in (("correctness", "A"), ("format", "B")):
+        url = f"http://127.0.0.1:1/{token.lower()}"
+        run["rewards"][name] = {"function": url, "weight": 1.0, "token_env": token}
+    path = file("7", name="mine.jsonl")
+    if not format_judge:
+        with pytest.raises(UserError, match=judge):
+            make(path, run=run, token_env=flags)
+        return
+    (task,) = make(path, run=run, token_env=flags)
+    found = {field: options["token_env"] for field, options in task.options.items()}
+    assert found == {"scorer": judge, "format_scorer": format_judge}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        "http://127.0.0.1:1/score",
+        "timeit:repeat",
+        "qerl_jax.rl.rewards:overlong_penalty",
+        "qerl_jax.evaluation.evaluate:evaluate",
+    ],
+)
+@pytest.mark.parametrize(("reward", "flag"), [("correctness", "judge"), ("format", "format-judge")])
+def test_a_run_of_another_person_names_no_functions(run, file, function, reward, flag):
+    run["rewards"][reward] = {"function": function, "weight": 1.0}
+    path = file("7", name="mine.jsonl")
+    with pytest.raises(UserError, match=f"'{function}' is named by .* --{flag} .*--trust"):
+        make(path, run=run, trusted=False)
+    field = {"judge": "scorer", "format-judge": "format_scorer"}[flag]
+    (task,) = make(path, run=run, trusted=False, **{field: [function]})
+    assert getattr(task, field) == function
+    # A built-in scorer of a benchmark takes the place of the run's.
+    if reward == "correctness":
+        make("gsm8k", run=run, trusted=False, data=[f"gsm8k={path}"])
+
+
+def test_no_other_reward_of_such_a_run_is_imported(run, file, tmp_path, monkeypatch):
+    """Training reads the columns of all rewards, and held-out problems are found by them."""
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run["rewards"]["third"] = {"function": "theirs:f", "weight": 1.0}
+    run["data"]["eval_path"] = file("7")
+    for trusted in (False, True):
+        make(run=run, trusted=trusted)
+        assert (tmp_path / "imported").exists() == trusted
 
 
 @pytest.mark.parametrize("name", ["mine.json", "mine.parquet"])

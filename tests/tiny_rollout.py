@@ -1,5 +1,6 @@
 """Rollouts of a tiny policy, for the tests of the engine and of its programs."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -107,7 +108,7 @@ def compiled(
     """The executables of a rollout of one layer, with a folder as the cache.
 
     Args:
-        folder: folder of the cache.
+        folder: folder of the cache; None for that which JAX has.
         quantized: whether the weights are packed.
         adapted: whether there is an adapter.
         prompts: number of prompts.
@@ -120,7 +121,7 @@ def compiled(
     sampling, engine, _ = configs(options)
     if clear:
         jax.clear_caches()
-    with cached_in(folder):
+    with contextlib.nullcontext() if folder is None else cached_in(folder):
         return compile_rollout(
             KEY,
             params,

@@ -44,20 +44,30 @@ def make_parser() -> argparse.ArgumentParser:
     add("--engine", choices=tuple(ENGINES), default="vllm", help="what completes (default: vllm)")
     add("evaluation", type=user_path, help="folder with results.json and TASK.jsonl")
     add("--task", default="gsm8k", help="name of the task (default: gsm8k)")
+    add("--judge", default="", help="reward that scores (default: the evaluation's, if built in)")
     add("--base", type=user_path, required=True, help="folder of the exported base")
     add("--adapter", type=user_path, help="folder of the exported adapter (default: none)")
     add("--out", type=user_path, required=True, help="JSON file of the result")
     return parser
 
 
-def read_evaluation(folder: pathlib.Path, task: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_evaluation(
+    folder: pathlib.Path, task: str, judge: str = ""
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The settings of a task and its rows, one greedy completion of each problem.
 
+    Args:
+        folder: folder of the evaluation.
+        task: name of the task.
+        judge: reward that scores; '' is that of the evaluation.
+
     Raises:
-        UserError: the folder holds no such task, or its completions are not greedy.
+        UserError: the folder holds no such task, its completions are not greedy, or its reward is
+            not built in.
     """
     from qerl_jax.errors import UserError
     from qerl_jax.run.jsonl import read_jsonl
+    from qerl_jax.scoring.calls import is_built_in
 
     path = folder / "results.json"
     if not path.exists():
@@ -68,7 +78,15 @@ def read_evaluation(folder: pathlib.Path, task: str) -> tuple[dict[str, Any], li
     settings = results["settings"]
     if settings["samples"] != 1 or settings["temperature"]:
         raise UserError(f"{path}: the completions are not greedy; evaluate without --samples")
-    return results["tasks"][task], list(read_jsonl(folder / f"{task}.jsonl"))
+    settings = results["tasks"][task]
+    if judge:
+        settings["judge"] = judge
+    elif not is_built_in(settings["judge"]):
+        raise UserError(
+            f"{path} names the reward {settings['judge']!r}, and a file names no code to execute: "
+            f"pass --judge={settings['judge']} to call it"
+        )
+    return settings, list(read_jsonl(folder / f"{task}.jsonl"))
 
 
 def messages_of(settings: dict[str, Any], question: str) -> list[dict[str, str]]:
@@ -239,7 +257,7 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.run.atomic import write_json
 
     check_out(arguments.out)
-    settings, rows = read_evaluation(arguments.evaluation, arguments.task)
+    settings, rows = read_evaluation(arguments.evaluation, arguments.task, arguments.judge)
     complete, needed = ENGINES[arguments.engine]
     packages = common.installed(needed)
     served = complete(arguments, settings, rows)

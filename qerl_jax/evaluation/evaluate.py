@@ -25,7 +25,7 @@ from qerl_jax.data import Prompt
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.greedy import passed, score_completions
-from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
+from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.prompts import encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
@@ -43,9 +43,10 @@ from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.run.ownership import trusts
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.safe_files import check_tree, open_to_write
-from qerl_jax.scoring.calls import check_columns, resolve
+from qerl_jax.scoring.calls import announce_hosts, check_columns, resolve
 from qerl_jax.statistics import paired_difference
 from qerl_jax.text import visible
 from qerl_jax.weights.chat_template import as_of
@@ -78,16 +79,22 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     if not source.exists():
         read_architecture(config.source)  # A mistake in the name, before problems are loaded.
     run = read_run(source)
+    trusted = trusts_run(source, run, asked=config.trust)
     tasks = make_tasks(
-        config.tasks, run=run and run["config"], overrides=config.overrides, folder=source
+        config.tasks,
+        run=run and run["config"],
+        overrides=config.overrides,
+        folder=source,
+        trusted=trusted,
     )
     scorers = {task.name: _resolve(task) for task in tasks}
+    announce_hosts(scorer for of_task in scorers.values() for scorer in of_task.values())
     folders: list[Path] = []
     first: dict[str, np.ndarray] = {}
     table = []
     with (
         stop_signals() as received,
-        programs_in(_programs(source) if run else _user_cache()),
+        programs_in(_programs(source) if run else _user_cache(), trusted=trusts(config.trust)),
     ):
         for adapter in config.adapters:
             policy = open_policy(

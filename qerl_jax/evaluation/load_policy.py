@@ -8,7 +8,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_jax.config.rewards import PYTHON_REWARDS
@@ -18,10 +18,13 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.ownership import adopt, has_own_tag, trusts
 from qerl_jax.safe_files import open_to_read
 from qerl_jax.text import visible
 from qerl_jax.weights import json_file, peft
 from qerl_jax.weights.load import LoadedModel, load
+
+OWN = "own"  # beside the content of config.json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +171,7 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     """Returns the content of config.json of a run folder, or None for any other path.
 
     Rewards that were given in Python take the place of those of the config, which the run did not
-    use.
+    use. The field `OWN` says whether the run is that of this user, see `run.ownership`.
 
     Args:
         path: path that may be a run folder; the config.json of a model does not make it one.
@@ -189,9 +192,31 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
             f"{config_path}: not the config of a run: model.source, model.format or "
             "model.dtype is missing"
         )
+    found[OWN] = has_own_tag(found)
     if given := found.get(PYTHON_REWARDS):
         found["config"]["rewards"] = given
     return found
+
+
+def trusts_run(path: pathlib.Path, run: Mapping[str, Any] | None, *, asked: bool) -> bool:
+    """Returns whether a command may call what a run names, and adopts the run where it is asked to.
+
+    Args:
+        path: the run folder.
+        run: its content, as `read_run` returns it; None where the path is no run.
+        asked: whether the command has --trust.
+
+    Raises:
+        UserError: --trust for something else than a run.
+    """
+    if run is None:
+        if asked:
+            raise UserError(f"--trust: {path} is not a run folder, and only a run names functions")
+        return False
+    if trusts(asked):
+        adopt(path)
+        return True
+    return run[OWN]
 
 
 def _base_of_run(run: pathlib.Path, source: str) -> str:

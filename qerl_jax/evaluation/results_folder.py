@@ -59,6 +59,8 @@ class EvaluateConfig:
         max_rows: number of rows that decode together; 0 is the number that fits into memory.
         time_limit: time limit for one call of a scorer in seconds; a reward of a run keeps the
             limit that the run gave it alone. None is the run's for all rewards, or 5.
+        trust: whether the functions, URLs and programs of a run of another person are used, whose
+            folder becomes the user's own.
         out: folder of the results, with a subfolder per policy if there are several; '' names the
             folder after the policy and the settings.
     """
@@ -77,6 +79,7 @@ class EvaluateConfig:
     limit: int = 0
     max_rows: int = 0
     time_limit: float | None = None
+    trust: bool = False
     out: str = ""
 
 

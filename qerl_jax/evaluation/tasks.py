@@ -7,7 +7,7 @@ fields.
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from qerl_jax.config.mixture import has_own_evaluation, read_mixture
 from qerl_jax.data import Problem, fingerprint, load_mixture, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.evaluation.flags import template_arguments
-from qerl_jax.import_path import import_function
+from qerl_jax.evaluation.scorers import check_scorers, reader, run_scorers
 from qerl_jax.problem_sources import FILE_TYPES
 from qerl_jax.rl import rewards
 from qerl_jax.rl.answers import (
@@ -29,8 +29,7 @@ from qerl_jax.rl.answers import (
 from qerl_jax.rl.rewards import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.scoring.calls import columns_read
-from qerl_jax.scoring.url import UrlReward, is_url
+from qerl_jax.scoring.calls import columns_read, is_built_in
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -123,7 +122,8 @@ class TaskOverrides:
             format.
         max_new_tokens: limits on new tokens per completion.
         chat_template_args: further variables of the chat template, as a JSON object.
-        token_env: names of environment variables with the token for scorers that are URLs.
+        token_env: names of environment variables with the token for scorers that are URLs, also
+            several separated by commas, see `scorers.check_scorers`.
     """
 
     data: Sequence[str] = ()
@@ -142,6 +142,7 @@ def make_tasks(
     run: Mapping[str, Any] | None,
     overrides: TaskOverrides,
     folder: Path | None = None,
+    trusted: bool = False,
 ) -> list[Task]:
     """Loads the problems of tasks and determines their prompts and scorers.
 
@@ -161,6 +162,8 @@ def make_tasks(
         overrides: settings that replace the settings of the tasks.
         folder: folder of that run. The problems that it held out are compared with the problems
             that its newest checkpoint was saved with; None does not compare them.
+        trusted: whether the run is the user's own, or its folder is trusted. Else it has the
+            project's own rewards, or those of the command line.
 
     Returns:
         The tasks in the order of their names.
@@ -192,6 +195,7 @@ def make_tasks(
             run,
             folder,
             {field: by[name] for field, by in chosen.items() if name in by},
+            trusted=trusted,
         )
         for name in short
     ]
@@ -202,14 +206,16 @@ def _by_task(setting: str, given: Sequence[str], names: Sequence[str]) -> dict[s
     common, named = {}, {}
     for text in given:
         name, equals, value = text.partition("=")
+        several = setting == "token_env"
         if equals and name in names:
-            named[name] = value
+            named[name] = f"{named[name]},{value}" if several and name in named else value
         elif setting == "data":
             raise UserError(
                 f"--data={text}: write it as TASK=FILE.jsonl, where TASK is one of "
                 f"{', '.join(names)}"
             )
         else:
+            text = ",".join([*list(common.values())[:1], text]) if several else text
             common = dict.fromkeys(names, text)
     return common | named
 
@@ -220,6 +226,8 @@ def _make_task(
     run: Mapping[str, Any] | None,
     folder: Path | None,
     chosen: Mapping[str, str],
+    *,
+    trusted: bool,
 ) -> Task:
     benchmark = BENCHMARKS.get(name)
     settings: dict[str, Any] = {
@@ -236,10 +244,11 @@ def _make_task(
             "max_new_tokens": str(benchmark.max_new_tokens),
         }
         settings.get("options", {}).pop("scorer", None)  # those of the run's own scorer
-    settings |= chosen
+    options = check_scorers(settings, chosen, trusted=trusted)
+    settings |= {field: value for field, value in chosen.items() if field != "token_env"}
+    settings["options"] = options
     if "chat_template_args" in chosen:
         settings["chat_template_args"] = template_arguments(chosen["chat_template_args"])
-    settings["options"] = _scorer_options(settings, chosen)
     if settings.get("scorer") == "":
         given = {} if run is None else run["rewards"].get("correctness", {})
         lost = given.get("function") == ""
@@ -248,14 +257,14 @@ def _make_task(
             f"{name}: it has no scorer{why}; experiments.evaluate takes --judge=MODULE:FUNCTION"
         )
     # Without a scorer, the answers decide.
-    scorers = [_reader(settings["scorer"])] if "scorer" in settings else None
+    scorers = [reader(settings["scorer"])] if "scorer" in settings else None
     if file is not None:
         source = file
         problems = load_problems("", eval_path=file, split="eval", eval_size=_ALL, rewards=scorers)
     elif benchmark is not None:
         source, problems = benchmark.hub, _load_hub(name, benchmark, scorers)
     else:
-        source, problems = RUN, _held_out(run, folder)
+        source, problems = RUN, _held_out(run, folder, named=None if trusted else chosen.values())
     if scorers is None:
         settings["scorer"] = _NUMBER if _all_numbers(problems) else _MATH
     max_new_tokens = settings.pop("max_new_tokens")
@@ -268,34 +277,6 @@ def _make_task(
         max_new_tokens=int(max_new_tokens),
         **settings,
     )
-
-
-def _scorer_options(
-    settings: dict[str, Any], chosen: Mapping[str, str]
-) -> dict[str, dict[str, Any]]:
-    """Returns the options of the scorers: those of the run, or of the command line."""
-    token, options = settings.pop("token_env", ""), settings.pop("options", {})
-    found = {}
-    for name in ("scorer", "format_scorer"):
-        found[name] = {} if name in chosen else dict(options.get(name, {}))
-        if token and is_url(settings.get(name, "")):
-            found[name]["token_env"] = token
-    if token and not any("token_env" in of_one for of_one in found.values()):
-        raise UserError(f"--token-env={token}: no scorer is a URL; leave it out")
-    return found
-
-
-def _reader(scorer: str) -> Reward:
-    """Returns a scorer, or where it cannot be imported a function that may need any answer.
-
-    The scorers that are called are imported again, which raises the error.
-    """
-    if is_url(scorer):
-        return UrlReward(scorer)
-    try:
-        return import_function(scorer, what="reward")
-    except UserError:
-        return lambda *row: None
 
 
 def _all_numbers(problems: Sequence[Problem]) -> bool:
@@ -315,8 +296,17 @@ def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None)
         ) from error
 
 
-def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Problem]:
-    """Returns the evaluation problems of a run, the same as during its training."""
+def _held_out(
+    run: Mapping[str, Any] | None, folder: Path | None, *, named: Collection[str] | None
+) -> list[Problem]:
+    """Returns the evaluation problems of a run, the same as during its training.
+
+    Args:
+        run: config of the run.
+        folder: its folder, as in `make_tasks`.
+        named: values of the command line; of a run that is not trusted, only rewards that are among
+            them, or built in, are imported. None imports all.
+    """
     if run is None:
         raise UserError(
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
@@ -326,7 +316,9 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
         raise UserError(
             "the run held out no problems (eval.every=0); pass a benchmark or a file with --tasks"
         )
-    readers = [_reader(reward["function"]) for reward in run["rewards"].values()]
+    functions = [reward["function"] for reward in run["rewards"].values()]
+    imported = [named is None or f in named or is_built_in(f) for f in functions]
+    readers = [reader(f, imports=yes) for f, yes in zip(functions, imported, strict=True)]
     common: dict[str, Any] = {
         "eval_source": data.get("eval_source", ""),
         "eval_path": data["eval_path"],
@@ -353,7 +345,7 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
             f"the problems that the run held out cannot be loaded ({first_line(error)}); pass "
             f"these problems as a file: --data={RUN}=FILE.jsonl"
         ) from error
-    if folder is not None:
+    if folder is not None and all(imported):  # else nothing tells which columns they read
         saved = read_latest_meta(RunFolder(folder).checkpoints).get("problems", {}).get("eval")
         # A run without evaluations has the fingerprint of no problems.
         columns = columns_read(readers, [problem.columns for problem in problems])
@@ -368,22 +360,14 @@ def _held_out(run: Mapping[str, Any] | None, folder: Path | None) -> list[Proble
 
 def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of tasks that a run decides."""
-    functions = {name: reward["function"] for name, reward in run["rewards"].items()}
-    options = {
-        field: {k: v for k, v in run["rewards"][name].items() if k not in ("function", "weight")}
-        for field, name in (("scorer", "correctness"), ("format_scorer", "format"))
-        if name in functions
-    }
     return {
         "system_prompt": run["data"]["system_prompt"],
         "question_suffix": run["data"]["question_suffix"],
-        "scorer": functions.get("correctness", ""),
-        "format_scorer": functions.get("format", ""),
         "max_new_tokens": str(run["eval"]["max_new_tokens"]),
         "stop": tuple(run["rollout"].get("stop", ())),
         "kv_cache_dtype": run["rollout"].get("kv_cache_dtype", ""),
         "chat_template_args": run["data"].get("chat_template_args", {}),
-        "options": options,
+        **run_scorers(run),
     }
 
 

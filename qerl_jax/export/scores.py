@@ -23,7 +23,7 @@ from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shapes import dequantize_mode
-from qerl_jax.scoring.calls import resolve
+from qerl_jax.scoring.calls import announce_hosts, resolve
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import LoadedModel
 
@@ -69,7 +69,12 @@ class Probe:
 
 
 def open_held_out_set(
-    policy: Policy, limit: int | None, folder: Path | None = None
+    policy: Policy,
+    limit: int | None,
+    folder: Path | None = None,
+    *,
+    overrides: TaskOverrides | None = None,
+    trusted: bool = False,
 ) -> HeldOutSet | None:
     """Loads the problems that a run held out.
 
@@ -77,6 +82,8 @@ def open_held_out_set(
         policy: policy of the run.
         limit: number of problems; None is all of them, if there are any.
         folder: folder of the run, as in `make_tasks`.
+        overrides: settings that replace those of the run.
+        trusted: as in `make_tasks`.
 
     Returns:
         The held-out set. None if the limit is 0, or if the limit is None and there are no held-out
@@ -89,7 +96,13 @@ def open_held_out_set(
         return None
     run = None if policy.run is None else policy.run["config"]
     try:
-        (task,) = make_tasks(["run"], run=run, overrides=TaskOverrides(), folder=folder)
+        (task,) = make_tasks(
+            ["run"],
+            run=run,
+            overrides=overrides or TaskOverrides(),
+            folder=folder,
+            trusted=trusted,
+        )
         correctness = resolve(task.scorer, **task.options.get("scorer", {}))
     except UserError as error:
         if limit is not None:
@@ -100,6 +113,7 @@ def open_held_out_set(
         )
         return None
     assert run is not None
+    announce_hosts([correctness])
     with as_of(policy.created):
         prompts = encode_prompts(
             task.problems[:limit],

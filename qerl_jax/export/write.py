@@ -13,10 +13,13 @@ the base and on the unquantized weights, and the command that serves it.
 
 import contextlib
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_jax.errors import UserError, check_limits
-from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run
+from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run, trusts_run
+from qerl_jax.evaluation.scorers import check_scorers, run_scorers
+from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.merge import merged_layers, norms_kept
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
@@ -73,6 +76,10 @@ class ExportConfig:
         push: repository of the Hugging Face hub to upload to, USER/NAME; '' uploads nothing. A base
             goes to USER/NAME-base.
         public: whether everyone may see the repository.
+        judge: import path or URL of the reward that scores, instead of the run's.
+        token_env: names of environment variables with the token for a URL, as in `TaskOverrides`.
+        trust: whether the reward that a run of another person names is called, and its folder
+            becomes the user's own.
     """
 
     source: str
@@ -87,6 +94,9 @@ class ExportConfig:
     base_name: str = ""
     push: str = ""
     public: bool = False
+    judge: str = ""
+    token_env: Sequence[str] = ()
+    trust: bool = False
 
 
 def export(config: ExportConfig) -> Path:
@@ -112,6 +122,7 @@ def export(config: ExportConfig) -> Path:
     repositories = [config.push, *([_base_name(config.push)] if base_out else [])]
     if config.push:
         check_push(repositories, public=config.public)
+    config = _with_trust(config)
     policy = _open(config, config.base_format)
     _check_policy(config, policy)
     if config.format == "peft":
@@ -132,6 +143,40 @@ def export(config: ExportConfig) -> Path:
         print(push(out, config.push, public=config.public), flush=True)
     print(visible("\n".join(serve_lines(card))), flush=True)
     return out
+
+
+def _with_trust(config: ExportConfig) -> ExportConfig:
+    """Returns the config with `trust` for a run that is the user's own, or is adopted.
+
+    Raises:
+        UserError: the run names a reward or a token that the command does not allow.
+    """
+    source = user_path(config.source)
+    run = read_run(source)
+    trusted = trusts_run(source, run, asked=config.trust)
+    if run is not None and config.score_problems != 0:
+        chosen = {"token_env": ",".join(config.token_env), "format_scorer": ""}
+        chosen |= {"scorer": config.judge} if config.judge else {}
+        try:
+            check_scorers(run_scorers(run["config"]), chosen, trusted=trusted)
+        except UserError as error:
+            raise UserError(f"{error}; --score-problems=0 exports without scores") from error
+    return dataclasses.replace(config, trust=trusted)
+
+
+def _held_out(config: ExportConfig, policy: Policy) -> HeldOutSet | None:
+    overrides = TaskOverrides(
+        scorer=(config.judge,) if config.judge else (),
+        format_scorer=("",),
+        token_env=config.token_env,
+    )
+    return open_held_out_set(
+        policy,
+        config.score_problems,
+        user_path(config.source),
+        overrides=overrides,
+        trusted=config.trust,
+    )
 
 
 def _base_name(name: str) -> str:
@@ -212,7 +257,7 @@ def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: P
     if base_out is not None:
         card.norms = _norms(policy)
         card.kept |= norms_kept(base.params, policy.model.params)
-    held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
+    held_out = _held_out(config, policy)
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
         for format in ("nvfp4", "bf16"):
@@ -244,7 +289,7 @@ def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
     onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
     card = _new_card(config, policy, out, None, onto=onto)
     card.norms = _norms(policy)
-    held_out = open_held_out_set(policy, config.score_problems, user_path(config.source))
+    held_out = _held_out(config, policy)
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
     probe = make_probe(policy, held_out) if config.score_problems != 0 else None

@@ -155,6 +155,19 @@ def number_only_format(
     return float(whole_number(completion) is not None)
 
 
+# The rewards that a config may name; a run of another person may call no others.
+BUILT_IN: tuple[Reward, ...] = (
+    numeric_answer,
+    tagged_answer,
+    boxed_answer,
+    exact_answer,
+    math_answer,
+    think_format,
+    boxed_format,
+    number_only_format,
+)
+
+
 def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
     """Returns DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), from 0 down to -1.
 

@@ -3,7 +3,6 @@
 import concurrent.futures
 import contextlib
 import gc
-import pathlib
 import threading
 import warnings
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import fp4_matmul
+from qerl_jax import program_cache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import decode, executable_cache, programs
@@ -169,6 +169,7 @@ class _Compiler:
         self._keys = list(operations)
         of_any_policy = {key for key, one in operations.items() if one.of_any_policy}
         self._paths = executable_cache.paths(self._keys, policy, of_any_policy=of_any_policy)
+        self._cache = program_cache.current()  # here, as threads have contexts of their own
         self._devices = executable_cache.devices_of(policy)
         self._on_progress = on_progress
         self._pending: dict[concurrent.futures.Future, Hashable] = {}
@@ -188,7 +189,7 @@ class _Compiler:
 
     def load_cached(self) -> None:
         """Loads the programs that are in the executable cache."""
-        cached = [key for key, path in self._paths.items() if path.exists()]
+        cached = [key for key, path in self._paths.items() if self._cache.has(path.name)]
         if cached:
             fp4_matmul.load_kernel()
         for key in cached:
@@ -224,10 +225,14 @@ class _Compiler:
 
     def _load(self, key: Hashable) -> list[jax.stages.Compiled | None]:
         """Loads a program for each device; the first is None where the file cannot be loaded."""
-        program = executable_cache.load(self._paths[key], self._devices)
+        name = self._paths[key].name
+        content = self._cache.read(name)
+        if content is None:  # It is not of this user.
+            return [None]
+        program = executable_cache.load(content, name, self._devices)
         if program is None or not self._others:
             return [program]
-        return [program, *self._copies(self._paths[key].read_bytes())]
+        return [program, *self._copies(content)]
 
     def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
         """Compiles a program and caches it, unless JAX had it in memory or in its own cache."""
@@ -237,19 +242,18 @@ class _Compiler:
         if here in self._compiled_in:
             self.executables.compiled.append(key)
             if key in self._paths:
-                _save(program, self._paths[key])
+                self._save(program, self._paths[key].name)
         return [program, *(self._copies(executable_cache.dumps(program)) if self._others else ())]
+
+    def _save(self, program: jax.stages.Compiled, name: str) -> None:
+        try:
+            self._cache.write(name, executable_cache.dumps(program))
+        except Exception as error:  # A full disk, or a program that the backend cannot serialize.
+            warnings.warn(f"a compiled program is not cached: {error}", stacklevel=2)
 
     def _copies(self, content: bytes) -> list[jax.stages.Compiled]:
         own = self._devices
         return [executable_cache.loads_on(content, own, other) for other in self._others]
-
-
-def _save(program: jax.stages.Compiled, path: pathlib.Path) -> None:
-    try:
-        executable_cache.save(executable_cache.dumps(program), path)
-    except Exception as error:  # A full disk, or a program that the backend cannot serialize.
-        warnings.warn(f"a compiled program is not cached: {error}", stacklevel=2)
 
 
 @contextlib.contextmanager

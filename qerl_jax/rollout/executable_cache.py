@@ -3,9 +3,9 @@
 With JAX's cache of compiled programs a process does not compile, but it still traces and lowers.
 This is Python's work and, with Pallas kernels in the programs, the longest part of a start: the
 executable cache shortens later starts of a 7B rollout from 36 to 6 seconds. So on a GPU the
-executables of a policy are also serialized into the folder of JAX's cache, under a digest of
-everything that they are made from. Loading an executable runs code from its file, so every writer
-of the folder must be trusted. Files are never deleted.
+executables of a policy are also serialized, under a digest of everything that they are made from.
+Loading an executable runs code from its file, so it is signed by the user's key, and no other file
+is loaded (`program_cache`). Files are never deleted.
 """
 
 import contextlib
@@ -14,8 +14,6 @@ import io
 import os
 import pathlib
 import pickle
-import secrets
-import socket
 import warnings
 from collections.abc import Collection, Generator, Hashable, Sequence
 from typing import Any
@@ -28,6 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxlib import xla_client
 
 from pallas_kernels import device, fp4_matmul
+from qerl_jax import program_cache
 
 # Settings of JAX that concern reports and storage, not the compiled program.
 _REPORTS = ("cache", "jax_log", "jax_debug_log", "jax_dump", "jax_explain", "jax_traceback")
@@ -41,15 +40,17 @@ def _is_used() -> bool:
 def paths(
     keys: Collection[Hashable], policy: Any, *, of_any_policy: Collection[Hashable] = ()
 ) -> dict[Hashable, pathlib.Path]:
-    """Returns the files of programs; none without a folder or across processes.
+    """Returns the files of programs in the common folder, or else in that of the run.
+
+    Without a folder, or across processes, it returns no files.
 
     Args:
         keys: identities of the programs among all programs of the policy.
         policy: tree of the arrays of the policy.
         of_any_policy: those of the keys that tell all shapes; files of other policies serve them.
     """
-    folder = jax.config.jax_compilation_cache_dir if _is_used() else None
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+    folder = program_cache.current().folder_of_executables if _is_used() else None
+    if folder is None or not jax.config.jax_enable_compilation_cache:
         return {}
     if any(one.process_index != jax.process_index() for one in devices_of(policy)):
         return {}
@@ -58,7 +59,7 @@ def paths(
     for key in keys:
         made_from = any_text if key in of_any_policy else policy_text
         digest = hashlib.sha256(f"{made_from} {key}".encode()).hexdigest()
-        found[key] = pathlib.Path(folder, f"rollout-{digest}")
+        found[key] = folder / f"{program_cache.EXECUTABLE}{digest}"
     return found
 
 
@@ -135,29 +136,22 @@ def dumps(program: jax.stages.Compiled) -> bytes:
     return pickle.dumps((serialized, trees))
 
 
-def save(content: bytes, path: pathlib.Path) -> None:
-    """Writes a serialized program to its file, which appears complete or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Containers may share the names of their hosts and processes.
-    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    unfinished = path.with_name(f"{path.name}.{writer}")
-    try:
-        unfinished.write_bytes(content)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+def load(content: bytes, name: str, devices: list[jax.Device]) -> jax.stages.Compiled | None:
+    """Returns a serialized program, or None where it cannot be loaded.
 
-
-def load(path: pathlib.Path, devices: list[jax.Device]) -> jax.stages.Compiled | None:
-    """Returns the program in a file, or None where it cannot be loaded."""
+    Args:
+        content: the serialized program, which this user has signed: to load it runs its code.
+        name: name of its file.
+        devices: the devices that execute it.
+    """
     try:
-        serialized, trees = pickle.loads(path.read_bytes())
+        serialized, trees = pickle.loads(content)
         treedefs = map(jax.tree.structure, trees)
         return serialize_executable.deserialize_and_load(
             serialized, *treedefs, execution_devices=devices
         )
-    except Exception as error:  # A broken file, or a program that the driver refuses.
-        warnings.warn(f"{path.name}: compiling again ({error})", stacklevel=2)
+    except Exception as error:  # A program that the driver refuses.
+        warnings.warn(f"{name}: compiling again ({error})", stacklevel=2)
         return None
 
 
@@ -170,7 +164,7 @@ def loads_on(
     program: the code is the same. `deserialize_and_load` has no argument for them.
 
     Args:
-        content: the serialized program.
+        content: the serialized program, which this process compiled or this user has signed.
         own: the devices that it was compiled for, in their order.
         devices: the other devices.
     """

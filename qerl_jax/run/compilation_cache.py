@@ -5,106 +5,50 @@ round differently. So a run keeps its programs in its folder: the same programs 
 """
 
 import contextlib
-import sys
-import time
-import zlib
 from collections.abc import Generator
 from pathlib import Path
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-_SECONDS_OF_A_WRITE = 5.0  # less than a killed run needs to get here again
-_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+from qerl_jax import program_cache
 
 
 @contextlib.contextmanager
-def programs_in(path: Path, *, writes: bool = True) -> Generator[None]:
+def programs_in(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
     """On a GPU, keeps compiled programs in a folder while the block runs.
 
-    The folder starts with the programs of JAX's cache, and JAX's cache receives the new programs
-    when the block ends. The files are hard links; where links are impossible, nothing is shared.
+    Programs that are in JAX's cache are executed and copied to the folder, and new ones go to both,
+    see `program_cache`.
 
     Args:
         path: folder of the programs; made if missing.
-        writes: whether this process keeps the folder in order. Of several processes of a run one
-            does; JAX writes the programs of that one too.
+        trusted: whether programs that this user has not signed are executed.
+        writes: whether this process replaces programs in the folder. Of several processes of a run
+            one does; the others add what is missing.
     """
     if jax.default_backend() != "gpu":
         yield
         return
-    if writes:
-        _remove_torn(path)
+    common = _common_folder()
+    with (
+        cached_in(common or path),
+        _no_files_of_xla() if common is None else contextlib.nullcontext(),
+        program_cache.installed(path, common=common, trusted=trusted, replaces=writes),
+    ):
+        yield
+
+
+def _common_folder() -> Path | None:
+    """Returns the folder of JAX's cache; None without one that can be used as a folder."""
     common = jax.config.jax_compilation_cache_dir
-    if not writes or not common or "://" in common:
-        with cached_in(path):
-            yield
-        return
-    _link_files(Path(common), path)
+    if not common or "://" in common:
+        return None
     try:
-        with cached_in(path):
-            yield
-    finally:
-        _link_files(path, Path(common))
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Links the complete files of a folder into another one that lacks them."""
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        if source.stat().st_dev != target.stat().st_dev:
-            return  # Links are impossible, so no file needs to be read.
-    except OSError:  # One of the folders cannot be made.
-        return
-    written = _remove_torn(source)
-    for file in source.glob("*"):
-        # Files with a suffix are being written, too.
-        if file.is_file() and not file.suffix and file.name not in written:
-            with contextlib.suppress(OSError):  # The file exists, or links are impossible.
-                (target / file.name).hardlink_to(file)
-
-
-def _remove_torn(folder: Path) -> set[str]:
-    """Removes entries of JAX's cache that a killed process or a full disk left incomplete.
-
-    JAX writes an entry in place. When it cannot read one, it warns and compiles, but it never
-    replaces an entry that exists: each process would compile the program again, perhaps with other
-    kernels. A file with two links was complete when it was linked and is not read again.
-
-    Returns:
-        The names of incomplete entries that have just changed: another process may be writing
-        them, such as an evaluation beside its run.
-    """
-    written = set()
-    for file in folder.glob("*-cache"):
-        with contextlib.suppress(OSError):
-            if file.stat().st_nlink == 1 and _is_torn(file.read_bytes()):
-                if time.time() - file.stat().st_mtime < _SECONDS_OF_A_WRITE:
-                    written.add(file.name)
-                else:
-                    file.unlink()
-    return written
-
-
-def _is_torn(entry: bytes) -> bool:
-    try:
-        _decompress(entry)
-    except Exception:  # Each of the compressors has an exception class of its own.
-        return True
-    return False
-
-
-def _decompress(entry: bytes) -> bytes:
-    """Decompresses an entry of JAX's cache: zstd where Python or a package has it, else zlib."""
-    if not entry.startswith(_ZSTD_MAGIC):
-        return zlib.decompress(entry)
-    if sys.version_info >= (3, 14):
-        from compression import zstd
-
-        return zstd.decompress(entry)
-    import zstandard  # pyrefly: ignore[missing-import]
-
-    return zstandard.ZstdDecompressor().decompress(entry)
+        Path(common).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return Path(common)
 
 
 @contextlib.contextmanager
@@ -128,3 +72,15 @@ def cached_in(path: Path) -> Generator[None]:
         for name, value in before.items():
             jax.config.update(name, value)
         compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def _no_files_of_xla() -> Generator[None]:
+    """Keeps XLA from files of its own in the folder, which have no signature."""
+    name = "jax_persistent_cache_enable_xla_caches"
+    before = getattr(jax.config, name)
+    jax.config.update(name, "")
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

@@ -18,8 +18,9 @@ from ml_collections import ConfigDict
 from qerl_jax.errors import UserError
 from qerl_jax.paths import user_path
 from qerl_jax.run import resume
-from qerl_jax.run.atomic import TEMPORARY, write_json
+from qerl_jax.run.atomic import TEMPORARY
 from qerl_jax.run.jsonl import read_rows_of_steps
+from qerl_jax.run.ownership import has_own_tag, write_config
 from qerl_jax.run.provenance import provenance
 from qerl_jax.safe_files import (
     check_file,
@@ -48,7 +49,7 @@ class RunFolder:
         """The resolved config, versions, commit, device and command line of the first start.
 
         A later start changes only the fields that `resume.MEMORY_AND_TIME` allows, and lists their
-        old values as `changes`.
+        old values as `changes`. The last field is the tag by which `ownership` recognizes it.
         """
         return self.path / "config.json"
 
@@ -274,17 +275,17 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
                 schedule_steps = config.steps
                 described = {"config": config_dict(config), "schedule_steps": schedule_steps}
                 described |= provenance()
-                write_json(folder.config, described)
+                write_config(folder.config, described)
             yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
 
 
 def record_places(folder: OpenRun, config: ConfigDict) -> None:
     """Records in config.json where the weights and the problems of a run lie now."""
     saved = json.loads(read_bytes(folder.config))
-    fields, current = saved["config"], config_dict(config)
+    own, fields, current = has_own_tag(saved), saved["config"], config_dict(config)
     for field in folder.moved:
         _copy_field(field, current, fields)
-    write_json(folder.config, saved)
+    write_config(folder.config, saved, signs=own)
 
 
 def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> None:
@@ -299,7 +300,7 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
 def record(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
     """Records a fact in config.json beside the config, such as where the run began from."""
     saved = json.loads(read_bytes(folder.config))
-    write_json(folder.config, saved | {name: fact})
+    write_config(folder.config, saved | {name: fact}, signs=has_own_tag(saved))
 
 
 @contextlib.contextmanager
@@ -471,8 +472,7 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     current["steps"] = saved["config"].get("steps", current.get("steps"))
     for field in moved:
         _copy_field(field, saved["config"], current)
-    written = saved | {"config": current} | changed
-    write_json(folder.config, written)
+    write_config(folder.config, saved | {"config": current} | changed, signs=has_own_tag(saved))
     return moved
 
 

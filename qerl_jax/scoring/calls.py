@@ -15,14 +15,16 @@ what the row has.
 """
 
 import dataclasses
+import functools
 import inspect
+import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from qerl_jax.errors import UserError
 from qerl_jax.import_path import import_function, path_of
 from qerl_jax.rl import math_process
-from qerl_jax.rl.rewards import Reward, math_answer
+from qerl_jax.rl.rewards import BUILT_IN, Reward, math_answer
 from qerl_jax.scoring.url import UrlReward, is_url
 
 LISTS = ("prompts", "completions", "answers", "num_tokens", "finished")
@@ -155,6 +157,25 @@ def resolve(
         # The worker takes seconds to start, which would exceed the time limit of the first call.
         math_process.verify("1", "1")
     return Timed(function, time_limit) if time_limit else function
+
+
+def is_built_in(path: str) -> bool:
+    """Returns whether an import path is that of one of the project's own rewards."""
+    return path in {f"{reward.__module__}:{reward.__name__}" for reward in BUILT_IN}
+
+
+def announce_hosts(rewards: Iterable[Reward]) -> None:
+    """Prints once to which hosts completions, and a token, are sent."""
+    for reward in map(plain, rewards):
+        if isinstance(reward, UrlReward):
+            host = urllib.parse.urlsplit(reward.url).netloc
+            token = f", with the token in {reward.token_env}" if reward.token_env else ""
+            _print_once(f"completions are sent to {host} for their rewards{token}")
+
+
+@functools.cache
+def _print_once(line: str) -> None:
+    print(line, flush=True)
 
 
 def described(reward: Reward) -> dict[str, Any]:

@@ -37,9 +37,11 @@ from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.compilations import counted
 from qerl_jax.run.folder import OpenRun, fingerprint, record
 from qerl_jax.run.metrics import MetricsLog
+from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import format_row
 from qerl_jax.safe_files import read_bytes
+from qerl_jax.scoring.calls import announce_hosts
 from qerl_jax.training.begin import Run, begin, check_starts
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
@@ -59,6 +61,7 @@ def train(
     *,
     workdir: str | Path | None = None,
     rewards: Mapping[str, tuple[Reward, float]] | None = None,
+    trust: bool = False,
 ) -> Path:
     """Trains or resumes a run, or says that the run is finished.
 
@@ -67,6 +70,9 @@ def train(
         workdir: the run folder; None names it after the config.
         rewards: function and weight by name, instead of the rewards that the config names. The
             run folder keeps their names, weights and import paths.
+        trust: whether the compiled programs of a run of another person, which this command resumes,
+            are executed; the folder becomes the user's own. The rewards are those of the config in
+            any case.
 
     Returns:
         The run folder: metrics.jsonl, completions.jsonl, curves.png, summary.json, checkpoints,
@@ -86,8 +92,12 @@ def train(
         memory_errors("the weights do not fit beside what else it holds: free it"),
     ):
         check_starts(config, rewards, processes)
+        if processes.writes:
+            announce_hosts(reward for reward, _ in rewards.values())
         with open_run_together(workdir, config, processes) as folder:
-            _train_in(folder, config, rewards, processes, given)
+            if trusts(trust) and processes.writes:
+                adopt(folder.path)
+            _train_in(folder, config, rewards, processes, given, trust=trusts(trust))
         return folder.path
 
 
@@ -97,6 +107,8 @@ def _train_in(
     rewards: Mapping[str, tuple[Reward, float]],
     processes: Processes,
     given: dict[str, dict[str, Any]],
+    *,
+    trust: bool,
 ) -> None:
     keep, exchange = config.checkpoint.keep, processes.exchange_json
     with Checkpoints(folder.checkpoints, keep=keep, exchange=exchange) as checkpoints:
@@ -117,7 +129,7 @@ def _train_in(
             setup = prepare(config, rewards, schedule_steps=steps, processes=processes)
         with (
             memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
-            programs_in(folder.programs, writes=processes.writes),
+            programs_in(folder.programs, trusted=trust, writes=processes.writes),
             _metrics_log(folder, config, processes) as log,
             stop_signals() as received,
             counted() as compilations,

@@ -370,7 +370,8 @@ def _read_backend(folder: pathlib.Path) -> tokenizers.Tokenizer:
 
     try:
         read: Any = transformers.AutoTokenizer
-        return read.from_pretrained(folder).backend_tokenizer
+        # Without the argument it would ask on the terminal whether to run code of the folder.
+        return read.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
     except Exception as error:  # a malformed file can lead to any class
         raise UserError(
             f"{folder}: the tokenizer cannot be read: {first_line(error):.300}"

@@ -1,0 +1,85 @@
+"""Whose run a folder holds: the user's own, or that of another person.
+
+config.json of a run carries a tag, a signature of its content with the user's key (`user_key`). A
+folder without a valid tag is data: nothing that it names is imported, asked or executed. The user
+adopts it by --trust, or by QERL_TRUST_RUNS=1 where home folders do not last.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from qerl_jax import program_cache
+from qerl_jax.run.atomic import write_json
+from qerl_jax.user_key import is_signed, sign
+
+TAG = "tag"  # the last field of config.json
+VARIABLE = "QERL_TRUST_RUNS"
+_PURPOSE = "run"
+
+
+def write_config(path: Path, content: Mapping[str, Any], *, signs: bool = True) -> None:
+    """Writes the config.json of a run.
+
+    Args:
+        path: the file.
+        content: its content; a tag in it is replaced.
+        signs: whether it gets a tag. A run of another person that is written anew gets none, as it
+            still holds what its folder named before.
+    """
+    plain = _without_tag(content)
+    tag = sign(_canonical(plain), _PURPOSE) if signs else ""
+    write_json(path, plain | ({TAG: tag} if tag else {}))
+
+
+def has_own_tag(content: Mapping[str, Any]) -> bool:
+    """Returns whether the content of a config.json carries a valid tag of this user."""
+    tag = content.get(TAG)
+    if not isinstance(tag, str):
+        return False
+    try:
+        return is_signed(_canonical(_without_tag(content)), _PURPOSE, tag)
+    except (RecursionError, UnicodeError):  # a text that no run has written
+        return False
+
+
+def is_own(folder: Path) -> bool:
+    """Returns whether a folder holds a run of this user."""
+    try:
+        content = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and has_own_tag(content)
+
+
+def trusts(asked: bool) -> bool:
+    """Returns whether the user trusts the folder of a command.
+
+    Args:
+        asked: whether the command has --trust; the environment variable stands for it.
+    """
+    return asked or os.environ.get(VARIABLE) == "1"
+
+
+def adopt(folder: Path) -> None:
+    """Makes a run the user's own: signs its config.json and its compiled programs.
+
+    Where the folder or the user's key cannot be written, nothing changes.
+    """
+    with contextlib.suppress(OSError):
+        if not is_own(folder):
+            content = json.loads((folder / "config.json").read_bytes())
+            write_config(folder / "config.json", content)
+        program_cache.sign_entries(folder / "programs")
+
+
+def _without_tag(content: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in content.items() if name != TAG}
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    """The content as it reads back from JSON, in one order of its keys."""
+    return json.dumps(json.loads(json.dumps(content)), sort_keys=True).encode()
