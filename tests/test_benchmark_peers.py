@@ -359,6 +359,11 @@ def test_what_serve_compares(tmp_path):
     ] * 10
     (tmp_path / "gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert serve.read_evaluation(tmp_path, "gsm8k") == (settings, rows)
+    others = {"settings": results["settings"], "tasks": {"gsm8k": settings | {"judge": "a:b"}}}
+    (tmp_path / "results.json").write_text(json.dumps(others))
+    with pytest.raises(UserError, match=r"names the reward 'a:b'.* --judge=a:b"):
+        serve.read_evaluation(tmp_path, "gsm8k")
+    assert serve.read_evaluation(tmp_path, "gsm8k", "a:b")[0]["judge"] == "a:b"
     with pytest.raises(UserError, match="no task math500, only gsm8k"):
         serve.read_evaluation(tmp_path, "math500")
     results["settings"]["samples"] = 8

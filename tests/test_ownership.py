@@ -19,7 +19,8 @@ from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.run import ownership
-from qerl_jax.run.folder import RunFolder, open_run, record
+from qerl_jax.run.folder import RunFolder, open_run, record, record_places
+from qerl_jax.scoring import calls
 
 TOKEN = "TEST_OWNERSHIP_TOKEN"
 
@@ -221,6 +222,11 @@ def test_what_begins_a_run_signs_it_and_what_continues_it_adds_no_tag(tiny, tmp_
         assert "tag" not in saved(folder.path)
         record(again, "other", {"b": 2})
         assert not ownership.is_own(folder.path)
+        record_places(again, config)
+        assert not ownership.is_own(folder.path)
+        ownership.adopt(folder.path)
+        record_places(again, config)
+        assert ownership.is_own(folder.path)
 
 
 def test_trust_adopts_a_run(tiny, run, tmp_path, capsys):
@@ -322,11 +328,18 @@ def test_the_host_is_printed_before_the_first_request(run, tmp_path, server, mon
     monkeypatch.setenv(TOKEN, "secret")
     built_in = {"function": "qerl_jax.rl.rewards:think_format", "weight": 1.0}
     theirs(run, correctness={"function": url, "weight": 1.0}, format=built_in)
-    for command in commands(run, tmp_path, judge=(url,), token_env=(TOKEN,)):
-        command()
     host = url.removeprefix("http://").removesuffix("/score")
     line = f"completions are sent to {host} for their rewards, with the token in {TOKEN}"
-    assert capsys.readouterr().out.splitlines().count(line) == 1
+    for command in commands(run, tmp_path, judge=(url,), token_env=(TOKEN,)):
+        calls._print_once.cache_clear()  # as in another process
+        for _ in range(2):
+            calls.announce_hosts([calls.resolve(url, token_env=TOKEN)])
+        said = capsys.readouterr().out
+        assert said.splitlines().count(line) == 1
+        calls._print_once.cache_clear()
+        command()
+        said = capsys.readouterr().out
+        assert said.splitlines().count(line) == 1
     assert set(tokens) == {"Bearer secret"}
     assert not ownership.is_own(run)
 

@@ -352,6 +352,12 @@ def test_what_a_process_compiles_is_in_both_folders(tmp_path, monkeypatch):
     assert entries(common) == entries(run) != set()
     (name,) = entries(run)
     assert (run / name).read_bytes().endswith((common / name).read_bytes())
+    # It is there at once: a run that is killed resumes with what it executed.
+    jax.clear_caches()
+    with cached_in(tmp_path / "killed"), programs_in(tmp_path / "of_killed"):
+        jax.jit(lambda x: jnp.sin(x) @ x)(np.ones((8, 8), np.float32))
+        for folder in (tmp_path / "killed", tmp_path / "of_killed"):
+            assert entries(folder) == {name}
     # Each of the two is enough, and a run gets what it executes.
     assert compile_one(common, tmp_path / "other") == 1
     assert entries(tmp_path / "other") == {name}

@@ -68,7 +68,12 @@ def test_steps_after_the_checkpoint_repeat_bit_for_bit(tmp_path):
     before = results()
     for checkpoint in (run / "checkpoints").glob("6*"):
         checkpoint.rename(run / f"unused-{checkpoint.name}")
-    subprocess.run(command, env=environment, check=True)
+    # Without another cache the run has its own programs, and compiles none of its steps.
+    environment |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "another_cache")}
+    resumed = subprocess.run(
+        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
+    )
+    assert "\ncompiled 0 of " in resumed.stdout
     for first, again in zip(before[3:6], results()[3:6], strict=True):
         differ = {name: (first[name], again[name]) for name in first if first[name] != again[name]}
         assert not differ

@@ -240,6 +240,22 @@ def test_folder_without_a_tokenizer(tmp_path):
         tokenizer.from_folder(tmp_path)
 
 
+def test_no_code_of_a_folder_is_executed(tmp_path, monkeypatch):
+    """A tokenizer that only the folder's own code can read is an error, and no question."""
+    (tmp_path / "vocab.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "theirs"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["theirs.Tokenizer", None]}})
+    )
+    (tmp_path / "theirs.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or "y")
+    with pytest.raises(UserError, match="the tokenizer cannot be read"):
+        tokenizer.from_folder(tmp_path)
+    assert not asked
+    assert not (tmp_path / "executed").exists()
+
+
 @pytest.mark.parametrize("place", ["config", "list", "json", "jinja"])
 def test_a_chat_template_is_found_in_every_place(tmp_path, place):
     template = "{{ messages[0].content }}{{ eos_token }}"
