@@ -32,8 +32,13 @@ def random_adapter(config, *, norms=False, size=0.1):
     return Trainable(lora=Lora(layers=layers, scale=LORA.scale), params=params)
 
 
-def write_run(folder, tiny, *, model=None, summary=True, norms=False, size=0.1, **changes):
-    """A run folder that looks finished, with a random adapter; `changes` as in `Tiny.config`."""
+def write_run(
+    folder, tiny, *, own=False, model=None, summary=True, norms=False, size=0.1, **changes
+):
+    """A run folder that looks finished, with a random adapter; `changes` as in `Tiny.config`.
+
+    It is that of another person, unless `own`.
+    """
     model = tiny.model if model is None else model
     config = tiny.config({"model.source": str(model)} | changes)
     (folder / "checkpoints").mkdir(parents=True)
@@ -45,7 +50,7 @@ def write_run(folder, tiny, *, model=None, summary=True, norms=False, size=0.1, 
         "device": {"platform": "cpu", "kind": "cpu", "count": 1},
         "command": "python -m experiments.grpo_gsm8k --config.steps=4",
     }
-    write_config(folder / "config.json", described)
+    write_config(folder / "config.json", described, signs=own)
     if summary:
         (folder / "summary.json").write_text('{"steps": 4}')
     base = load(str(model), format="stored")

@@ -50,7 +50,7 @@ def run_export(source, form, **options):
 
 @pytest.fixture(scope="module")
 def run(tiny, tmp_path_factory):
-    return finished_run.write_run(tmp_path_factory.mktemp("run") / "mine", tiny)
+    return finished_run.write_run(tmp_path_factory.mktemp("run") / "mine", tiny, own=True)
 
 
 # --- The three formats ----------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def test_a_run_that_is_not_finished(tiny, tmp_path, capsys):
 
 
 def test_no_problems_to_score_on(tiny, tmp_path, capsys):
-    run = finished_run.write_run(tmp_path / "run", tiny, **{"eval.every": 0})
+    run = finished_run.write_run(tmp_path / "run", tiny, own=True, **{"eval.every": 0})
     config = ExportConfig(source=str(run), format="peft", out=str(tmp_path / "out"))
     export(config)
     assert "not scored: the run held out no problems" in capsys.readouterr().out

@@ -158,7 +158,7 @@ def test_without_a_place_for_the_key_nothing_is_signed(home, config_home, monkey
 
 @pytest.fixture
 def run(tiny, tmp_path):
-    return write_run(tmp_path / "run", tiny)
+    return write_run(tmp_path / "run", tiny, own=True)
 
 
 def saved(run):

@@ -233,7 +233,7 @@ def test_marks_for_other_processes_are_no_links(begun, config, watched):
 
 @pytest.fixture
 def run(tiny, tmp_path):
-    return finished_run.write_run(tmp_path / "run", tiny)
+    return finished_run.write_run(tmp_path / "run", tiny, own=True)
 
 
 @pytest.mark.parametrize(
