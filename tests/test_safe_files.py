@@ -9,6 +9,7 @@ import signal
 import socket
 
 import finished_run
+import numpy as np
 import pytest
 
 from experiments import sweep
@@ -19,7 +20,7 @@ from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.processes.folder import open_run_together
 from qerl_jax.processes.group import Processes
 from qerl_jax.run.atomic import write_atomic, write_json
-from qerl_jax.run.checkpoints import Checkpoints, read_latest_meta
+from qerl_jax.run.checkpoints import Checkpoints, read_latest, read_latest_meta
 from qerl_jax.run.event_file import EventFile
 from qerl_jax.run.folder import RunFolder, lock_holder, open_run
 from qerl_jax.run.jobs import run_jobs
@@ -35,7 +36,7 @@ SECONDS = 20  # far more than any call here takes; a reader of a pipe would wait
 @pytest.fixture(autouse=True)
 def nothing_waits():
     def fail(signum, frame):
-        raise AssertionError("a pipe is waited for")
+        raise KeyboardInterrupt("a pipe is waited for")  # which nothing suppresses
 
     before = signal.signal(signal.SIGALRM, fail)
     signal.alarm(SECONDS)
@@ -300,10 +301,20 @@ def test_a_pipe_in_a_model_folder_is_one_line(name, tiny, tmp_path, watched):
         load(str(model), format="stored")
 
 
-def test_checkpoints_with_a_pipe_are_not_waited_for(run, watched):
-    (run / "checkpoints" / "4").mkdir()
-    os.mkfifo(run / "checkpoints" / "4" / "_CHECKPOINT_METADATA")
-    assert read_latest_meta(run / "checkpoints") == {}
+def test_checkpoints_with_an_odd_place_are_not_read(tmp_path, watched):
+    state = {"a": np.zeros(4, np.float32)}
+    with Checkpoints(tmp_path / "saved", keep=1) as checkpoints:
+        checkpoints.save(4, state, {"a": 1})
+    assert read_latest_meta(tmp_path / "saved") == {"a": 1}
+    for kind in ("link", "pipe"):
+        for path in sorted((tmp_path / "saved" / "4").rglob("*")):
+            folder = shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+            place = folder / path.relative_to(tmp_path / "saved")
+            fill(place, kind, watched)
+            assert read_latest_meta(folder) == {}
+            with pytest.raises(UserError, match=r"no checkpoint in .* can be read .* is a "):
+                read_latest(folder, state)
+            shutil.rmtree(folder)
 
 
 def test_an_export_copies_no_file_that_a_link_names_elsewhere(tiny, tmp_path, watched):
