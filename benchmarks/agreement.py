@@ -23,15 +23,15 @@ import numpy as np
 from benchmarks.rollout.random_policy import random_lora
 from benchmarks.rollout.results import merge, origin
 from benchmarks.rollout.subject import first_problems, model_name
-from qerl_jax.data import encode_prompts
+from qerl_jax.data.splits import encode_prompts
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
-from qerl_jax.paths import user_path
 from qerl_jax.policy import transformer
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.config import SamplingConfig
 from qerl_jax.rollout.engine import generate
+from qerl_jax.system.paths import user_path
 from qerl_jax.weights.load import FORMATS, load
 
 

@@ -19,7 +19,7 @@ from benchmarks import pictures
 from benchmarks.gsm8k import RESULTS, metrics_file, read_results, run_name
 from benchmarks.result_tables import markdown
 from benchmarks.tables import replace_part
-from qerl_jax.statistics import half_interval, paired_difference
+from qerl_jax.run.statistics import half_interval, paired_difference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

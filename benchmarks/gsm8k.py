@@ -36,13 +36,13 @@ from typing import Any
 from benchmarks.run_summary import describe
 from experiments.configs import evidence
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import environment_of
-from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.run.provenance import without_folders
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.system.paths import user_path
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = _ROOT / "benchmarks" / "results"

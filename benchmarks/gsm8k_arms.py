@@ -23,12 +23,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import gsm8k
-from experiments import cli
 from experiments.configs import evidence
+from qerl_jax.commands import cli
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import Job, devices_of, run_jobs
+from qerl_jax.system.paths import user_path
 
 _RATE = "optimizer.learning_rate"
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from benchmarks.run_summary import describe
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.system.paths import user_path
 
 
 def welch_t(new: np.ndarray, old: np.ndarray) -> float:

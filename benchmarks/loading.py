@@ -32,8 +32,8 @@ import resource
 import time
 from typing import Any
 
-from experiments import cli
-from qerl_jax.paths import user_path
+from qerl_jax.commands import cli
+from qerl_jax.system.paths import user_path
 
 KEYS = ("model", "stored", "format", "cache", "device")
 CACHES = ("cold", "warm")
@@ -91,8 +91,8 @@ def measure(folder: str, format: str) -> dict[str, Any]:
     import jax
 
     from benchmarks.rollout.results import origin
-    from qerl_jax.live_line import progress_line
-    from qerl_jax.run.compilations import counted
+    from qerl_jax.compile.count import counted
+    from qerl_jax.system.live_line import progress_line
     from qerl_jax.weights.checkpoint import open_checkpoint
     from qerl_jax.weights.load import DTYPES, read_params
     from qerl_jax.weights.stream import Meter

@@ -12,7 +12,7 @@ import numpy as np
 
 from qerl_jax.policy.config import ModelConfig, to_hf_config
 from qerl_jax.policy.lora import PROJECTIONS
-from qerl_jax.staging import staged_folder
+from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights import names
 from qerl_jax.weights.safetensors import INDEX_FILE
 from qerl_jax.weights.save import QUANTIZATION_CONFIG, SHARD_BYTES

@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.run.provenance import without_folders
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.paths import user_path
 
 _MEDIANS = (
     "step_seconds",

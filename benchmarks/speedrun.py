@@ -23,12 +23,12 @@ from typing import Any
 from benchmarks.gsm8k import RESULTS
 from benchmarks.run_summary import describe, timed
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations
 from qerl_jax.run.provenance import without_folders
-from qerl_jax.staging import check_writable
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.staging import check_writable
 
 _CONFIG = "experiments/configs/evidence.py:speedrun"
 _PROBLEMS, _NEW_TOKENS = 1000, 1024

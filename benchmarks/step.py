@@ -53,8 +53,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from experiments import cli
-from qerl_jax.paths import user_path
+from qerl_jax.commands import cli
+from qerl_jax.system.paths import user_path
 
 if TYPE_CHECKING:
     from qerl_jax.processes.group import Processes
@@ -150,13 +150,13 @@ def _setup(
 
     from benchmarks.rollout.random_policy import random_params
     from experiments.configs.grpo_gsm8k import get_config
-    from qerl_jax.compact import compacted
-    from qerl_jax.data import Problem, Prompt
+    from qerl_jax.data.splits import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
+    from qerl_jax.policy.sharding import make_mesh, placed
     from qerl_jax.policy.tensor_parallel import shard_of
-    from qerl_jax.sharding import make_mesh, placed
     from qerl_jax.training.method import method_of
     from qerl_jax.training.setup import assemble
+    from qerl_jax.weights.compact import compacted
     from qerl_jax.weights.load import LoadedModel
 
     data, tensor = shape
@@ -227,8 +227,8 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
     Raises:
         UserError: a step after the first compiled something, so its time is no measurement.
     """
+    from qerl_jax.compile.count import counted
     from qerl_jax.errors import UserError
-    from qerl_jax.run.compilations import counted
 
     rows = []
     with counted() as compilations:
@@ -257,11 +257,11 @@ def measure(
     import jax
 
     from benchmarks.rollout.results import origin
-    from qerl_jax.problem_order import Cursor
+    from qerl_jax.data.order import Cursor
+    from qerl_jax.policy.sharding import groups_of, placed
     from qerl_jax.rl.train_step import init_state
-    from qerl_jax.sharding import groups_of, placed
     from qerl_jax.training.compile import compile_programs
-    from qerl_jax.training.start import first_trainable
+    from qerl_jax.training.initial_policy import first_trainable
     from qerl_jax.training.step import Progress, take_step
 
     (data, tensor), setup = shape, _setup(arguments, model, format, shape, processes)
@@ -370,7 +370,7 @@ def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -
     A row on several devices takes the samples per second of one device from the row of the same
     commit that has the same settings and as many samples for each device, if there is one.
     """
-    from qerl_jax.run.atomic import write_json
+    from qerl_jax.system.atomic import write_json
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     if row.get("devices", 1) > 1:

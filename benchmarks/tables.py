@@ -39,7 +39,7 @@ from benchmarks.step_tables import (
     short_name,
     step_table,
 )
-from experiments.configs import defaults
+from qerl_jax.config import build
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -59,7 +59,7 @@ def preset_table() -> str:
     speedrun = _read("speedrun.json")
     accuracy = learning["eval_accuracy"]
     known = {
-        defaults.STAND_IN: (
+        build.STAND_IN: (
             "two CPU cores",
             "not recorded",
             f"{60 * learning['minutes'] / learning['steps']:.0f} s",
@@ -90,7 +90,7 @@ def preset_table() -> str:
     )  # fmt: skip
     steps = {row["model"]: row for row in rows}
     rest, lines = [], []
-    for model in defaults.MODELS:
+    for model in build.MODELS:
         if model in known:
             lines.append([f"`{model}`", *known[model]])
         elif model in steps:
@@ -292,7 +292,7 @@ def _accuracy_section() -> str:
     return _section(
         "Accuracy by weight format",
         "The same model on the first 256 problems of GSM8K's test set, at most 320 new tokens "
-        f"({provenance(results[0])}, `experiments/evaluate.py`).",
+        f"({provenance(results[0])}, `qerl_jax/commands/evaluate.py`).",
         accuracy_table(results),
         *map(_command, results),
     )

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from experiments.interrupts import end_imports_on_interrupt
+from qerl_jax.commands.interrupts import end_imports_on_interrupt
 
 # True in `python -m experiments.NAME`, which imports this package to find the module, and in an
 # installed command; a program that imports this package keeps its own handling of signals.

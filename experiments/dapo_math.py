@@ -4,12 +4,12 @@
     uv run python -m experiments.dapo_math --config=dapo_math:qwen2.5-7b
 
 The first command needs no GPU and no hub: a small stand-in that learns sums.
-`experiments/configs/defaults.py` lists the presets and explains every field.
+`qerl_jax/config/build.py` lists the presets and explains every field.
 """
 
 from pathlib import Path
 
-from experiments import cli
+from qerl_jax.commands import cli
 
 _CONFIG = Path(__file__).parent / "configs" / "dapo_math.py"
 

@@ -4,12 +4,12 @@
     uv run python -m experiments.grpo_gsm8k --config=grpo_gsm8k:qwen2.5-7b
 
 The first command needs no GPU and no hub: a small stand-in that shows the whole method within
-minutes. `experiments/configs/defaults.py` lists the presets and explains every field.
+minutes. `qerl_jax/config/build.py` lists the presets and explains every field.
 """
 
 from pathlib import Path
 
-from experiments import cli
+from qerl_jax.commands import cli
 
 _CONFIG = Path(__file__).parent / "configs" / "grpo_gsm8k.py"
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 from collections.abc import Generator, Mapping
 
-from qerl_jax.text import visible
+from qerl_jax.system.text import visible
 
 
 class UserError(Exception):

@@ -17,8 +17,8 @@ import jax
 import pytest
 import tiny_run
 
+from qerl_jax.compile.run_cache import cached_in
 from qerl_jax.run import plots
-from qerl_jax.run.compilation_cache import cached_in
 
 # XLA's CPU compiler is faster with its older emitters of fusions, and when it does not divide a
 # program into parts: the first run of the tiny model then takes 16 seconds of CPU time instead of

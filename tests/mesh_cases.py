@@ -24,8 +24,10 @@ from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
 from triton_kernel import use_triton_kernels
 
-from qerl_jax import sharding
-from qerl_jax.policy import aqn, transformer
+from qerl_jax.compile import executable_cache
+from qerl_jax.compile.aot import compile_operations, rollout_operations
+from qerl_jax.compile.run_cache import cached_in
+from qerl_jax.policy import aqn, sharding, transformer
 from qerl_jax.policy.lora import fuse
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
@@ -36,11 +38,9 @@ from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import jitted
 from qerl_jax.rl.train_step import UpdateConfig, init_state
-from qerl_jax.rollout import executable_cache, replicas
-from qerl_jax.rollout.aot import compile_operations, rollout_operations
+from qerl_jax.rollout import replicas
 from qerl_jax.run import plots
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.compilation_cache import cached_in
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.training.loop import train
 

@@ -9,14 +9,14 @@ import numpy as np
 from tiny_checkpoints import model_config
 
 from benchmarks import step
-from experiments import cli
 from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.commands import cli
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.sharding import make_mesh, placed
 from qerl_jax.processes.launch import connected
 from qerl_jax.run import checkpoints
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.sharding import make_mesh, placed
 from qerl_jax.training.begin import check_starts
 
 LONG = 100  # seconds; the test ends the processes before

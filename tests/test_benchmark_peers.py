@@ -348,7 +348,7 @@ def half_right(prompt, completion, answer, num_tokens, finished):
 
 def test_what_serve_compares(tmp_path):
     settings = {"system_prompt": "Think.", "question_suffix": "!", "max_new_tokens": 8}
-    settings |= {"judge": "qerl_jax.rl.rewards:boxed_answer"}
+    settings |= {"judge": "qerl_jax.rewards.functions:boxed_answer"}
     results = {"settings": {"samples": 1, "temperature": 0.0}, "tasks": {"gsm8k": settings}}
     with pytest.raises(UserError, match="has no results"):
         serve.read_evaluation(tmp_path, "gsm8k")

@@ -24,18 +24,18 @@ from benchmarks.rollout import results as rollout_rows
 from benchmarks.rollout import step_breakdown as step_parts
 from benchmarks.rollout import subject as benchmark_subject
 from benchmarks.rollout.random_policy import random_lora, random_params
-from experiments.configs import defaults
 from pallas_kernels.fp4_matmul import cases
+from qerl_jax.compile import executable_cache
+from qerl_jax.compile.run_cache import cached_in
+from qerl_jax.config import build
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.policy.tensor_parallel import shard_of
-from qerl_jax.rollout import executable_cache
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.scheduler import Statistics
 from qerl_jax.rollout.shapes import RolloutShapes
-from qerl_jax.run.compilation_cache import cached_in
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 KEY = jax.random.key(0, impl="rbg")
@@ -83,7 +83,7 @@ def subject(format, head_format=""):
 
 
 def test_every_preset_has_an_architecture():
-    assert set(ARCHITECTURES) == set(defaults.MODELS)
+    assert set(ARCHITECTURES) == set(build.MODELS)
     for name, shapes in cases.MODELS.items():
         model, _, devices = name.partition("/")
         preset = "llama3.1-8b" if model == "llama8b" else f"qwen2.5-{model}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import bytecode
 import pytest
 
-from experiments import cli
+from qerl_jax.commands import cli
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -173,7 +173,7 @@ def get_config():
 SHOW = """
 import sys
 from experiments import cli
-from qerl_jax.config.rewards import check_rewards
+from qerl_jax.rewards.from_config import check_rewards
 
 def run(config, workdir):
     check_rewards(config)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import fp4_matmul
-from qerl_jax import compact
 from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
+from qerl_jax.weights import compact
 
 LAYERS = 5
 

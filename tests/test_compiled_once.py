@@ -6,7 +6,7 @@ It must begin without programs, and the modules in `conftest.RUNS` share theirs.
 import tiny_run
 
 import qerl_jax.training.step
-from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.loop import train
 
 

@@ -13,10 +13,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from qerl_jax import data
-from qerl_jax.data import Problem
+from qerl_jax.data import splits
+from qerl_jax.data.splits import Problem
 from qerl_jax.errors import UserError
-from qerl_jax.rl import rewards
+from qerl_jax.rewards import functions
 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -72,7 +72,7 @@ def test_jsonl_rows(tmp_path, row, problem):
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8-sig")
     expected = problem or Problem("q", row["answer"])
-    assert data.load_problems("openai/gsm8k", path=str(path)) == [expected]
+    assert splits.load_problems("openai/gsm8k", path=str(path)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
     path = tmp_path / "train.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        data.load_problems("openai/gsm8k", path=str(path))
+        splits.load_problems("openai/gsm8k", path=str(path))
     assert "\n" not in str(error.value)
 
 
@@ -141,7 +141,7 @@ def write_parquet(path):
 )
 def test_local_files_keep_the_columns_of_a_row(tmp_path, name, save):
     save(tmp_path / name)
-    problems = data.load_problems("", path=str(tmp_path / name))
+    problems = splits.load_problems("", path=str(tmp_path / name))
     assert problems == numbered(3)
     assert [problem.columns for problem in problems] == ROWS
 
@@ -149,13 +149,13 @@ def test_local_files_keep_the_columns_of_a_row(tmp_path, name, save):
 def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
     for name, rows in (("train-2.jsonl", ROWS[:1]), ("train-1.jsonl", ROWS[1:2]), ("notes.md", [])):
         write(tmp_path / name, rows)
-    assert data.load_problems("", path=str(tmp_path)) == [Problem("q1", "1"), Problem("q0", "0")]
+    assert splits.load_problems("", path=str(tmp_path)) == [Problem("q1", "1"), Problem("q0", "0")]
     write(tmp_path / "test-1.jsonl", ROWS[2:])
-    train, test = data.load_splits("", path=str(tmp_path), eval_path=str(tmp_path), eval_size=5)
+    train, test = splits.load_splits("", path=str(tmp_path), eval_path=str(tmp_path), eval_size=5)
     assert (train, test) == ([Problem("q1", "1"), Problem("q0", "0")], [Problem("q2", "2")])
     (tmp_path / "inner").mkdir()
     with pytest.raises(UserError, match=r"no file of problems for train .*the folder has no files"):
-        data.load_problems("", path=str(tmp_path / "inner"))
+        splits.load_problems("", path=str(tmp_path / "inner"))
 
 
 @pytest.mark.parametrize(
@@ -170,20 +170,20 @@ def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
 def test_bad_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(message)):
-        data.load_problems("", path=str(tmp_path / name))
+        splits.load_problems("", path=str(tmp_path / name))
 
 
 def test_rows_may_name_their_fields(tmp_path):
     path = write(tmp_path / "a.jsonl", [row | {"hard": 3 - row["tests"][0]} for row in ROWS])
     fields = {"question": "question", "answer": "meta.gold", "level": "hard"}
-    found = data.load_problems("", path=path, fields=fields, levels=(2, 3))
+    found = splits.load_problems("", path=path, fields=fields, levels=(2, 3))
     assert found == [Problem("q0", "g0"), Problem("q1", "g1")]
     with pytest.raises(UserError, match=r"no field meta.lost \(data.fields.answer\); it has quest"):
-        data.load_problems("", path=path, fields={"answer": "meta.lost"})
+        splits.load_problems("", path=path, fields={"answer": "meta.lost"})
     # A named field is an answer as it stands.
     text = "Add. So it is."
     path = write(tmp_path / "b.jsonl", [{"question": "q", "gold": text}])
-    (found,) = data.load_problems("", path=path, fields={"answer": "gold"}, rewards=[])
+    (found,) = splits.load_problems("", path=path, fields={"answer": "gold"}, rewards=[])
     assert found.answer == text
 
 
@@ -197,16 +197,18 @@ CHAT = [
 
 def test_a_prompt_may_be_a_chat(tmp_path):
     rows = [{"prompt": CHAT, "answer": "8"}, {"prompt": CHAT[1:2], "answer": "7"}]
-    chat, single = data.load_problems("", path=write(tmp_path / "a.jsonl", rows))
+    chat, single = splits.load_problems("", path=write(tmp_path / "a.jsonl", rows))
     assert single == Problem("3 + 4?", "7")
     assert chat.messages == tuple((m["role"], m["content"]) for m in CHAT)
     assert chat.question == "system: Be brief.\nuser: 3 + 4?\nassistant: 7\nuser: And 1 more?"
-    assert data.render_prompt(chat, WordTokenizer(), question_suffix=" Go.") == (
+    assert splits.render_prompt(chat, WordTokenizer(), question_suffix=" Go.") == (
         "<system> Be brief. <user> 3 + 4? <assistant> 7 <user> And 1 more? Go. <assistant>"
     )
     with pytest.raises(UserError, match=r"system message of its own.*--config.data.system_prompt="):
-        data.render_prompt(chat, WordTokenizer(), system_prompt="Think.")
-    assert data.render_prompt(single, WordTokenizer(), system_prompt="Think.").startswith("<system")
+        splits.render_prompt(chat, WordTokenizer(), system_prompt="Think.")
+    assert splits.render_prompt(single, WordTokenizer(), system_prompt="Think.").startswith(
+        "<system"
+    )
 
 
 @pytest.mark.parametrize(
@@ -225,28 +227,28 @@ def test_a_prompt_may_be_a_chat(tmp_path):
 def test_bad_chats_are_named(tmp_path, messages, message):
     path = write(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "8"}])
     with pytest.raises(UserError, match=f"a.jsonl:1: prompt: .*{message}"):
-        data.load_problems("", path=path)
+        splits.load_problems("", path=path)
 
 
 def test_the_fingerprint_has_the_columns_that_rewards_read():
     plain, tests = Problem("q", "1"), Problem("q", "1", columns={"tests": [1], "id": 7})
-    assert data.fingerprint([plain]) == data.fingerprint([tests])
+    assert splits.fingerprint([plain]) == splits.fingerprint([tests])
     # Checkpoints of earlier versions hold this digest.
     text = json.dumps([["q", "1"]])
-    assert data.fingerprint([tests]) == hashlib.sha256(text.encode()).hexdigest()
+    assert splits.fingerprint([tests]) == hashlib.sha256(text.encode()).hexdigest()
     other = dataclasses.replace(tests, columns={"tests": [2], "id": 7})
-    assert data.fingerprint([tests], ["tests"]) != data.fingerprint([other], ["tests"])
-    assert data.fingerprint([tests], ["id"]) == data.fingerprint([other], ["id"])
+    assert splits.fingerprint([tests], ["tests"]) != splits.fingerprint([other], ["tests"])
+    assert splits.fingerprint([tests], ["id"]) == splits.fingerprint([other], ["id"])
 
 
 def test_generated_problems_have_the_columns_of_their_task():
-    (problem,) = data.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, size=1)
+    (problem,) = splits.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, size=1)
     assert problem.columns["metadata"]["source_dataset"] == "chain_sum"
 
 
 def test_a_number_of_any_size_is_an_answer(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"question": "q", "answer": 9**999}])
-    assert data.load_problems("", path=path) == [Problem("q", str(9**999))]
+    assert splits.load_problems("", path=path) == [Problem("q", str(9**999))]
 
 
 def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
@@ -259,7 +261,7 @@ def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
         {"question": "s", "answer": "Let x = 2 and by induction the claim holds for all"},
     ]
     path = write(tmp_path / "train.jsonl", rows)
-    assert data.load_problems("", path=path, max_question_chars=98) == [Problem("q0", "1")]
+    assert splits.load_problems("", path=path, max_question_chars=98) == [Problem("q0", "1")]
     assert capsys.readouterr().out.splitlines() == [
         f"left out 2 problems with an empty answer; the first: {path}:2",
         f"left out 7 problems with an answer that math_answer cannot read; the first: {path}:3",
@@ -267,7 +269,7 @@ def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
         r"left out 1 problem with a solution that marks no answer by \boxed{} or a last line "
         f"'#### NUMBER'; the first: {path}:10",
     ]
-    data.load_problems("", path=write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}]))
+    splits.load_problems("", path=write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}]))
     assert capsys.readouterr().out == ""
 
 
@@ -287,24 +289,24 @@ def by_answer(prompt, completion, answer, num_tokens, finished):
     ("scorers", "count"),
     [
         (None, 4),
-        ([rewards.numeric_answer], 2),
-        ([rewards.think_format, rewards.tagged_answer], 2),
-        ([rewards.math_answer], 4),
-        ([rewards.exact_answer], 5),
+        ([functions.numeric_answer], 2),
+        ([functions.think_format, functions.tagged_answer], 2),
+        ([functions.math_answer], 4),
+        ([functions.exact_answer], 5),
         ([by_answer, by_length], 5),
         ([lambda *row: 1.0], 5),
-        ([by_length, rewards.boxed_format], 6),
+        ([by_length, functions.boxed_format], 6),
         ([], 6),
     ],
 )
 def test_what_the_scorers_cannot_read_is_left_out(tmp_path, capsys, scorers, count):
     rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(ANSWERS)]
     path = write(tmp_path / "train.jsonl", rows)
-    found = data.load_problems("", path=path, rewards=scorers)
+    found = splits.load_problems("", path=path, rewards=scorers)
     assert [problem.answer for problem in found] == ANSWERS[:count]
     left_out = re.findall(r"left out (\d)", capsys.readouterr().out)
     assert sum(map(int, left_out)) == len(ANSWERS) - count
-    kept = data.load_problems("", eval_path=path, split="eval", eval_size=6, rewards=scorers)
+    kept = splits.load_problems("", eval_path=path, split="eval", eval_size=6, rewards=scorers)
     assert [problem.answer for problem in kept] == ANSWERS[:count]
 
 
@@ -312,24 +314,24 @@ def test_without_a_need_for_answers_a_row_needs_none(tmp_path):
     path = write(
         tmp_path / "train.jsonl", [{"question": "q"}, {"prompt": "p", "solution": "A. B."}]
     )
-    found = data.load_problems("", path=path, rewards=[by_length])
+    found = splits.load_problems("", path=path, rewards=[by_length])
     assert found == [Problem("q", ""), Problem("p", "A. B.")]
 
 
 def test_missing_file():
     with pytest.raises(UserError, match=r"no\.jsonl: cannot read the problems: No such file"):
-        data.load_problems("openai/gsm8k", path="no.jsonl")
+        splits.load_problems("openai/gsm8k", path="no.jsonl")
 
 
 def test_jsonl_holds_out_the_last(tmp_path):
     rows = [{"question": f"q{i}", "answer": str(i)} for i in (0, 1, 2, 4, 3, 4)]
     path = write(tmp_path / "train.jsonl", rows)
-    load = lambda split: data.load_problems("", path=path, split=split, eval_size=2)  # noqa: E731
+    load = lambda split: splits.load_problems("", path=path, split=split, eval_size=2)  # noqa: E731
     assert [problem.question for problem in load("eval")] == ["q3", "q4"]
     assert [problem.question for problem in load("train")] == ["q0", "q1", "q2"]
-    assert len(data.load_problems("", path=path)) == 6
+    assert len(splits.load_problems("", path=path)) == 6
     with pytest.raises(UserError, match=r"train\.jsonl: no problems for train \(eval_size=6,"):
-        data.load_problems("", path=path, eval_size=6)
+        splits.load_problems("", path=path, eval_size=6)
 
 
 @pytest.mark.parametrize(
@@ -338,15 +340,15 @@ def test_jsonl_holds_out_the_last(tmp_path):
 def test_at_most_a_tenth_is_held_out(tmp_path, count, held_out):
     rows = [{"question": f"q{i}", "answer": str(i)} for i in range(count)]
     path = write(tmp_path / "train.jsonl", rows)
-    train, evaluation = data.load_splits("", path=path, eval_size=None)
+    train, evaluation = splits.load_splits("", path=path, eval_size=None)
     assert [p.question for p in train + evaluation] == [row["question"] for row in rows]
     assert len(evaluation) == held_out
     # A number that is asked for is taken.
-    assert len(data.load_splits("", path=path, eval_size=1)[1]) == 1
+    assert len(splits.load_splits("", path=path, eval_size=1)[1]) == 1
     # Another file is not trained on, so that up to 256 of its problems are taken.
-    assert len(data.load_splits("", path=path, eval_path=path, train=False, eval_size=None)[1]) == (
-        min(count, 256)
-    )
+    assert len(
+        splits.load_splits("", path=path, eval_path=path, train=False, eval_size=None)[1]
+    ) == (min(count, 256))
 
 
 def test_generated_problems_hold_out_at_most_a_tenth():
@@ -357,7 +359,7 @@ def test_generated_problems_hold_out_at_most_a_tenth():
 def test_eval_path(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(4)])
     other = write(tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "1"} for i in (9, 3, 0)])
-    load = lambda split: data.load_problems(  # noqa: E731
+    load = lambda split: splits.load_problems(  # noqa: E731
         "", path=path, eval_path=other, split=split, eval_size=2
     )
     assert [problem.question for problem in load("eval")] == ["q9", "q3"]
@@ -370,17 +372,17 @@ def test_levels(tmp_path, form):
         {"problem": f"q{level}", "answer": "1", "level": form.format(level)} for level in (1, 3, 5)
     ]
     path = write(tmp_path / "math.jsonl", rows)
-    assert [p.question for p in data.load_problems("", path=path, levels=(3, 5))] == ["q3", "q5"]
-    assert len(data.load_problems("", path=path)) == 3
+    assert [p.question for p in splits.load_problems("", path=path, levels=(3, 5))] == ["q3", "q5"]
+    assert len(splits.load_problems("", path=path)) == 3
     with pytest.raises(UserError, match=r"no problems for train.*levels=\(2,\)"):
-        data.load_problems("", path=path, levels=(2,))
+        splits.load_problems("", path=path, levels=(2,))
 
 
 @pytest.mark.parametrize("row", [{}, {"level": "hard"}, {"level": None}])
 def test_rows_without_a_level(tmp_path, row):
     path = write(tmp_path / "math.jsonl", [{"question": "q", "answer": "1"} | row])
     with pytest.raises(UserError, match=r"math.jsonl:1: data.levels=\[3\], but the level of this"):
-        data.load_problems("", path=path, levels=(3,))
+        splits.load_problems("", path=path, levels=(3,))
 
 
 def test_long_questions_are_not_trained_on(tmp_path, monkeypatch):
@@ -388,7 +390,7 @@ def test_long_questions_are_not_trained_on(tmp_path, monkeypatch):
     path = write(tmp_path / "math.jsonl", rows)
     fake_hub(monkeypatch, lambda *_: {"train": rows, "test": rows})
     for arguments in ({"path": path}, {}):
-        load = functools.partial(data.load_problems, "me/math", max_question_chars=4, **arguments)
+        load = functools.partial(splits.load_problems, "me/math", max_question_chars=4, **arguments)
         assert {len(problem.question) for problem in load()} == {3, 4}
     assert len(load(split="eval", eval_size=3)) == 3
     assert len(chain_sum(max_question_chars=1000, size=5)) == 5
@@ -403,24 +405,24 @@ def test_eval_source(tmp_path, monkeypatch):
     rows = [{"problem": f"q{i}", "answer": str(i)} for i in range(4)]
     hub = {"me/big": {"train": rows}, "you/small": {"test": rows[3:0:-1]}, "it/none": {"train": []}}
     fake_hub(monkeypatch, lambda name, _: hub[name])
-    load = functools.partial(data.load_problems, eval_source="you/small", eval_size=2)
+    load = functools.partial(splits.load_problems, eval_source="you/small", eval_size=2)
     path = write(tmp_path / "math.jsonl", rows)
     for where in ({"source": "me/big"}, {"source": "", "path": path}):
         assert [p.question for p in load(**where, split="eval")] == ["q3", "q2"]
         assert [p.question for p in load(**where)] == ["q0", "q1"]
-    assert len(data.load_problems("me/big", eval_source="you/small")) == 4
+    assert len(splits.load_problems("me/big", eval_source="you/small")) == 4
     with pytest.raises(UserError, match="it/none: no split 'test'; it has train"):
-        data.load_problems("me/big", eval_source="it/none", eval_size=1)
+        splits.load_problems("me/big", eval_source="it/none", eval_size=1)
 
 
 def test_an_unreachable_eval_source(monkeypatch):
     fake_hub(monkeypatch, unreachable)
     with pytest.raises(UserError, match=r"you/small: .*--config.data.eval_path=FILE.jsonl"):
-        data.load_problems("reasoning_gym:chain_sum", eval_source="you/small", eval_size=1)
+        splits.load_problems("reasoning_gym:chain_sum", eval_source="you/small", eval_size=1)
 
 
 def chain_sum(**arguments):
-    return data.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, **arguments)
+    return splits.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, **arguments)
 
 
 def test_generated_problems():
@@ -456,12 +458,12 @@ def test_a_small_task_gives_all_its_problems():
 )
 def test_bad_generated_source(source, options, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        data.load_problems(source, options=options, size=2)
+        splits.load_problems(source, options=options, size=2)
 
 
 def test_options_as_a_config_dict():
     options = ml_collections.ConfigDict(CHAIN_SUM)
-    assert data.load_problems("reasoning_gym:chain_sum", options=options, size=5) == chain_sum(
+    assert splits.load_problems("reasoning_gym:chain_sum", options=options, size=5) == chain_sum(
         size=5
     )
 
@@ -479,7 +481,7 @@ def test_hub(monkeypatch):
         return {"train": [row(i) for i in range(4)], "test": [row(i) for i in (9, 3, 8)]}
 
     fake_hub(monkeypatch, load_dataset)
-    load = data.load_problems
+    load = splits.load_problems
     assert load("openai/gsm8k", split="eval", eval_size=2) == [
         Problem("q9", "9"),
         Problem("q3", "3"),
@@ -495,7 +497,7 @@ def test_a_dataset_in_the_home_folder(monkeypatch, tmp_path):
     calls = []
     rows = {"train": [{"question": "q", "answer": "1"}]}
     fake_hub(monkeypatch, lambda *arguments: calls.append(arguments) or rows)
-    assert data.load_problems("~/math:hard") == [Problem("q", "1")]
+    assert splits.load_problems("~/math:hard") == [Problem("q", "1")]
     assert calls == [(str(tmp_path / "math"), "hard")]
 
 
@@ -504,7 +506,9 @@ def test_the_test_split_is_neither_trained_on_nor_held_out(monkeypatch, capsys):
     unlabeled = {"question": "q3", "answer": None}
     splits = {"train": [row(i) for i in range(50)], "test": [row(99), unlabeled]}
     fake_hub(monkeypatch, lambda *_: splits)
-    train, evaluation = data.load_splits("openai/gsm8k", eval_source=data.HELD_OUT, eval_size=None)
+    train, evaluation = splits.load_splits(
+        "openai/gsm8k", eval_source=splits.HELD_OUT, eval_size=None
+    )
     assert [int(p.answer) for p in train] == [i for i in range(46) if i != 3]
     assert [int(p.answer) for p in evaluation] == [46, 47, 48, 49]
     out = capsys.readouterr().out
@@ -514,11 +518,11 @@ def test_the_test_split_is_neither_trained_on_nor_held_out(monkeypatch, capsys):
 def test_hub_without_a_test_split_holds_out_the_last(monkeypatch):
     rows = [{"prompt": f"q{i}", "solution": str(i)} for i in range(5)]
     fake_hub(monkeypatch, lambda *_: {"train": rows})
-    assert [p.answer for p in data.load_problems("me/math", split="eval", eval_size=2)] == [
+    assert [p.answer for p in splits.load_problems("me/math", split="eval", eval_size=2)] == [
         "3",
         "4",
     ]
-    assert len(data.load_problems("me/math", eval_size=2)) == 3
+    assert len(splits.load_problems("me/math", eval_size=2)) == 3
 
 
 def unreachable(*_):
@@ -542,7 +546,7 @@ def unreachable(*_):
 def test_hub_errors(monkeypatch, load_dataset, message):
     fake_hub(monkeypatch, load_dataset)
     with pytest.raises(UserError, match=re.escape(message)):
-        data.load_problems("openai/gsm8k")
+        splits.load_problems("openai/gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -555,18 +559,18 @@ def test_hub_errors(monkeypatch, load_dataset, message):
 def test_render_prompt(system_prompt, suffix, text):
     problem = Problem("1 + 1 =", "2")
     options = {"system_prompt": system_prompt, "question_suffix": suffix}
-    assert data.render_prompt(problem, WordTokenizer(), **options) == text
-    (prompt,) = data.encode_prompts([problem], WordTokenizer(), **options, max_prompt_tokens=20)
+    assert splits.render_prompt(problem, WordTokenizer(), **options) == text
+    (prompt,) = splits.encode_prompts([problem], WordTokenizer(), **options, max_prompt_tokens=20)
     assert (prompt.problem, prompt.text) == (problem, text)
     assert prompt.ids == tuple(len(word) for word in text.split())
 
 
 def test_a_prompt_over_the_limit_is_an_error():
     problems = [Problem("a " * count, "1") for count in (1, 9, 3, 4, 8)]
-    assert len(data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=11)) == 5
+    assert len(splits.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=11)) == 5
     message = (
         "2 of 5 prompts are over 6 tokens, the longest has 11; instead of "
         "data.max_prompt_tokens=6 pass --config.data.max_prompt_tokens=11, or take them out"
     )
     with pytest.raises(UserError, match=re.escape(message)):
-        data.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)
+        splits.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from qerl_jax.run import device_memory
-from qerl_jax.run.device_memory import FRACTION, settings, take_memory
+from qerl_jax.system import device_memory
+from qerl_jax.system.device_memory import FRACTION, settings, take_memory
 
 GB = 10**9
 OLD = "XLA_PYTHON_CLIENT_MEM_FRACTION"

@@ -6,9 +6,10 @@ import pathlib
 import pytest
 import tiny_run
 
-from qerl_jax import dry_run, model_source
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import open_run
+from qerl_jax.training import dry_run
+from qerl_jax.weights import model_source
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,9 @@ import tiny_run
 from absl import flags
 
 from benchmarks import step
-from experiments import cli, grpo_gsm8k
-from qerl_jax.data import load_problems
+from experiments import grpo_gsm8k
+from qerl_jax.commands import cli
+from qerl_jax.data.splits import load_problems
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import _load_model

@@ -22,7 +22,7 @@ from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
 import qerl_jax.training.setup
-from qerl_jax.data import encode_prompts, load_problems
+from qerl_jax.data.splits import encode_prompts, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy, score_completions
@@ -38,9 +38,9 @@ from qerl_jax.rollout.engine import detokenize, generate, generate_steps
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run import ownership
 from qerl_jax.run.folder import open_run
-from qerl_jax.run.jsonl import read_jsonl
-from qerl_jax.run.signals import StoppedError
-from qerl_jax.statistics import interval, majority, pass_at_k
+from qerl_jax.run.statistics import interval, majority, pass_at_k
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.system.signals import StoppedError
 from qerl_jax.training.setup import prepare
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import load

@@ -23,7 +23,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.run import jobs as processes
 from qerl_jax.run.folder import config_dict, flatten
 from qerl_jax.run.jobs import Job
-from qerl_jax.run.signals import StoppedError
+from qerl_jax.system.signals import StoppedError
 from qerl_jax.training.method import method_of
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.peft import WEIGHTS_FILE

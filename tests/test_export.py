@@ -15,10 +15,10 @@ import tiny_checkpoints
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import model_config, random_tensors, write_folder
 
-from qerl_jax import staging
 from qerl_jax.errors import UserError
 from qerl_jax.policy.attention import rotary_frequencies
 from qerl_jax.policy.config import RopeScaling
+from qerl_jax.system import staging
 from qerl_jax.weights import names, safetensors
 from qerl_jax.weights import save as export
 from qerl_jax.weights.load import load

@@ -16,7 +16,7 @@ import pytest
 import tiny_checkpoints
 import tiny_run
 
-from experiments import export_hf
+from qerl_jax.commands import export_hf
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy

@@ -10,7 +10,7 @@ import pathlib
 
 import pytest
 
-from qerl_jax.rl.rewards import numeric_answer
+from qerl_jax.rewards.functions import numeric_answer
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "lm_eval_gsm8k.json"
 REAL = 56

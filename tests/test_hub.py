@@ -6,9 +6,10 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from qerl_jax import data, hub
+from qerl_jax.data import splits
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.perplexity import read_documents
+from qerl_jax.system import hub
 from qerl_jax.weights import load
 
 
@@ -50,7 +51,7 @@ def test_a_mistyped_path_is_not_asked_for_on_a_hub(source, tmp_path, monkeypatch
     )
     assert (f"did you mean {suggestion}?" in str(error.value)) == bool(suggestion)
     with pytest.raises(UserError, match=r"--config\.data\.path=FILE\.jsonl"):
-        data.load_problems(source)
+        splits.load_problems(source)
     if source == "runs/first-adc":
         with pytest.raises(UserError, match="did you mean first-abc"):
             read_documents(source)

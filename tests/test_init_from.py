@@ -14,9 +14,9 @@ from tiny_checkpoints import model_config
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
-from qerl_jax.session import open_session
 from qerl_jax.training import init_from
 from qerl_jax.training.loop import train
+from qerl_jax.training.session import open_session
 
 CHANGES = {"eval.every": 0, "aqn.schedule": "constant", "aqn.stages": 4}
 

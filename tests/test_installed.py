@@ -9,8 +9,8 @@ from pathlib import Path
 import bytecode
 import pytest
 
-from experiments import cli
 from experiments.configs import NAMES, config_file
+from qerl_jax.commands import cli
 from qerl_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,8 +19,8 @@ from qerl_jax.policy.kl_control import (
     noise_level,
     sigma_of_step,
 )
-from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training import step as step_module
 from qerl_jax.training.loop import train
 from qerl_jax.training.validate import validate

@@ -3,7 +3,7 @@
 import io
 import types
 
-from qerl_jax import live_line
+from qerl_jax.system import live_line
 
 
 def test_live_line_is_silent_off_a_terminal_and_rewritten_on_one():

@@ -21,10 +21,9 @@ from tiny_checkpoints import (
     write_tokenizer,
 )
 
-from qerl_jax import compact
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import QuantTensor, quantize_nvfp4
-from qerl_jax.weights import load, names, safetensors
+from qerl_jax.weights import compact, load, names, safetensors
 from qerl_jax.weights.checkpoint import open_checkpoint
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

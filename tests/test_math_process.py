@@ -10,9 +10,9 @@ import time
 
 import pytest
 
-from qerl_jax.rl import math_process, rewards
-from qerl_jax.rl.math_process import verify
-from qerl_jax.scoring import score as scoring
+from qerl_jax.rewards import functions, math_process
+from qerl_jax.rewards import score as scoring
+from qerl_jax.rewards.math_process import verify
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # Python computes such integers in C code: no signal handler runs until it is done.
@@ -49,7 +49,7 @@ def test_a_failure_is_an_error_of_this_pair_only(monkeypatch):
 
 def test_the_callers_time_limit_ends_the_worker():
     worker = math_process.start()
-    named = {"correctness": (rewards.math_answer, 1.0)}
+    named = {"correctness": (functions.math_answer, 1.0)}
     began = time.perf_counter()
     scores = scoring.score(named, ["", ""], [ENDLESS, r"\boxed{7}"], ["8", "7"], [1, 1], [1, 1],
                            time_limit=1.0)  # fmt: skip

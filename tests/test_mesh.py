@@ -22,10 +22,9 @@ from tiny_checkpoints import VOCAB
 from tiny_model import tiny_policy
 
 from experiments.configs.grpo_gsm8k import get_config
-from qerl_jax import sharding
+from qerl_jax.compile.aot import FirstRunAlone
 from qerl_jax.errors import UserError
-from qerl_jax.policy import transformer
-from qerl_jax.rollout.aot import FirstRunAlone
+from qerl_jax.policy import sharding, transformer
 from qerl_jax.rollout.engine import RolloutProgress
 from qerl_jax.rollout.replicas import _in_threads, deal
 from qerl_jax.rollout.scheduler import Statistics

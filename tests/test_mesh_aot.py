@@ -26,6 +26,7 @@ from qerl_jax.policy import lora, sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import FUSED, PROJECTIONS, LoraConfig, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.sharding import located, specs
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import data_parallel
@@ -34,7 +35,6 @@ from qerl_jax.rl.packing import empty_buffer
 from qerl_jax.rl.train_step import UpdateConfig, init_state
 from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.sharding import located, specs
 
 pytestmark = pytest.mark.aot
 

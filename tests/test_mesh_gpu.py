@@ -15,7 +15,7 @@ from tiny_model import random_tokens
 
 from benchmarks.rollout.random_policy import random_lora, random_params
 from benchmarks.rollout.subject import NO_TEXT
-from qerl_jax import sharding
+from qerl_jax.policy import sharding
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.data_parallel import deal_buffers

@@ -12,7 +12,7 @@ import pytest
 
 from qerl_jax.errors import UserError
 from qerl_jax.run import metrics, terminal
-from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.system.jsonl import read_jsonl
 
 
 def open_log(folder, **options):

@@ -12,13 +12,13 @@ from ml_collections import ConfigDict, config_flags
 from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
-from experiments import cli
 from experiments.configs import grpo_gsm8k
+from qerl_jax.commands import cli
 from qerl_jax.config.overrides import NEEDS, check_overrides, need
-from qerl_jax.data import load_problems
+from qerl_jax.config.resume import splits_the_loss
+from qerl_jax.data.splits import load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import LOSSES
-from qerl_jax.run.resume import splits_the_loss
 from qerl_jax.training.loop import train
 
 # Everything that can be off is off.

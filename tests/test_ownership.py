@@ -12,15 +12,15 @@ import threading
 import pytest
 from finished_run import write_run
 
-from qerl_jax import user_key
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.write import ExportConfig, export
+from qerl_jax.rewards import calls
 from qerl_jax.run import ownership
 from qerl_jax.run.folder import RunFolder, open_run, record, record_places
-from qerl_jax.scoring import calls
+from qerl_jax.system import user_key
 
 TOKEN = "TEST_OWNERSHIP_TOKEN"
 
@@ -103,7 +103,7 @@ def test_a_key_that_proves_nothing_is_refused(change, message, config_home):
 
 def test_processes_that_begin_at_once_agree_on_the_key(config_home):
     code = (
-        "import sys; from qerl_jax.user_key import sign; print(flush=True); sys.stdin.read();"
+        "import sys; from qerl_jax.system.user_key import sign; print(flush=True); sys.stdin.read();"
         "print(sign(b'content', 'run'))"
     )
     pipe = subprocess.PIPE
@@ -326,7 +326,7 @@ def test_a_folder_gets_no_token_and_no_request(run, tmp_path, server, monkeypatc
 def test_the_host_is_printed_before_the_first_request(run, tmp_path, server, monkeypatch, capsys):
     url, tokens = server
     monkeypatch.setenv(TOKEN, "secret")
-    built_in = {"function": "qerl_jax.rl.rewards:think_format", "weight": 1.0}
+    built_in = {"function": "qerl_jax.rewards.functions:think_format", "weight": 1.0}
     theirs(run, correctness={"function": url, "weight": 1.0}, format=built_in)
     host = url.removeprefix("http://").removesuffix("/score")
     line = f"completions are sent to {host} for their rewards, with the token in {TOKEN}"
@@ -351,8 +351,8 @@ def test_a_module_that_a_folder_names_is_not_imported(run, tmp_path, monkeypatch
     )
     monkeypatch.syspath_prepend(tmp_path)
     evil = {"function": "evil:f", "weight": 1.0}
-    own = {"function": "qerl_jax.rl.rewards:exact_answer", "weight": 1.0}
-    format_reward = own | {"function": "qerl_jax.rl.rewards:think_format"}
+    own = {"function": "qerl_jax.rewards.functions:exact_answer", "weight": 1.0}
+    format_reward = own | {"function": "qerl_jax.rewards.functions:think_format"}
     content = theirs(run, correctness=evil, format=format_reward)
     for command in commands(run, tmp_path):
         with pytest.raises(UserError, match=r"'evil:f' is named by .* by --judge .*--trust"):

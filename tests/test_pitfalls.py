@@ -27,8 +27,8 @@ import pytest
 import tiny_run
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl.rewards import overlong_penalty
-from qerl_jax.run.jsonl import read_jsonl
+from qerl_jax.rewards.functions import overlong_penalty
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training.loop import train
 
 

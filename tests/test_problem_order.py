@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from qerl_jax.errors import UserError
-from qerl_jax.problem_order import (
+from qerl_jax.data.order import (
     Cursor,
     Order,
     Place,
@@ -19,6 +18,7 @@ from qerl_jax.problem_order import (
     record,
     source_metrics,
 )
+from qerl_jax.errors import UserError
 
 
 def single(size, **options):

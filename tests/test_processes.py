@@ -22,13 +22,13 @@ from safetensors.numpy import load_file
 
 from benchmarks import step
 from experiments.configs.grpo_gsm8k import get_config
-from qerl_jax import sharding
 from qerl_jax.errors import UserError
+from qerl_jax.policy import sharding
 from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
 from qerl_jax.processes.launch import Place, local_devices, place_of
 from qerl_jax.run.metrics import read_steps
-from qerl_jax.run.signals import StoppedError
+from qerl_jax.system.signals import StoppedError
 from qerl_jax.training.loop import train
 
 STEPS = 3

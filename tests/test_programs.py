@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from tiny_rollout import compiled, policy, rollout
 
-from qerl_jax import program_cache, user_key
-from qerl_jax.rollout import executable_cache
-from qerl_jax.run.compilation_cache import cached_in, programs_in
+from qerl_jax.compile import executable_cache, program_cache
+from qerl_jax.compile.run_cache import cached_in, programs_in
+from qerl_jax.system import user_key
 
 
 @pytest.fixture(autouse=True)
@@ -185,9 +185,9 @@ def test_what_makes_another_program_is_compiled(change, tmp_path, monkeypatch):
     ("edited", "differs"),
     [
         ("qerl_jax/rl/losses.py", True),
-        ("qerl_jax/sharding.py", True),
+        ("qerl_jax/policy/sharding.py", True),
         ("pallas_kernels/decode/layer.py", True),
-        ("qerl_jax/data.py", False),
+        ("qerl_jax/data/splits.py", False),
     ],
 )
 def test_an_edit_of_what_programs_are_traced_from_is_noticed(edited, differs, monkeypatch):

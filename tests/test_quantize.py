@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tiny_checkpoints import model_config, random_tensors, write_folder, write_gguf
 
-from experiments import quantize as command
+from qerl_jax.commands import quantize as command
 from qerl_jax.errors import UserError
 from qerl_jax.export.quantize import round_layers, write_packed
 from qerl_jax.policy import transformer

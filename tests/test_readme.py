@@ -13,7 +13,7 @@ import tiny_run
 from tiny_checkpoints import model_config
 
 import benchmarks.rollout.__main__ as benchmark
-from experiments import cli, evaluate, export_hf, quantize, sample, show, sweep
+from qerl_jax.commands import cli, evaluate, export_hf, quantize, sample, show, sweep
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.policy.architectures import ARCHITECTURES
 

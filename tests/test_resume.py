@@ -23,8 +23,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.jsonl import read_jsonl
-from qerl_jax.run.signals import StoppedError
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.system.signals import StoppedError
 from qerl_jax.training.loop import train
 
 CHANGES = {

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.scoring import calls
-from qerl_jax.scoring import score as scoring
-from qerl_jax.scoring.references import needs_answer
-from qerl_jax.scoring.url import UrlReward, is_key, without_keys
+from qerl_jax.rewards import calls
+from qerl_jax.rewards import score as scoring
+from qerl_jax.rewards.references import needs_answer
+from qerl_jax.rewards.url import UrlReward, is_key, without_keys
 
 SECRET = "s3cr3t-t0ken"
 

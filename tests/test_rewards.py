@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl import answers, rewards
-from qerl_jax.scoring import calls
-from qerl_jax.scoring import score as scoring
+from qerl_jax.rewards import answers, calls, functions
+from qerl_jax.rewards import score as scoring
 
 
 def call(reward, completion, answer="18"):
@@ -231,14 +230,14 @@ def test_marks(text, boxed, tagged, marked):
     ],
 )
 def test_numeric_rewards(completion, answer, numeric, tag, box):
-    assert call(rewards.numeric_answer, completion, answer) == numeric
-    assert call(rewards.tagged_answer, completion, answer) == tag
-    assert call(rewards.boxed_answer, completion, answer) == box
+    assert call(functions.numeric_answer, completion, answer) == numeric
+    assert call(functions.tagged_answer, completion, answer) == tag
+    assert call(functions.boxed_answer, completion, answer) == box
 
 
 def test_numeric_reward_needs_a_numeric_answer():
     with pytest.raises(ValueError, match="'yes' is not a number: use exact_answer"):
-        call(rewards.numeric_answer, "18", "yes")
+        call(functions.numeric_answer, "18", "yes")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_numeric_reward_needs_a_numeric_answer():
     ],
 )
 def test_exact_answer(completion, value):
-    assert call(rewards.exact_answer, completion, "yes") == value
+    assert call(functions.exact_answer, completion, "yes") == value
 
 
 @pytest.mark.parametrize(
@@ -293,13 +292,13 @@ def test_exact_answer(completion, value):
     ],
 )
 def test_math_answer(completion, answer, value):
-    assert call(rewards.math_answer, completion, answer) == value
+    assert call(functions.math_answer, completion, answer) == value
 
 
 @pytest.mark.parametrize("answer", ["", "???", "x^2+"])
 @pytest.mark.parametrize("completion", [r"\boxed{7}", "7", r"\boxed{???}"])
 def test_math_answer_is_missing_where_the_reference_cannot_be_read(completion, answer):
-    named = {"correctness": (rewards.math_answer, 1.0)}
+    named = {"correctness": (functions.math_answer, 1.0)}
     scores = scoring.score(named, [""], [completion], [answer], [3], [True], time_limit=0)
     assert np.isnan(scores.total).all()
     (line,) = scores.errors
@@ -329,9 +328,9 @@ def test_math_answer_is_missing_where_the_reference_cannot_be_read(completion, a
     ],
 )
 def test_formats(completion, think, boxed, number_only):
-    assert call(rewards.think_format, completion) == think
-    assert call(rewards.boxed_format, completion) == boxed
-    assert call(rewards.number_only_format, completion) == number_only
+    assert call(functions.think_format, completion) == think
+    assert call(functions.boxed_format, completion) == boxed
+    assert call(functions.number_only_format, completion) == number_only
 
 
 @pytest.mark.parametrize(
@@ -339,11 +338,11 @@ def test_formats(completion, think, boxed, number_only):
     [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (100, -1.0), (101, -1.0)],
 )
 def test_overlong_penalty_is_dapo_equation_13(num_tokens, penalty):
-    assert rewards.overlong_penalty(num_tokens, 100, 20) == pytest.approx(penalty, abs=1e-12)
+    assert functions.overlong_penalty(num_tokens, 100, 20) == pytest.approx(penalty, abs=1e-12)
 
 
 def test_overlong_penalty_without_buffer():
-    assert [rewards.overlong_penalty(n, 100, 0) for n in (99, 100, 101)] == [0.0, 0.0, -1.0]
+    assert [functions.overlong_penalty(n, 100, 0) for n in (99, 100, 101)] == [0.0, 0.0, -1.0]
 
 
 @pytest.mark.parametrize(
@@ -377,7 +376,12 @@ def test_overlong_penalty_without_buffer():
 )
 @pytest.mark.parametrize(
     "reward",
-    [rewards.numeric_answer, rewards.boxed_answer, rewards.think_format, rewards.boxed_format],
+    [
+        functions.numeric_answer,
+        functions.boxed_answer,
+        functions.think_format,
+        functions.boxed_format,
+    ],
 )
 def test_long_adversarial_completions_are_read_in_linear_time(reward, completion):
     start = time.thread_time()  # which does not grow while other processes have the core
@@ -388,7 +392,7 @@ def test_long_adversarial_completions_are_read_in_linear_time(reward, completion
 @pytest.mark.parametrize("power", ["9^{9^{9^{9}}}", "99999999!", "(" * 3000 + "1" + ")" * 3000])
 def test_math_answer_stays_under_the_time_limit(power):
     start = time.perf_counter()
-    named = {"correctness": (rewards.math_answer, 1.0)}
+    named = {"correctness": (functions.math_answer, 1.0)}
     scoring.score(named, [""], [rf"\boxed{{{power}}}"], ["7"], [3], [True], time_limit=0.3)
     assert time.perf_counter() - start < 3
 
@@ -525,7 +529,7 @@ def test_keyboard_interrupt_passes_through():
 
 
 def test_unequal_lengths_are_refused():
-    named = {"r": (rewards.numeric_answer, 1.0)}
+    named = {"r": (functions.numeric_answer, 1.0)}
     with pytest.raises(ValueError, match="zip"):
         scoring.score(named, ["p"], ["c", "c"], ["1"], [1], [True], time_limit=1.0)
 
@@ -544,17 +548,20 @@ def test_unequal_lengths_are_refused():
     ],
 )
 def test_resolve_built_in(name):
-    assert calls.resolve(f"qerl_jax.rl.rewards:{name}") is getattr(rewards, name)
+    assert calls.resolve(f"qerl_jax.rewards.functions:{name}") is getattr(functions, name)
 
 
 @pytest.mark.parametrize(
     ("path", "message"),
     [
         ("numeric_answer", "write it as package.module:function"),
-        ("qerl_jax.rl.rewards:", "write it as package.module:function"),
+        ("qerl_jax.rewards.functions:", "write it as package.module:function"),
         ("qerl_jax.rl.missing:f", "cannot import qerl_jax.rl.missing: ModuleNotFoundError"),
-        ("qerl_jax.rl.rewards:nothing", "has no function 'nothing'"),
-        ("qerl_jax.rl.rewards:overlong_penalty", "it must take (prompt, completion, answer,"),
+        ("qerl_jax.rewards.functions:nothing", "has no function 'nothing'"),
+        (
+            "qerl_jax.rewards.functions:overlong_penalty",
+            "it must take (prompt, completion, answer,",
+        ),
     ],
 )
 def test_resolve_names_what_is_missing(path, message):
@@ -564,6 +571,6 @@ def test_resolve_names_what_is_missing(path, message):
 
 def test_import_is_light():
     heavy = {"jax", "math_verify", "sympy", "httpx2"}
-    code = f"import sys, qerl_jax.scoring.score; print({heavy} & set(sys.modules))"
+    code = f"import sys, qerl_jax.rewards.score; print({heavy} & set(sys.modules))"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert output.stdout.strip() == "set()"

@@ -12,9 +12,9 @@ import tiny_rollout
 from tiny_rollout import KEY, TinyTokenizer, configs
 
 from pallas_kernels.decode import to_cache
+from qerl_jax.compile.aot import compile_rollout
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.rollout import decode, programs, shapes
-from qerl_jax.rollout.aot import compile_rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
 

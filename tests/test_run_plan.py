@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
-from experiments.configs import dapo_math, defaults, grpo_gsm8k
-from experiments.plan import CARDS
+from experiments.configs import dapo_math, grpo_gsm8k
+from qerl_jax.commands.plan import CARDS
+from qerl_jax.config import build
 from qerl_jax.errors import UserError
 from qerl_jax.memory.report import (
     check_fits,
@@ -25,10 +26,10 @@ from qerl_jax.memory.run_plan import Device, plan_run
 from qerl_jax.policy import sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import LoraConfig, init
+from qerl_jax.policy.sharding import WHOLE, specs
 from qerl_jax.policy.tensor_parallel import cut, shard_of
 from qerl_jax.policy.trainable import trained_params
-from qerl_jax.run.device_memory import pool_of
-from qerl_jax.sharding import WHOLE, specs
+from qerl_jax.system.device_memory import pool_of
 
 RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
 MEASURED = json.loads((RESULTS / "step.json").read_text())["rows"]
@@ -167,7 +168,7 @@ def test_two_cards_hold_what_one_does_not():
 
 
 @pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
-@pytest.mark.parametrize("model", defaults.MODELS)
+@pytest.mark.parametrize("model", build.MODELS)
 def test_every_preset_starts(model, name):
     plan, _ = planned(model, card(name))
     assert plan.fits
@@ -246,8 +247,8 @@ def test_out_of_memory_names_the_next_smaller_sizes():
 
 
 def test_on_a_cpu_everything_fits():
-    plan, config = planned(defaults.STAND_IN, CPU)
-    model = ARCHITECTURES[defaults.STAND_IN]
+    plan, config = planned(build.STAND_IN, CPU)
+    model = ARCHITECTURES[build.STAND_IN]
     check_fits(plan, config, model)
     assert plan.rollout.rows == plan.rollout.all_rows
     assert largest_rows(plan, config, model) is None

@@ -12,21 +12,21 @@ import finished_run
 import numpy as np
 import pytest
 
-from experiments import sweep
-from qerl_jax import safe_files
+from qerl_jax.commands import sweep
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import EvaluateConfig, evaluate
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.processes.folder import open_run_together
 from qerl_jax.processes.group import Processes
-from qerl_jax.run.atomic import write_atomic, write_json
 from qerl_jax.run.checkpoints import Checkpoints, read_latest, read_latest_meta
 from qerl_jax.run.event_file import EventFile
 from qerl_jax.run.folder import RunFolder, lock_holder, open_run
 from qerl_jax.run.jobs import run_jobs
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.show.view import open_views
-from qerl_jax.staging import scratch_of, staged_folder
+from qerl_jax.system import safe_files
+from qerl_jax.system.atomic import write_atomic, write_json
+from qerl_jax.system.staging import scratch_of, staged_folder
 from qerl_jax.weights.load import load
 from qerl_jax.weights.save import companion_files
 

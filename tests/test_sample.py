@@ -15,7 +15,7 @@ import tokenizers
 from tiny_model import random_tokens, tiny_policy
 from tiny_rollout import TinyTokenizer
 
-from experiments import sample as command
+from qerl_jax.commands import sample as command
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation import sample as sample_lib
 from qerl_jax.evaluation.load_policy import open_policy, warn_of_another_base

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from qerl_jax.errors import UserError
-from qerl_jax.scoring import calls
-from qerl_jax.scoring import score as scoring
-from qerl_jax.scoring.calls import Timed, call_of
-from qerl_jax.scoring.references import needs_answer
+from qerl_jax.rewards import calls
+from qerl_jax.rewards import score as scoring
+from qerl_jax.rewards.calls import Timed, call_of
+from qerl_jax.rewards.references import needs_answer
 
 ROWS = [{"question": "q0", "answer": "a b #### 5", "tests": [1, 2]}, {"answer": "6", "tests": [3]}]
 
@@ -249,8 +249,8 @@ def test_completions_are_scored_as_they_end():
     [
         ("my/rewards.py:f", {}, "a file path is not an import path; write my.rewards:f"),
         ("rewards.py:f", {}, "write rewards:f"),
-        ("qerl_jax.rl.rewards:think_format", {"retries": 1}, "are read for a URL"),
-        ("qerl_jax.rl.rewards:think_format", {"token_env": "A"}, "are read for a URL"),
+        ("qerl_jax.rewards.functions:think_format", {"retries": 1}, "are read for a URL"),
+        ("qerl_jax.rewards.functions:think_format", {"token_env": "A"}, "are read for a URL"),
     ],
 )
 def test_resolve_names_what_is_wrong(path, options, message):

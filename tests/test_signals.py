@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from qerl_jax.run.signals import stop_signals
+from qerl_jax.system.signals import stop_signals
 
 
 class Broken:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qerl_jax.statistics import (
+from qerl_jax.run.statistics import (
     interval,
     majority,
     paired_difference,

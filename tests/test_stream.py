@@ -19,7 +19,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, quantize
-from qerl_jax.threads import run_within
+from qerl_jax.system.threads import run_within
 from qerl_jax.weights import load, names, safetensors
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.stream import Meter

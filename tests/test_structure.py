@@ -12,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PRODUCT = ("qerl_jax", "pallas_kernels", "experiments", "benchmarks")
 FUNCTION_LINES = 100
 # Functions that are tables: in two parts they would not be easier to read.
-TABLES = {("experiments/configs/defaults.py", "_fields")}
+TABLES = {("qerl_jax/config/build.py", "_fields")}
 
 
 def read(pattern, root=ROOT):
@@ -82,7 +82,7 @@ def test_jax_is_used_through_its_public_modules():
     assert private_imports(product()) == []
 
 
-# A path of the user that is taken as it is: `~` stays in it, see `qerl_jax.paths.user_path`.
+# A path of the user that is taken as it is: `~` stays in it, see `qerl_jax.system.paths.user_path`.
 PLAIN_PATH = re.compile(r"type=(?:pathlib\.)?Path\b|\bPath\((?:arguments|args|config)\.")
 
 
@@ -96,7 +96,7 @@ def test_the_home_folder_is_expanded_in_paths_of_the_user():
 def test_one_function_tells_import_paths_from_names():
     asked = re.compile(r'":" (?:not )?in ')
     places = [path for path, text in product().items() if asked.search(text)]
-    assert places == ["qerl_jax/import_path.py"]
+    assert places == ["qerl_jax/system/import_path.py"]
 
 
 def test_no_test_module_imports_another():

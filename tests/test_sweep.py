@@ -13,12 +13,13 @@ import time
 import numpy as np
 import pytest
 
-from experiments import sweep
 from experiments.configs import aqn_ablation
 from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.commands import sweep
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict
 from qerl_jax.run.plots import plot_sweep
+from qerl_jax.run.statistics import half_interval
 from qerl_jax.run.sweep import (
     MEASURES,
     Run,
@@ -29,7 +30,6 @@ from qerl_jax.run.sweep import (
     settings,
     zipped,
 )
-from qerl_jax.statistics import half_interval
 from qerl_jax.training.loop import train
 
 # --- Overrides ----------------------------------------------------------------------------------

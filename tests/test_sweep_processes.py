@@ -14,8 +14,8 @@ import pytest
 from qerl_jax.errors import UserError
 from qerl_jax.run import jobs
 from qerl_jax.run.jobs import devices_of
-from qerl_jax.run.signals import StoppedError
 from qerl_jax.run.sweep import Run, train_all
+from qerl_jax.system.signals import StoppedError
 
 TRAIN = """
 import json, os, pathlib, signal, sys, time

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from experiments.configs.grpo_gsm8k import get_config
-from qerl_jax.data import Problem, fingerprint, load_problems
+from qerl_jax.data.splits import Problem, fingerprint, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import (
     BENCHMARKS,
@@ -19,13 +19,13 @@ from qerl_jax.evaluation.tasks import (
     extracted_answer,
     make_tasks,
 )
-from qerl_jax.rl import rewards
+from qerl_jax.rewards import functions
+from qerl_jax.rewards.calls import resolve
+from qerl_jax.rewards.url import UrlReward
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import config_dict
-from qerl_jax.scoring.calls import resolve
-from qerl_jax.scoring.url import UrlReward
 
-REWARDS = "qerl_jax.rl.rewards:"
+REWARDS = "qerl_jax.rewards.functions:"
 ROWS = {
     "openai/gsm8k": {"question": "How many?", "answer": "9 + 9\n#### 1,018"},
     "HuggingFaceH4/MATH-500": {"problem": "Half?", "solution": "no", "answer": r"\frac{1}{2}"},
@@ -284,7 +284,7 @@ def test_the_extracted_answer_is_the_one_that_is_scored(scorer):
     texts = [r"\boxed{7} 8", "#### 7\n8", "7 8", "<answer>7</answer> 8", "8 7", "7", "no"]
     for text in texts:
         found = extracted_answer(text, REWARDS + scorer)
-        correct = getattr(rewards, scorer)("", text, "7", 1, True)
+        correct = getattr(functions, scorer)("", text, "7", 1, True)
         assert correct == float(found == "7"), text
 
 
@@ -348,7 +348,7 @@ def test_each_reward_gets_the_token_that_it_names(run, file, flags, judge, forma
     [
         "http://127.0.0.1:1/score",
         "timeit:repeat",
-        "qerl_jax.rl.rewards:overlong_penalty",
+        "qerl_jax.rewards.functions:overlong_penalty",
         "qerl_jax.evaluation.evaluate:evaluate",
     ],
 )

@@ -11,14 +11,13 @@ from tiny_model import random_lora, tiny_policy
 
 from pallas_kernels import fp4_matmul
 from pallas_kernels.fp4_matmul import tiling
-from qerl_jax import sharding
 from qerl_jax.errors import UserError
-from qerl_jax.policy import lora, quant
+from qerl_jax.policy import lora, quant, sharding
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import checkpoint_order, dequantize, quantize
+from qerl_jax.policy.sharding import COLUMNS, ROWS, WHOLE
 from qerl_jax.policy.tensor_parallel import cut, shard_of
-from qerl_jax.sharding import COLUMNS, ROWS, WHOLE
 
 SHARDS = 2
 # MXFP4 is cut as NVFP4 is.

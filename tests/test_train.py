@@ -26,13 +26,13 @@ from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.export.scores import open_held_out_set
+from qerl_jax.rewards.calls import Timed
+from qerl_jax.rewards.score import Scores
 from qerl_jax.rl.programs import compiled
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.metrics import read_steps
-from qerl_jax.scoring.calls import Timed
-from qerl_jax.scoring.score import Scores
+from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.training import collect
 from qerl_jax.training.loop import train
 from qerl_jax.training.validate import check_extension, how_to_train_on

@@ -9,6 +9,7 @@ import optax
 import pytest
 from tiny_model import random_lora, random_tokens, tiny_policy
 
+from qerl_jax.compile.aot import compile_operations
 from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl.batch import make_batch
@@ -17,7 +18,6 @@ from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
 from qerl_jax.rl.programs import compiled, jitted, operations
 from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
-from qerl_jax.rollout.aot import compile_operations
 from qerl_jax.rollout.programs import MissingProgramError, committed
 
 ROWS, WIDTH = 8, 6

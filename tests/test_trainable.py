@@ -15,10 +15,10 @@ from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.training.initial_policy import first_trainable
 from qerl_jax.training.loop import train
 from qerl_jax.training.outputs import save_trained
 from qerl_jax.training.setup import prepare
-from qerl_jax.training.start import first_trainable
 from qerl_jax.weights.load import load
 
 CHANGES = {"steps": 4, "checkpoint.every": 2, "rl.updates_per_rollout": 2}

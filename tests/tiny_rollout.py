@@ -9,10 +9,10 @@ from collections.abc import Generator, Sequence
 import jax
 from tiny_model import random_lora, random_tokens, tiny_policy
 
-from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.compile.aot import compile_rollout
+from qerl_jax.compile.run_cache import cached_in
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import RolloutProgress, generate_steps
-from qerl_jax.run.compilation_cache import cached_in
 
 PAD = 0
 PROMPTS = [list(random_tokens(length, seed=length)) for length in (5, 2, 9)]

@@ -14,8 +14,8 @@ import tiny_checkpoints
 
 from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.policy.lora import LoraConfig
-from qerl_jax.run.atomic import replaced
 from qerl_jax.run.metrics import read_evaluations, read_steps
+from qerl_jax.system.atomic import replaced
 from qerl_jax.weights import names
 from qerl_jax.weights.peft import load_peft_adapter
 

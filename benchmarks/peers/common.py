@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qerl_jax.errors import UserError, check_limits
-from qerl_jax.paths import user_path
+from qerl_jax.system.paths import user_path
 
 OUT = "benchmarks/results/peers.json"
 KEYS = (

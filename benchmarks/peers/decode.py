@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers import common
-from experiments import cli
+from qerl_jax.commands import cli
 
 FORMATS = ("bf16", "nvfp4", "nf4")
 PACKAGES = {"vllm": "0.22.0", "torch": "2.11.0", "transformers": "5.17.0"}

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers import common, decode
-from experiments import cli
-from qerl_jax.paths import user_path
+from qerl_jax.commands import cli
+from qerl_jax.system.paths import user_path
 
 _PROMPT_TOKENS = 1024  # vLLM refuses a longer prompt
 # Rows that decode together. vLLM captures CUDA graphs for up to twice as many, which takes long.
@@ -66,8 +66,8 @@ def read_evaluation(
             not built in.
     """
     from qerl_jax.errors import UserError
-    from qerl_jax.run.jsonl import read_jsonl
-    from qerl_jax.scoring.calls import is_built_in
+    from qerl_jax.rewards.calls import is_built_in
+    from qerl_jax.system.jsonl import read_jsonl
 
     path = folder / "results.json"
     if not path.exists():
@@ -102,8 +102,8 @@ def scored(
     served: Sequence[tuple[str, int, bool]],
 ) -> list[bool]:
     """Whether each served completion (text, tokens, ended by itself) is correct."""
-    from qerl_jax.scoring.calls import resolve
-    from qerl_jax.scoring.score import score
+    from qerl_jax.rewards.calls import resolve
+    from qerl_jax.rewards.score import score
 
     texts, tokens, finished = zip(*served, strict=True)
     scores = score(
@@ -131,7 +131,7 @@ def compare(
     """
     import numpy as np
 
-    from qerl_jax import statistics
+    from qerl_jax.run import statistics
 
     ours = np.array([row["correct"] is True for row in rows], np.float64)
     theirs = np.array(correct, np.float64)
@@ -254,7 +254,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Runs the comparison with the parsed arguments."""
     from benchmarks.rollout.results import check_out, origin
     from qerl_jax.errors import UserError
-    from qerl_jax.run.atomic import write_json
+    from qerl_jax.system.atomic import write_json
 
     check_out(arguments.out)
     settings, rows = read_evaluation(arguments.evaluation, arguments.task, arguments.judge)

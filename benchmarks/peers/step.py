@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.peers import common, decode
-from experiments import cli
+from qerl_jax.commands import cli
 
 _PACKAGES = decode.PACKAGES | {
     "trl": "1.16.0",

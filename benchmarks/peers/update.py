@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers import common
-from experiments import cli
+from qerl_jax.commands import cli
 
 _PACKAGES = {"torch": "2.11.0", "transformers": "5.17.0", "peft": "0.21.2"}
 _QUANTIZED = {"bitsandbytes": "0.50.2", "accelerate": "1.15.0"}

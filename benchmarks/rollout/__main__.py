@@ -27,7 +27,7 @@ import argparse
 import os
 import time
 
-from experiments import cli
+from qerl_jax.commands import cli
 
 _BEGAN = time.time()  # before the imports that take long
 

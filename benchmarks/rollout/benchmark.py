@@ -59,19 +59,19 @@ from benchmarks.rollout.subject import (
     with_adapter,
 )
 from pallas_kernels.gpu_lock import sole_use
-from qerl_jax.data import encode_prompts
+from qerl_jax.compile.aot import compile_operations, compile_rollout
+from qerl_jax.data.splits import encode_prompts
 from qerl_jax.errors import memory_errors
-from qerl_jax.live_line import LiveLine
-from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.sharding import beside, of_one_device
 from qerl_jax.rollout import decode, shapes
-from qerl_jax.rollout.aot import compile_operations, compile_rollout
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.engine import RolloutProgress, generate_steps, live_fraction
 from qerl_jax.rollout.programs import Executables, committed, operations
 from qerl_jax.rollout.scheduler import Statistics
-from qerl_jax.sharding import beside, of_one_device
+from qerl_jax.system.live_line import LiveLine
+from qerl_jax.system.paths import user_path
 
 BITS = {"nvfp4": 4.5, "mxfp4": 4.25, "nf4": 4.5}  # bits per weight, scales included
 BANDWIDTHS = {"NVIDIA H200": 4.3e12}  # bytes read and written per second by a copy

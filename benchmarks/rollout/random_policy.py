@@ -15,7 +15,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, Lora, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.sharding import placed_params
+from qerl_jax.policy.sharding import placed_params
 
 _WEIGHT_SIZE = 0.02  # standard deviation of random weights
 _ADAPTER_SIZE = 1e-3  # standard deviation of B: small beside the weights, and not zero

@@ -12,9 +12,9 @@ import jax
 import jaxlib
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.atomic import write_json
 from qerl_jax.run.provenance import provenance, without_folders
-from qerl_jax.staging import check_writable
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.staging import check_writable
 
 _POLICY = (
     "kind", "model", "format", "weights", "lora_rank", "kv_cache_dtype", "head_format",

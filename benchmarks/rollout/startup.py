@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
+from qerl_jax.compile.aot import compile_rollout
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.aot import compile_rollout
 from qerl_jax.rollout.engine import generate_steps
 
 

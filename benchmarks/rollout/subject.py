@@ -11,17 +11,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
-from qerl_jax.compact import compacted
-from qerl_jax.data import Problem, load_problems
+from qerl_jax.data.splits import Problem, load_problems
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.sharding import make_mesh, of_one_device, placed, placed_params
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import check_head_format, rollout_head
-from qerl_jax.sharding import make_mesh, of_one_device, placed, placed_params
+from qerl_jax.weights.compact import compacted
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
+from qerl_jax.system.paths import user_path
 
 _FOLDER = Path(__file__).parent
 _TABLES = ("__init__", "defaults", "recipes")  # These are no configs.

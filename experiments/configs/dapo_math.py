@@ -17,7 +17,7 @@ format are logged apart.
 
 from ml_collections import ConfigDict
 
-from experiments.configs import defaults
+from qerl_jax.config import build
 
 _SETTINGS = {
     "steps": 1000,
@@ -38,8 +38,8 @@ _SETTINGS = {
 }
 
 _REWARDS = {
-    "correctness": {"function": "qerl_jax.rl.rewards:math_answer", "weight": 1.0},
-    "format": {"function": "qerl_jax.rl.rewards:think_format", "weight": 0.2},
+    "correctness": {"function": "qerl_jax.rewards.functions:math_answer", "weight": 1.0},
+    "format": {"function": "qerl_jax.rewards.functions:think_format", "weight": 0.2},
 }
 
 _STAND_IN = {
@@ -51,18 +51,18 @@ _STAND_IN = {
 _HARDEST_FROM = ("qwen2.5-32b", "qwen2.5-72b", "qwen3-32b")
 
 
-def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
+def get_config(preset: str = build.STAND_IN) -> ConfigDict:
     """Returns the locked config of a preset, 'MODEL[,RECIPE]'.
 
     Raises:
         UserError: the preset does not exist.
     """
-    config = defaults.build(
+    config = build.build(
         "dapo_math",
         preset,
         settings=_SETTINGS,
         rewards=_REWARDS,
-        stand_in=defaults.SUMS | _STAND_IN,
+        stand_in=build.SUMS | _STAND_IN,
     )
     if preset.partition(",")[0] in _HARDEST_FROM:
         config.data.source = config.data.source.replace("level_3_4_5", "level_4_5")

@@ -21,7 +21,7 @@ Results (docs/benchmarks.md has the commands):
 
 from ml_collections import ConfigDict
 
-from experiments.configs import defaults
+from qerl_jax.config import build
 
 _SETTINGS = {
     "data.source": "openai/gsm8k",
@@ -33,17 +33,17 @@ _SETTINGS = {
 }
 
 _REWARDS = {
-    "correctness": {"function": "qerl_jax.rl.rewards:numeric_answer", "weight": 1.0},
-    "format": {"function": "qerl_jax.rl.rewards:think_format", "weight": 0.1},
+    "correctness": {"function": "qerl_jax.rewards.functions:numeric_answer", "weight": 1.0},
+    "format": {"function": "qerl_jax.rewards.functions:think_format", "weight": 0.1},
 }
 
 
-def get_config(preset: str = defaults.STAND_IN) -> ConfigDict:
+def get_config(preset: str = build.STAND_IN) -> ConfigDict:
     """Returns the locked config of a preset, 'MODEL[,RECIPE]'.
 
     Raises:
         UserError: the preset does not exist.
     """
-    return defaults.build(
-        "grpo_gsm8k", preset, settings=_SETTINGS, rewards=_REWARDS, stand_in=defaults.SUMS
+    return build.build(
+        "grpo_gsm8k", preset, settings=_SETTINGS, rewards=_REWARDS, stand_in=build.SUMS
     )

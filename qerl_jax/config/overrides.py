@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.mixture import has_own_evaluation
+from qerl_jax.config.resume import splits_the_loss
+from qerl_jax.data.mixture import has_own_evaluation
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import names_function
-from qerl_jax.run.resume import splits_the_loss
+from qerl_jax.system.import_path import names_function
 
 # The condition under which a field is read, in words and as a test.
 _Need = tuple[str, Callable[[ConfigDict], bool]]

@@ -21,7 +21,9 @@ import jax
 import numpy as np
 
 from qerl_jax.buckets import bucket
-from qerl_jax.data import Prompt
+from qerl_jax.compile.aot import compile_rollout
+from qerl_jax.compile.run_cache import programs_in
+from qerl_jax.data.splits import Prompt
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.greedy import passed, score_completions
@@ -30,25 +32,23 @@ from qerl_jax.evaluation.prompts import encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
 from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
-from qerl_jax.live_line import LiveLine
-from qerl_jax.paths import user_path
-from qerl_jax.rl.rewards import Reward
-from qerl_jax.rollout.aot import compile_rollout
+from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
+from qerl_jax.rewards.functions import Reward
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.shapes import dequantize_mode, rows_left
-from qerl_jax.run.atomic import write_atomic
-from qerl_jax.run.compilation_cache import programs_in
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.jsonl import read_jsonl
 from qerl_jax.run.ownership import trusts
-from qerl_jax.run.signals import StoppedError, stop_signals
-from qerl_jax.safe_files import check_tree, open_to_write
-from qerl_jax.scoring.calls import announce_hosts, check_columns, resolve
-from qerl_jax.statistics import paired_difference
-from qerl_jax.text import visible
+from qerl_jax.run.statistics import paired_difference
+from qerl_jax.system.atomic import write_atomic
+from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.system.live_line import LiveLine
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import check_tree, open_to_write
+from qerl_jax.system.signals import StoppedError, stop_signals
+from qerl_jax.system.text import visible
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.checkpoint import read_architecture
 

@@ -11,16 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from qerl_jax.data import Prompt
+from qerl_jax.data.splits import Prompt
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.sharding import groups_of
 from qerl_jax.processes.group import ALONE, Processes
-from qerl_jax.rl.rewards import Reward
+from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.score import Scores, score
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import detokenize
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.replicas import deal, generate_steps
-from qerl_jax.scoring.score import Scores, score
-from qerl_jax.sharding import groups_of
 from qerl_jax.weights.load import LoadedModel
 
 

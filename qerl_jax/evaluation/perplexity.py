@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax import hub
 from qerl_jax.errors import UserError, check_unicode, first_line
-from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl.logprobs import completion_logprobs
+from qerl_jax.system import hub
+from qerl_jax.system.paths import user_path
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 

@@ -18,12 +18,12 @@ from qerl_jax.evaluation.flags import check_sampling
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.prompts import check_prompts
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
-from qerl_jax.paths import user_path
-from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance
-from qerl_jax.safe_files import check_inside
-from qerl_jax.weights import json_file
+from qerl_jax.system import json_file
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import check_inside
 
 _RESULTS = "results.json"
 _SECONDS = 5.0  # for a call of a scorer where neither the command nor a run says otherwise

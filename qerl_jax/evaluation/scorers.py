@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function
-from qerl_jax.rl.rewards import Reward
-from qerl_jax.scoring.calls import is_built_in
-from qerl_jax.scoring.url import UrlReward, is_url
+from qerl_jax.rewards.calls import is_built_in
+from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.url import UrlReward, is_url
+from qerl_jax.system.import_path import import_function
 
 # The fields of a task with a scorer: their rewards in a run, and their flags on a command line.
 FIELDS = {"scorer": "correctness", "format_scorer": "format"}

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.statistics import interval, majority, pass_at_k
+from qerl_jax.run.statistics import interval, majority, pass_at_k
 
 
 def task_figures(rows: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, Any], np.ndarray]:

@@ -12,31 +12,31 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.config.mixture import has_own_evaluation, read_mixture
-from qerl_jax.data import Problem, fingerprint, load_mixture, load_problems
+from qerl_jax.data.mixture import has_own_evaluation, read_mixture
+from qerl_jax.data.sources import FILE_TYPES
+from qerl_jax.data.splits import Problem, fingerprint, load_mixture, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.evaluation.flags import template_arguments
 from qerl_jax.evaluation.scorers import check_scorers, reader, run_scorers
-from qerl_jax.problem_sources import FILE_TYPES
-from qerl_jax.rl import rewards
-from qerl_jax.rl.answers import (
+from qerl_jax.rewards import functions
+from qerl_jax.rewards.answers import (
     completion_number,
     last_boxed,
     last_marked,
     last_tagged,
     marked_number,
 )
-from qerl_jax.rl.rewards import Reward
+from qerl_jax.rewards.calls import columns_read, is_built_in
+from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.scoring.calls import columns_read, is_built_in
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
 
-_NUMBER = "qerl_jax.rl.rewards:numeric_answer"
-_MATH = "qerl_jax.rl.rewards:math_answer"
-_BOXED = "qerl_jax.rl.rewards:boxed_format"
+_NUMBER = "qerl_jax.rewards.functions:numeric_answer"
+_MATH = "qerl_jax.rewards.functions:math_answer"
+_BOXED = "qerl_jax.rewards.functions:boxed_format"
 _NEW_TOKENS = 1024  # default limit on new tokens for tasks that are files
 _ALL = 10**9  # number of problems that takes all of a task
 
@@ -280,7 +280,7 @@ def _make_task(
 
 
 def _all_numbers(problems: Sequence[Problem]) -> bool:
-    return all(rewards.number_only_format("", p.answer, "", 0, True) for p in problems)
+    return all(functions.number_only_format("", p.answer, "", 0, True) for p in problems)
 
 
 def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None) -> list[Problem]:
@@ -390,7 +390,7 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
         correct, because `math_answer` lets math-verify read its end.)
     """
     marked = last_marked(completion)
-    match scorer.removeprefix("qerl_jax.rl.rewards:"):
+    match scorer.removeprefix("qerl_jax.rewards.functions:"):
         case "numeric_answer":
             return _digits(completion_number(completion))
         case "boxed_answer":
@@ -403,7 +403,7 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
             found = marked or ""
         case _:
             found = completion.strip().rpartition("\n")[2] if marked is None else marked
-    if rewards.number_only_format("", found, "", 0, True):
+    if functions.number_only_format("", found, "", 0, True):
         return _digits(marked_number(found))
     return "".join(found.replace("$", "").split()).removesuffix(".") or None
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.export.merge import Kept
+from qerl_jax.rewards.url import without_keys
 from qerl_jax.run.provenance import without_folders
-from qerl_jax.scoring.url import without_keys
-from qerl_jax.statistics import wilson_interval
+from qerl_jax.run.statistics import wilson_interval
 
 FORMAT_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "bf16"}
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from qerl_jax import hub
 from qerl_jax.errors import UserError, first_line
+from qerl_jax.system import hub
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _MADE_BY_THE_HUB = {".gitattributes"}

@@ -10,20 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.data import Problem, Prompt, encode_prompts
+from qerl_jax.data.splits import Problem, Prompt, encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
 from qerl_jax.evaluation.load_policy import Policy
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.export.model_card import FORMAT_NAMES, Card
-from qerl_jax.live_line import LiveLine
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.rewards.calls import announce_hosts, resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate
 from qerl_jax.rollout.shapes import dequantize_mode
-from qerl_jax.scoring.calls import announce_hosts, resolve
+from qerl_jax.system.live_line import LiveLine
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import LoadedModel
 

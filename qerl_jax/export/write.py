@@ -39,14 +39,15 @@ from qerl_jax.export.scores import (
     make_probe,
     open_held_out_set,
 )
-from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.safe_files import check_folder, check_inside
-from qerl_jax.staging import check_free, scratch_of, staged_folder
-from qerl_jax.text import visible
-from qerl_jax.weights import json_file, names, peft
+from qerl_jax.system import json_file
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import check_folder, check_inside
+from qerl_jax.system.staging import check_free, scratch_of, staged_folder
+from qerl_jax.system.text import visible
+from qerl_jax.weights import names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint
 

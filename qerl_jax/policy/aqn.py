@@ -15,7 +15,7 @@ import optax
 from flax import struct
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, names_function, user_errors
+from qerl_jax.system.import_path import import_function, names_function, user_errors
 
 SCHEDULES = ("exponential", "reference", "linear", "cosine", "logarithmic", "constant", "off")
 FORMS = ("additive", "relative")

@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 from qerl_jax.errors import UserError
 from qerl_jax.processes.group import Processes
 from qerl_jax.run.folder import OpenRun, open_run
-from qerl_jax.safe_files import open_to_write, remove_tree
+from qerl_jax.system.safe_files import open_to_write, remove_tree
 
 _SEEN_SECONDS = 30.0  # a network file system may show a new file late
 _MARKS = f"lock.{'[0-9a-f]' * 16}"

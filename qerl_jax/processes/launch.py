@@ -23,7 +23,7 @@ import jax
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.processes.abort import line_on_abort
 from qerl_jax.processes.group import HEARTBEAT_SECONDS, Processes
-from qerl_jax.run.signals import StoppedError
+from qerl_jax.system.signals import StoppedError
 
 ADDRESS, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES = "JAX_LOCAL_DEVICE_IDS"

@@ -8,8 +8,8 @@ import flax.struct
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import names_function
 from qerl_jax.rl.losses import custom_weights, token_weights
+from qerl_jax.system.import_path import names_function
 
 Array = Any  # a NumPy array on the host, a jax.Array under jit
 

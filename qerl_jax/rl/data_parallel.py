@@ -25,13 +25,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from qerl_jax.policy.sharding import DATA, dealt, put, shardings, specs
 from qerl_jax.policy.tensor_parallel import TENSOR, shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import train_step
 from qerl_jax.rl.losses import add_metrics
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
 from qerl_jax.rl.train_step import Totals, TrainState, UpdateConfig
-from qerl_jax.sharding import DATA, dealt, put, shardings, specs
 
 _TOGETHER = 8 << 20  # numbers that are added up over the devices at once
 

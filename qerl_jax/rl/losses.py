@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, names_function, user_errors
 from qerl_jax.rl.objectives import (
     OBJECTIVES,
     Metrics,
@@ -23,6 +22,7 @@ from qerl_jax.rl.objectives import (
     row_sums,
     token_loss,
 )
+from qerl_jax.system.import_path import import_function, names_function, user_errors
 
 # The named losses differ in these fields of LossConfig only.
 LOSSES: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import import_function, names_function, user_errors
+from qerl_jax.system.import_path import import_function, names_function, user_errors
 
 _CLIPS = ("clip_low", "clip_high", "dual_clip")
 # The form of the loss of a token, and the fields of `losses.LossConfig` that it reads.

@@ -21,9 +21,9 @@ import numpy as np
 
 from pallas_kernels.attention import PADDING, PART_BITS, Segments, segments
 from qerl_jax.errors import UserError
-from qerl_jax.import_path import names_function
 from qerl_jax.rl.batch import TrainBatch
 from qerl_jax.rl.losses import LossConfig
+from qerl_jax.system.import_path import names_function
 
 Array = Any  # a NumPy array on the host, a jax.Array under jit
 

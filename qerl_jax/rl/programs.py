@@ -14,7 +14,6 @@ import optax
 from jax.sharding import Mesh
 
 from pallas_kernels import device
-from qerl_jax.import_path import names_function
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rl import data_parallel, train_step
@@ -30,6 +29,7 @@ from qerl_jax.rollout.programs import (
     dequantization,
     described,
 )
+from qerl_jax.system.import_path import names_function
 
 _Program = Callable[..., Any]
 

@@ -19,9 +19,9 @@ from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.sharding import of_heads
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.sampling import row_keys, sample
-from qerl_jax.sharding import of_heads
 
 # Without autotuning of matmuls: the search takes longer than the rest of the compilation, chooses
 # differently while the device is busy, and finds nothing faster than the library's choice.

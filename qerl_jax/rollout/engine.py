@@ -17,13 +17,13 @@ import numpy as np
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.sharding import beside, of_one_device
 from qerl_jax.rollout import decode, programs
 from qerl_jax.rollout.completions import Completions, Rollout
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.scheduler import Scheduler, Statistics
 from qerl_jax.rollout.shapes import plan_shapes
-from qerl_jax.sharding import beside, of_one_device
 
 
 @dataclasses.dataclass(frozen=True)

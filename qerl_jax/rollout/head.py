@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import in_machine_order, quantize_on_device
-from qerl_jax.sharding import mesh_of
+from qerl_jax.policy.sharding import mesh_of
 
 HEAD_FORMATS = ("", "nvfp4")
 

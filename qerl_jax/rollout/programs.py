@@ -26,10 +26,10 @@ from jax.sharding import Mesh
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.sharding import COLUMNS, located, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.decode import DecodeConfig
 from qerl_jax.rollout.shapes import RolloutShapes
-from qerl_jax.sharding import COLUMNS, located, mesh_of
 
 
 class Operation(NamedTuple):

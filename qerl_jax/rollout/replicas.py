@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Generator, Sequence
 import jax
 import numpy as np
 
-from qerl_jax import sharding
+from qerl_jax.policy import sharding
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout import engine as engine_lib

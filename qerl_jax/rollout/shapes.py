@@ -11,9 +11,9 @@ from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.sharding import mesh_of
 from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.sharding import mesh_of
 
 # Cache positions of a row are a multiple of 8, as attention on a Hopper GPU requires.
 _POSITIONS_MULTIPLE = 8

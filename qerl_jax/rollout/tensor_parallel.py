@@ -16,10 +16,10 @@ from jax.sharding import Mesh
 from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.sharding import COLUMNS, HEADS, ROWS, WHOLE, shardings, specs
 from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.decode import UNTUNED, DecodeState, Prefilled
-from qerl_jax.sharding import COLUMNS, HEADS, ROWS, WHOLE, shardings, specs
 
 _STATE = DecodeState(
     keys=HEADS,  # pyrefly: ignore[bad-argument-type]  A spec in place of a list of arrays.

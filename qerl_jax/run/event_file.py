@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from qerl_jax.safe_files import check_tree
+from qerl_jax.system.safe_files import check_tree
 
 _FLUSH_SECONDS = 10.0  # Flushing is also an fsync.
 

@@ -15,14 +15,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config import resume
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
-from qerl_jax.run import resume
-from qerl_jax.run.atomic import TEMPORARY
-from qerl_jax.run.jsonl import read_rows_of_steps
 from qerl_jax.run.ownership import has_own_tag, write_config
 from qerl_jax.run.provenance import provenance
-from qerl_jax.safe_files import (
+from qerl_jax.system.atomic import TEMPORARY
+from qerl_jax.system.jsonl import read_rows_of_steps
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import (
     check_file,
     check_folder,
     check_tree,
@@ -30,8 +30,8 @@ from qerl_jax.safe_files import (
     read_bytes,
     read_text,
 )
-from qerl_jax.staging import scratch_of
-from qerl_jax.text import visible
+from qerl_jax.system.staging import scratch_of
+from qerl_jax.system.text import visible
 
 
 @dataclasses.dataclass(frozen=True)

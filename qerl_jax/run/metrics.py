@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.event_file import EventFile
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.jsonl import is_number, read_jsonl, read_rows_of_steps
-from qerl_jax.safe_files import open_to_write, read_bytes
+from qerl_jax.system.atomic import write_atomic
+from qerl_jax.system.jsonl import is_number, read_jsonl, read_rows_of_steps
+from qerl_jax.system.safe_files import open_to_write, read_bytes
 
 _SECTIONS = {
     "reward": (

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl_jax import program_cache
-from qerl_jax.run.atomic import write_json
-from qerl_jax.user_key import is_signed, sign
+from qerl_jax.compile import program_cache
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.user_key import is_signed, sign
 
 TAG = "tag"  # the last field of config.json
 VARIABLE = "QERL_TRUST_RUNS"

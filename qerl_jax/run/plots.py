@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.run.atomic import replaced
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.jsonl import is_number
 from qerl_jax.run.metrics import read_evaluations, read_steps
-from qerl_jax.statistics import half_interval
+from qerl_jax.run.statistics import half_interval
+from qerl_jax.system.atomic import replaced
+from qerl_jax.system.jsonl import is_number
 
 # Label, keys with the style of each, and scale of a panel of a run.
 _Panel = tuple[str, tuple[tuple[str, str], ...], str]

@@ -31,8 +31,8 @@ from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import Job, run_jobs
 from qerl_jax.run.metrics import read_evaluations, read_steps
-from qerl_jax.safe_files import read_bytes
-from qerl_jax.statistics import half_interval
+from qerl_jax.run.statistics import half_interval
+from qerl_jax.system.safe_files import read_bytes
 
 ConfigOverrides = dict[str, Any]
 # Lists of values by field, for all combinations; or a list of overrides.

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from qerl_jax.run.jsonl import is_number
+from qerl_jax.system.jsonl import is_number
 
 
 def format_row(row: Mapping[str, Any], total_steps: int) -> str:

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 from qerl_jax.errors import UserError, first_line
-from qerl_jax.paths import user_path
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.run.jsonl import is_number, read_jsonl
 from qerl_jax.run.metrics import read_evaluations, read_steps
-from qerl_jax.safe_files import read_bytes
+from qerl_jax.system.jsonl import is_number, read_jsonl
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import read_bytes
 
 # What the curves after that of the reward begin with: its parts, and those of a run's data.
 _PARTS = ("reward/", "source/", "curriculum/")

@@ -8,29 +8,29 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.config.mixture import has_own_evaluation
+from qerl_jax.compile.count import Compilations
+from qerl_jax.data.from_config import EVAL, TRAIN, by_source, mixture_of
+from qerl_jax.data.from_config import fingerprints as problem_fingerprints
+from qerl_jax.data.mixture import has_own_evaluation
+from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import warn_of_another_base
 from qerl_jax.evaluation.prompts import check_prompts, digest_of_prompts
-from qerl_jax.import_path import names_function
-from qerl_jax.live_line import LiveLine
 from qerl_jax.policy.kl_control import SigmaState
-from qerl_jax.problem_order import Cursor, read_cursor
+from qerl_jax.policy.sharding import placed
 from qerl_jax.processes.group import Processes
+from qerl_jax.rewards.functions import Reward
 from qerl_jax.rl.objectives import custom_loss_digest
-from qerl_jax.rl.rewards import Reward
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.compilations import Compilations
 from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.provenance import versions
-from qerl_jax.sharding import placed
+from qerl_jax.system.import_path import names_function
+from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.init_from import begin_from, of_origin
-from qerl_jax.training.problems import EVAL, TRAIN, by_source, mixture_of
-from qerl_jax.training.problems import fingerprints as problem_fingerprints
+from qerl_jax.training.initial_policy import check_reference, first_trainable
 from qerl_jax.training.setup import Setup
-from qerl_jax.training.start import check_reference, first_trainable
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import read_peft_config
 

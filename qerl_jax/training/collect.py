@@ -8,20 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from qerl_jax.data import Prompt
+from qerl_jax.data.order import Cursor, Order, draw, order_metrics, record, source_metrics
+from qerl_jax.data.splits import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
-from qerl_jax.problem_order import Cursor, Order, draw, order_metrics, record, source_metrics
 from qerl_jax.processes.group import ALONE, Processes
+from qerl_jax.rewards.functions import Reward, overlong_penalty
+from qerl_jax.rewards.score import Completion, Scores, Scoring
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.rewards import Reward, overlong_penalty
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import RolloutProgress, detokenize, live_fraction
 from qerl_jax.rollout.programs import Executables
 from qerl_jax.rollout.replicas import generate_steps
 from qerl_jax.rollout.scheduler import Statistics
-from qerl_jax.scoring.score import Completion, Scores, Scoring
 from qerl_jax.training.gather import Scored, gathered, own_prompts
 from qerl_jax.weights.load import LoadedModel
 

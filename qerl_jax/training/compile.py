@@ -4,14 +4,13 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from qerl_jax import sharding
+from qerl_jax.compile.aot import compile_operations, rollout_operations
 from qerl_jax.evaluation.greedy import greedy
-from qerl_jax.policy import aqn
+from qerl_jax.policy import aqn, sharding
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl import programs as rl_programs
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import TrainState
-from qerl_jax.rollout.aot import compile_operations, rollout_operations
 from qerl_jax.rollout.programs import Executables, Operation, committed
 from qerl_jax.rollout.replicas import most_prompts
 from qerl_jax.training.setup import Setup

@@ -13,10 +13,10 @@ import jax
 import numpy as np
 
 from qerl_jax.processes.group import Processes
+from qerl_jax.rewards.score import Scores
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.replicas import deal
 from qerl_jax.rollout.scheduler import Statistics
-from qerl_jax.scoring.score import Scores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,19 +17,19 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
+from qerl_jax.data.from_config import training_fingerprints
+from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.sharding import placed
 from qerl_jax.policy.trainable import Trainable, current_policy
-from qerl_jax.problem_order import Cursor, read_cursor
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
 from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record
-from qerl_jax.safe_files import read_bytes
-from qerl_jax.sharding import placed
-from qerl_jax.training.problems import training_fingerprints
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import read_bytes
+from qerl_jax.training.initial_policy import fingerprint_of
 from qerl_jax.training.setup import Setup
-from qerl_jax.training.start import fingerprint_of
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 

@@ -20,28 +20,28 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.config.rewards import PYTHON_REWARDS, described_rewards, rewards_of
+from qerl_jax.compile.count import counted
+from qerl_jax.compile.run_cache import programs_in
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
-from qerl_jax.import_path import names_function
 from qerl_jax.memory.report import out_of_memory
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.processes.folder import open_run_together
 from qerl_jax.processes.group import Processes
 from qerl_jax.processes.launch import connected
+from qerl_jax.rewards.calls import announce_hosts
+from qerl_jax.rewards.from_config import PYTHON_REWARDS, described_rewards, rewards_of
+from qerl_jax.rewards.functions import Reward
 from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.rewards import Reward
 from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.compilation_cache import programs_in
-from qerl_jax.run.compilations import counted
 from qerl_jax.run.folder import OpenRun, fingerprint, record
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.ownership import adopt, trusts
-from qerl_jax.run.signals import StoppedError, stop_signals
 from qerl_jax.run.terminal import format_row
-from qerl_jax.safe_files import read_bytes
-from qerl_jax.scoring.calls import announce_hosts
+from qerl_jax.system.import_path import names_function
+from qerl_jax.system.safe_files import read_bytes
+from qerl_jax.system.signals import StoppedError, stop_signals
 from qerl_jax.training.begin import Run, begin, check_starts
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
@@ -66,7 +66,7 @@ def train(
     """Trains or resumes a run, or says that the run is finished.
 
     Args:
-        config: the resolved config, see `experiments/configs/defaults.py`.
+        config: the resolved config, see `qerl_jax/config/build.py`.
         workdir: the run folder; None names it after the config.
         rewards: function and weight by name, instead of the rewards that the config names. The
             run folder keeps their names, weights and import paths.

@@ -8,9 +8,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.policy.trainable import Trainable, current_policy
-from qerl_jax.run.atomic import write_atomic
 from qerl_jax.run.folder import RunFolder
-from qerl_jax.safe_files import read_bytes
+from qerl_jax.system.atomic import write_atomic
+from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import StepResult
 from qerl_jax.weights.peft import save_peft_adapter

@@ -10,9 +10,9 @@ from pathlib import Path
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.run.atomic import write_json
 from qerl_jax.run.folder import OpenRun
 from qerl_jax.run.plots import plot_run
+from qerl_jax.system.atomic import write_json
 from qerl_jax.training.begin import Run, save_checkpoint
 from qerl_jax.training.outputs import best_accuracy, save_trained, trained_folder
 from qerl_jax.training.validate import how_to_train_on

@@ -11,23 +11,7 @@ import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from qerl_jax.data import Prompt
-from qerl_jax.import_path import names_function
-from qerl_jax.memory.report import check_fits
-from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
-from qerl_jax.policy import kl_control
-from qerl_jax.policy.kl_control import KlTarget
-from qerl_jax.policy.lora import Lora, LoraConfig
-from qerl_jax.processes.group import ALONE, Processes
-from qerl_jax.rl.losses import check_custom_weights
-from qerl_jax.rl.rewards import Reward
-from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.head import rollout_head
-from qerl_jax.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
-from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
-from qerl_jax.training.method import Method, method_of
-from qerl_jax.training.problems import (
+from qerl_jax.data.from_config import (
     EVAL,
     check_positions,
     encode_problems,
@@ -35,7 +19,27 @@ from qerl_jax.training.problems import (
     order_of,
     training_prompts,
 )
-from qerl_jax.training.start import first_trainable, reference_fingerprint, reference_policy
+from qerl_jax.data.splits import Prompt
+from qerl_jax.memory.report import check_fits
+from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
+from qerl_jax.policy import kl_control
+from qerl_jax.policy.kl_control import KlTarget
+from qerl_jax.policy.lora import Lora, LoraConfig
+from qerl_jax.policy.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
+from qerl_jax.processes.group import ALONE, Processes
+from qerl_jax.rewards.functions import Reward
+from qerl_jax.rl.losses import check_custom_weights
+from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.head import rollout_head
+from qerl_jax.system.import_path import names_function
+from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
+from qerl_jax.training.initial_policy import (
+    first_trainable,
+    reference_fingerprint,
+    reference_policy,
+)
+from qerl_jax.training.method import Method, method_of
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import read_peft_config

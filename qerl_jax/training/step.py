@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from qerl_jax.data.order import Cursor
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, kl_control
 from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.trainable import Trainable, current_policy
-from qerl_jax.problem_order import Cursor
+from qerl_jax.rewards.score import Scores
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
@@ -34,7 +35,6 @@ from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_t
 from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import TrainState
 from qerl_jax.rollout.programs import Executables
-from qerl_jax.scoring.score import Scores
 from qerl_jax.training.collect import Experience, collect
 from qerl_jax.training.setup import Setup
 

@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.config.rewards import check_rewards
+from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
 from qerl_jax.memory.update_plan import recomputation
 from qerl_jax.policy import aqn, kl_control
+from qerl_jax.policy.sharding import check_mesh
+from qerl_jax.rewards.from_config import check_rewards
 from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rollout.head import check_head_format
 from qerl_jax.rollout.shapes import cache_dtype
-from qerl_jax.sharding import check_mesh
-from qerl_jax.training.problems import mixture_of
 from qerl_jax.weights.load import DTYPES, FORMATS
 
 _WIDEST_SEQUENCE_CLIP = 0.1

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 
 from qerl_jax.errors import UserError
-from qerl_jax.weights import json_file
+from qerl_jax.system import json_file
 
 _DECODER = "added_tokens_decoder"
 _LISTS = ("extra_special_tokens", "additional_special_tokens")

@@ -9,10 +9,11 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.model_source import locate
 from qerl_jax.policy.config import ModelConfig, from_hf_config
 from qerl_jax.policy.lora import FUSED
-from qerl_jax.weights import gguf, json_file, names, packed, safetensors, tokenizer
+from qerl_jax.system import json_file
+from qerl_jax.weights import gguf, names, packed, safetensors, tokenizer
+from qerl_jax.weights.model_source import locate
 from qerl_jax.weights.tokenizer import Tokenizer
 
 # Tensors that some checkpoints store and that the policy does not use.

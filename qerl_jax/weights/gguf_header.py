@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.safe_files import check_readable
+from qerl_jax.system.safe_files import check_readable
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -22,15 +22,15 @@ import numpy as np
 import tqdm
 
 from pallas_kernels import fp4_matmul
-from qerl_jax.compact import compacted
 from qerl_jax.errors import UserError
-from qerl_jax.live_line import progress_line
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor, check_inputs, in_machine_order, quantize_bits
-from qerl_jax.threads import available_cores, run_within
+from qerl_jax.system.live_line import progress_line
+from qerl_jax.system.threads import available_cores, run_within
 from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
+from qerl_jax.weights.compact import compacted
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.quant import BLOCK
-from qerl_jax.weights import json_file
+from qerl_jax.system import json_file
 
 COMPRESSED_TENSORS = "compressed-tensors"
 MODELOPT = "modelopt"

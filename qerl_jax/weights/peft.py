@@ -12,13 +12,14 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from qerl_jax.errors import UserError
-from qerl_jax.paths import user_path
 from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import PROJECTIONS, Lora, LoraConfig, projection_shapes
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.staging import make_readable, staged_folder
-from qerl_jax.weights import json_file, names, safetensors
+from qerl_jax.system import json_file
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.staging import make_readable, staged_folder
+from qerl_jax.weights import names, safetensors
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

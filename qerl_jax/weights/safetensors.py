@@ -16,8 +16,8 @@ import ml_dtypes
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.safe_files import check_readable
-from qerl_jax.weights import json_file
+from qerl_jax.system import json_file
+from qerl_jax.system.safe_files import check_readable
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"

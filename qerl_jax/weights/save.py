@@ -18,9 +18,10 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig, to_hf_config
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor, checkpoint_order, dequantize
-from qerl_jax.safe_files import read_bytes
-from qerl_jax.staging import make_readable, staged_folder
-from qerl_jax.weights import json_file, names
+from qerl_jax.system import json_file
+from qerl_jax.system.safe_files import read_bytes
+from qerl_jax.system.staging import make_readable, staged_folder
+from qerl_jax.weights import names
 from qerl_jax.weights import tokenizer as tokenizer_lib
 from qerl_jax.weights.checkpoint import Checkpoint
 from qerl_jax.weights.load import DTYPES, LoadedModel

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import jax
 import numpy as np
 
-from qerl_jax.threads import covered_seconds
+from qerl_jax.system.threads import covered_seconds
 from qerl_jax.weights.safetensors import CHUNK_BYTES
 
 _ALIGNMENT = 64

@@ -10,8 +10,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from qerl_jax.errors import UserError, first_line
-from qerl_jax.safe_files import read_bytes, read_text
-from qerl_jax.weights import json_file
+from qerl_jax.system import json_file
+from qerl_jax.system.safe_files import read_bytes, read_text
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 from qerl_jax.weights.chat_template import compile_template, to_json, variables
 

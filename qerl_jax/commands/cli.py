@@ -1,0 +1,375 @@
+"""What all command lines share: flags, and errors on one line.
+
+Experiments that train take
+
+    --config=FILE.py[:PRESET]     config file (default: the experiment's own)
+    --config=NAME[:PRESET]        a config that is installed, such as grpo_gsm8k:qwen2.5-7b
+    --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
+    --workdir=DIR                 run folder (default: named after the config)
+    --print_config                print the resolved config, one field per line, and exit
+    --dry_run                     also count the data, render a prompt and plan the memory, and exit
+    --trust                       execute the compiled programs of a run that is not yours; adopt it
+
+and the other commands define their own arguments (`run_command`).
+
+Exit codes: 0 done; 1 another process of the run failed or is lost, which one line on stderr names;
+2 bad input, where one line on stderr says what to change; 130 and 143 stopped by a signal;
+141 stdout was closed, as by `| head`.
+"""
+
+import argparse
+import contextlib
+import errno
+import os
+import re
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Generator, Sequence
+from logging import getLogger
+from typing import Any, NoReturn
+
+from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
+
+from experiments.configs import NAMES, config_file
+from qerl_jax.config import build
+from qerl_jax.config.describe import describe_config
+from qerl_jax.config.overrides import check_overrides
+from qerl_jax.config.resume import RENAMED
+from qerl_jax.data.mixture import name_sources
+from qerl_jax.errors import UserError, check_unicode, first_line
+from qerl_jax.rewards.from_config import name_rewards
+from qerl_jax.system.device_memory import take_memory
+from qerl_jax.system.signals import StoppedError
+from qerl_jax.system.text import visible
+
+_PRESETS = (
+    f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(build.MODELS)}. "
+    f"Recipes: {', '.join(build.RECIPES)}. {build.__file__} explains every field, and "
+    "--print_config prints them."
+)
+# The module names under which ml_collections imports the file of --config, and `sweep` its file.
+_CONFIG_MODULES = "config_config", "sweep_config"
+_FULL = errno.ENOSPC, errno.EDQUOT  # a full disk, and a full quota of the user
+# What the second error for an unreadable config file begins with.
+_EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
+
+
+def main(
+    run: Callable[..., None],
+    default_config: str,
+    *,
+    trains: bool = True,
+    description: str | None = None,
+) -> None:
+    """Parses the flags, calls `run(config, workdir)` and exits.
+
+    Args:
+        run: the experiment; `config` is locked, `workdir` is None when the flag is not given. One
+            that trains also takes `trust`.
+            Import JAX inside it, so that `--help` and mistyped flags answer at once.
+        default_config: the config file used without --config, `FILE.py` or `FILE.py:PRESET`.
+        trains: whether the experiment trains with exactly this config. Then setting a field that
+            the run ignores is an error.
+        description: what --help says first; by default the docstring of the main module, which an
+            installed command lacks.
+    """
+    if description:
+        sys.modules["__main__"].__doc__ = description
+    sys.excepthook = _print_traceback
+    _import_from_here()
+
+    def parse(argv: Sequence[str]) -> list[str]:
+        try:
+            _check_arguments(argv[1:])
+            with config_errors():
+                rest = _parse_flags(argv, default_config, module=run.__module__, trains=trains)
+                if trains:
+                    overrides = config_flags.get_override_values(flags.FLAGS["config"])
+                    check_overrides(flags.FLAGS.config, overrides)
+                return rest
+        except UserError as error:
+            _fail(error)
+        except KeyboardInterrupt:
+            _interrupted()
+        except SystemExit as stopped:
+            asked = any(argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:])
+            sys.exit(0 if asked else stopped.code)  # absl exits with 1 after its help
+
+    def guarded(argv: Sequence[str]) -> None:
+        del argv
+        if not flags.FLAGS["verbosity"].present:
+            _quiet()
+        with _one_line_errors():
+            if flags.FLAGS.print_config:
+                print(describe_config(flags.FLAGS.config), end="")
+            elif trains and flags.FLAGS.dry_run:
+                from qerl_jax.training.dry_run import dry_run
+
+                take_memory(flags.FLAGS.config.mesh.tensor)
+                dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
+            elif trains and flags.FLAGS.trust:
+                run(flags.FLAGS.config, flags.FLAGS.workdir, trust=True)
+            else:
+                run(flags.FLAGS.config, flags.FLAGS.workdir)
+
+    app.run(guarded, flags_parser=parse)
+
+
+@contextlib.contextmanager
+def config_errors() -> Generator[None]:
+    """Turns the exceptions of a bad config file or flag into a UserError."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_config_message(error)) from error
+
+
+def _config_message(error: Exception) -> str:
+    told = f"{type(error).__name__}: {first_line(error)}"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: {told}"
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        if frame.f_globals.get("__name__") in _CONFIG_MODULES:
+            return f"{frame.f_code.co_filename}:{line}: {told}"
+    if isinstance(error, OSError):
+        # The flag's error for an unreadable config file ends with the system's message.
+        told = str(error).strip().splitlines()[-1].strip()
+        return f"cannot read the config: {told.removeprefix(_EARLIER_FAILURE)}"
+    if isinstance(error, AttributeError) and error.name == "get_config":
+        return "the config file has no get_config(): experiments/configs/grpo_gsm8k.py shows one"
+    if isinstance(error, AttributeError | KeyError):
+        return f"the config has no such field: {_key_message(error)}"
+    if isinstance(error, flags.Error):
+        # absl's error for a boolean flag ends with a tuple, its arguments.
+        return re.sub(r"\('(Non-boolean argument to boolean flag)', .*\)$", r"\1", str(error))
+    raise error
+
+
+def trainer(instead: str) -> Callable[..., None]:
+    """The `run` of an experiment that trains.
+
+    Args:
+        instead: how to train a larger model, such as "train on GSM8K: --config=...". It is printed
+            first where the config trains the stand-in, which needs no hub and no GPU.
+    """
+
+    def run(config: ConfigDict, workdir: str | None, *, trust: bool = False) -> None:
+        """Trains with the given config."""
+        if config.preset.startswith("smollm2-135m"):
+            print(
+                "This is a small stand-in that runs anywhere: a 135M-parameter model learns sums. "
+                f"To {instead}",
+                flush=True,
+            )
+        from qerl_jax.processes.spawn import one_for_each_group
+        from qerl_jax.training.loop import train
+        from qerl_jax.training.validate import validate
+
+        validate(config)
+        with one_for_each_group(data=config.mesh.data, tensor=config.mesh.tensor):
+            take_memory(config.mesh.tensor)
+            train(config, workdir=workdir, trust=trust)
+
+    return run
+
+
+def run_command(
+    parser: argparse.ArgumentParser,
+    run: Callable[[argparse.Namespace], None],
+    argv: Sequence[str] | None = None,
+    *,
+    tensor_of: Callable[[argparse.Namespace], int] = lambda _: 1,
+) -> None:
+    """Parses the arguments, calls `run(arguments)`, and exits with an error code if it fails.
+
+    Args:
+        parser: the parser of the arguments.
+        run: the command. Import JAX inside it, so that `--help` and mistyped arguments answer at
+            once. Before it begins, this process takes its part of the GPU's memory.
+        argv: the arguments; None takes the arguments of the process.
+        tensor_of: number of GPUs that share the weights, by the arguments.
+    """
+    _quiet()
+    sys.excepthook = _print_traceback
+    _import_from_here()
+    name = os.path.basename(sys.argv[0])
+    if name.startswith("qerl-"):  # an installed command
+        parser.prog = name
+    with _one_line_errors():
+        _check_arguments(sys.argv[1:] if argv is None else argv)
+        arguments = parser.parse_args(argv)
+        take_memory(tensor_of(arguments))
+        run(arguments)
+
+
+def _import_from_here() -> None:
+    """Lets an installed command import rewards from the working directory, as `python -m` does."""
+    with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
+        if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+            sys.path.append(os.getcwd())
+
+
+def _quiet() -> None:
+    """Hides the log messages of libraries; warnings of Python and JAX stay."""
+    # Orbax logs an error with its traceback, several times, and raises it.
+    logging.get_absl_logger().setLevel("CRITICAL")
+    getLogger().setLevel("ERROR")  # the level of all other libraries, such as matplotlib
+    getLogger("jax").setLevel("WARNING")
+    getLogger("datasets").setLevel("ERROR")
+    # These libraries set their levels at import. The hub logs each of its retries, twice.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("DATASETS_VERBOSITY", "error")
+
+
+@contextlib.contextmanager
+def _one_line_errors() -> Generator[None]:
+    """Ends the process on bad input, a full disk, a signal, or a stdout closed as by `| head`.
+
+    A bug keeps its traceback.
+    """
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except UserError as error:
+        _fail(error)
+    except BrokenPipeError:
+        if not _stdout_has_no_reader():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the last flush
+        sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _fail(f"no disk space: {error.filename or error}; free some and run the command again")
+    except StoppedError as stopped:
+        sys.exit(stopped.exit_code)
+    except KeyboardInterrupt:
+        _interrupted()
+
+
+def _stdout_has_no_reader() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _check_arguments(arguments: Sequence[str]) -> None:
+    """Refuses arguments that are not UTF-8, which could be neither tokenized nor printed."""
+    for number, argument in enumerate(arguments, 1):
+        check_unicode(argument, f"argument {number}, {ascii(argument)[1:-1][:60]}")
+
+
+def _parse_flags(
+    argv: Sequence[str], default_config: str, *, module: str, trains: bool
+) -> list[str]:
+    config_flags.DEFINE_config_file(
+        "config",
+        None,
+        "config file, FILE.py or FILE.py:PRESET, or the name of an installed config, NAME or "
+        f"NAME:PRESET ({', '.join(NAMES)}); --config.FIELD=VALUE sets a field of it. "
+        f"{_PRESETS}",
+    )
+    take_names(flags.FLAGS["config"], argv)
+    flags.FLAGS.set_default("config", default_config)
+    run_folder = "run folder (default: runs/EXPERIMENT-PRESET-HASH)"
+    other = "folder to write, for a command that writes one; see above"
+    flags.DEFINE_string("workdir", None, run_folder if trains else other)
+    flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
+    names = ["config", "workdir", "print_config"]
+    if trains:
+        flags.DEFINE_bool("dry_run", False, "say what the run would do, and exit")
+        help_text = "execute the compiled programs of a run of another person, and adopt it"
+        flags.DEFINE_bool("trust", False, help_text)
+        names += ["dry_run", "trust"]
+    names += [flag.name for flag in flags.FLAGS.get_flags_for_module(module)]
+    for name in names:
+        flags.FLAGS.register_key_flag_for_module(argv[0], flags.FLAGS[name])
+    rest = flags.FLAGS(with_files(argv))
+    if len(rest) > 1:
+        raise UserError(
+            f"unexpected argument {rest[1]!r}; a config field is set like --config.steps=10"
+        )
+    flags.FLAGS.config.lock()  # raises OSError when the file could not be read
+    if flags.FLAGS.workdir == "":  # as --workdir=$UNSET, which would be the working directory
+        raise UserError("--workdir is empty: pass a folder, or leave out the flag")
+    return rest
+
+
+def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
+    """Lets the flag of a config file take rewards and sources that the file does not name.
+
+    Args:
+        config_flag: the flag, before it is parsed.
+        argv: the command line, with flags such as --config.rewards.short.function=a:b.
+    """
+    found = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
+    config_flag.parser = _ConfigParser(config_flag.parser, [match[1] for match in found if match])
+
+
+class _ConfigParser(flags.ArgumentParser):
+    """Reads the config file as another parser does, and adds the names that flags set."""
+
+    def __init__(self, parser: flags.ArgumentParser, fields: Sequence[str]):
+        self._parser, self._fields = parser, fields
+
+    def parse(self, argument: str) -> Any:
+        """Returns the config of a file, FILE.py or FILE.py:PRESET."""
+        config = self._parser.parse(argument)
+        if isinstance(config, ConfigDict):  # else the file could not be read
+            name_rewards(config, self._fields)
+            name_sources(config, self._fields)
+        return config
+
+
+def with_files(argv: Sequence[str]) -> list[str]:
+    """The arguments, where the value of --config is the path of a file instead of a name.
+
+    Raises:
+        UserError: --config names neither a file nor an installed config.
+    """
+    done = []
+    for argument in argv:
+        if done and done[-1] in ("--config", "-config"):
+            argument = config_file(argument)
+        elif found := re.fullmatch(r"(--?config=)(.+)", argument, re.DOTALL):
+            argument = f"{found[1]}{config_file(found[2])}"
+        done.append(argument)
+    return done
+
+
+def _fail(error: Exception | str) -> NoReturn:
+    """Prints one line and exits with code 2."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    print(f"error: {visible(' '.join(lines))}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _print_traceback(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Prints the traceback of a bug, of which a user's function may have made the message."""
+    text = "".join(traceback.format_exception(kind, error, trace))
+    print(visible(text), end="", file=sys.stderr, flush=True)
+
+
+def _interrupted() -> NoReturn:
+    """Prints one line and exits with code 130, that of SIGINT."""
+    print("interrupted", file=sys.stderr)
+    sys.exit(128 + signal.SIGINT)
+
+
+def _key_message(error: BaseException) -> str:
+    """The text inside ml_collections' nested AttributeError(KeyError(text))."""
+    while error.args and isinstance(error.args[0], BaseException):
+        error = error.args[0]
+    text = str(error.args[0]) if error.args else type(error).__name__
+    key, _, hint = text.partition("\n")
+    now = {old.rpartition(".")[2]: new for old, new in RENAMED.items()}.get(key.strip("'"))
+    if now:
+        return f"{key} ({now} took its place)"
+    match = re.match(r"(Did you mean .*) instead of ", hint)
+    return f"{key} ({match[1]}?)" if match else text

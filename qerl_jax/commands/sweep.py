@@ -1,0 +1,263 @@
+r"""Trains every run of a sweep, one or several at a time, and makes one table and one picture.
+
+    uv run python -m experiments.sweep --config=aqn_ablation
+
+    --config=FILE.py[:PRESET]     config file with `get_config()` and `get_sweep()`
+    --config.steps=10             field of the config, for all runs
+    --workdir=DIR                 folder of the sweep (default: runs/FILE)
+    --gpus=4                      four runs at a time, one on each GPU
+    --only=2/4                    every fourth run, starting with the second: a part per machine
+    --table                       only the table of the finished runs
+
+As a job array of SLURM, whose elements share the folder:
+
+    sbatch --array=1-8 --gres=gpu:1 --wrap="uv run --extra cuda python -m experiments.sweep \
+        --config=aqn_ablation:qwen2.5-3b --only=\$SLURM_ARRAY_TASK_ID/8"
+
+The same command continues where it was stopped: finished runs are skipped, an interrupted run is
+resumed. A run that fails does not stop the others; it is named at the end, and the exit code is 1.
+`qerl_jax/run/sweep.py` explains how to write `get_sweep()`. The folder of the sweep holds
+
+    table.json, table.md    mean and interval over the seeds of each setting
+    curves.png              reward, entropy, sigma, noise KL over the steps
+    commands.sh             command of the sweep, and the command of each run alone
+    RUN/, logs/RUN.log      run folder, and the output of its process
+"""
+
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from experiments.configs import config_file
+from qerl_jax.commands import cli
+from qerl_jax.config.describe import as_flag
+from qerl_jax.config.overrides import check_overrides
+from qerl_jax.errors import UserError
+from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten
+from qerl_jax.run.jobs import devices_of
+from qerl_jax.run.plots import plot_sweep
+from qerl_jax.run.sweep import (
+    ConfigOverrides,
+    Run,
+    format_table,
+    is_finished,
+    make_table,
+    settings,
+    train_all,
+)
+from qerl_jax.system.atomic import TEMPORARY, write_atomic, write_json
+from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import check_folder, check_tree, read_bytes, read_text
+from qerl_jax.system.text import visible
+
+_WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
+_CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
+_LONGEST_NAME = 100
+
+_ONLY = flags.DEFINE_string(
+    "only", None, "part of the runs, I/N: every N-th run, starting with the I-th"
+)
+_GPUS = flags.DEFINE_integer("gpus", 0, "runs at a time, one on each GPU; 0: one run")
+_TABLE = flags.DEFINE_bool("table", False, "only make the table of the finished runs")
+
+
+def run(config: ConfigDict, workdir: str | None) -> None:
+    """Trains the unfinished runs, and writes the table."""
+    del config  # Each run has its own config, with the overrides of the sweep.
+    flag = flags.FLAGS["config"]
+    file = _from_here(config_flags.get_config_filename(flag))
+    common = config_flags.get_override_values(flag)
+    stem, _, preset = file.partition(":")
+    folder = user_path(workdir or "-".join(["runs/" + Path(stem).stem, *filter(None, [preset])]))
+    runs = plan(file, common, folder)
+    part = _part(runs, _ONLY.value)
+    devices = devices_of(_GPUS.value, os.environ)
+
+    _make_folder(folder)
+    for each in runs:
+        check_folder(each.folder)
+    whole = ["-m", "experiments.sweep", f"--config={file}", *_as_flags(common)]
+    whole.append(f"--workdir={folder}")
+    commands = [shlex.join(["python", *part]) for part in (whole, *(run.command for run in runs))]
+    write_atomic(folder / "commands.sh", "# " + "\n".join(commands) + "\n")
+    failures = {} if _TABLE.value else train_all(part, folder, devices)
+    _write_results(runs, folder)
+    for name, reason in failures.items():
+        print(visible(f"FAILED {name}: {reason}"), file=sys.stderr)
+    if failures:
+        print(
+            f"{len(failures)} of {len(part)} runs failed; the same command tries them again",
+            file=sys.stderr,
+        )
+        sys.exit(1)
+
+
+def _make_folder(folder: Path) -> None:
+    """Makes the folder of a sweep; refuses one that holds other things."""
+    commands = folder / "commands.sh"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Another task of the same sweep may be writing its first file: the files are listed first.
+        others = sorted(p.name for p in folder.iterdir() if not p.name.endswith(TEMPORARY))
+        ours = commands.exists() and _WHOLE in read_text(commands, errors="replace")
+    except OSError as error:
+        raise UserError(f"cannot use {folder} as the folder of a sweep: {error}") from error
+    check_folder(folder / "logs")
+    for programs in folder.glob("programs-*"):
+        check_tree(programs)  # JAX writes through links in it.
+    if others and not ours:
+        raise UserError(
+            f"{folder} is not the folder of a sweep: it holds {others[0]} but no commands.sh of "
+            "one; pass a new or empty folder as --workdir"
+        )
+
+
+# --- From a config file to runs ---------------------------------------------------------------
+
+
+def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
+    """The runs of a sweep, each with the config that its command line gives.
+
+    Args:
+        file: config file, FILE.py or FILE.py:PRESET.
+        common: fields that the command line sets for all runs.
+        folder: folder of the sweep, in which each run has a folder.
+
+    Raises:
+        UserError: the file has no sweep; a run sets a field that does not exist, that the run
+            ignores, or that `common` sets; two runs have the same settings.
+    """
+    runs: dict[str, Run] = {}
+    file = config_file(file)
+    sweep = _load_sweep(file)
+    swept = set().union(*sweep)
+    for overrides in sweep:
+        if both := sorted(overrides.keys() & common.keys()):
+            raise UserError(f"the sweep sets {', '.join(both)} itself: leave out the flag")
+        said = ", ".join(f"{field}={value}" for field, value in overrides.items())
+        arguments = [f"--config={file}", *_as_flags(common | overrides)]
+        try:
+            config = _parse(arguments)
+            check_overrides(config, common | overrides)
+        except UserError as error:
+            raise UserError(f"the run with {said or 'no overrides'}: {error}") from error
+        fields = config_dict(config)
+        # Fields that may change in a run count only where the sweep itself varies them.
+        varied = {k: v for k, v in flatten(fields).items() if k in swept}
+        settings = [fingerprint(config), varied | {"steps": config.steps}]
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        if digest in runs:
+            raise UserError(
+                f"two runs have the same settings: {runs[digest].overrides} and {overrides}"
+            )
+        name = re.sub(r"[^\w.,=+-]+", "_", said.replace(", ", ","))[:_LONGEST_NAME]
+        name = _folder_name(folder, name, digest, config)
+        module = f"experiments.{config.experiment}"
+        if importlib.util.find_spec(module) is None:
+            raise UserError(f"config.experiment={config.experiment!r}: {module} does not exist")
+        command = ("-m", module, *arguments, f"--workdir={folder / name}")
+        runs[digest] = Run(name, overrides, fields, folder / name, command)
+    return list(runs.values())
+
+
+def _folder_name(folder: Path, name: str, digest: str, config: ConfigDict) -> str:
+    """`NAME-DIGEST`, or the name with other digits that an earlier version gave the same run."""
+    found = f"{name}-{digest}".lstrip("-")
+    if (folder / found).exists():
+        return found
+    pattern = f"{glob.escape(name)}-{'[0-9a-f]' * 8}".lstrip("-")
+    earlier = [
+        path.name
+        for path in find_runs(folder, pattern, config)
+        if (saved := json.loads(read_bytes(RunFolder(path).config)))["schedule_steps"]
+        == config.steps
+        and saved["config"]["steps"] == config.steps
+    ]
+    return earlier[0] if len(earlier) == 1 else found
+
+
+def _load_sweep(file: str) -> list[ConfigOverrides]:
+    """Calls `get_sweep` of a config file, with the preset if the file names one."""
+    path, colon, preset = file.partition(":")
+    spec = importlib.util.spec_from_file_location("sweep_config", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with cli.config_errors():
+        spec.loader.exec_module(module)
+        if not hasattr(module, "get_sweep"):
+            example = "experiments/configs/aqn_ablation.py shows one"
+            raise UserError(f"{path} has no get_sweep(): {example}")
+        sweep = module.get_sweep(preset) if colon else module.get_sweep()
+    if not sweep:
+        raise UserError(f"get_sweep() of {path} returns no runs")
+    if not isinstance(sweep, list) or not all(isinstance(run, dict) for run in sweep):
+        raise UserError(
+            f"get_sweep() of {path} must return a list of overrides, such as "
+            "[{'aqn.schedule': 'off', 'seed': 0}]; qerl_jax.run.sweep.product makes one"
+        )
+    return sweep
+
+
+def _parse(arguments: Sequence[str]) -> ConfigDict:
+    """The config of a command line with these arguments."""
+    argv, values = ["", *cli.with_files(arguments)], flags.FlagValues()
+    with cli.config_errors():
+        config_flags.DEFINE_config_file("config", flag_values=values, sys_argv=argv)
+        cli.take_names(values["config"], argv)
+        values(argv)
+        return values.config.lock()
+
+
+def _as_flags(overrides: ConfigOverrides) -> list[str]:
+    return [f"--config.{field}={as_flag(field, value)}" for field, value in overrides.items()]
+
+
+def _from_here(file: str) -> str:
+    """A path below the working directory as a relative one."""
+    path, colon, preset = file.partition(":")
+    if Path(path).is_relative_to(Path.cwd()):
+        path = str(Path(path).relative_to(Path.cwd()))
+    return f"{path}{colon}{preset}"
+
+
+def _part(runs: list[Run], only: str | None) -> list[Run]:
+    if only is None:
+        return runs
+    found = re.fullmatch(r"(\d+)/(\d+)", only)
+    if not found or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--only={only}: write it as I/N with I from 1 to N")
+    return runs[int(found[1]) - 1 :: int(found[2])]
+
+
+def _write_results(runs: list[Run], folder: Path) -> None:
+    table = make_table(runs)
+    text = format_table(table)
+    write_json(folder / "table.json", table)
+    write_atomic(folder / "table.md", text)
+    groups = {
+        name: [run.folder for run in group if is_finished(run)]
+        for name, group in settings(runs).items()
+    }
+    drawn = plot_sweep(groups, folder / "curves.png")
+    files = ["table.json", "table.md", "commands.sh", *(["curves.png"] if drawn else [])]
+    print(f"\n{text}\n{folder}: {', '.join(files)}", flush=True)
+
+
+def main() -> None:
+    """Parses the flags and runs the sweep."""
+    cli.main(run, str(_CONFIG), trains=False, description=__doc__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,284 @@
+"""Ahead-of-time (AOT) compilation of programs, several at a time."""
+
+import concurrent.futures
+import contextlib
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from pallas_kernels import fp4_matmul
+from qerl_jax.compile import executable_cache, program_cache
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.sharding import beside, of_one_device
+from qerl_jax.rollout import decode, programs
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
+from qerl_jax.rollout.programs import Executables, Operation
+from qerl_jax.rollout.shapes import plan_shapes
+from qerl_jax.system.threads import available_cores
+
+_THREADS = max(4, available_cores() // 2)  # programs that compile at the same time
+_COMPILATION = "/jax/core/compile/backend_compile_duration"
+
+
+def rollout_operations(
+    key: jax.Array,
+    params: dict,
+    lora: Lora | None,
+    *,
+    prompts: int,
+    config: ModelConfig,
+    sampling: SamplingConfig,
+    tokenizer: Tokenizer,
+    engine: EngineConfig,
+    group_size: int = 1,
+) -> list[Operation]:
+    """Returns every operation that `engine.generate_steps` can need for a number of prompts.
+
+    Args:
+        key: PRNG key like those of the rollouts.
+        params: the policy.
+        lora: its adapter, or None.
+        prompts: P, number of prompts of each rollout.
+        config: the architecture.
+        sampling: distribution and length of the completions.
+        tokenizer: tokenizer, whose ids end a completion.
+        engine: settings of the engine; `prompt_width` must be the longest prompt.
+        group_size: G, number of completions of each prompt.
+
+    Raises:
+        UserError: as in `generate_steps`.
+    """
+    config = of_one_device(config, params)
+    shapes = plan_shapes(
+        params,
+        prompts=prompts,
+        longest=engine.prompt_width,
+        group_size=group_size,
+        config=config,
+        sampling=sampling,
+        engine=engine,
+    )
+    static = decode.decode_config(config, sampling, engine, tokenizer)
+    key, params, lora = programs.committed((beside(key, params), params, lora))
+    return list(programs.operations(key, params, lora, shapes, static).values())
+
+
+def compile_rollout(
+    key: jax.Array,
+    params: dict,
+    lora: Lora | None,
+    *,
+    on_progress: Callable[[int, int], None] | None = None,
+    **options: Any,
+) -> Executables:
+    """Compiles the operations of `rollout_operations`.
+
+    Args:
+        key: as in `rollout_operations`.
+        params: as in `rollout_operations`.
+        lora: as in `rollout_operations`.
+        on_progress: called with the number of programs that are ready and the number of all.
+        **options: as in `rollout_operations`.
+
+    Raises:
+        UserError: as in `generate_steps`.
+    """
+    policy = programs.committed((beside(key, params), params, lora))
+    return compile_operations(policy, rollout_operations(*policy, **options), on_progress)
+
+
+def compile_operations(
+    policy: Any,
+    operations: Iterable[Operation],
+    on_progress: Callable[[int, int], None] | None = None,
+    *,
+    others: Sequence[Sequence[jax.Device]] = (),
+) -> Executables:
+    """Loads programs from the executable cache, and compiles those that are not in it.
+
+    Lowering a program is Python's work. Meanwhile threads compile the programs before it.
+
+    Args:
+        policy: tree of the committed arrays of a policy.
+        operations: operations of one or several rollouts of this policy; those with equal keys are
+            compiled once.
+        on_progress: called with the number of programs that are ready and the number of all.
+        others: groups of as many devices as hold the policy, which get the programs too, as
+            `replicas`. Nothing is lowered or compiled for them.
+    """
+    by_key = {operation.key: operation for operation in operations}
+    with _Compiler(policy, by_key, on_progress, others) as compiler:
+        compiler.load_cached()
+        with _garbage_collector_off():
+            compiler.compile_missing(by_key)
+        return compiler.executables
+
+
+class FirstRunAlone:
+    """A program whose first run is never at the same time as another program's first run.
+
+    When a program first runs on a device, XLA loads its kernels, and cuDNN captures a stream to
+    build its graphs. Two threads that did so at once, each on its GPU, failed with "capturing
+    stream has unjoined work". XLA may do it after the call has returned, so the lock is held until
+    the first results are ready.
+
+    Args:
+        program: the compiled program.
+        lock: lock that these programs share.
+
+    Attributes:
+        program: the compiled program.
+    """
+
+    def __init__(self, program: Callable[..., Any], lock: threading.Lock) -> None:
+        self.program, self._lock, self._has_run = program, lock, False
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Returns the results of the program."""
+        if self._has_run:
+            return self.program(*arguments)
+        with self._lock:
+            results = jax.block_until_ready(self.program(*arguments))
+        self._has_run = True
+        return results
+
+
+class _Compiler:
+    """Threads that load or compile programs, until the block is left.
+
+    Attributes:
+        executables: the programs that are ready.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        operations: Mapping[Hashable, Operation],
+        on_progress: Callable[[int, int], None] | None,
+        others: Sequence[Sequence[jax.Device]],
+    ) -> None:
+        self.executables = Executables()
+        self.executables.replicas = [Executables() for _ in others]
+        self._others = others
+        self._first_runs = threading.Lock()
+        self._keys = list(operations)
+        of_any_policy = {key for key, one in operations.items() if one.of_any_policy}
+        self._paths = executable_cache.paths(self._keys, policy, of_any_policy=of_any_policy)
+        self._cache = program_cache.current()  # here, as threads have contexts of their own
+        self._devices = executable_cache.devices_of(policy)
+        self._on_progress = on_progress
+        self._pending: dict[concurrent.futures.Future, Hashable] = {}
+        self._compiled_in: set[int] = set()  # identifiers of threads in which XLA compiled
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "_Compiler":
+        if self._paths or self._others:
+            self._stack.enter_context(executable_cache.jax_cache_off())
+        self._stack.enter_context(_compiling_threads(self._compiled_in))
+        self._pool = concurrent.futures.ThreadPoolExecutor(_THREADS)
+        self._stack.callback(self._pool.shutdown, cancel_futures=True)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def load_cached(self) -> None:
+        """Loads the programs that are in the executable cache."""
+        cached = [key for key, path in self._paths.items() if self._cache.has(path.name)]
+        if cached:
+            fp4_matmul.load_kernel()
+        for key in cached:
+            self._submit(key, self._load, key)
+        self._take(concurrent.futures.as_completed(list(self._pending)))
+
+    def compile_missing(self, operations: dict[Hashable, Operation]) -> None:
+        """Compiles the programs that could not be loaded."""
+        for key, operation in operations.items():
+            if key not in self.executables:
+                self._submit(key, self._compile, key, operation.lower())
+        self._take(concurrent.futures.as_completed(list(self._pending)))
+
+    def _submit(self, key: Hashable, function: Callable, *arguments: Any) -> None:
+        """Starts a thread's work on a program, and takes the programs that are ready."""
+        self._pending[self._pool.submit(function, *arguments)] = key
+        self._take([future for future in self._pending if future.done()])
+
+    def _take(self, futures: Iterable[concurrent.futures.Future]) -> None:
+        for future in futures:
+            key = self._pending.pop(future)
+            program, *copies = future.result()
+            if program is None:  # A file that cannot be loaded.
+                continue
+            if self._others:
+                program, *copies = (FirstRunAlone(x, self._first_runs) for x in (program, *copies))
+            for executables, one in zip(
+                [self.executables, *self.executables.replicas], [program, *copies], strict=True
+            ):
+                executables[key] = one
+            if self._on_progress is not None:
+                self._on_progress(len(self.executables), len(self._keys))
+
+    def _load(self, key: Hashable) -> list[jax.stages.Compiled | None]:
+        """Loads a program for each device; the first is None where the file cannot be loaded."""
+        name = self._paths[key].name
+        content = self._cache.read(name)
+        if content is None:  # It is not of this user.
+            return [None]
+        program = executable_cache.load(content, name, self._devices)
+        if program is None or not self._others:
+            return [program]
+        return [program, *self._copies(content)]
+
+    def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
+        """Compiles a program and caches it, unless JAX had it in memory or in its own cache."""
+        here = threading.get_ident()
+        self._compiled_in.discard(here)
+        program = lowered.compile()
+        if here in self._compiled_in:
+            self.executables.compiled.append(key)
+            if key in self._paths:
+                self._save(program, self._paths[key].name)
+        return [program, *(self._copies(executable_cache.dumps(program)) if self._others else ())]
+
+    def _save(self, program: jax.stages.Compiled, name: str) -> None:
+        try:
+            self._cache.write(name, executable_cache.dumps(program))
+        except Exception as error:  # A full disk, or a program that the backend cannot serialize.
+            warnings.warn(f"a compiled program is not cached: {error}", stacklevel=2)
+
+    def _copies(self, content: bytes) -> list[jax.stages.Compiled]:
+        own = self._devices
+        return [executable_cache.loads_on(content, own, other) for other in self._others]
+
+
+@contextlib.contextmanager
+def _compiling_threads(threads: set[int]) -> Generator[None]:
+    """Adds the identifiers of threads in which XLA compiles, while the block runs."""
+
+    def listen(event: str, duration_secs: float, **where: str | int) -> None:
+        del duration_secs, where
+        if event == _COMPILATION:
+            threads.add(threading.get_ident())
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@contextlib.contextmanager
+def _garbage_collector_off() -> Generator[None]:
+    """Switches off Python's garbage collector, which takes a tenth of the time of lowering."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,194 @@
+"""A persistent cache of rollout executables.
+
+With JAX's cache of compiled programs a process does not compile, but it still traces and lowers.
+This is Python's work and, with Pallas kernels in the programs, the longest part of a start: the
+executable cache shortens later starts of a 7B rollout from 36 to 6 seconds. So on a GPU the
+executables of a policy are also serialized, under a digest of everything that they are made from.
+Loading an executable runs code from its file, so it is signed by the user's key, and no other file
+is loaded (`program_cache`). Files are never deleted.
+"""
+
+import contextlib
+import hashlib
+import io
+import os
+import pathlib
+import pickle
+import warnings
+from collections.abc import Collection, Generator, Hashable, Sequence
+from typing import Any
+
+import jax
+import jaxlib
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jaxlib import xla_client
+
+from pallas_kernels import device, fp4_matmul
+from qerl_jax.compile import program_cache
+
+# Settings of JAX that concern reports and storage, not the compiled program.
+_REPORTS = ("cache", "jax_log", "jax_debug_log", "jax_dump", "jax_explain", "jax_traceback")
+
+
+def _is_used() -> bool:
+    """Returns whether executables are cached; on a CPU loading takes nearly as long as lowering."""
+    return jax.default_backend() == "gpu"
+
+
+def paths(
+    keys: Collection[Hashable], policy: Any, *, of_any_policy: Collection[Hashable] = ()
+) -> dict[Hashable, pathlib.Path]:
+    """Returns the files of programs in the common folder, or else in that of the run.
+
+    Without a folder, or across processes, it returns no files.
+
+    Args:
+        keys: identities of the programs among all programs of the policy.
+        policy: tree of the arrays of the policy.
+        of_any_policy: those of the keys that tell all shapes; files of other policies serve them.
+    """
+    folder = program_cache.current().folder_of_executables if _is_used() else None
+    if folder is None or not jax.config.jax_enable_compilation_cache:
+        return {}
+    if any(one.process_index != jax.process_index() for one in devices_of(policy)):
+        return {}
+    policy_text, any_text = origin(policy), origin(policy, shapes=False)
+    found = {}
+    for key in keys:
+        made_from = any_text if key in of_any_policy else policy_text
+        digest = hashlib.sha256(f"{made_from} {key}".encode()).hexdigest()
+        found[key] = folder / f"{program_cache.EXECUTABLE}{digest}"
+    return found
+
+
+def devices_of(policy: Any) -> list[jax.Device]:
+    """Returns the devices of the arrays of a policy, in the order of their mesh."""
+    found = (leaf.sharding for leaf in jax.tree.leaves(policy))
+    largest = max(found, key=lambda sharding: len(sharding.device_set))
+    if isinstance(largest, jax.sharding.NamedSharding):
+        return list(largest.mesh.devices.flat)
+    return list(largest.device_set)
+
+
+def origin(policy: Any, *, shapes: bool = True) -> str:
+    """Returns a text of everything that the programs of a policy depend on beside their keys.
+
+    Args:
+        policy: tree of the arrays of the policy.
+        shapes: whether they depend on the arrays of the policy, and not only on where these are.
+    """
+    leaves, treedef = jax.tree.flatten(policy)
+    # A program of several devices names them; that of one device runs on any.
+    devices = [one.id for one in devices_of(policy)]
+    where = devices if len(devices) > 1 else "any"
+    arrays: Any = sorted({str(leaf.sharding) for leaf in leaves})
+    if shapes:
+        arrays = treedef, [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
+    settings = {
+        name: value
+        for name, value in sorted(jax.config.values.items())
+        if not any(word in name for word in _REPORTS)
+    }
+    kinds = [one.device_kind for one in jax.devices()]
+    kernels = fp4_matmul.supports_device(), device.has_triton(), device.num_sms()
+    versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
+    flags = os.environ.get("XLA_FLAGS", "")
+    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays} {where}"
+
+
+def _sources() -> str:
+    """Returns a digest of the sources that programs are traced from."""
+    digest = hashlib.sha256()
+    package = pathlib.Path(__file__).parents[1]
+    folders = [package / name for name in ("policy", "rollout", "rl")]
+    for folder in (pathlib.Path(device.__file__).parent, *folders):
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
+            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+    digest.update((package / "sharding.py").read_bytes())  # how a mesh cuts arrays
+    return digest.hexdigest()
+
+
+_SOURCES = _sources()  # as imported; the files may be edited while the process runs
+
+
+@contextlib.contextmanager
+def jax_cache_off() -> Generator[None]:
+    """Switches JAX's cache off while the block runs.
+
+    It would store the same programs again, and a program loaded from it cannot be serialized.
+    """
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def dumps(program: jax.stages.Compiled) -> bytes:
+    """Serializes a program, which must not come from JAX's cache."""
+    serialized, *treedefs = serialize_executable.serialize(program)
+    trees = [jax.tree.unflatten(treedef, range(treedef.num_leaves)) for treedef in treedefs]
+    return pickle.dumps((serialized, trees))
+
+
+def load(content: bytes, name: str, devices: list[jax.Device]) -> jax.stages.Compiled | None:
+    """Returns a serialized program, or None where it cannot be loaded.
+
+    Args:
+        content: the serialized program, which this user has signed: to load it runs its code.
+        name: name of its file.
+        devices: the devices that execute it.
+    """
+    try:
+        serialized, trees = pickle.loads(content)
+        treedefs = map(jax.tree.structure, trees)
+        return serialize_executable.deserialize_and_load(
+            serialized, *treedefs, execution_devices=devices
+        )
+    except Exception as error:  # A program that the driver refuses.
+        warnings.warn(f"{name}: compiling again ({error})", stacklevel=2)
+        return None
+
+
+def loads_on(
+    content: bytes, own: Sequence[jax.Device], devices: Sequence[jax.Device]
+) -> jax.stages.Compiled:
+    """Returns a serialized program for other devices of the same kind and number.
+
+    The devices are an option of the compilation, and XLA takes other options with a compiled
+    program: the code is the same. `deserialize_and_load` has no argument for them.
+
+    Args:
+        content: the serialized program, which this process compiled or this user has signed.
+        own: the devices that it was compiled for, in their order.
+        devices: the other devices.
+    """
+    serialized, trees = pickle.loads(content)
+    in_tree, out_tree = map(jax.tree.structure, trees)
+    unpickler = _OnDevices(io.BytesIO(serialized), devices[0].client, list(devices))
+    unpickler.devices_by_id = {old.id: new for old, new in zip(own, devices, strict=True)}
+    unloaded, arguments, no_kwargs = unpickler.load()
+    return jax.stages.Compiled(
+        unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs
+    )
+
+
+class _OnDevices(serialize_executable._JaxPjrtUnpickler):
+    """Reads a program of some devices for others."""
+
+    def persistent_load(self, pid: tuple) -> Any:
+        if pid[0] != "exec":
+            return super().persistent_load(pid)
+        options = xla_client.CompileOptions()
+        options.num_partitions = len(self.execution_devices)
+        options.device_assignment = xla_client.DeviceAssignment.create(
+            np.array([[device.id for device in self.execution_devices]])
+        )
+        return self.backend.deserialize_executable(
+            pid[1], executable_devices=self.execution_devices, compile_options=options
+        )

@@ -1,0 +1,239 @@
+"""Compiled programs in two folders: that of a run, and the common one of the user.
+
+A program is code: to load one is to execute what the writer of its file chose. In the folder of a
+run, which may come from another person, each file begins with a signature of its name and content
+by the user's key, and a file without a valid one is not read. So are serialized executables in the
+common folder. JAX's own entries lie there as JAX writes them.
+
+What this process compiled goes into both folders, and what it found in the common one goes into
+that of the run, which executes it again when it resumes. What it read from the folder of a run goes
+nowhere else. Files appear whole, by a rename.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import os
+import secrets
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from qerl_jax.system.user_key import is_signed, sign
+
+_MAGIC = b"qerl-jax program 1\n"
+_SIGNATURE_BYTES = 32
+_SUFFIX = "-cache"  # the end of the names of JAX's entries
+EXECUTABLE = "rollout-"  # the beginning of the names of serialized executables
+
+# JAX installs a cache through no public function. Its public module takes `reset_cache` from the
+# module that also has `get_file_cache`, the function by which JAX opens its cache after a reset.
+_JAX: Any = sys.modules[compilation_cache.reset_cache.__module__]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCache:
+    """Where compiled programs are looked for and written; JAX uses it as its own cache.
+
+    Attributes:
+        folder: folder of a run, or None.
+        common: JAX's own cache of the user, or None.
+        common_folder: folder of `common`, or None.
+        trusted: whether programs in the folder of the run are read without a valid signature.
+        replaces: whether files of the run are replaced, and not only added.
+    """
+
+    folder: Path | None
+    common: Any = None
+    common_folder: Path | None = None
+    trusted: bool = False
+    replaces: bool = True
+    _said: threading.Event = dataclasses.field(default_factory=threading.Event)
+
+    @property
+    def _path(self) -> Path | None:
+        """The folder that JAX logs."""
+        return self.folder or self.common_folder
+
+    def get(self, key: str) -> bytes | None:
+        """Returns an entry of JAX's cache, or None."""
+        content = self._of_run(f"{key}{_SUFFIX}")
+        if content is None and self.common is not None:
+            content = self.common.get(key)
+            if content is not None:
+                self._add_to_run(f"{key}{_SUFFIX}", content)
+        return content
+
+    def put(self, key: str, value: bytes) -> None:
+        """Writes an entry of JAX's cache, which this process has compiled."""
+        name = f"{key}{_SUFFIX}"
+        self._add_to_run(name, value)
+        if self.common_folder is None:
+            return
+        if jax.config.jax_compilation_cache_max_size != -1:
+            self.common.put(key, value)  # JAX counts the sizes, and removes the oldest entries.
+        else:
+            # JAX's `put` writes in place, and keeps an entry that a killed process left torn.
+            _write(self.common_folder / name, value)
+
+    @property
+    def folder_of_executables(self) -> Path | None:
+        """The common folder, or else that of the run."""
+        return self.common_folder or self.folder
+
+    def has(self, name: str) -> bool:
+        """Returns whether there is a file of an executable, valid or not."""
+        return any(
+            f is not None and (f / name).is_file() for f in (self.folder, self.common_folder)
+        )
+
+    def read(self, name: str) -> bytes | None:
+        """Returns an executable that this user has signed, or None."""
+        content = self._of_run(name)
+        if content is None and self.common_folder is not None:
+            content, valid = _read(self.common_folder / name)
+            content = content if valid else None
+            if content is not None:
+                self._add_to_run(name, content)
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Writes an executable, which this process has compiled.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._add_to_run(name, content)
+        # Without a key no process could read it from the common folder.
+        if self.common_folder is not None and (signature := sign(content, f"program {name}")):
+            _write(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
+
+    def _of_run(self, name: str) -> bytes | None:
+        if self.folder is None:
+            return None
+        content, valid = _read(self.folder / name)
+        if content is None or valid or self.trusted:
+            return content
+        if not self._said.is_set():
+            self._said.set()
+            print(
+                f"{self.folder}: these compiled programs were not written by this user, so they "
+                "are not executed but compiled again, and a GPU may then round differently; "
+                "--trust executes them",
+                file=sys.stderr,
+                flush=True,
+            )
+        return None
+
+    def _add_to_run(self, name: str, content: bytes) -> None:
+        if self.folder is None or self.folder.is_symlink():
+            return
+        if not self.replaces and (self.folder / name).exists():
+            return
+        try:
+            _write(self.folder / name, _signed(name, content))
+        except OSError as error:  # A full disk, or a folder that cannot be written.
+            warnings.warn(f"a compiled program is not kept with its run: {error}", stacklevel=2)
+
+
+_installed: contextvars.ContextVar[ProgramCache | None] = contextvars.ContextVar(
+    "_installed", default=None
+)
+
+
+@contextlib.contextmanager
+def installed(
+    folder: Path, *, common: Path | None, trusted: bool = False, replaces: bool = True
+) -> Generator[None]:
+    """Makes the folder of a run and the common one JAX's cache while the block runs.
+
+    `jax_compilation_cache_dir` must be set, as JAX has no cache without it.
+
+    Args:
+        folder: as in `ProgramCache`; made if missing.
+        common: the common folder; None for none.
+        trusted: as in `ProgramCache`.
+        replaces: as in `ProgramCache`.
+    """
+    open_common = _JAX.get_file_cache
+    of_jax = None if common is None else open_common(str(common))[0]
+    cache = ProgramCache(folder, of_jax, common, trusted=trusted, replaces=replaces)
+    token = _installed.set(cache)
+    _JAX.get_file_cache = lambda path: (cache, path)
+    compilation_cache.reset_cache()
+    try:
+        yield
+    finally:
+        _JAX.get_file_cache = open_common
+        compilation_cache.reset_cache()
+        _installed.reset(token)
+
+
+def current() -> ProgramCache:
+    """Returns the cache that is `installed`, or else one of the folder that JAX has."""
+    cache = _installed.get()
+    if cache is not None:
+        return cache
+    common = jax.config.jax_compilation_cache_dir
+    return ProgramCache(None, None, Path(common) if common and "://" not in common else None)
+
+
+def sign_entries(folder: Path) -> None:
+    """Signs all programs of a folder with the key of this user.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
+            content, valid = _read(path)
+            if content is not None and not valid and not path.suffix:
+                _write(path, _signed(path.name, content))
+
+
+def _signed(name: str, content: bytes) -> bytes:
+    signature = bytes.fromhex(sign(content, f"program {name}")) or bytes(_SIGNATURE_BYTES)
+    return _MAGIC + signature + content
+
+
+def _read(path: Path) -> tuple[bytes | None, bool]:
+    """Returns the content of a file, None without one, and whether its signature is valid."""
+    try:
+        stored = path.read_bytes() if path.is_file() else b""
+    except OSError:
+        stored = b""
+    if not stored:
+        return None, False
+    begin = len(_MAGIC) + _SIGNATURE_BYTES
+    content = stored[begin:]
+    if not stored.startswith(_MAGIC) or len(stored) < begin:
+        return stored, False
+    signature = stored[len(_MAGIC) : begin].hex()
+    return content, is_signed(content, f"program {path.name}", signature)
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file, which appears complete or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Containers may share the names of their hosts and processes.
+    writer = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+    unfinished = path.with_name(f"{path.name}.{writer}")
+    try:
+        with unfinished.open("xb") as file:
+            file.write(content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)

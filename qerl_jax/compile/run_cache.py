@@ -1,0 +1,86 @@
+"""The compiled programs of a run, which a resumed run executes again.
+
+On a GPU the compiler measures candidates and may choose other matmul kernels the next time, which
+round differently. So a run keeps its programs in its folder: the same programs give the same bits.
+"""
+
+import contextlib
+from collections.abc import Generator
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from qerl_jax.compile import program_cache
+
+
+@contextlib.contextmanager
+def programs_in(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
+    """On a GPU, keeps compiled programs in a folder while the block runs.
+
+    Programs that are in JAX's cache are executed and copied to the folder, and new ones go to both,
+    see `program_cache`.
+
+    Args:
+        path: folder of the programs; made if missing.
+        trusted: whether programs that this user has not signed are executed.
+        writes: whether this process replaces programs in the folder. Of several processes of a run
+            one does; the others add what is missing.
+    """
+    if jax.default_backend() != "gpu":
+        yield
+        return
+    common = _common_folder()
+    with (
+        cached_in(common or path),
+        _no_files_of_xla() if common is None else contextlib.nullcontext(),
+        program_cache.installed(path, common=common, trusted=trusted, replaces=writes),
+    ):
+        yield
+
+
+def _common_folder() -> Path | None:
+    """Returns the folder of JAX's cache; None without one that can be used as a folder."""
+    common = jax.config.jax_compilation_cache_dir
+    if not common or "://" in common:
+        return None
+    try:
+        Path(common).mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return Path(common)
+
+
+@contextlib.contextmanager
+def cached_in(path: Path) -> Generator[None]:
+    """Makes a folder JAX's cache of compiled programs while the block runs.
+
+    Programs that compile in less than JAX's default of one second are cached too.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(path.resolve()),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        # Without a reset the cache stays in the folder that was first opened.
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+
+@contextlib.contextmanager
+def _no_files_of_xla() -> Generator[None]:
+    """Keeps XLA from files of its own in the folder, which have no signature."""
+    name = "jax_persistent_cache_enable_xla_caches"
+    before = getattr(jax.config, name)
+    jax.config.update(name, "")
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)

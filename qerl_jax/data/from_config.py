@@ -1,0 +1,174 @@
+"""The problems of a run: read, rendered as prompts, and checked against the model."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from qerl_jax.data.mixture import MixtureSource, read_mixture
+from qerl_jax.data.order import Order, Source
+from qerl_jax.data.splits import (
+    Problem,
+    Prompt,
+    encode_prompts,
+    fingerprint,
+    load_mixture,
+    load_splits,
+)
+from qerl_jax.errors import UserError
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.rewards.calls import check_columns, columns_read
+from qerl_jax.rewards.functions import Reward
+from qerl_jax.weights.tokenizer import Tokenizer
+
+TRAIN, EVAL = "train", "eval"  # names of the splits
+
+
+def load_problems(
+    config: ConfigDict, rewards: Mapping[str, tuple[Reward, float]]
+) -> dict[str, list[Problem]]:
+    """Loads the problems by split.
+
+    Returns:
+        The problems of 'train', or of 'train/NAME' for each source of a mixture; and, with
+        evaluations, of 'eval'.
+
+    Raises:
+        UserError: they cannot be read, lack a column that a reward needs, or there is no reward
+            that evaluates them.
+    """
+    train, evaluation = _load(config, [function for function, _ in rewards.values()])
+    if "correctness" not in rewards and config.data.curriculum != "off":
+        raise UserError(
+            f"data.curriculum={config.data.curriculum!r} needs a reward named 'correctness', whose "
+            "success rate it follows; or pass data.curriculum=off"
+        )
+    if config.eval.every and evaluation and "correctness" not in rewards:
+        raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
+    problems = train | ({EVAL: evaluation} if config.eval.every else {})
+    for name, (reward, _) in rewards.items():
+        for split, found in problems.items():
+            if split != EVAL or name == "correctness":
+                check_columns(name, reward, [problem.columns for problem in found])
+    return problems
+
+
+def _load(
+    config: ConfigDict, rewards: Sequence[Reward]
+) -> tuple[dict[str, list[Problem]], list[Problem]]:
+    """The training problems by split, and the evaluation problems."""
+    common: dict[str, Any] = {
+        "eval_source": config.data.eval_source,
+        "eval_path": config.data.eval_path,
+        "eval_size": (config.eval.problems or None) if config.eval.every else 0,
+        "rewards": rewards,
+        "max_question_chars": config.data.max_question_chars,
+        "fields": dict(config.data.fields.items()),
+    }
+    if sources := mixture_of(config):
+        found, evaluation = load_mixture(sources, **common)
+        return {f"{TRAIN}/{name}": problems for name, problems in found.items()}, evaluation
+    train, evaluation = load_splits(
+        config.data.source,
+        path=config.data.path,
+        levels=tuple(config.data.levels),
+        options=config.data.options.to_dict(),
+        **common,
+    )
+    return {TRAIN: train}, evaluation
+
+
+def mixture_of(config: ConfigDict) -> dict[str, MixtureSource]:
+    """The sources of a mixture by name; {} where the run has one source."""
+    return read_mixture({"mixture": config.data.mixture.to_dict(), "path": config.data.path})
+
+
+def training_prompts(prompts: Mapping[str, list[Prompt]]) -> list[Prompt]:
+    """The prompts of all sources in one list."""
+    return [prompt for split, found in prompts.items() if split != EVAL for prompt in found]
+
+
+def order_of(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> Order:
+    """The rule by which the prompts of `training_prompts` are drawn.
+
+    Args:
+        config: the resolved config.
+        prompts: prompts by split, as `load_problems` names them.
+    """
+    mixture = mixture_of(config)
+    sources = []
+    for split, found in prompts.items():
+        if split != EVAL:
+            name = split.removeprefix(TRAIN).removeprefix("/")
+            sources.append(Source(name, len(found), mixture[name].weight if name else 1.0))
+    on = config.data.curriculum != "off"
+    share = config.data.curriculum_share if on else 0.0
+    return Order(tuple(sources), config.seed, share)
+
+
+def by_source(order: Order, prompts: Sequence[Prompt]) -> dict[str, Sequence[Prompt]]:
+    """The training prompts by split, as `load_problems` names them.
+
+    Args:
+        order: the rule, with the sources.
+        prompts: the prompts of all sources, as `training_prompts` returns them.
+    """
+    return {
+        f"{TRAIN}/{source.name}" if source.name else TRAIN: prompts[start : start + source.size]
+        for source, start in zip(order.sources, order.starts, strict=True)
+    }
+
+
+def encode_problems(
+    config: ConfigDict, tokenizer: Tokenizer, problems: Mapping[str, list[Problem]]
+) -> dict[str, list[Prompt]]:
+    """Renders and tokenizes the problems of each split.
+
+    Raises:
+        UserError: a prompt is longer than data.max_prompt_tokens.
+    """
+    return {
+        split: encode_prompts(
+            found,
+            tokenizer,
+            system_prompt=config.data.system_prompt,
+            question_suffix=config.data.question_suffix,
+            chat_template_args=config.data.chat_template_args.to_dict(),
+            max_prompt_tokens=config.data.max_prompt_tokens,
+            what=f"prompts of {split.removeprefix(f'{TRAIN}/')}" if "/" in split else "prompts",
+        )
+        for split, found in problems.items()
+    }
+
+
+def fingerprints(
+    prompts: Mapping[str, Iterable[Prompt]], rewards: Mapping[str, tuple[Reward, float]]
+) -> dict[str, str]:
+    """Digests of the problems by split, with the columns that the rewards read.
+
+    Args:
+        prompts: prompts by split.
+        rewards: function and weight by name.
+    """
+    read = {split: [prompt.problem for prompt in found] for split, found in prompts.items()}
+    functions = [reward for reward, _ in rewards.values()]
+    return {
+        split: fingerprint(problems, columns_read(functions, [p.columns for p in problems]))
+        for split, problems in read.items()
+    }
+
+
+def training_fingerprints(found: Mapping[str, str]) -> dict[str, str]:
+    """The digests of the training problems among those of all splits."""
+    return {split: digest for split, digest in found.items() if split != EVAL}
+
+
+def check_positions(config: ConfigDict, architecture: ModelConfig) -> None:
+    """Refuses lengths that a model has no positions for."""
+    for part in ("rollout", "eval") if config.eval.every else ("rollout",):
+        longest = config.data.max_prompt_tokens + config[part].max_new_tokens
+        if longest > architecture.max_position:
+            raise UserError(
+                f"data.max_prompt_tokens + {part}.max_new_tokens = {longest}, the model has "
+                f"{architecture.max_position} positions: lower one of the two"
+            )

@@ -1,0 +1,186 @@
+"""The mixture of sources that a config may train on: the table and its command line.
+
+    --config.data.mixture.math.path=math.jsonl --config.data.mixture.math.weight=3
+    --config.data.mixture.sums.source=reasoning_gym:chain_sum
+
+draws three of four problems from the file. A source without a weight has the weight 1.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from qerl_jax.data.sources import GENERATED, evaluates_apart
+from qerl_jax.errors import UserError
+from qerl_jax.system.paths import user_path
+
+_FIELDS = ("question", "answer", "level")
+# The keys of a source with values of their types.
+_KEYS: dict[str, Any] = {
+    "path": "",
+    "source": "",
+    "weight": 1.0,
+    "split": "train",
+    "levels": (),
+    "fields": {},
+    "options": {},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MixtureSource:
+    """A source of a mixture.
+
+    Attributes:
+        path: file or folder of the problems, or ''.
+        source: hub id or `reasoning_gym:TASK`, where there is no path.
+        weight: its part of the draws, relative to the weights of the other sources.
+        split: split of the dataset on the hub or of the folder.
+        levels: difficulties to train on, as `data.levels`.
+        fields: names of the fields `question`, `answer` and `level`, as `data.fields`.
+        options: options of the reasoning_gym task.
+    """
+
+    path: str = ""
+    source: str = ""
+    weight: float = 1.0
+    split: str = "train"
+    levels: tuple[int, ...] = ()
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def origin(self) -> str:
+        """The path or the source."""
+        return self.path or self.source
+
+
+def has_own_evaluation(data: Mapping[str, Any]) -> bool:
+    """Whether the evaluation problems have a source of their own.
+
+    Args:
+        data: the section `data` of a config.
+    """
+    return evaluates_apart(data.get("eval_source", ""), data["eval_path"])
+
+
+def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:
+    """Adds the sources and their keys that a command line is about to set.
+
+    Args:
+        config: the config, which is changed; it stays as it was where it has no mixture.
+        fields: names of the fields on the command line, such as 'data.mixture.math.path'.
+
+    Raises:
+        UserError: a source has no such key.
+    """
+    data = config.get("data")
+    table = None if data is None else data.get("mixture")
+    for field in fields:
+        parts = field.split(".")
+        if parts[:2] != ["data", "mixture"] or table is None or len(parts) < 4:
+            continue
+        name, key, inner = parts[2], parts[3], ".".join(parts[4:])
+        _check_keys(name, [key])
+        if inner and (key != "fields" or inner not in _FIELDS):
+            known = ", ".join(f"fields.{name}" for name in _FIELDS)
+            raise UserError(f"data.mixture.{name} has no '{key}.{inner}'; it has {known}")
+        with table.unlocked():
+            if name not in table:
+                table[name] = ConfigDict()
+            if key not in table[name]:
+                value = _KEYS[key]
+                table[name][key] = ConfigDict(value) if isinstance(value, dict) else value
+            if inner and inner not in table[name][key]:
+                table[name][key][inner] = ""
+
+
+def read_mixture(data: Mapping[str, Any]) -> dict[str, MixtureSource]:
+    """Reads the mixture of a config.
+
+    Args:
+        data: the section `data` of a config, with the table `mixture` as a plain dict.
+
+    Returns:
+        The sources by name, in the order of their names; {} where the run has one source.
+
+    Raises:
+        UserError: a source lacks what it needs, has a key that it does not read or a value that is
+            not valid, or there is a `data.path` beside the mixture.
+    """
+    table = data.get("mixture", {})
+    if table and data["path"]:
+        raise UserError(
+            f"data.path={data['path']} and data.mixture ({', '.join(table)}): make the path a "
+            "source of the mixture, --config.data.mixture.NAME.path"
+        )
+    return {name: _read_source(name, table[name]) for name in sorted(table)}
+
+
+def divide(total: int, sources: Mapping[str, MixtureSource]) -> dict[str, int]:
+    """Divides a number among the sources by their weights, largest remainders first."""
+    weights = sum(source.weight for source in sources.values())
+    exact = {name: total * source.weight / weights for name, source in sources.items()}
+    whole = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: whole[name] - exact[name])
+    for name in by_remainder[: total - sum(whole.values())]:
+        whole[name] += 1
+    return whole
+
+
+def _read_source(name: str, found: Any) -> MixtureSource:
+    where = f"data.mixture.{name}"
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise UserError(f"{where}: a name has letters, digits, '_' and '-', as metrics have it")
+    if not isinstance(found, dict):
+        raise UserError(
+            f"{where}={found!r:.60}: give it a path or a source, {{'path': 'FILE.jsonl', "
+            "'weight': 1.0}"
+        )
+    _check_keys(name, found)
+    for key, value in found.items():
+        expected = (int, float) if key == "weight" else type(_KEYS[key])
+        expected = (tuple, list) if key == "levels" else expected
+        if not isinstance(value, expected) or isinstance(value, bool):
+            raise UserError(f"{where}.{key}={value!r:.60} must be of the kind of {_KEYS[key]!r}")
+    source = MixtureSource(**found)
+    if not 0 < source.weight < math.inf:
+        raise UserError(
+            f"{where}.weight={source.weight}: it must be positive and finite; leave out a source "
+            "that is not to be drawn"
+        )
+    if bool(source.path) == bool(source.source):
+        raise UserError(
+            f"{where}: give it a path or a source, not {'both' if source.path else 'neither'}"
+        )
+    if unknown := source.fields.keys() - set(_FIELDS):
+        raise UserError(
+            f"{where}.fields has no {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}"
+        )
+    _check_read(where, source, found)
+    return source
+
+
+def _check_keys(name: str, keys: Iterable[str]) -> None:
+    for key in keys:
+        if key not in _KEYS:
+            raise UserError(f"data.mixture.{name} has no {key!r}; it has {', '.join(_KEYS)}")
+
+
+def _check_read(where: str, source: MixtureSource, keys: Iterable[str]) -> None:
+    """Refuses keys that this kind of source does not read."""
+    if source.path:
+        file = user_path(source.path).is_file()
+        unread = ("options", "split") if file else ("options",)
+        kind = "a file" if file else "a folder"
+    elif source.source.startswith(GENERATED):
+        unread, kind = ("split", "levels", "fields"), "generated problems"
+    else:
+        unread, kind = ("options",), "a dataset on the hub"
+    for key in keys:
+        if key in unread:
+            raise UserError(f"{where}.{key} is set and not read: {source.origin} is {kind}")

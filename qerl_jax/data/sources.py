@@ -1,0 +1,432 @@
+"""Where problems come from: local files, datasets on the Hugging Face hub, and generators."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from qerl_jax.errors import UserError, check_unicode, first_line
+from qerl_jax.rewards.answers import last_boxed
+from qerl_jax.rewards.calls import plain
+from qerl_jax.rewards.functions import Reward, math_answer, number_only_format
+from qerl_jax.rewards.references import can_read, is_prose, needs_answer
+from qerl_jax.system import hub
+from qerl_jax.system.paths import user_path
+
+GENERATED = "reasoning_gym:"
+HELD_OUT = "held_out"  # evaluation source: the training problems, some of which are held out
+_QUESTION_FIELDS = ("question", "problem", "prompt")
+_ANSWER_FIELDS = ("answer", "solution")
+_ROLES = ("system", "user", "assistant")
+_HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
+
+
+def evaluates_apart(eval_source: str, eval_path: str) -> bool:
+    """Whether the evaluation problems have a source of their own, and none is held out."""
+    return bool(eval_path) or eval_source not in ("", HELD_OUT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question and its short reference answer (`72`, not the solution that leads to it).
+
+    Attributes:
+        question: the question; of a row with several chat messages, all of them as one text.
+        answer: the reference answer.
+        messages: the chat as (role, content), of which a user's message is the last; () where the
+            question is the only message.
+        columns: the whole row that the problem was read from, whose columns reach the rewards.
+    """
+
+    question: str
+    answer: str
+    messages: tuple[tuple[str, str], ...] = ()
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+
+class _LeftOutError(Exception):
+    """The reason why a row is left out, as in 'left out 2 problems with REASON'."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """Which problems of a source are kept.
+
+    Attributes:
+        rewards: functions that score completions of the problems. A problem is left out if one of
+            them needs its answer and cannot read it. None stands for `math_answer`.
+        levels: difficulties to keep, compared with the field `level`; an empty set keeps all.
+        max_question_chars: largest length of a question; 0 means no limit.
+        fields: names of the fields `question`, `answer` and `level` in the rows. A name with dots
+            is one of a nested object, such as `reward_model.ground_truth`. A field that is absent
+            or '' has one of the usual names.
+    """
+
+    rewards: Sequence[Reward] | None = None
+    levels: frozenset[int] = frozenset()
+    max_question_chars: int = 0
+    fields: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def scorers(self) -> list[Reward]:
+        """The rewards that need an answer."""
+        if self.rewards is None:
+            return [math_answer]
+        return [reward for reward in self.rewards if needs_answer(reward)]
+
+    def read(self, row: Mapping[str, Any], where: str) -> Problem:
+        """Reads a row of a file or of a dataset.
+
+        Raises:
+            UserError: the row is malformed.
+            _LeftOutError: the problem is not kept.
+        """
+        name, value = self._find(row, "question", _QUESTION_FIELDS, where)
+        chat = isinstance(value, list | tuple)
+        messages = _messages(value, f"{where}: {name}") if chat else ()
+        question = _as_text(messages) if chat else _text(value, f"{where}: {name}")
+        if len(messages) == 1:
+            messages = ()
+        if not question.strip():
+            raise UserError(f"{where}: the question is empty")
+        needed = bool(self.scorers)
+        name, value = self._find(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
+        answer = _text(value, f"{where}: {name}")
+        self._check_level(row, where)
+        answer = _short_answer(answer, name != self.fields.get("answer", "answer"), needed)
+        return self.keep(Problem(question, answer, messages, row))
+
+    def keep(self, problem: Problem) -> Problem:
+        """Returns a problem that is kept; raises a _LeftOutError for any other."""
+        if 0 < self.max_question_chars < len(problem.question):
+            raise _LeftOutError(f"a question over {self.max_question_chars} characters")
+        if not problem.answer and self.scorers:
+            raise _LeftOutError("an empty answer")
+        for scorer in self.scorers:
+            if not can_read(scorer, problem.answer):
+                raise _LeftOutError(f"an answer that {plain(scorer).__name__} cannot read")
+        return problem
+
+    def _find(
+        self,
+        row: Mapping[str, Any],
+        field: str,
+        usual: Sequence[str],
+        where: str,
+        *,
+        optional: bool = False,
+    ) -> tuple[str, Any]:
+        """Returns name and value of a field; ('', '') if it is optional and absent."""
+        named = self.fields.get(field)
+        for name in [named] if named else usual:
+            value = column(row, name)
+            if value is not None or name in row:
+                return name, value
+        if optional and not named:
+            return "", ""
+        missing = f"{named} (data.fields.{field})" if named else " or ".join(usual)
+        raise UserError(
+            f"{where}: no field {missing}; it has {', '.join(row) or 'none'}"
+            + ("" if named else f": name it, --config.data.fields.{field}=NAME")
+        )
+
+    def _check_level(self, row: Mapping[str, Any], where: str) -> None:
+        if not self.levels:
+            return
+        level = column(row, self.fields.get("level") or "level")
+        found = re.fullmatch(r"(?:Level )?([0-9]+)", str(level))
+        if found is None:
+            raise UserError(
+                f"{where}: data.levels={sorted(self.levels)}, but the level of this problem is "
+                f"{level!r}: a number or 'Level NUMBER' is needed"
+            )
+        if int(found[1]) not in self.levels:
+            raise _LeftOutError(f"a level other than {', '.join(map(str, sorted(self.levels)))}")
+
+
+def _short_answer(text: str, solution: bool, needed: bool) -> str:
+    r"""Returns the short answer of a row.
+
+    An answer whose last line is `#### NUMBER`, the form of GSM8K, is that number. A solution is
+    otherwise the content of its last box. Any other text is the answer as it stands.
+
+    Args:
+        text: text of the field `answer` or `solution`.
+        solution: whether the text is a solution, which leads to an answer.
+        needed: whether the answer is needed; if not, a solution may lack it.
+    """
+    text = text.strip()
+    last_line = text.rpartition("\n")[2].strip()
+    number = last_line.removeprefix("####").strip()
+    if last_line != number and number_only_format("", number, "", 0, True):
+        return number.replace(",", "")
+    if not solution:
+        return text
+    boxed = last_boxed(text)
+    if boxed is None and needed and is_prose(text):
+        raise _LeftOutError(
+            r"a solution that marks no answer by \boxed{} or a last line '#### NUMBER'"
+        )
+    return (text if boxed is None else boxed).strip()
+
+
+def column(row: Mapping[str, Any], name: str) -> Any:
+    """Returns a column of a row, or of an object in it: `a.b` is row['a']['b']; None if absent."""
+    if name in row:
+        return row[name]
+    outer, dot, inner = name.partition(".")
+    nested = row.get(outer)
+    return column(nested, inner) if dot and isinstance(nested, Mapping) else None
+
+
+def _text(value: Any, where: str) -> str:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and (isinstance(value, int) or math.isfinite(value)):
+        value = str(value)
+    if not isinstance(value, str):
+        raise UserError(
+            f"{where} must be a string, not {value!r:.50}: write a string or a finite number"
+        )
+    check_unicode(value, where)
+    return value
+
+
+def _messages(value: Sequence[Any], where: str) -> tuple[tuple[str, str], ...]:
+    """Reads chat messages, dicts with 'role' and 'content', of which a user's is the last."""
+    messages = []
+    for number, message in enumerate(value, 1):
+        if not isinstance(message, Mapping) or message.get("role") not in _ROLES:
+            raise UserError(
+                f"{where}: message {number} is {message!r:.50}: an object with a content and a "
+                f"role of {', '.join(_ROLES)} is needed"
+            )
+        content = _text(message.get("content"), f"{where}: the content of message {number}")
+        messages.append((message["role"], content))
+    if not messages or messages[-1][0] != "user":
+        raise UserError(f"{where}: the last message must be the user's, which the policy answers")
+    return tuple(messages)
+
+
+def _as_text(messages: Sequence[tuple[str, str]]) -> str:
+    """The question of a chat: its only message, or all messages with their roles."""
+    if len(messages) == 1:
+        return messages[0][1]
+    return "\n".join(f"{role}: {content}" for role, content in messages)
+
+
+def _select(rows: Iterable[tuple[str, Mapping[str, Any]]], selection: Selection) -> list[Problem]:
+    """Reads pairs of a place and a row; prints how many are left out, and why."""
+    problems: list[Problem] = []
+    left_out: dict[str, list[str]] = {}  # reason -> places
+    for where, row in rows:
+        try:
+            problems.append(selection.read(row, where))
+        except _LeftOutError as reason:
+            left_out.setdefault(str(reason), []).append(where)
+    for reason, places in left_out.items():
+        print_left_out(len(places), f"with {reason}; the first: {places[0]}")
+    return problems
+
+
+def print_left_out(count: int, what: str) -> None:
+    """Prints how many problems are left out."""
+    print(f"left out {count} problem{'s' * (count != 1)} {what}", flush=True)
+
+
+# --- Local files ----------------------------------------------------------------------------------
+
+FILE_TYPES = (".jsonl", ".json", ".parquet")
+
+
+def read_problems(path: str, selection: Selection, *, split: str = "train") -> list[Problem]:
+    """Reads the problems of a local file or folder.
+
+    Args:
+        path: a file of JSON lines, a file `.json` with one array or with lines, a file `.parquet`,
+            or a folder with such files, which are read in the order of their names. In a folder
+            where names begin with `train`, `test` or the split, as in the folders of datasets on
+            the hub, only those that begin with the split are read.
+        selection: which problems are kept.
+        split: the split to read from a folder.
+
+    Raises:
+        UserError: a file cannot be read, there are no problems, or a row is malformed.
+    """
+    found = user_path(path)
+    rows = [
+        (f"{file if found.is_dir() else path}:{number}", row)
+        for file in (_files(found, split) if found.is_dir() else [found])
+        for number, row in _file_rows(file, str(file) if found.is_dir() else path)
+    ]
+    if not rows:
+        raise UserError(f"{path}: no problems: the file is empty")
+    return _select(rows, selection)
+
+
+def _files(folder: Path, split: str) -> list[Path]:
+    files = sorted(file for file in folder.iterdir() if file.suffix in FILE_TYPES)
+    if any(file.name.startswith(("train", "test", split)) for file in files):
+        files = [file for file in files if file.name.startswith(split)]
+    if not files:
+        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
+        raise UserError(
+            f"{folder}: no file of problems for {split} ({', '.join(FILE_TYPES)}); the folder has "
+            f"{inside or 'no files'}"
+        )
+    return files
+
+
+def _file_rows(file: Path, name: str) -> Iterable[tuple[int, Mapping[str, Any]]]:
+    """The numbered rows of a file; `name` is its name in messages."""
+    try:
+        if file.suffix == ".parquet":
+            return enumerate(_parquet_rows(file, name), 1)
+        content = file.read_bytes()
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise UserError(f"{name}: cannot read the problems: {reason}") from error
+    if file.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
+        found = enumerate(_json(content, name), 1)
+    else:
+        lines = enumerate(content.splitlines(), 1)
+        found = [(i, _json(line, f"{name}:{i}")) for i, line in lines if line.strip()]
+    rows = list(found)
+    for number, row in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"{name}:{number}: a JSON object is needed, not {type(row).__name__}")
+    return rows
+
+
+def _json(text: bytes, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not a JSON object in UTF-8: {error}") from error
+
+
+def _parquet_rows(file: Path, name: str) -> list[dict[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(file).to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{name}: not a parquet file: {first_line(error)}") from error
+
+
+# --- Generated problems ---------------------------------------------------------------------------
+
+
+def generate_problems(
+    source: str, options: Mapping[str, Any], *, seed: int, size: int
+) -> list[Problem]:
+    """Returns up to `size` problems with different questions, in the order of their generation.
+
+    Raises:
+        UserError: the task does not exist, refuses the options, or has no single answers.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of packages that reasoning_gym imports
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+    task = source.removeprefix(GENERATED)
+    if task not in DATASETS:
+        raise UserError(f"{source}: no such task; there are {', '.join(sorted(DATASETS))}")
+    fields = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+    for name in options:
+        if name not in fields:
+            raise UserError(f"{source}: no option {name!r}; it has {', '.join(sorted(fields))}")
+    draws = 4 * size  # enough to draw nearly every question of a task that has few
+    try:
+        entries = reasoning_gym.create_dataset(task, **options, seed=seed, size=draws)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise UserError(f"{source}: options {dict(options)}: {error}") from error
+    problems: dict[str, Problem] = {}
+    for index in range(draws):
+        entry = entries[index]
+        question, answer = entry["question"], entry["answer"]
+        if not isinstance(answer, str):
+            raise UserError(f"{source}: its problems have no single answer to compare with")
+        problems.setdefault(question, Problem(question, answer, columns=entry))
+        if len(problems) == size:
+            break
+    return list(problems.values())
+
+
+def select_generated(source: str, problems: Iterable[Problem], selection: Selection) -> list:
+    """Returns the generated problems that are kept; prints how many are left out, and why."""
+    rows = ((f"{source}:{n}", p.columns) for n, p in enumerate(problems, 1))
+    return _select(rows, selection)
+
+
+# --- The hub --------------------------------------------------------------------------------------
+
+
+def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
+    """Loads the splits of a dataset on the hub, by name.
+
+    Args:
+        source: `owner/name` or `owner/name:configuration`.
+        local_field: config field that takes a local file instead, for the error message.
+        needed: names of the splits that the dataset must have.
+
+    Raises:
+        UserError: the dataset cannot be loaded, or lacks a split.
+    """
+    import datasets
+
+    name, _, configuration = source.partition(":")
+    if user_path(name).exists():
+        name = str(user_path(name))
+        asking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    elif mistake := hub.local_mistake(name):
+        raise UserError(
+            f"{source}: {mistake}; pass a file as --config.{local_field}=FILE.jsonl, or the hub id "
+            "of a dataset"
+        )
+    else:
+        asking = hub.asking(name)
+    try:
+        with asking:
+            splits = datasets.load_dataset(name, configuration or _HUB_CONFIGURATIONS.get(name))
+    except Exception as error:
+        reason = first_line(error) or type(error).__name__
+        raise UserError(
+            f"{source}: cannot load it from the Hugging Face hub ({reason}); pass a "
+            f"local copy of the same fields, --config.{local_field}=FILE.jsonl, or train on "
+            "generated problems, --config.data.source=reasoning_gym:gsm_symbolic"
+        ) from error
+    for split in needed:
+        if split not in splits:
+            raise UserError(f"{source}: no split {split!r}; it has {', '.join(map(str, splits))}")
+    return splits
+
+
+def read_rows(rows: Iterable[Any], where: str, selection: Selection) -> list[Problem]:
+    """Reads the rows of a split of a dataset.
+
+    Raises:
+        UserError: a row is malformed.
+    """
+    return _select(((f"{where}:{number}", row) for number, row in enumerate(rows, 1)), selection)
+
+
+def questions_of(rows: Iterable[Mapping[str, Any]], selection: Selection) -> set[str]:
+    """Returns the questions of a split whose rows may lack answers."""
+    named = selection.fields.get("question")
+    questions = set()
+    for row in rows:
+        values = (column(row, name) for name in ([named] if named else _QUESTION_FIELDS))
+        value = next((value for value in values if value is not None), None)
+        if isinstance(value, list | tuple):
+            value = _as_text(_messages(value, "the test split"))
+        if isinstance(value, str):
+            questions.add(value)
+    return questions

@@ -1,0 +1,188 @@
+r"""Rewards as plain functions: the interface for user functions, and the built-in rewards.
+
+A reward is a function `f(prompt, completion, answer, num_tokens, finished) -> float | None`. It
+takes the prompt and the completion as text, the reference answer of the problem, the length of the
+completion in tokens, and whether the completion ended with an end-of-sequence token. It returns
+None if it does not apply to this completion. A config names a reward by its import path,
+`package.module:function`. `rewards/calls.py` has the other forms of a reward.
+
+The built-in rewards search for a *marked* answer, as `answers.last_marked` does: the last boxes,
+`\boxed{...}`, or the last `<answer>...</answer>`, whichever ends later.
+"""
+
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from qerl_jax.rewards import math_process
+from qerl_jax.rewards.answers import (
+    completion_number,
+    join_digits,
+    last_boxed,
+    last_marked,
+    last_tagged,
+    marked_number,
+    whole_number,
+)
+
+Reward = Callable[..., Any]
+
+LARGEST = 3e38  # largest absolute value of a reward, because training computes in float32
+_TOLERANCE = Decimal("1e-6")
+_THINK = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
+
+
+# --- Correctness ----------------------------------------------------------------------------------
+
+
+def _same_number(number: Decimal | None, answer: str) -> float:
+    expected = marked_number(answer)
+    if expected is None:
+        raise ValueError(
+            f"the answer {answer[:50]!r} is not a number: use exact_answer or math_answer"
+        )
+    return float(number is not None and abs(number - expected) <= _TOLERANCE)
+
+
+def numeric_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""Returns 1.0 if the completion's number equals the answer within 1e-6, else 0.0.
+
+    The completion's number is the last number in the marked answer. Without a mark, it is the last
+    number on the line after `####`, and without `####` the last number in the text. A mark without
+    a number is wrong.
+    Example: `3 * 6 = 18 dollars.` is right for `18`; `I count 18. \boxed{1999}` is wrong.
+    """
+    return _same_number(completion_number(completion), answer)
+
+
+def tagged_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """Returns 1.0 if the last number in the last `<answer>...</answer>` is the answer, else 0.0.
+
+    The numbers are equal if they differ by at most 1e-6.
+    Example: `<think>9 + 9</think> <answer>18</answer>` is right for `18`; a bare `18` is wrong.
+    """
+    return _same_number(marked_number(last_tagged(completion) or ""), answer)
+
+
+def boxed_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""Returns 1.0 if the last number in the last balanced `\boxed{...}` is the answer, else 0.0.
+
+    The numbers are equal if they differ by at most 1e-6.
+    Example: `so \boxed{1{,}000}` is right for `1000`; `so 1000` is wrong.
+    """
+    return _same_number(marked_number(last_boxed(completion) or ""), answer)
+
+
+def exact_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """Returns 1.0 if the marked answer equals the reference answer, else 0.0.
+
+    Without a mark, the whole completion is compared. Both texts are stripped.
+    Example: ` yes ` is right for `yes`; `yes, it is` is wrong, `<answer>yes</answer>` is right.
+    """
+    found = last_marked(completion)
+    return float((completion if found is None else found).strip() == answer.strip())
+
+
+def math_answer(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""Returns 1.0 if math-verify finds the completion's answer equal to the reference, else 0.0.
+
+    Reads the marked answer: `<answer>42</answer>` counts like `\boxed{42}`. Without a mark,
+    math-verify searches the last 500 characters. A reference that math-verify cannot read is an
+    error, and the reward is missing.
+    Example: `\boxed{\frac{1}{2}}`, `<answer>1/2</answer>` and `It is $0.5$.` are right for `0.5`.
+    """
+    found, expected = last_marked(completion), _formula(answer)
+    if found is None:
+        return float(math_process.verify(expected, completion[-500:]))
+    found = _formula(found)
+    number, value = whole_number(found), whole_number(expected)
+    if number is not None and value is not None:
+        return float(abs(number - value) <= _TOLERANCE)
+    # An empty text only makes math-verify refuse a reference that it cannot read.
+    equal = found == expected
+    text = f"\\boxed{{{found}}}" if found and not equal else ""
+    return float(math_process.verify(expected, text) or equal)
+
+
+def _formula(text: str) -> str:
+    return join_digits(text.strip().removesuffix(".").strip("*$ "))
+
+
+# --- Format and length ----------------------------------------------------------------------------
+
+
+def think_format(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """Returns 1.0 if the completion has QeRL's layout, else 0.0.
+
+    In this layout each tag occurs once, and there is no text before, between or after the tags.
+    Example: `<think>9 + 9 = 18</think> <answer>18</answer>`.
+    """
+    tags = ("<think>", "</think>", "<answer>", "</answer>")
+    once = all(completion.count(tag) == 1 for tag in tags)
+    return float(once and _THINK.fullmatch(completion.strip()) is not None)
+
+
+def boxed_format(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    r"""Returns 1.0 if the last balanced `\boxed{...}` is not empty, else 0.0.
+
+    Example: `It is \boxed{18}.`
+    """
+    return float(bool((last_boxed(completion) or "").strip()))
+
+
+def number_only_format(
+    prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
+) -> float:
+    """Returns 1.0 if the completion is one number and nothing else, else 0.0.
+
+    Example: `-1,000.5` is right; `It is 18.` is wrong.
+    """
+    return float(whole_number(completion) is not None)
+
+
+# The rewards that a config may name; a run of another person may call no others.
+BUILT_IN: tuple[Reward, ...] = (
+    numeric_answer,
+    tagged_answer,
+    boxed_answer,
+    exact_answer,
+    math_answer,
+    think_format,
+    boxed_format,
+    number_only_format,
+)
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer: int) -> float:
+    """Returns DAPO's soft overlong punishment (arXiv 2503.14476, Eq. 13), from 0 down to -1.
+
+    Args:
+        num_tokens: length of the completion in tokens.
+        max_tokens: longest allowed length in tokens, L in the paper.
+        buffer: number of tokens before the limit over which the punishment grows, L_cache in the
+            paper.
+
+    Returns:
+        0 up to max_tokens - buffer tokens, from there a linear decrease to -1 at max_tokens, and -1
+        beyond.
+    """
+    if num_tokens <= max_tokens - buffer:
+        return 0.0
+    if num_tokens > max_tokens:
+        return -1.0
+    return (max_tokens - buffer - num_tokens) / buffer

@@ -1,0 +1,77 @@
+r"""Reference answers: which rewards need one, and which answers a reward can read.
+
+A problem whose reference answer no scorer can read would give every completion a reward of 0.
+"""
+
+import dis
+import inspect
+import re
+
+from qerl_jax.rewards import functions
+from qerl_jax.rewards.answers import last_boxed, marked_number
+from qerl_jax.rewards.calls import call_of, plain
+from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.url import UrlReward
+
+_NUMBERS = (functions.numeric_answer, functions.boxed_answer, functions.tagged_answer)
+_ANSWER_POSITION = 2  # of the arguments (prompt, completion, answer, num_tokens, finished)
+_LATEX_COMMAND = re.compile(r"\\(?:begin|end)\{\w+\*?\}|\\[a-zA-Z]+")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_SENTENCE_END = re.compile(r"[.!?](?:\s|$)")
+_SENTENCE_WORDS = 3
+_MANY_WORDS = 8  # a sentence even where it has no end
+_WRAPPER = re.compile(r"\\(?:text|textrm|textbf|mathrm|mathbf|mbox|q?quad|space)(?![a-zA-Z])")
+
+
+def needs_answer(reward: Reward) -> bool:
+    """Returns whether a reward uses its reference answer.
+
+    A function written in Python uses it if its code loads the argument. Any other callable, and a
+    function that takes its arguments as `*args`, is assumed to use it; a server, to do without
+    where a row has none.
+    """
+    reward = plain(reward)
+    if isinstance(reward, UrlReward):
+        return False
+    call = call_of(reward)
+    if call.takes_lists:
+        return "answers" in call.lists
+    code = getattr(reward, "__code__", None)
+    position = _ANSWER_POSITION + inspect.ismethod(reward)
+    if code is None or position >= code.co_argcount:
+        return True
+    name = code.co_varnames[position]
+    return any(
+        name in (loaded if isinstance(loaded, tuple) else (loaded,))
+        for loaded in (op.argval for op in dis.get_instructions(code) if "LOAD" in op.opname)
+    )
+
+
+def can_read(reward: Reward, answer: str) -> bool:
+    r"""Returns whether a reward can compare completions with a reference answer.
+
+    The rewards that compare numbers need a number in the answer. `math_answer` needs an expression:
+    an empty box and sentences without a box are none. Neither reads a solution that ends in `####`
+    without a number. Every other reward takes any text.
+    Example: `math_answer` reads `\frac{1}{2}` and `no solution`, not `Let x = 2. Then it holds.`
+    """
+    reward = plain(reward)
+    if reward not in (*_NUMBERS, functions.math_answer):
+        return True
+    if answer.endswith("####"):
+        return False
+    if reward in _NUMBERS:
+        return marked_number(answer) is not None
+    boxed = last_boxed(answer)
+    if boxed is None and is_prose(answer):
+        return False
+    content = _WRAPPER.sub("", answer if boxed is None else boxed)
+    return bool(content.strip("\\{}$.,:;?! \t\n"))
+
+
+def is_prose(text: str) -> bool:
+    """Returns whether a text has a sentence of three words, or eight words: no short answer."""
+    plain = _LATEX_COMMAND.sub(" ", text)
+    words = len(_WORD.findall(plain))
+    ends = _SENTENCE_END.search(plain) is not None
+    return words >= (_SENTENCE_WORDS if ends else _MANY_WORDS)

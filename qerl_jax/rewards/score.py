@@ -1,0 +1,356 @@
+"""Scores completions with rewards, and survives rewards that fail, wait or never end.
+
+A reward that takes one completion is called as soon as the completion has ended, and one that waits
+(`async def`) is awaited together with all others, in the event loop of a thread of its own. Rewards
+that take lists are called once, when all completions have ended.
+"""
+
+import asyncio
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
+from types import FrameType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qerl_jax.errors import first_line
+from qerl_jax.rewards.calls import LISTS, Call, call_of
+from qerl_jax.rewards.functions import LARGEST, Reward
+from qerl_jax.rewards.url import RewardError
+from qerl_jax.system.text import visible
+
+_TICK = 0.1  # seconds between two looks at whether the wait for a reward shall end
+_GRACE = 0.5  # seconds that a reward which blocks the event loop may exceed its time limit
+
+
+class Completion(NamedTuple):
+    """A completion to score: its texts, its length in tokens, whether it ended, and its row."""
+
+    prompt: str
+    completion: str
+    answer: str
+    num_tokens: int
+    finished: bool
+    columns: Mapping[str, Any]
+
+
+@dataclasses.dataclass
+class Scores:
+    """The rewards of B completions.
+
+    Attributes:
+        total: float64 [B] weighted sums of the rewards that are present; NaN where no reward with a
+            non-zero weight is present.
+        parts: float64 [B] unweighted values of each reward, by name; NaN where a reward is missing.
+        errors: one line for each distinct failure, with its count.
+        seconds: time in which this process called rewards or waited for them.
+    """
+
+    total: np.ndarray
+    parts: dict[str, np.ndarray]
+    errors: list[str]
+    seconds: float = 0.0
+
+
+class _OutOfTimeError(BaseException):
+    """Raised at the time limit; no Exception, so that `except Exception` cannot catch it."""
+
+
+def score(
+    rewards: Mapping[str, tuple[Reward, float]],
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    answers: Sequence[str],
+    num_tokens: Sequence[int] | np.ndarray,
+    finished: Sequence[bool] | np.ndarray,
+    *,
+    columns: Sequence[Mapping[str, Any]] | None = None,
+    time_limit: float,
+    on_wait: Callable[[], None] | None = None,
+) -> Scores:
+    """Scores B completions with every reward.
+
+    A reward that raises, exceeds the time limit, or returns a value that is not a finite number is
+    missing (NaN) for that completion, and `errors` reports it. A reward that returns None is
+    missing without a report.
+
+    Args:
+        rewards: reward functions and their weights, by name.
+        prompts: B prompts as text.
+        completions: B completions as text.
+        answers: B reference answers.
+        num_tokens: B completion lengths in tokens.
+        finished: B flags, True where the completion ended by itself.
+        columns: B rows of the problems, whose columns reach the rewards; None for no columns.
+        time_limit: as in `Scoring`.
+        on_wait: as in `Scoring`.
+
+    Returns:
+        The rewards of each completion.
+    """
+    lengths, flags = np.asarray(num_tokens).tolist(), np.asarray(finished).tolist()
+    rows = [{}] * len(prompts) if columns is None else columns
+    together = zip(prompts, completions, answers, lengths, flags, rows, strict=True)
+    with Scoring(rewards, len(prompts), time_limit=time_limit, on_wait=on_wait) as scoring:
+        scoring.add(dict(enumerate(map(Completion._make, together))))
+        return scoring.finish()
+
+
+class Scoring:
+    """The scoring of B completions, which may end one after the other.
+
+    At the end of the block, calls that still wait are canceled.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, tuple[Reward, float]],
+        count: int,
+        *,
+        time_limit: float,
+        on_wait: Callable[[], None] | None = None,
+    ):
+        """Prepares the scoring.
+
+        Args:
+            rewards: reward functions and their weights, by name.
+            count: B, number of completions.
+            time_limit: time limit for one call in seconds; 0 sets no limit. A reward may have a
+                limit of its own. The limit of a function that does not wait works by SIGALRM and
+                therefore only in the main thread: other threads have no limit.
+            on_wait: called every tenth of a second while a call lasts, also in a signal handler; an
+                exception that it raises ends the scoring.
+        """
+        self._weights = {name: weight for name, (_, weight) in rewards.items()}
+        self._calls = {name: call_of(reward) for name, (reward, _) in rewards.items()}
+        self._limits = {
+            name: time_limit if call.time_limit is None else call.time_limit
+            for name, call in self._calls.items()
+        }
+        self._on_wait = on_wait or (lambda: None)
+        self._parts = {name: np.full(count, np.nan) for name in rewards}
+        self._completions: dict[int, Completion] = {}
+        self._waiting: dict[concurrent.futures.Future, tuple[str, list[int], float]] = {}
+        self._failures: dict[str, dict[Any, str]] = {name: {} for name in rewards}
+        self._counts: dict[tuple[str, Any], int] = collections.Counter()
+        self._seconds = 0.0
+
+    def __enter__(self) -> "Scoring":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for future in self._waiting:
+            future.cancel()
+
+    def add(self, completions: Mapping[int, Completion]) -> None:
+        """Scores completions that have ended, or begins to.
+
+        Args:
+            completions: completions by their place, from 0 to B - 1.
+        """
+        began = time.perf_counter()
+        self._completions |= completions
+        for name, call in self._calls.items():
+            if call.takes_lists:
+                continue
+            for index, completion in completions.items():
+                arguments, columns = completion[:-1], call.columns(completion.columns)
+                self._start(name, call, [index], arguments, columns)
+        self._seconds += time.perf_counter() - began
+
+    def finish(self) -> Scores:
+        """Calls the rewards that take lists, waits for all, and returns the scores."""
+        began = time.perf_counter()
+        # Those that wait begin first: they go on while the others work.
+        for name, call in sorted(self._calls.items(), key=lambda item: not item[1].waits):
+            if call.takes_lists and self._completions:
+                indices = sorted(self._completions)
+                found = [self._completions[index] for index in indices]
+                named: dict[str, list[Any]] = {
+                    plural: [completion[place] for completion in found]
+                    for place, plural in enumerate(LISTS)
+                    if plural in call.lists
+                }
+                named |= call.columns_of_all([completion.columns for completion in found])
+                self._start(name, call, indices, (), named)
+        self._wait()
+        self._seconds += time.perf_counter() - began
+        # A reward of weight 0 is only logged: it does not make up for a missing reward.
+        weighted = [weight * self._parts[name] for name, weight in self._weights.items() if weight]
+        size = len(self._completions)
+        present = ~np.isnan(weighted).all(axis=0) if weighted else np.zeros(size, bool)
+        return Scores(
+            total=np.where(present, np.nansum(weighted, axis=0), np.nan),
+            parts=self._parts,
+            errors=[
+                f"reward {name!r} is missing for {self._counts[name, kind]} of {size} completions: "
+                f"{visible(message)}"
+                for name, failures in self._failures.items()
+                for kind, message in failures.items()
+            ],
+            seconds=self._seconds,
+        )
+
+    def _start(
+        self, name: str, call: Call, indices: list[int], arguments: Sequence[Any], named: dict
+    ) -> None:
+        """Calls a reward for some completions, or begins to wait for it."""
+        limit = self._limits[name]
+        if call.waits:
+            waiting = _bounded(functools.partial(call.function, *arguments, **named), limit)
+            future = asyncio.run_coroutine_threadsafe(waiting, _event_loop())
+            ends = time.monotonic() + (limit + _GRACE if limit else math.inf)
+            self._waiting[future] = name, indices, ends
+            return
+        try:
+            # A reward may leave the working directory, to which the run folder may be relative.
+            with contextlib.chdir("."), _limited(limit, self._on_wait):
+                value = call.function(*arguments, **named)
+        except (_OutOfTimeError, Exception, SystemExit) as error:
+            value = error
+        if isinstance(value, _OutOfTimeError):
+            self._on_wait()  # It may be the reason, and raises then.
+        self._take(name, indices, value)
+
+    def _wait(self) -> None:
+        """Takes the results of the rewards that wait, each until its time limit at the latest."""
+        while self._waiting:
+            done, _ = concurrent.futures.wait(self._waiting, timeout=_TICK)
+            now = time.monotonic()
+            for future, (name, indices, ends) in list(self._waiting.items()):
+                if future in done:
+                    self._take(name, indices, _result(future))
+                elif now > ends:
+                    future.cancel()
+                    self._take(name, indices, _OutOfTimeError())
+                else:
+                    continue
+                del self._waiting[future]
+            if self._waiting:
+                self._on_wait()
+
+    def _take(self, name: str, indices: list[int], value: Any) -> None:
+        """Notes what a call returned, or why it failed."""
+        call = self._calls[name]
+        values = [value]
+        if isinstance(value, BaseException):
+            values *= len(indices)
+        elif call.takes_lists:
+            try:
+                if isinstance(value, str | Mapping | Set):  # which list() would take apart
+                    raise TypeError(f"it returned a {type(value).__name__}, not a list of rewards")
+                values = list(value)
+                if len(values) != len(indices):
+                    raise ValueError(
+                        f"it returned {len(values)} rewards for {len(indices)} completions"
+                    )
+            except (TypeError, ValueError) as error:
+                values = [error] * len(indices)
+        for index, found in zip(indices, values, strict=True):
+            try:
+                if isinstance(found, BaseException):
+                    raise found
+                self._parts[name][index] = np.nan if found is None else _finite(found)
+            except (_OutOfTimeError, Exception, SystemExit) as error:
+                kind, message = _cause(error, self._limits[name])
+                self._failures[name].setdefault(kind, message)
+                self._counts[name, kind] += 1
+
+
+def _cause(error: BaseException, limit: float) -> tuple[Any, str]:
+    """The kind of a failure, by which failures are counted, and its message."""
+    if isinstance(error, _OutOfTimeError):
+        return "time", f"exceeded the time limit of {limit:g} s"
+    if isinstance(error, RewardError):
+        return str(error), str(error)
+    kind, place = type(error).__name__, _place(error)
+    return (kind, place), f"{kind}: {first_line(error)[:200]} ({place})"
+
+
+def _finite(value: Any) -> float:
+    if isinstance(value, str | bytes):
+        raise TypeError(f"it returned the text {value!r:.60}; a reward is a number")
+    number = float(value)
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"it returned {number:g}; a reward is a number up to {LARGEST:g}")
+    return number
+
+
+def _place(error: BaseException) -> str:
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
+
+
+# --- Time limits ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _limited(seconds: float, on_wait: Callable[[], None]) -> Generator[None]:
+    """Raises _OutOfTimeError in the block after `seconds` (0: never) or when `on_wait` raises."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    active, ends = True, time.monotonic() + (seconds or math.inf)
+
+    def interrupt(signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        if not active:
+            return
+        try:
+            on_wait()
+        except Exception:
+            raise _OutOfTimeError from None  # The caller calls `on_wait` again.
+        if time.monotonic() >= ends - 1e-3:
+            raise _OutOfTimeError
+
+    # The timer repeats, because a bare `except:` can swallow the first exception.
+    tick = seconds / math.ceil(seconds / _TICK) if seconds else _TICK
+    handler = signal.signal(signal.SIGALRM, interrupt)
+    timer = signal.setitimer(signal.ITIMER_REAL, tick, tick)
+    try:
+        yield
+    finally:
+        active = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+
+
+async def _bounded(call: Callable[[], Any], seconds: float) -> Any:
+    """Awaits a call; returns an exception as a value, as it must not end the event loop."""
+    limit = asyncio.timeout(seconds or None)
+    try:
+        async with limit:
+            return await call()
+    except TimeoutError as error:
+        return _OutOfTimeError() if limit.expired() else error
+    except (Exception, SystemExit) as error:
+        return error
+
+
+def _result(future: concurrent.futures.Future) -> Any:
+    try:
+        return future.result()
+    except concurrent.futures.CancelledError as error:  # The reward canceled itself.
+        return error
+
+
+@functools.cache
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all rewards that wait, in a thread that ends with the process.
+
+    It stays the same from step to step, so that a reward may keep connections open.
+    """
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+    return loop

@@ -1,0 +1,116 @@
+"""What a run would do, told without starting it: nothing is trained, loaded onto a device or kept.
+
+It refuses what a start refuses before its model is loaded, and a prompt that is too long.
+"""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from qerl_jax.config.describe import describe_config
+from qerl_jax.data.from_config import (
+    TRAIN,
+    check_positions,
+    encode_problems,
+    load_problems,
+    order_of,
+    training_prompts,
+)
+from qerl_jax.data.order import Order
+from qerl_jax.data.splits import Prompt
+from qerl_jax.memory.report import check_fits, describe
+from qerl_jax.memory.run_plan import plan_run, this_device
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.rewards.from_config import rewards_of
+from qerl_jax.rewards.functions import Reward
+from qerl_jax.run.folder import RunFolder, default_folder
+from qerl_jax.run.metrics import read_steps
+from qerl_jax.system.paths import user_path
+from qerl_jax.training.init_from import check_origin
+from qerl_jax.training.setup import check_method
+from qerl_jax.training.validate import validate
+from qerl_jax.weights import tokenizer
+from qerl_jax.weights.checkpoint import open_checkpoint, read_architecture
+from qerl_jax.weights.model_source import locate
+from qerl_jax.weights.tokenizer import Tokenizer
+
+
+def dry_run(
+    config: ConfigDict,
+    *,
+    workdir: str | Path | None = None,
+    write: Callable[[str], object] = print,
+    rewards: Mapping[str, tuple[Reward, float]] | None = None,
+) -> None:
+    """Writes the resolved config, counts of the data, a rendered prompt and the plan of the memory.
+
+    Args:
+        config: the resolved config.
+        workdir: the run folder, as in `loop.train`. It is not made.
+        write: receives each part as text.
+        rewards: function and weight by name, as in `loop.train`.
+
+    Raises:
+        UserError: the run could not start.
+    """
+    validate(config)
+    rewards = rewards_of(config, rewards)
+    folder = RunFolder(default_folder(config) if workdir is None else user_path(workdir))
+    if not folder.checkpoints.is_dir():
+        check_origin(config)
+    check_method(config, rewards, schedule_steps=config.steps)
+    write(describe_config(config))
+    write(_describe_folder(config, folder))
+    problems = load_problems(config, rewards)
+    architecture, tokens = read_description(config.model.source)
+    check_positions(config, architecture)
+    prompts = encode_problems(config, tokens, problems)
+    write(_describe_prompts(prompts, order_of(config, prompts)))
+    first = training_prompts(prompts)[0]
+    width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
+    plan = plan_run(config, architecture, this_device(), prompt=width)
+    write(describe(plan, config, architecture))
+    check_fits(plan, config, architecture)
+    write(f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n")
+    write("dry run: nothing was started and no folder was made")
+
+
+def read_description(source: str) -> tuple[ModelConfig, Tokenizer]:
+    """Reads the architecture and the tokenizer of a model, and no weights.
+
+    Args:
+        source: a model, as `load.load` takes it. A hub is asked for the small files alone.
+
+    Raises:
+        UserError: they cannot be found or read, or are not supported.
+    """
+    path, _ = locate(source, weights=False)
+    if path.suffix == ".gguf":
+        checkpoint = open_checkpoint(source)
+        assert checkpoint.tokenizer is not None, "a GGUF file holds its tokenizer"
+        return checkpoint.config, checkpoint.tokenizer
+    return read_architecture(str(path)), tokenizer.from_folder(path)
+
+
+def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]], order: Order) -> str:
+    shares = dict(zip((source.name for source in order.sources), order.shares, strict=True))
+    lines = []
+    for split, found in prompts.items():
+        lengths = [len(prompt.ids) for prompt in found]
+        kind, _, name = split.partition("/")
+        kind = "training" if kind == TRAIN else "held-out"
+        of = f" of {name}, {shares[name]:.1%} of the draws" if name else ""
+        lines.append(
+            f"{len(found):,} {kind} problems{of}; prompts have {min(lengths)} to {max(lengths)} "
+            f"tokens, {statistics.median(lengths):.0f} in the median"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _describe_folder(config: ConfigDict, folder: RunFolder) -> str:
+    if not folder.metrics.exists():
+        return f"run folder: {folder.path}, which would be new\n"
+    done = max((row["step"] for row in read_steps(folder.metrics)), default=0)
+    return f"run folder: {folder.path}, which holds {done} of {config.steps} steps\n"

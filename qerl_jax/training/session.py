@@ -1,0 +1,106 @@
+"""Training step by step from Python, without a run folder.
+
+    session = open_session(config, rewards={"correctness": (my_reward, 1.0)})
+    for _ in range(10):
+        session, result = train_step(session)
+
+`loop.train` makes a run of the same steps: it logs, evaluates, saves and resumes.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from ml_collections import ConfigDict
+
+from qerl_jax.data.order import Cursor
+from qerl_jax.errors import UserError
+from qerl_jax.policy.sharding import placed
+from qerl_jax.policy.trainable import Trainable
+from qerl_jax.rewards.calls import announce_hosts
+from qerl_jax.rewards.from_config import rewards_of
+from qerl_jax.rewards.functions import Reward
+from qerl_jax.rl.programs import UpdatePrograms
+from qerl_jax.rl.train_step import init_state
+from qerl_jax.rollout.programs import Executables
+from qerl_jax.training.compile import compile_programs
+from qerl_jax.training.initial_policy import first_trainable
+from qerl_jax.training.setup import Setup, prepare
+from qerl_jax.training.step import Progress, StepResult, take_step
+from qerl_jax.training.validate import validate
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A training between two steps.
+
+    Attributes:
+        setup: model, prompts and options, which do not change.
+        progress: number of steps, trained parameters, state of the optimizer, position in the data.
+        executables: compiled programs of the rollout.
+        programs: programs of the update.
+    """
+
+    setup: Setup
+    progress: Progress
+    executables: Executables
+    programs: UpdatePrograms
+
+    @property
+    def trainable(self) -> Trainable:
+        """The trained parameters; `trainable.lora` is the adapter."""
+        return self.progress.state.trainable
+
+
+def open_session(
+    config: ConfigDict, *, rewards: Mapping[str, tuple[Reward, float]] | None = None
+) -> Session:
+    """Loads the model and the problems of a config, and compiles the programs of its steps.
+
+    Args:
+        config: the resolved config, see `qerl_jax/config/build.py`. Nothing is evaluated,
+            saved or logged; problems are held out as in a run.
+        rewards: function and weight by name, instead of the rewards that the config names.
+
+    Raises:
+        UserError: the config asks for something that cannot be done, or for a beginning from
+            another run.
+    """
+    validate(config)
+    if config.init_from:
+        raise UserError(
+            f"init_from={config.init_from}: a session has no run folder to begin from another run; "
+            "pass its adapter as lora.init, or use qerl_jax.train"
+        )
+    rewards = rewards_of(config, rewards)
+    announce_hosts(reward for reward, _ in rewards.values())
+    setup = prepare(config, rewards, schedule_steps=config.steps)
+    trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)
+    state = placed(init_state(trainable, setup.optimizer), setup.mesh)
+    executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
+    return Session(setup, Progress(step=0, state=state, cursor=Cursor()), executables, programs)
+
+
+def train_step(session: Session) -> tuple[Session, StepResult]:
+    """Takes one step: sample, score, update.
+
+    Args:
+        session: the training before the step. Its parameters are donated to the update: use the
+            session that is returned.
+
+    Returns:
+        The training after the step; and the completions of the step with their rewards
+        (`result.experience`), advantages, and metrics by name.
+
+    Raises:
+        UserError: no completion has a reward.
+    """
+    result = take_step(
+        session.setup,
+        session.progress,
+        executables=session.executables,
+        programs=session.programs,
+        on_rollout=lambda rows, tokens: None,
+        on_update=lambda: None,
+        on_wait=lambda: None,
+    )
+    return dataclasses.replace(session, progress=result.progress), result
