@@ -154,8 +154,7 @@ def _setup(
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.policy.sharding import make_mesh, placed
     from qerl_jax.policy.tensor_parallel import shard_of
-    from qerl_jax.training.method import method_of
-    from qerl_jax.training.setup import assemble
+    from qerl_jax.training.setup import assemble, make_method
     from qerl_jax.weights.compact import compacted
     from qerl_jax.weights.load import LoadedModel
 
@@ -206,7 +205,7 @@ def _setup(
                 Prompt(Problem(question="", answer=""), "", tuple(row.tolist())) for row in ids
             ]
         },
-        method=method_of(config, arguments.steps + 1),
+        method=make_method(config, arguments.steps + 1),
         mesh=mesh,
     )
     processes.check_same(
@@ -265,8 +264,8 @@ def measure(
     from qerl_jax.training.step import Progress, take_step
 
     (data, tensor), setup = shape, _setup(arguments, model, format, shape, processes)
-    trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
-    state = placed(init_state(trainable, setup.optimizer), setup.mesh)
+    trainable = first_trainable(setup.config, setup.model, setup.method.lora_config, setup.key)
+    state = placed(init_state(trainable, setup.method.optimizer), setup.mesh)
     began = time.perf_counter()
     executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
     compiled = time.perf_counter() - began
@@ -341,8 +340,8 @@ def _save_and_read(folder: pathlib.Path, setup: Any, trainable: Any) -> None:
     from qerl_jax.errors import UserError
     from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 
-    save_peft_adapter(folder, trainable, setup.lora_config, base_model=setup.model.source)
-    read = load_peft_adapter(folder, setup.model.config, setup.lora_config)
+    save_peft_adapter(folder, trainable, setup.method.lora_config, base_model=setup.model.source)
+    read = load_peft_adapter(folder, setup.model.config, setup.method.lora_config)
     pairs = zip(jax.tree.leaves(trainable), jax.tree.leaves(read), strict=True)
     if not all(np.array_equal(saved, found) for saved, found in pairs):
         raise UserError(f"{folder}: the adapter that was read differs from the one that was saved")

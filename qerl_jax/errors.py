@@ -2,9 +2,14 @@
 
 import contextlib
 import math
+import re
 from collections.abc import Generator, Mapping
 
-from qerl_jax.system.text import visible
+# What a terminal obeys or a reader cannot see: control characters but for line feed and tab, half
+# of a surrogate pair, and the characters that reverse the direction of the text after them.
+_UNSAFE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
 
 
 class UserError(Exception):
@@ -67,3 +72,8 @@ def memory_errors(message: str) -> Generator[None]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, safe to print; '' for an error without a message."""
     return visible((str(error).strip().splitlines() or [""])[0])
+
+
+def visible(text: object) -> str:
+    r"""The text with control characters as escapes, such as `\x1b`; lines and tabs stay."""
+    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], str(text))

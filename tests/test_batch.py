@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from row_loss import row_loss
 
-from qerl_jax.buckets import bucket
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
 from qerl_jax.rl.batch import make_batch
+from qerl_jax.rollout.shapes import bucket
 
 EOS = PAD = 2
 PROMPTS = [[5, EOS, 7], [5, EOS, 7], [8], [8]]

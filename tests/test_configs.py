@@ -19,7 +19,7 @@ from qerl_jax.data.splits import HELD_OUT
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict, default_folder
 from qerl_jax.training.loop import train
-from qerl_jax.training.method import loss_from
+from qerl_jax.training.setup import loss_from
 from qerl_jax.training.validate import validate
 
 PRESETS = [*build.MODELS, *(f"qwen2.5-7b,{recipe}" for recipe in build.RECIPES)]

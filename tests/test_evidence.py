@@ -24,7 +24,7 @@ from qerl_jax.run import jobs as processes
 from qerl_jax.run.folder import config_dict, flatten
 from qerl_jax.run.jobs import Job
 from qerl_jax.system.signals import StoppedError
-from qerl_jax.training.method import method_of
+from qerl_jax.training.setup import make_method
 from qerl_jax.training.validate import validate
 from qerl_jax.weights.peft import WEIGHTS_FILE
 
@@ -44,7 +44,7 @@ def test_an_arm_differs_only_in_what_it_names(arm):
     config = evidence.get_config(arm)
     validate(config)
     check_overrides(config, evidence.ARMS[arm])
-    method_of(config, config.steps)
+    make_method(config, config.steps)
     fields, common = (
         flatten(config_dict(c)) for c in (config, evidence.get_config("nvfp4-lora-aqn-paper"))
     )

@@ -15,7 +15,7 @@ from row_loss import row_loss
 from experiments.configs import grpo_gsm8k
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.losses import LossConfig, loss_config, token_weights
-from qerl_jax.training.method import loss_from
+from qerl_jax.training.setup import loss_from
 from qerl_jax.training.validate import validate
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"

@@ -15,78 +15,18 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 PACKAGES = ("pallas_kernels", "qerl_jax", "experiments", "benchmarks")
 # `python -m experiments.benchmark_rollout` is another name for `python -m benchmarks.rollout`.
 ALIASES = {("experiments.benchmark_rollout", "benchmarks.rollout.__main__")}
-# What each folder of qerl_jax, and each file beside them, may import from qerl_jax.
-ALLOWED = {
-    "text": set(),
-    "errors": {"text"},
-    "paths": {"errors"},
-    "hub": {"text"},
-    "import_path": {"errors"},
-    "buckets": set(),
-    "sharding": {"policy", "errors"},
-    "compact": {"sharding", "errors"},
-    "policy": {"import_path", "errors"},
-    "user_key": {"errors"},
-    "program_cache": {"user_key"},
-    "rollout": {"policy", "program_cache", "sharding", "buckets", "threads", "errors"},
-    "rl": {"policy", "rollout", "sharding", "buckets", "import_path", "errors"},
-    "scoring": {"rl", "import_path", "text", "errors"},
-    "memory": {"policy", "rollout", "rl", "errors"},
-    "model_source": {"hub", "paths", "errors"},
-    "safe_files": {"errors"},
-    "staging": {"safe_files", "errors"},
-    "threads": set(),
-    "live_line": {"text"},
-    "weights": {"policy", "compact", "model_source", "staging", "threads", "live_line"}
-    | {"safe_files", "hub", "paths", "errors"},
-    "problem_sources": {"rl", "scoring", "hub", "paths", "errors"},
-    "problem_order": {"errors"},
-    "config": {"run", "rl", "scoring", "problem_sources", "import_path", "paths", "errors"},
-    "data": {"config", "problem_sources", "rl", "weights", "errors"},
-    "chat": {"policy", "rollout", "weights", "errors"},
-    "statistics": set(),
-    "run": {"live_line", "statistics", "staging", "safe_files", "threads", "hub", "paths"}
-    | {"text", "program_cache", "user_key", "errors"},
-    "processes": {"run", "safe_files", "text", "errors"},
-    "show": {"run", "safe_files", "paths", "text", "errors"},
-    "evaluation": {"policy", "rollout", "rl", "scoring", "weights", "data", "run", "config"}
-    | {"problem_sources", "buckets", "import_path", "live_line", "statistics"}
-    | {"processes", "sharding", "safe_files", "hub", "paths", "text", "errors"},
-    "export": {
-        "staging",
-        "safe_files",
-        "text",
-        "live_line",
-        "policy",
-        "rollout",
-        "rl",
-        "scoring",
-        "weights",
-        "data",
-        "evaluation",
-        "run",
-        "statistics",
-        "hub",
-        "paths",
-        "errors",
-    },
-    "training": {"policy", "rollout", "rl", "scoring", "weights", "data", "evaluation", "run"}
-    | {"config", "memory", "live_line", "model_source", "paths", "sharding", "errors"}
-    | {"problem_order", "processes", "import_path", "safe_files"},
-    "session": {
-        "training",
-        "config",
-        "scoring",
-        "policy",
-        "rollout",
-        "rl",
-        "problem_order",
-        "sharding",
-    }
-    | {"errors"},
-    "dry_run": {"training", "config", "memory", "policy", "rl", "weights", "data", "run"}
-    | {"problem_order", "model_source", "paths", "errors"},
-}
+# The folders of qerl_jax by floor, the lowest first. A folder imports from lower floors only.
+FLOORS = (
+    ("errors",),
+    ("system",),
+    ("policy", "compile", "rewards", "config"),
+    ("rollout", "rl", "weights", "run"),
+    ("data", "memory", "processes", "show"),
+    ("evaluation",),
+    ("training", "export"),
+    ("commands",),
+)
+FLOOR = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 
 
 def modules(root):
@@ -238,7 +178,13 @@ def test_packages_have_one_direction():
 def test_folders_have_one_direction():
     for name, target in qerl_edges():
         source, imported = (module.split(".")[1] for module in (name, target))
-        assert imported in ALLOWED[source] | {source}, f"{name} imports {target}"
+        assert imported == source or FLOOR[imported] < FLOOR[source], f"{name} imports {target}"
+
+
+def test_every_folder_has_a_floor_and_no_other_file_lies_beside_them():
+    package = ROOT / "qerl_jax"
+    names = {path.stem for path in package.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert names - {"__init__", "__pycache__"} == set(FLOOR)
 
 
 def test_no_experiment_imports_another():

@@ -197,4 +197,4 @@ def test_a_run_goes_on_after_a_kl_that_is_not_finite():
     state, metrics = step_module._measure_noise(setup, progress, lambda: math.nan, sigma=0.02)
     assert state == SigmaState(sigma=0.02, kl=None, not_finite=1)
     assert metrics["noise_kl_not_finite"] == 1
-    assert sigma_of_step(setup.sigma, state, 13) == 0.02
+    assert sigma_of_step(setup.method.sigma, state, 13) == 0.02

@@ -13,7 +13,6 @@ import tiny_rollout
 from tiny_model import random_tokens
 from tiny_rollout import KEY, PAD, PROMPTS, TinyTokenizer, configs, letters
 
-from qerl_jax import buckets
 from qerl_jax.errors import UserError
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
@@ -126,7 +125,7 @@ def test_prompts_are_prefilled_in_full_batches_of_few_widths(monkeypatch):
 
     monkeypatch.setattr(decode, "prefill", recording)
     monkeypatch.setattr(shapes, "_PREFILL_TOKENS", 3 * 96)
-    monkeypatch.setattr(buckets, "_NARROWEST", 16)
+    monkeypatch.setattr(shapes, "_NARROWEST", 16)
     prompts = [list(random_tokens(length, seed=length)) for length in (90, 40, 9, 8, 30)]
     result = rollout(prompts, max_rows=2, prompt_width=96)
     # Keys and values have one width, so that one program inserts them.

@@ -10,12 +10,11 @@ import sys
 import pytest
 
 from qerl_jax.commands import show as command
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.show.html import page, write_page
 from qerl_jax.show.terminal import show
 from qerl_jax.show.text import width, wrap
 from qerl_jax.show.view import open_views, read_condition
-from qerl_jax.system.text import visible
 
 SCRIPT = "<script>alert(1)</script></script><!--<b>"
 CONTROL = "red \x1b[31m bell \x07 \x9b left \u202e half \ud800 end"

@@ -7,14 +7,13 @@ import sys
 import pytest
 
 from qerl_jax.commands import cli
-from qerl_jax.errors import UserError, first_line
+from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.evaluation import load_policy, sample
 from qerl_jax.processes.spawn import _Started
 from qerl_jax.rewards.score import score
 from qerl_jax.run.checkpoints import _reason
 from qerl_jax.run.jobs import _reason as reason_of_a_job
 from qerl_jax.system.live_line import LiveLine
-from qerl_jax.system.text import visible
 
 # A title, a cleared screen, red, a carriage return, C1's CSI, and a text that runs backwards.
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mhi\rfake\x9b1m\u202eend"

@@ -16,7 +16,7 @@ import tiny_run
 from safetensors.numpy import load_file, save_file
 
 import qerl_jax.training.loop
-import qerl_jax.training.method
+import qerl_jax.training.setup
 import qerl_jax.training.step
 from experiments.configs.grpo_gsm8k import get_config
 from pallas_kernels import device
@@ -154,13 +154,13 @@ def test_same_config_gives_the_same_metrics(finished, tiny, tmp_path):
 def test_more_steps_extend_a_finished_run(finished, tiny, tmp_path, monkeypatch):
     run = shutil.copytree(finished, tmp_path / "run")
     spans = []
-    make_optimizer = qerl_jax.training.method.make_optimizer
+    make_optimizer = qerl_jax.training.setup.make_optimizer
 
     def recording(**options):
         spans.append(options["total_updates"])
         return make_optimizer(**options)
 
-    monkeypatch.setattr(qerl_jax.training.method, "make_optimizer", recording)
+    monkeypatch.setattr(qerl_jax.training.setup, "make_optimizer", recording)
     changes = {"log.tensorboard": True, "aqn.stages": 4, "steps": 8}
     train(tiny.config(changes), workdir=run)
     rows = tiny_run.results(run)

@@ -17,7 +17,7 @@ from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.training.initial_policy import first_trainable
 from qerl_jax.training.loop import train
-from qerl_jax.training.outputs import save_trained
+from qerl_jax.training.saving import save_trained
 from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 
@@ -159,7 +159,7 @@ def test_the_plan_counts_trained_parameters(tiny):
     for changes in ({"model.format": "bf16"}, FULL):
         config = tiny.config(changes | {"eval.every": 0})
         setup = prepare(config, {"low": (tiny_run.low_fraction, 1.0)}, schedule_steps=4)
-        trained = first_trainable(config, setup.model, setup.lora_config, setup.key)
+        trained = first_trainable(config, setup.model, setup.method.lora_config, setup.key)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(trained))
         assert setup.memory.training == 3 * size > 0
     assert setup.memory.rollout.policy_copy == size

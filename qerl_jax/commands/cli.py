@@ -39,11 +39,10 @@ from qerl_jax.config.describe import describe_config
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.resume import RENAMED
 from qerl_jax.data.mixture import name_sources
-from qerl_jax.errors import UserError, check_unicode, first_line
+from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.from_config import name_rewards
 from qerl_jax.system.device_memory import take_memory
 from qerl_jax.system.signals import StoppedError
-from qerl_jax.system.text import visible
 
 _PRESETS = (
     f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(build.MODELS)}. "

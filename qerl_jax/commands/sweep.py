@@ -42,7 +42,7 @@ from experiments.configs import config_file
 from qerl_jax.commands import cli
 from qerl_jax.config.describe import as_flag
 from qerl_jax.config.overrides import check_overrides
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten
 from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.plots import plot_sweep
@@ -58,7 +58,6 @@ from qerl_jax.run.sweep import (
 from qerl_jax.system.atomic import TEMPORARY, write_atomic, write_json
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_folder, check_tree, read_bytes, read_text
-from qerl_jax.system.text import visible
 
 _WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
 _CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"

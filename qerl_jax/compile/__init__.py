@@ -1,1 +1,1 @@
-"""TODO."""
+"""Programs that are compiled before the first step, and their cache."""

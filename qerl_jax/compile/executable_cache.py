@@ -102,11 +102,10 @@ def _sources() -> str:
     """Returns a digest of the sources that programs are traced from."""
     digest = hashlib.sha256()
     package = pathlib.Path(__file__).parents[1]
-    folders = [package / name for name in ("policy", "rollout", "rl")]
+    folders = [package / name for name in ("policy", "compile", "rollout", "rl")]
     for folder in (pathlib.Path(device.__file__).parent, *folders):
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.json")]):
             digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
-    digest.update((package / "sharding.py").read_bytes())  # how a mesh cuts arrays
     return digest.hexdigest()
 
 

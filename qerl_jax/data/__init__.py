@@ -1,1 +1,1 @@
-"""TODO."""
+"""Where problems come from, and how they are split, mixed and ordered."""

@@ -20,11 +20,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.buckets import bucket
 from qerl_jax.compile.aot import compile_rollout
 from qerl_jax.compile.run_cache import programs_in
 from qerl_jax.data.splits import Prompt
-from qerl_jax.errors import UserError, memory_errors
+from qerl_jax.errors import UserError, memory_errors, visible
 from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.greedy import passed, score_completions
 from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run, trusts_run
@@ -38,7 +37,7 @@ from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
 from qerl_jax.rollout.programs import Executables
-from qerl_jax.rollout.shapes import dequantize_mode, rows_left
+from qerl_jax.rollout.shapes import bucket, dequantize_mode, rows_left
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.ownership import trusts
 from qerl_jax.run.statistics import paired_difference
@@ -48,7 +47,6 @@ from qerl_jax.system.live_line import LiveLine
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_tree, open_to_write
 from qerl_jax.system.signals import StoppedError, stop_signals
-from qerl_jax.system.text import visible
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.checkpoint import read_architecture
 

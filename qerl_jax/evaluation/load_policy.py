@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.trainable import Trainable, current_policy
@@ -21,7 +21,6 @@ from qerl_jax.run.ownership import adopt, has_own_tag, trusts
 from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import open_to_read
-from qerl_jax.system.text import visible
 from qerl_jax.weights import peft
 from qerl_jax.weights.load import LoadedModel, load
 

@@ -10,14 +10,13 @@ from typing import Any
 import jax
 
 from qerl_jax.data.splits import Problem, encode_prompts
-from qerl_jax.errors import UserError, check_limits, memory_errors
+from qerl_jax.errors import UserError, check_limits, memory_errors, visible
 from qerl_jax.evaluation.flags import check_sampling, template_arguments
 from qerl_jax.evaluation.load_policy import Policy, open_policy
 from qerl_jax.policy.lora import Lora
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.engine import generate_steps
 from qerl_jax.rollout.shapes import dequantize_mode
-from qerl_jax.system.text import visible
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from qerl_jax.errors import UserError, check_limits
+from qerl_jax.errors import UserError, check_limits, visible
 from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.scorers import check_scorers, run_scorers
 from qerl_jax.evaluation.tasks import TaskOverrides
@@ -46,7 +46,6 @@ from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_folder, check_inside
 from qerl_jax.system.staging import check_free, scratch_of, staged_folder
-from qerl_jax.system.text import visible
 from qerl_jax.weights import names, peft
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, fill_checkpoint

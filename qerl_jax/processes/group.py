@@ -24,9 +24,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import multihost
 
-from qerl_jax.errors import UserError, first_line
+from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.system.signals import StoppedError
-from qerl_jax.system.text import visible
 
 HEARTBEAT_SECONDS = 20  # after which JAX's runtime gives a silent process up
 _LOOK_SECONDS = 0.5

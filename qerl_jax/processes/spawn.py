@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Generator, Mapping
 
+from qerl_jax.errors import visible
 from qerl_jax.processes.launch import ADDRESS, COUNT, DEVICES, INDEX, place_of
 from qerl_jax.system.device_memory import number_of_gpus
 from qerl_jax.system.signals import after_parent
-from qerl_jax.system.text import visible
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _END_SECONDS = 60  # how long the others may take to end after process 0

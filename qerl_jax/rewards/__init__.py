@@ -1,1 +1,1 @@
-"""TODO."""
+"""Rewards: functions, answers, calls, time limits and URLs."""

@@ -23,11 +23,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from qerl_jax.errors import first_line
+from qerl_jax.errors import first_line, visible
 from qerl_jax.rewards.calls import LISTS, Call, call_of
 from qerl_jax.rewards.functions import LARGEST, Reward
 from qerl_jax.rewards.url import RewardError
-from qerl_jax.system.text import visible
 
 _TICK = 0.1  # seconds between two looks at whether the wait for a reward shall end
 _GRACE = 0.5  # seconds that a reward which blocks the event loop may exceed its time limit

@@ -21,9 +21,8 @@ import re
 import urllib.parse
 from typing import Any
 
-from qerl_jax.errors import UserError, first_line
+from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.rewards.functions import LARGEST
-from qerl_jax.system.text import visible
 
 _BUSY = (408, 425, 429, 500, 502, 503, 504)  # statuses after which a request is repeated
 _FIRST_PAUSE = 0.5  # seconds before the second attempt; each further pause is twice as long

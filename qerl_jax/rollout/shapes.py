@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device
-from qerl_jax.buckets import bucket, narrower
 from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
@@ -15,6 +14,7 @@ from qerl_jax.policy.sharding import mesh_of
 from qerl_jax.policy.tensor_parallel import TENSOR
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 
+_NARROWEST = 64  # tokens; a narrower row takes as much time
 # Cache positions of a row are a multiple of 8, as attention on a Hopper GPU requires.
 _POSITIONS_MULTIPLE = 8
 _PREFILL_TOKENS = 8192  # prompt tokens, padding included, in one prefill
@@ -315,3 +315,21 @@ def _insert_sizes(rows: int, *, refills: bool) -> tuple[int, ...]:
     while refills and sizes[-1] > 16:
         sizes.append(-(-sizes[-1] // 4))
     return tuple(sorted(sizes))
+
+
+def bucket(length: int, *, limit: int | None = None) -> int:
+    """Returns the smallest of 8, 16, 24, 32, 48, 64, 96, 128, ... that is at least `length`.
+
+    Args:
+        length: number of tokens that must fit.
+        limit: longest possible length; the result is at most this, rounded up to a multiple of 8.
+    """
+    step = max(8, 1 << max(length - 1, 1).bit_length() >> 2)
+    width = max(1, -(-length // step)) * step
+    return width if limit is None else min(width, -(-limit // 8) * 8)
+
+
+def narrower(width: int) -> tuple[int, ...]:
+    """Returns a width and the buckets of its half and quarter, ascending, for shorter rows."""
+    smaller = {bucket(part) for part in (width // 2, width // 4) if part >= _NARROWEST}
+    return tuple(sorted({width} | smaller))

@@ -22,9 +22,8 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.system.safe_files import check_tree, remove_tree
-from qerl_jax.system.text import visible
 
 _MARGIN_BYTES = 64 * 2**20
 

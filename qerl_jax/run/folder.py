@@ -16,7 +16,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.config import resume
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.run.ownership import has_own_tag, write_config
 from qerl_jax.run.provenance import provenance
 from qerl_jax.system.atomic import TEMPORARY
@@ -31,7 +31,6 @@ from qerl_jax.system.safe_files import (
     read_text,
 )
 from qerl_jax.system.staging import scratch_of
-from qerl_jax.system.text import visible
 
 
 @dataclasses.dataclass(frozen=True)

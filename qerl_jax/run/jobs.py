@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import lock_holder
 from qerl_jax.system.device_memory import number_of_gpus
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.system.safe_files import make_folder, open_to_write, read_text
 from qerl_jax.system.signals import StoppedError, after_parent, stop_signals
-from qerl_jax.system.text import visible
 
 _POLL_SECONDS = 0.5
 _VISIBLE = "CUDA_VISIBLE_DEVICES"

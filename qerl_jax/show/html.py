@@ -13,13 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.show.view import Condition, View, curves, parts_of
 from qerl_jax.system.atomic import write_atomic
 from qerl_jax.system.jsonl import is_number
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import open_to_read
-from qerl_jax.system.text import visible
 
 LIMIT_BYTES = 20_000_000
 _HERE = Path(__file__).parent

@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from qerl_jax.errors import visible
 from qerl_jax.run.terminal import format_row
 from qerl_jax.show.text import pad, width, wrap
 from qerl_jax.show.view import Condition, View, curves, parts_of
 from qerl_jax.system.jsonl import is_number
-from qerl_jax.system.text import visible
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _ASCII = " .:-=+*#%"

@@ -17,7 +17,7 @@ def wrap(text: str, columns: int) -> list[str]:
     """The lines of a text, broken at spaces where that is possible; no line is wider than a column.
 
     Args:
-        text: safe text, as `qerl_jax.system.text.visible` returns it.
+        text: safe text, as `qerl_jax.errors.visible` returns it.
         columns: width of the column, at least 2.
     """
     lines = []

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Files that appear whole, paths, threads, signals, the hub, the terminal."""

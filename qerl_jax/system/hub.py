@@ -11,7 +11,7 @@ import threading
 from collections.abc import Generator
 from typing import Any
 
-from qerl_jax.system.text import visible
+from qerl_jax.errors import visible
 
 SECONDS = 5.0  # time limit for the first answer of the hub
 

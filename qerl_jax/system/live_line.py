@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol, TextIO
 
-from qerl_jax.system.text import visible
+from qerl_jax.errors import visible
 
 _QUIET_SECONDS = 1.0  # what ends earlier leaves no line
 

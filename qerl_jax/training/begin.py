@@ -1,7 +1,6 @@
 """How a run begins: it starts anew, or goes on from its latest checkpoint."""
 
 import dataclasses
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,49 +26,13 @@ from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.provenance import versions
 from qerl_jax.system.import_path import names_function
-from qerl_jax.system.live_line import LiveLine
 from qerl_jax.training.init_from import begin_from, of_origin
 from qerl_jax.training.initial_policy import check_reference, first_trainable
+from qerl_jax.training.run import Run
+from qerl_jax.training.saving import save_checkpoint
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import read_peft_config
-
-
-@dataclasses.dataclass
-class Run:
-    """A run while it trains.
-
-    Attributes:
-        setup: the parts that do not change.
-        folder: the open run folder.
-        checkpoints: saves `progress`.
-        log: writes the rows of metrics; None in a process that writes nothing.
-        progress: the part that the steps change.
-        evaluations: greedy accuracy by step, as logged; step 0 is before training.
-        fingerprints: digests of the training and the held-out problems.
-        prompts: digest of their prompts as token ids.
-        compilations: what was compiled since the last row of metrics.
-        live: the line of progress on the terminal.
-        written: step of the adapter that this process wrote last, -1 before the first one.
-        drawn: when the curves were drawn last, or the run began, by `time.monotonic`.
-    """
-
-    setup: Setup
-    folder: OpenRun
-    checkpoints: Checkpoints
-    log: MetricsLog | None
-    progress: Progress
-    evaluations: dict[int, float]
-    fingerprints: dict[str, str]
-    prompts: str
-    compilations: Compilations
-    live: LiveLine = dataclasses.field(default_factory=LiveLine)
-    written: int = -1
-    drawn: float = dataclasses.field(default_factory=time.monotonic)
-
-    def stop_if_asked(self) -> None:
-        """Raises a StoppedError once a signal has arrived, in any process of the run."""
-        self.setup.processes.stop_if_asked()
 
 
 def check_starts(
@@ -116,11 +79,13 @@ def begin(
         if setup.config.init_from:
             setup, progress = begin_from(setup, folder, fingerprints)
         else:
-            trainable = first_trainable(setup.config, setup.model, setup.lora_config, setup.key)
+            trainable = first_trainable(
+                setup.config, setup.model, setup.method.lora_config, setup.key
+            )
             init, names = setup.config.lora.init, (setup.config.model.source, setup.model.source)
             if init and trainable.lora is not None and processes.writes:
                 warn_of_another_base(init, read_peft_config(init)[1], names)
-            state = init_state(trainable, setup.optimizer)
+            state = init_state(trainable, setup.method.optimizer)
             progress = Progress(step=0, state=state, cursor=Cursor())
         # Committed to its devices, as a restored state is: both compile to the same programs.
         state = placed(progress.state, setup.mesh)
@@ -183,28 +148,6 @@ def _check_processes(
         found[f"code of {objective}"] = custom_loss_digest(objective)[:16]
     remedy = "give all of them the same model, problems, code and GPU memory"
     setup.processes.check_same(found, remedy)
-
-
-def save_checkpoint(run: Run) -> None:
-    """Saves a checkpoint of a run in the background.
-
-    Raises:
-        UserError: no disk space, or the previous save failed.
-    """
-    if run.log is not None:
-        run.log.sync()
-    run.checkpoints.save(
-        run.progress.step,
-        run.progress.state,
-        {
-            "cursor": run.progress.cursor.to_json(),
-            "noise": dataclasses.asdict(run.progress.noise),
-            "fingerprint": run.setup.model.fingerprint,
-            "reference": run.setup.reference_fingerprint,
-            "problems": run.fingerprints,
-            "prompts": run.prompts,
-        },
-    )
 
 
 def _check_moved(folder: OpenRun, meta: Mapping[str, Any]) -> None:

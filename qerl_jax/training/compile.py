@@ -109,7 +109,7 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
         measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
         buffer_tokens=setup.memory.buffer_tokens,
         config=setup.update,
-        optimizer=setup.optimizer,
-        optimizer_key=setup.optimizer_key,
+        optimizer=setup.method.optimizer,
+        optimizer_key=setup.method.optimizer_key,
         mesh=setup.mesh,
     )

@@ -124,11 +124,11 @@ def begin_from(
     cursor, why = _cursor(setup, origin, meta, fingerprints)
     if best:
         path = origin.adapter(best=True)
-        trained = load_peft_adapter(path, setup.model.config, setup.lora_config)
+        trained = load_peft_adapter(path, setup.model.config, setup.method.lora_config)
         step = json.loads(read_bytes(origin.best))["step"]
         state = dataclasses.replace(state, trainable=trained)
     if fresh:
-        state = init_state(state.trainable, setup.optimizer)
+        state = init_state(state.trainable, setup.method.optimizer)
     state = _at_step_0(state)
     print(
         f"beginning from {'the best adapter' if best else 'the checkpoint'} of step {step} of "
@@ -153,7 +153,7 @@ def begin_from(
             save_peft_adapter(
                 folder.first_adapter,
                 state.trainable,
-                setup.lora_config,
+                setup.method.lora_config,
                 base_model=setup.model.source,
             )
     setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _SETTLED)
@@ -192,7 +192,7 @@ def of_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> S
         setup = dataclasses.replace(setup, key=key)
     if not setup.config.rl.kl_coef:
         return setup
-    start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.lora_config)
+    start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.method.lora_config)
     reference: tuple[dict, Lora | None] = (current_policy(setup.model.params, start), start.lora)
     if setup.mesh is not None:
         reference = placed(reference, setup.mesh)

@@ -42,12 +42,20 @@ from qerl_jax.run.terminal import format_row
 from qerl_jax.system.import_path import names_function
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
-from qerl_jax.training.begin import Run, begin, check_starts
+from qerl_jax.training.begin import begin, check_starts
 from qerl_jax.training.collect import NoRewardError
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.init_from import check_origin
-from qerl_jax.training.outputs import sample_rows, save_best, trained_folder
-from qerl_jax.training.saving import announce_finished, best_so_far, finish, save
+from qerl_jax.training.run import Run
+from qerl_jax.training.saving import (
+    announce_finished,
+    best_so_far,
+    finish,
+    sample_rows,
+    save,
+    save_best,
+    trained_folder,
+)
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step
 from qerl_jax.training.validate import check_extension, validate

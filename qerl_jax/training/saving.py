@@ -4,18 +4,27 @@ With each checkpoint it writes what other commands read: the adapter, and the pi
 So a run can be sampled, evaluated and exported while it trains, and after a signal has stopped it.
 """
 
+import dataclasses
+import json
 import time
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.run.folder import OpenRun
+from qerl_jax.policy.trainable import Trainable, current_policy
+from qerl_jax.run.folder import OpenRun, RunFolder
 from qerl_jax.run.plots import plot_run
-from qerl_jax.system.atomic import write_json
-from qerl_jax.training.begin import Run, save_checkpoint
-from qerl_jax.training.outputs import best_accuracy, save_trained, trained_folder
+from qerl_jax.system.atomic import write_atomic, write_json
+from qerl_jax.system.safe_files import read_bytes
+from qerl_jax.training.run import Run
+from qerl_jax.training.setup import Setup
+from qerl_jax.training.step import StepResult
 from qerl_jax.training.validate import how_to_train_on
+from qerl_jax.weights.peft import save_peft_adapter
+from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
 # Seconds between two pictures of a run that goes on: drawing one takes a third of a second, which
 # would be most of the time of a run with a checkpoint after each of its short steps.
@@ -46,6 +55,28 @@ def save(run: Run, *, stops: bool = False) -> None:
         run.written = step
     if stops or time.monotonic() - run.drawn >= PICTURE_SECONDS:
         _draw(run)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Saves a checkpoint of a run in the background.
+
+    Raises:
+        UserError: no disk space, or the previous save failed.
+    """
+    if run.log is not None:
+        run.log.sync()
+    run.checkpoints.save(
+        run.progress.step,
+        run.progress.state,
+        {
+            "cursor": run.progress.cursor.to_json(),
+            "noise": dataclasses.asdict(run.progress.noise),
+            "fingerprint": run.setup.model.fingerprint,
+            "reference": run.setup.reference_fingerprint,
+            "problems": run.fingerprints,
+            "prompts": run.prompts,
+        },
+    )
 
 
 def finish(run: Run) -> None:
@@ -87,3 +118,72 @@ def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
 def _draw(run: Run) -> Path | None:
     run.drawn = time.monotonic()
     return plot_run(run.folder.path) if run.folder.metrics.exists() else None
+
+
+def sample_rows(result: StepResult, group_size: int, count: int) -> list[dict[str, Any]]:
+    """The first `count` completions to show: the first of each group, then the second, ..."""
+    made = result.experience
+    order = np.arange(len(made.texts)).reshape(-1, group_size).T.reshape(-1)[:count]
+    return [
+        {
+            "prompt": made.prompts[row].text,
+            "completion": made.texts[row],
+            "answer": made.prompts[row].problem.answer,
+            "reward": float(made.scores.total[row]),
+            **{f"reward/{name}": float(v[row]) for name, v in made.scores.parts.items()},
+            "advantage": float(result.advantages[row]),
+            "tokens": int(made.rollout.lengths[row]),
+            "finished": bool(made.rollout.finished[row]),
+        }
+        for row in order.tolist()
+    ]
+
+
+def save_trained(
+    folder: RunFolder, setup: Setup, trainable: Trainable, *, best: bool = False
+) -> None:
+    """Writes a PEFT adapter, or the whole model where all parameters are trained.
+
+    What is read back is the policy itself: the norms of a model stay in float32, as small updates
+    of numbers around 1 vanish in bfloat16.
+
+    Args:
+        folder: the run folder.
+        setup: model and options of the run.
+        trainable: the trained parameters.
+        best: write the best policy instead of the last one.
+    """
+    path, model = trained_folder(folder, setup.config, best=best), setup.model
+    if trainable.lora is not None:
+        save_peft_adapter(path, trainable, setup.method.lora_config, base_model=model.source)
+        return
+    dtype = setup.config.model.dtype
+    policy = current_policy(model.params, trainable)
+    write_checkpoint(
+        path,
+        checkpoint_tensors(policy, model.config, dtype=dtype, norms="float32"),
+        files=companion_files(model, packed=False, dtype=dtype),
+        replace=True,
+    )
+
+
+def save_best(
+    folder: RunFolder, setup: Setup, trainable: Trainable, *, step: int, accuracy: float
+) -> None:
+    """Writes the policy of a step as the best one, and records its accuracy."""
+    save_trained(folder, setup, trainable, best=True)
+    write_atomic(folder.best, json.dumps({"step": step, "accuracy": accuracy}) + "\n")
+
+
+def best_accuracy(folder: RunFolder) -> float:
+    """The recorded accuracy of the best policy; -1 if no policy is recorded."""
+    if not folder.best.exists():
+        return -1.0
+    return json.loads(read_bytes(folder.best))["accuracy"]
+
+
+def trained_folder(folder: RunFolder, config: ConfigDict, *, best: bool = False) -> Path:
+    """The folder that `save_trained` writes."""
+    if config.train.parameters == "full":
+        return folder.model(best=best)
+    return folder.adapter(best=best)

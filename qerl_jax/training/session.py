@@ -74,8 +74,8 @@ def open_session(
     rewards = rewards_of(config, rewards)
     announce_hosts(reward for reward, _ in rewards.values())
     setup = prepare(config, rewards, schedule_steps=config.steps)
-    trainable = first_trainable(config, setup.model, setup.lora_config, setup.key)
-    state = placed(init_state(trainable, setup.optimizer), setup.mesh)
+    trainable = first_trainable(config, setup.model, setup.method.lora_config, setup.key)
+    state = placed(init_state(trainable, setup.method.optimizer), setup.mesh)
     executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
     return Session(setup, Progress(step=0, state=state, cursor=Cursor()), executables, programs)
 

@@ -5,8 +5,10 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -20,16 +22,17 @@ from qerl_jax.data.from_config import (
     training_prompts,
 )
 from qerl_jax.data.splits import Prompt
+from qerl_jax.errors import UserError
 from qerl_jax.memory.report import check_fits
 from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
-from qerl_jax.policy.kl_control import KlTarget
+from qerl_jax.policy.kl_control import KlTarget, noise_level
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.rl.losses import check_custom_weights
-from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state
+from qerl_jax.rl.losses import LossConfig, check_custom_weights, loss_config
+from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.system.import_path import names_function
@@ -39,10 +42,29 @@ from qerl_jax.training.initial_policy import (
     reference_fingerprint,
     reference_policy,
 )
-from qerl_jax.training.method import Method, method_of
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import read_peft_config
+
+
+class Method(NamedTuple):
+    """The parts of a run that need no model.
+
+    Attributes:
+        lora_config: rank, scale and targets of the adapter.
+        sigma: sigma of the noise by step, or the KL that it should cause.
+        temperature: sampling temperature by step.
+        loss: definition of the loss.
+        optimizer: the optimizer with its schedule.
+        optimizer_key: options of the optimizer as text, its identity across processes.
+    """
+
+    lora_config: LoraConfig
+    sigma: optax.Schedule | KlTarget
+    temperature: Callable[[int], float]
+    loss: LossConfig
+    optimizer: optax.GradientTransformation
+    optimizer_key: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,11 +73,11 @@ class Setup:
 
     Attributes:
         config: the resolved config.
+        method: noise, temperature, loss and optimizer.
         model: architecture, parameters before training and tokenizer.
         rollout_head: parameters that replace those of the policy in rollouts.
         reference: parameters and adapter of the policy that the KL of the loss is measured to.
         reference_fingerprint: identity of `reference` if it is not the model itself, else None.
-        lora_config: rank, scale and targets of the adapter.
         train_prompts: prompts that the steps draw from, of all sources.
         eval_prompts: held-out prompts; empty without evaluations.
         collect: options of a step's completions.
@@ -63,22 +85,18 @@ class Setup:
         eval_engine: options of the engine in an evaluation.
         update: static options of the update, with its loss.
         memory: the plan of the memory: how many rows decode together, the size of the buffers.
-        optimizer: the optimizer with its schedule.
-        optimizer_key: options of the optimizer as text, its identity across processes.
         state_shapes: shapes and dtypes of the state that the steps change.
-        sigma: sigma of the noise by step, or the KL that it should cause.
-        temperature: sampling temperature by step.
         key: key of the run.
         mesh: devices of the run; None for one device.
         processes: processes of the run.
     """
 
     config: ConfigDict
+    method: Method
     model: LoadedModel
     rollout_head: dict
     reference: tuple[dict, Lora | None]
     reference_fingerprint: str | None
-    lora_config: LoraConfig
     train_prompts: list[Prompt]
     eval_prompts: list[Prompt]
     collect: CollectConfig
@@ -86,11 +104,7 @@ class Setup:
     eval_engine: EngineConfig
     update: UpdateConfig
     memory: RunPlan
-    optimizer: optax.GradientTransformation
-    optimizer_key: str
     state_shapes: TrainState
-    sigma: optax.Schedule | KlTarget
-    temperature: Callable[[int], float]
     key: jax.Array
     mesh: Mesh | None
     processes: Processes = ALONE
@@ -147,7 +161,7 @@ def check_method(
         UserError: an option is out of range.
     """
     _metric(config, rewards)
-    method = method_of(config, schedule_steps)
+    method = make_method(config, schedule_steps)
     if names_function(config.rl.aggregation):
         rows = config.rollout.prompts_per_step * config.rollout.group_size
         check_custom_weights(config.rl.aggregation, rows)
@@ -183,7 +197,7 @@ def assemble(
         rewards: function and weight by name.
         model: the model before training. If the mesh cuts weights, they lie on it already.
         prompts: prompts by split, as `problems.load_problems` names them.
-        method: the parts that need no model, from `method.method_of`.
+        method: the parts that need no model, from `make_method`.
         mesh: devices of the run, as `config.mesh` describes them; None for one device.
 
     Raises:
@@ -209,11 +223,11 @@ def assemble(
     engine, eval_engine = _engines(config, plan, prompt_width)
     return Setup(
         config=config,
+        method=method,
         model=model,
         rollout_head=head,
         reference=reference,
         reference_fingerprint=reference_fingerprint(config, reference),
-        lora_config=lora_config,
         train_prompts=training_prompts(prompts),
         eval_prompts=prompts.get(EVAL, []),
         collect=CollectConfig(
@@ -238,11 +252,7 @@ def assemble(
             recompute=plan.update.recompute,
         ),
         memory=plan,
-        optimizer=optimizer,
-        optimizer_key=method.optimizer_key,
         state_shapes=state_shapes,
-        sigma=method.sigma,
-        temperature=method.temperature,
         key=key,
         mesh=mesh,
     )
@@ -322,4 +332,116 @@ def _engines(
         max_rows=evaluation.rows,
         prefill_prompts=evaluation.prefill_prompts,
         compact="once",
+    )
+
+
+def make_method(config: ConfigDict, schedule_steps: int) -> Method:
+    """Makes the parts of a run that need no model.
+
+    Args:
+        config: the resolved config.
+        schedule_steps: number of steps that the schedules of noise and learning rate span.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+    return Method(
+        lora_config=LoraConfig(
+            rank=config.lora.rank,
+            alpha=config.lora.alpha,
+            rslora=config.lora.rslora,
+            targets=tuple(config.lora.targets),
+        ),
+        sigma=noise_level(
+            config.aqn.schedule,
+            sigma_start=config.aqn.sigma_start,
+            sigma_end=config.aqn.sigma_end,
+            sigma_max=config.aqn.sigma_max,
+            kl_target_start=config.aqn.kl_target_start,
+            kl_target_end=config.aqn.kl_target_end,
+            stages=config.aqn.stages,
+            total_steps=schedule_steps,
+        ),
+        temperature=temperature_schedule(
+            config.rollout.temperature_schedule,
+            start=config.rollout.temperature,
+            end=config.rollout.temperature_end,
+            total_steps=schedule_steps,
+        ),
+        loss=loss_from(config),
+        optimizer=_optimizer(config, schedule_steps),
+        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
+        f"{schedule_steps}",
+    )
+
+
+def loss_from(config: ConfigDict) -> LossConfig:
+    """The loss that a config names.
+
+    Raises:
+        UserError: the loss is unknown, or a value is out of range.
+    """
+    return loss_config(
+        config.rl.loss,
+        aggregation=config.rl.aggregation,
+        clip_low=config.rl.clip_low,
+        clip_high=config.rl.clip_high,
+        dual_clip=config.rl.dual_clip or None,
+        sapo_temperature_pos=config.rl.sapo_temperature_pos,
+        sapo_temperature_neg=config.rl.sapo_temperature_neg,
+        off_policy_delta=config.rl.off_policy_delta or None,
+        kl_coef=config.rl.kl_coef,
+        kl_grad=config.rl.kl_grad,
+        entropy_coef=config.rl.entropy_coef,
+        tis_cap=config.aqn.tis_cap if config.aqn.correction == "tis" else None,
+    )
+
+
+def temperature_schedule(
+    name: str, *, start: float, end: float, total_steps: int
+) -> Callable[[int], float]:
+    """Returns the sampling temperature by step, from 0 on.
+
+    With u from 0 in the first step to 1 in the last one, and 1 in steps after that, T0 = `start`
+    and T1 = `end`:
+
+    * constant: T0
+    * linear: T0 + (T1 - T0) u
+    * cosine: T1 + (T0 - T1) (1 + cos(pi u)) / 2
+
+    Args:
+        name: a name from the list above.
+        start: temperature of the first step.
+        end: temperature of the last step.
+        total_steps: number of training steps.
+
+    Raises:
+        UserError: the name is unknown.
+    """
+    curves: dict[str, Callable[[float], float]] = {
+        "constant": lambda u: 0.0,
+        "linear": lambda u: u,
+        "cosine": lambda u: (1.0 - float(np.cos(np.pi * u))) / 2.0,
+    }
+    if name not in curves:
+        raise UserError(
+            f"unknown rollout.temperature_schedule {name!r}: choose from {', '.join(curves)}"
+        )
+    curve = curves[name]
+    return lambda step: start + (end - start) * curve(min(step / max(total_steps - 1, 1), 1.0))
+
+
+def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
+    updates = config.rl.updates_per_rollout
+    return make_optimizer(
+        learning_rate=config.optimizer.learning_rate,
+        schedule=config.optimizer.schedule,
+        final_fraction=config.optimizer.final_fraction,
+        warmup_updates=config.optimizer.warmup_steps * updates,
+        total_updates=schedule_steps * updates,
+        b1=config.optimizer.b1,
+        b2=config.optimizer.b2,
+        eps=config.optimizer.eps,
+        weight_decay=config.optimizer.weight_decay,
+        max_grad_norm=config.optimizer.max_grad_norm,
     )

@@ -104,7 +104,7 @@ def take_step(
     key = jax.random.fold_in(setup.key, progress.step)
 
     # --- 1. Sigma of the step -------------------------------------------------------------------
-    sigma = kl_control.sigma_of_step(setup.sigma, progress.noise, progress.step)
+    sigma = kl_control.sigma_of_step(setup.method.sigma, progress.noise, progress.step)
 
     # --- 2. Noise on the norm scales ------------------------------------------------------------
     noise = aqn.Noise(
@@ -120,7 +120,7 @@ def take_step(
         raise UserError(f"the noise of sigma={sigma} changed no norm: float32 rounds it away")
 
     # --- 3. Sample and score --------------------------------------------------------------------
-    temperature = setup.temperature(progress.step)
+    temperature = setup.method.temperature(progress.step)
     sampling = dataclasses.replace(setup.collect.sampling, temperature=temperature)
     experience, cursor = collect(
         jax.random.fold_in(key, KEY_ROLLOUT),
@@ -249,9 +249,9 @@ def _measure_noise(
     metrics: dict[str, Any] = {"sigma": sigma}
     if every and progress.step % every == 0:
         metrics["noise_kl"] = kl = noise_kl() if sigma > 0 else 0.0
-        state = kl_control.measured(setup.sigma, state, sigma=sigma, kl=kl)
+        state = kl_control.measured(setup.method.sigma, state, sigma=sigma, kl=kl)
     return state, metrics | kl_control.control_metrics(
-        setup.sigma, state, sigma=sigma, step=progress.step
+        setup.method.sigma, state, sigma=sigma, step=progress.step
     )
 
 
