@@ -149,7 +149,7 @@ def _setup(
     import numpy as np
 
     from benchmarks.rollout.random_policy import random_params
-    from experiments.configs.grpo_gsm8k import get_config
+    from qerl_jax.config.experiments.grpo_gsm8k import get_config
     from qerl_jax.data.splits import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.policy.sharding import make_mesh, placed

@@ -39,7 +39,7 @@ from benchmarks.step_tables import (
     short_name,
     step_table,
 )
-from qerl_jax.config import build
+from qerl_jax.config import models
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
@@ -59,7 +59,7 @@ def preset_table() -> str:
     speedrun = _read("speedrun.json")
     accuracy = learning["eval_accuracy"]
     known = {
-        build.STAND_IN: (
+        models.STAND_IN: (
             "two CPU cores",
             "not recorded",
             f"{60 * learning['minutes'] / learning['steps']:.0f} s",
@@ -90,7 +90,7 @@ def preset_table() -> str:
     )  # fmt: skip
     steps = {row["model"]: row for row in rows}
     rest, lines = [], []
-    for model in build.MODELS:
+    for model in models.MODELS:
         if model in known:
             lines.append([f"`{model}`", *known[model]])
         elif model in steps:

@@ -4,21 +4,18 @@
     uv run python -m experiments.dapo_math --config=dapo_math:qwen2.5-7b
 
 The first command needs no GPU and no hub: a small stand-in that learns sums.
-`qerl_jax/config/build.py` lists the presets and explains every field.
+`--help` lists the presets, `--explain=all` and docs/config.md every field.
 """
 
-from pathlib import Path
+from qerl_jax.commands import train
+from qerl_jax.config.experiments.dapo_math import get_config
 
-from qerl_jax.commands import cli
-
-_CONFIG = Path(__file__).parent / "configs" / "dapo_math.py"
-
-run = cli.trainer("train on BigMath: --config=dapo_math:qwen2.5-7b")
+__all__ = ["get_config", "main"]
 
 
 def main() -> None:
     """Parses the flags and trains."""
-    cli.main(run, str(_CONFIG), description=__doc__)
+    train.main("dapo_math", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -4,21 +4,18 @@
     uv run python -m experiments.grpo_gsm8k --config=grpo_gsm8k:qwen2.5-7b
 
 The first command needs no GPU and no hub: a small stand-in that shows the whole method within
-minutes. `qerl_jax/config/build.py` lists the presets and explains every field.
+minutes. `--help` lists the presets, `--explain=all` and docs/config.md every field.
 """
 
-from pathlib import Path
+from qerl_jax.commands import train
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 
-from qerl_jax.commands import cli
-
-_CONFIG = Path(__file__).parent / "configs" / "grpo_gsm8k.py"
-
-run = cli.trainer("train on GSM8K: --config=grpo_gsm8k:qwen2.5-1.5b")
+__all__ = ["get_config", "main"]
 
 
 def main() -> None:
     """Parses the flags and trains."""
-    cli.main(run, str(_CONFIG), description=__doc__)
+    train.main("grpo_gsm8k", description=__doc__)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import numpy as np
 from tiny_checkpoints import model_config
 
 from benchmarks import step
-from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.commands import cli
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.sharding import make_mesh, placed

@@ -27,7 +27,7 @@ from benchmarks.rollout.random_policy import random_lora, random_params
 from pallas_kernels.fp4_matmul import cases
 from qerl_jax.compile import executable_cache
 from qerl_jax.compile.run_cache import cached_in
-from qerl_jax.config import build
+from qerl_jax.config import models
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import projection_shapes
@@ -83,7 +83,7 @@ def subject(format, head_format=""):
 
 
 def test_every_preset_has_an_architecture():
-    assert set(ARCHITECTURES) == set(build.MODELS)
+    assert set(ARCHITECTURES) == set(models.MODELS)
     for name, shapes in cases.MODELS.items():
         model, _, devices = name.partition("/")
         preset = "llama3.1-8b" if model == "llama8b" else f"qwen2.5-{model}"

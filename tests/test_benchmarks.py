@@ -27,7 +27,7 @@ from benchmarks import (
 )
 from benchmarks.result_tables import STEPS
 from benchmarks.step import KEYS, make_parser, merge, timed_steps
-from experiments.configs import grpo_gsm8k
+from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.rewards.calls import call_of
 from qerl_jax.training.loop import train

@@ -28,7 +28,7 @@ def get_config(preset="small"):
 
 EXPERIMENT = """
 import errno, sys
-from experiments import cli
+from qerl_jax.commands import cli
 from qerl_jax.errors import UserError
 
 def run(config, workdir):
@@ -138,7 +138,7 @@ def test_help_is_no_failure(command, flag):
     text = " ".join(result.stdout.split())
     assert "Models: smollm2-135m, qwen2.5-coder-1.5b," in text
     assert "Recipes: paper, first_run," in text
-    assert "defaults.py explains every field" in text
+    assert "build.py explains every field" in text
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_help_is_no_failure(command, flag):
         ("def get_config():\n    return {}['key']", "bad.py:2: KeyError: 'key'"),
         ("def get_config(", "bad.py:1: SyntaxError: "),
         ("import absent", "bad.py:1: ModuleNotFoundError: "),
-        ("", "no get_config(): experiments/configs/grpo_gsm8k.py shows one"),
+        ("", "no get_config(): experiments/grpo_gsm8k.py has one"),
     ],
 )
 def test_errors_of_a_config_file_say_where(command, tmp_path, source, message):
@@ -172,7 +172,7 @@ def get_config():
 """
 SHOW = """
 import sys
-from experiments import cli
+from qerl_jax.commands import cli
 from qerl_jax.rewards.from_config import check_rewards
 
 def run(config, workdir):

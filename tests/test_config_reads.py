@@ -4,8 +4,8 @@ import pytest
 from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
-from experiments import grpo_gsm8k
-from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.commands import train
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 
 # Modes without which some fields are not read.
 CHANGES = {
@@ -30,7 +30,7 @@ def unread(tiny, tmp_path_factory):
         # Comparing a value with its limits does not count as reading it.
         validate = qerl_jax.training.loop.validate
         patch.setattr(qerl_jax.training.loop, "validate", lambda config: validate(config.config))
-        grpo_gsm8k.run(recorded, None)
+        train.run(recorded, None)
     return fields(config) - recorded.reads
 
 

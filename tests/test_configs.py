@@ -11,9 +11,10 @@ import tiny_run
 from absl import flags
 from ml_collections import config_flags
 
-from experiments.configs import dapo_math, grpo_gsm8k
-from qerl_jax.config import build
+from qerl_jax.config import build, models
 from qerl_jax.config.describe import describe_config
+from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
+from qerl_jax.config.recipes import RECIPES
 from qerl_jax.config.resume import moves_only_memory
 from qerl_jax.data.splits import HELD_OUT
 from qerl_jax.errors import UserError
@@ -22,7 +23,7 @@ from qerl_jax.training.loop import train
 from qerl_jax.training.setup import loss_from
 from qerl_jax.training.validate import validate
 
-PRESETS = [*build.MODELS, *(f"qwen2.5-7b,{recipe}" for recipe in build.RECIPES)]
+PRESETS = [*models.MODELS, *(f"qwen2.5-7b,{recipe}" for recipe in RECIPES)]
 
 
 def field_names(config):
@@ -57,7 +58,7 @@ def test_default_preset_needs_no_hub():
     assert config.data.options.max_terms == 2
 
 
-@pytest.mark.parametrize("preset", [p for p in build.MODELS if p != build.STAND_IN])
+@pytest.mark.parametrize("preset", [p for p in models.MODELS if p != models.STAND_IN])
 def test_the_second_setting_of_the_paper(preset):
     config = dapo_math.get_config(preset)
     rollout, rl = config.rollout, config.rl
@@ -77,7 +78,7 @@ def test_the_best_adapter_is_chosen_without_a_test_split_at_the_length_of_traini
     experiment, preset
 ):
     config = experiment.get_config(preset)
-    if preset != build.STAND_IN:  # It generates its problems.
+    if preset != models.STAND_IN:  # It generates its problems.
         assert (config.data.eval_source, config.eval.problems) == (HELD_OUT, 0)
     assert config.eval.max_new_tokens == config.rollout.max_new_tokens
     config.rollout.max_new_tokens = 77
@@ -92,7 +93,7 @@ def test_the_second_setting_needs_no_hub_by_default():
     assert config.rl.loss == "dapo"
 
 
-@pytest.mark.parametrize("preset", [p for p in build.MODELS if p != build.STAND_IN])
+@pytest.mark.parametrize("preset", [p for p in models.MODELS if p != models.STAND_IN])
 def test_presets_have_the_papers_hyperparameters(preset):
     config = grpo_gsm8k.get_config(preset)
     assert config == grpo_gsm8k.get_config(f"{preset},paper")
@@ -114,13 +115,13 @@ def test_presets_have_the_papers_hyperparameters(preset):
     assert config.train.parameters == "lora"
 
 
-@pytest.mark.parametrize("model", [build.STAND_IN, "qwen2.5-7b"])
-@pytest.mark.parametrize("recipe", build.RECIPES)
+@pytest.mark.parametrize("model", [models.STAND_IN, "qwen2.5-7b"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_recipes_leave_the_sizes_alone_and_can_run(model, recipe):
     config, paper = (grpo_gsm8k.get_config(f"{model},{name}") for name in (recipe, "paper"))
     validate(config)
     assert loss_from(config)
-    if recipe == "first_run" and model != build.STAND_IN:
+    if recipe == "first_run" and model != models.STAND_IN:
         assert (config.steps, config.rollout.max_new_tokens, config.aqn.stages) == (100, 1024, 10)
         assert (config.eval.max_new_tokens, config.optimizer) == (1024, paper.optimizer)
         return
@@ -143,8 +144,8 @@ def test_run_folders_name_the_model_and_the_recipe():
 
 
 def test_the_stand_in_keeps_what_it_needs_to_learn():
-    for recipe in build.RECIPES:
-        config = grpo_gsm8k.get_config(f"{build.STAND_IN},{recipe}")
+    for recipe in RECIPES:
+        config = grpo_gsm8k.get_config(f"{models.STAND_IN},{recipe}")
         assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (3e-4, 0)
         assert (config.aqn.sigma_start, config.rl.updates_per_rollout) == (5e-3, 1)
 
@@ -236,7 +237,7 @@ def test_dr_grpos_denominator_alone_is_an_aggregation():
 
 
 @pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])
-@pytest.mark.parametrize("preset", [build.STAND_IN, "qwen2.5-7b,verl"])
+@pytest.mark.parametrize("preset", [models.STAND_IN, "qwen2.5-7b,verl"])
 def test_a_described_config_gives_the_same_config_again(experiment, preset):
     config = experiment.get_config(preset)
     lines = describe_config(config).splitlines()

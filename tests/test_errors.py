@@ -13,14 +13,15 @@ import tiny_run
 from absl import flags
 
 from benchmarks import step
-from experiments import grpo_gsm8k
 from qerl_jax.commands import cli
+from qerl_jax.commands import train as train_command
+from qerl_jax.config.experiments import installed_file
 from qerl_jax.data.splits import load_problems
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import _load_model
 
-CONFIG = tiny_run.ROOT / "experiments" / "configs" / "grpo_gsm8k.py"
+CONFIG = installed_file("grpo_gsm8k")
 CHANGES = {"steps": 3, "eval.every": 0, "aqn.kl_every": 0}
 
 
@@ -39,7 +40,7 @@ def command(tiny, tmp_path, monkeypatch, capsys):
         capsys.readouterr()
         code = 0
         try:
-            cli.main(grpo_gsm8k.run, str(CONFIG))
+            cli.main(train_command.run, CONFIG)
         except SystemExit as stopped:
             code = stopped.code
         finally:

@@ -523,7 +523,7 @@ def test_an_interrupted_export_leaves_nothing(form, run, tmp_path, monkeypatch):
 
 def test_help_answers_without_jax():
     program = (
-        "import sys\nfrom experiments.export_hf import make_parser\n"
+        "import sys\nfrom qerl_jax.commands.export_hf import make_parser\n"
         "text = make_parser().format_help()\nassert '--with-base' in text\n"
         "assert 'jax' not in sys.modules"
     )

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.config import resume
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.run import folder
 from qerl_jax.system.atomic import write_atomic

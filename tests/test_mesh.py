@@ -21,8 +21,8 @@ from mesh_cases import CUT, FEW, LENGTHS, MOVED, SHAPES, head_loss, packed
 from tiny_checkpoints import VOCAB
 from tiny_model import tiny_policy
 
-from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.compile.aot import FirstRunAlone
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding, transformer
 from qerl_jax.rollout.engine import RolloutProgress

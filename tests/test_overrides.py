@@ -12,8 +12,8 @@ from ml_collections import ConfigDict, config_flags
 from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
-from experiments.configs import grpo_gsm8k
 from qerl_jax.commands import cli
+from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.config.overrides import NEEDS, check_overrides, need
 from qerl_jax.config.resume import splits_the_loss
 from qerl_jax.data.splits import load_problems
@@ -338,7 +338,7 @@ def parsed(experiment, arguments):
     """The config of a command line, and the fields that the command line sets."""
     given = [argument for argument in arguments if argument.startswith("--config")]
     argv, values = ["", *cli.with_files(given)], FlagValues()
-    default = f"experiments/configs/{experiment}.py"
+    default = f"experiments/{experiment}.py"
     config_flags.DEFINE_config_file("config", default, flag_values=values, sys_argv=argv)
     values(argv)
     return values.config, config_flags.get_override_values(values["config"])

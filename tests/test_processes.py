@@ -21,7 +21,7 @@ import tiny_run
 from safetensors.numpy import load_file
 
 from benchmarks import step
-from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding
 from qerl_jax.processes import folder as folder_lib
@@ -486,7 +486,7 @@ def test_the_mark_of_a_killed_start_does_not_stay(tmp_path):
 
 _OPEN = """
 import sys
-from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.processes.folder import open_run_together
 from qerl_jax.processes.group import ALONE
 with open_run_together(sys.argv[1], get_config(), ALONE):

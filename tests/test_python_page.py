@@ -32,7 +32,7 @@ def test_the_package_exports_what_the_page_uses():
     assert {"load", "complete", "score", "train_step", "train"} <= names
     assert names <= set(qerl_jax.__all__)
     assert set(re.findall(r"from (\S+) import", CODE)) == {
-        *("qerl_jax", "experiments.configs.grpo_gsm8k"),
+        *("qerl_jax", "qerl_jax.config.experiments.grpo_gsm8k"),
     }
 
 

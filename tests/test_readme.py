@@ -19,7 +19,7 @@ from qerl_jax.policy.architectures import ARCHITECTURES
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-CONFIG = "experiments/configs/grpo_gsm8k.py"
+CONFIG = "experiments/grpo_gsm8k.py"
 
 
 def command_lines():
@@ -146,7 +146,7 @@ def test_a_command_runs(line, places):
 # A config file of the README, with the tiny model and its short runs.
 TINY_FILE = """
 import pathlib, tiny_run
-from experiments.configs import {name} as named
+from qerl_jax.config.experiments import {name} as named
 tiny = tiny_run.Tiny(*map(pathlib.Path, {paths}))
 def get_config(*preset):
     return tiny.config({{"steps": 2}}, named.get_config(*preset))

@@ -11,9 +11,9 @@ import pytest
 
 from benchmarks import step
 from benchmarks.rollout.random_policy import random_params
-from experiments.configs import dapo_math, grpo_gsm8k
 from qerl_jax.commands.plan import CARDS
-from qerl_jax.config import build
+from qerl_jax.config import models
+from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
 from qerl_jax.errors import UserError
 from qerl_jax.memory.report import (
     check_fits,
@@ -168,7 +168,7 @@ def test_two_cards_hold_what_one_does_not():
 
 
 @pytest.mark.parametrize("name", ["h100-80gb", "h200-141gb"])
-@pytest.mark.parametrize("model", build.MODELS)
+@pytest.mark.parametrize("model", models.MODELS)
 def test_every_preset_starts(model, name):
     plan, _ = planned(model, card(name))
     assert plan.fits
@@ -247,8 +247,8 @@ def test_out_of_memory_names_the_next_smaller_sizes():
 
 
 def test_on_a_cpu_everything_fits():
-    plan, config = planned(build.STAND_IN, CPU)
-    model = ARCHITECTURES[build.STAND_IN]
+    plan, config = planned(models.STAND_IN, CPU)
+    model = ARCHITECTURES[models.STAND_IN]
     check_fits(plan, config, model)
     assert plan.rollout.rows == plan.rollout.all_rows
     assert largest_rows(plan, config, model) is None
@@ -267,7 +267,7 @@ def test_the_plan_as_text():
 
 def test_the_command():
     command = [sys.executable, "-m", "experiments.plan", "--json", "--memory-gb=60"]
-    command.append("--config=experiments/configs/dapo_math.py:qwen2.5-72b")
+    command.append("--config=experiments/dapo_math.py:qwen2.5-72b")
     result = subprocess.run(
         command, cwd=RESULTS.parents[1], capture_output=True, text=True, check=False, timeout=300
     )

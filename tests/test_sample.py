@@ -250,7 +250,7 @@ def test_a_question_from_stdin(tiny, monkeypatch, capsys):
 
 def test_help_answers_without_jax():
     program = (
-        "import sys\nfrom experiments.sample import make_parser\n"
+        "import sys\nfrom qerl_jax.commands.sample import make_parser\n"
         "assert '--adapter' in make_parser().format_help()\nassert 'jax' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], cwd=tiny_run.ROOT, check=True)

@@ -266,7 +266,7 @@ def test_a_page_replaces_only_a_page(tmp_path):
 def test_the_command(tmp_path):
     run = write_run(tmp_path / "run", steps=400, completion="日\x1b " * 20)
     arguments = [sys.executable, "-m", "experiments.show", str(run), "--step=all"]
-    options = {"capture_output": True, "cwd": command.__file__.rpartition("/experiments/")[0]}
+    options = {"capture_output": True, "cwd": command.__file__.rpartition("/qerl_jax/")[0]}
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(arguments, env=ascii_only, **options)
     assert (done.returncode, done.stderr) == (0, b"")

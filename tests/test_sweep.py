@@ -13,23 +13,15 @@ import time
 import numpy as np
 import pytest
 
-from experiments.configs import aqn_ablation
-from experiments.configs.grpo_gsm8k import get_config
 from qerl_jax.commands import sweep
+from qerl_jax.config.experiments import aqn_ablation
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
+from qerl_jax.config.sweep import chain, product, zipped
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.statistics import half_interval
-from qerl_jax.run.sweep import (
-    MEASURES,
-    Run,
-    chain,
-    format_table,
-    make_table,
-    product,
-    settings,
-    zipped,
-)
+from qerl_jax.run.sweep import MEASURES, Run, format_table, make_table, settings
 from qerl_jax.training.loop import train
 
 # --- Overrides ----------------------------------------------------------------------------------
@@ -78,7 +70,7 @@ def planned(tmp_path):
     def plan(runs, common=None):
         file = tmp_path / "config.py"
         file.write_text(
-            "from experiments.configs.grpo_gsm8k import get_config\n"
+            "from qerl_jax.config.experiments.grpo_gsm8k import get_config\n"
             f"def get_sweep(): return {runs!r}\n"
         )
         return sweep.plan(str(file), common or {}, tmp_path / "sweep")
@@ -111,7 +103,7 @@ def test_a_run_has_the_config_and_the_command_of_its_overrides(planned):
         config.steps = 7
         assert run.config == config_dict(config)
         assert run.folder.name == run.name
-        assert run.command[:2] == ("-m", "experiments.grpo_gsm8k")
+        assert run.command[:2] == ("-m", "qerl_jax.commands.train")
         assert run.command[-1] == f"--workdir={run.folder}"
     assert runs[0].name.startswith("aqn.schedule=my_schedules_triangle,lora.targets=")
     assert runs[1].setting == "optimizer.learning_rate=1e-05, rl.dynamic_sampling=True"
@@ -165,7 +157,6 @@ def test_the_folder_of_something_else_is_refused_and_untouched(tmp_path):
         ([{"seed": 0}, {"seed": 1}, {"seed": 0}], {}, ["same settings", "'seed': 0"]),
         ([{"seed": 0}, {}], {}, ["same settings", "'seed': 0", "{}"]),
         ([{"seed": 0}], {"seed": 1}, ["sets seed itself"]),
-        ([{"experiment": "mine"}], {}, ["config.experiment='mine'"]),
         ([], {}, ["no runs"]),
     ],
 )
@@ -178,7 +169,7 @@ def test_what_a_plan_refuses(planned, runs, common, words):
 
 def test_a_config_without_a_sweep(tmp_path):
     with pytest.raises(UserError, match=r"grpo_gsm8k\.py has no get_sweep"):
-        sweep.plan("experiments/configs/grpo_gsm8k.py", {}, tmp_path)
+        sweep.plan("experiments/grpo_gsm8k.py", {}, tmp_path)
 
 
 @pytest.mark.parametrize("preset", ["", ":qwen2.5-3b"])
@@ -375,5 +366,5 @@ def test_killed_and_started_again(tiny, tmp_path, monkeypatch):
     assert (folder / "table.md").read_text() == format_table(make_table(runs))
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     whole, *commands = (folder / "commands.sh").read_text().splitlines()
-    assert whole == "# python -m experiments.sweep --config=config.py --workdir=sweep"
+    assert whole == "# python -m qerl_jax.commands.sweep --config=config.py --workdir=sweep"
     assert [shlex.split(line)[1:-1] for line in commands] == [list(r.command[:-1]) for r in runs]

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data.splits import Problem, fingerprint, load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import (

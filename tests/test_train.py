@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 import qerl_jax.training.loop
 import qerl_jax.training.setup
 import qerl_jax.training.step
-from experiments.configs.grpo_gsm8k import get_config
 from pallas_kernels import device
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore

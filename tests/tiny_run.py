@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import tiny_checkpoints
 
-from experiments.configs.grpo_gsm8k import get_config
+from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.system.atomic import replaced

@@ -30,9 +30,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from experiments.configs import grpo_gsm8k
+from qerl_jax.config.experiments import grpo_gsm8k
+from qerl_jax.config.sweep import ConfigOverrides, product
 from qerl_jax.errors import UserError
-from qerl_jax.run.sweep import ConfigOverrides, product
 
 HELD_OUT = 473
 SEEDS = (0, 1, 2, 3, 4)

@@ -33,10 +33,11 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from experiments.configs import NAMES, config_file
-from qerl_jax.config import build
+from qerl_jax.config import build, models
 from qerl_jax.config.describe import describe_config
+from qerl_jax.config.experiments import NAMES, config_file
 from qerl_jax.config.overrides import check_overrides
+from qerl_jax.config.recipes import RECIPES
 from qerl_jax.config.resume import RENAMED
 from qerl_jax.data.mixture import name_sources
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
@@ -45,8 +46,8 @@ from qerl_jax.system.device_memory import take_memory
 from qerl_jax.system.signals import StoppedError
 
 _PRESETS = (
-    f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(build.MODELS)}. "
-    f"Recipes: {', '.join(build.RECIPES)}. {build.__file__} explains every field, and "
+    f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(models.MODELS)}. "
+    f"Recipes: {', '.join(RECIPES)}. {build.__file__} explains every field, and "
     "--print_config prints them."
 )
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
@@ -140,41 +141,13 @@ def _config_message(error: Exception) -> str:
         told = str(error).strip().splitlines()[-1].strip()
         return f"cannot read the config: {told.removeprefix(_EARLIER_FAILURE)}"
     if isinstance(error, AttributeError) and error.name == "get_config":
-        return "the config file has no get_config(): experiments/configs/grpo_gsm8k.py shows one"
+        return "the config file has no get_config(): experiments/grpo_gsm8k.py has one"
     if isinstance(error, AttributeError | KeyError):
         return f"the config has no such field: {_key_message(error)}"
     if isinstance(error, flags.Error):
         # absl's error for a boolean flag ends with a tuple, its arguments.
         return re.sub(r"\('(Non-boolean argument to boolean flag)', .*\)$", r"\1", str(error))
     raise error
-
-
-def trainer(instead: str) -> Callable[..., None]:
-    """The `run` of an experiment that trains.
-
-    Args:
-        instead: how to train a larger model, such as "train on GSM8K: --config=...". It is printed
-            first where the config trains the stand-in, which needs no hub and no GPU.
-    """
-
-    def run(config: ConfigDict, workdir: str | None, *, trust: bool = False) -> None:
-        """Trains with the given config."""
-        if config.preset.startswith("smollm2-135m"):
-            print(
-                "This is a small stand-in that runs anywhere: a 135M-parameter model learns sums. "
-                f"To {instead}",
-                flush=True,
-            )
-        from qerl_jax.processes.spawn import one_for_each_group
-        from qerl_jax.training.loop import train
-        from qerl_jax.training.validate import validate
-
-        validate(config)
-        with one_for_each_group(data=config.mesh.data, tensor=config.mesh.tensor):
-            take_memory(config.mesh.tensor)
-            train(config, workdir=workdir, trust=trust)
-
-    return run
 
 
 def run_command(

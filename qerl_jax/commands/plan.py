@@ -17,17 +17,15 @@ its architecture is read from its folder or file, or its config.json from the hu
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.commands import cli
-from qerl_jax.config import build
+from qerl_jax.config import models
+from qerl_jax.config.experiments import installed_file
 from qerl_jax.errors import UserError, check_limits
-
-_CONFIG = Path(__file__).parent / "configs" / "grpo_gsm8k.py"
 
 # Bytes of a card as CUDA reports them, and whether the Hopper kernel runs on it.
 CARDS = {
@@ -98,13 +96,13 @@ def _architecture(source: str) -> Any:
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.weights.checkpoint import read_architecture
 
-    known = {build.SOURCES[name]: name for name in build.MODELS}
+    known = {models.SOURCES[name]: name for name in models.MODELS}
     return ARCHITECTURES[known[source]] if source in known else read_architecture(source)
 
 
 def main() -> None:
     """Parses the flags and prints the plan."""
-    cli.main(run, str(_CONFIG), trains=False, description=__doc__)
+    cli.main(run, installed_file("grpo_gsm8k"), trains=False, description=__doc__)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ As a job array of SLURM, whose elements share the folder:
 
 The same command continues where it was stopped: finished runs are skipped, an interrupted run is
 resumed. A run that fails does not stop the others; it is named at the end, and the exit code is 1.
-`qerl_jax/run/sweep.py` explains how to write `get_sweep()`. The folder of the sweep holds
+`qerl_jax/config/sweep.py` explains how to write `get_sweep()`. The folder of the sweep holds
 
     table.json, table.md    mean and interval over the seeds of each setting
     curves.png              reward, entropy, sigma, noise KL over the steps
@@ -38,16 +38,16 @@ from pathlib import Path
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments.configs import config_file
 from qerl_jax.commands import cli
 from qerl_jax.config.describe import as_flag
+from qerl_jax.config.experiments import config_file, installed_file
 from qerl_jax.config.overrides import check_overrides
+from qerl_jax.config.sweep import ConfigOverrides
 from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten
 from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.sweep import (
-    ConfigOverrides,
     Run,
     format_table,
     is_finished,
@@ -59,8 +59,7 @@ from qerl_jax.system.atomic import TEMPORARY, write_atomic, write_json
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_folder, check_tree, read_bytes, read_text
 
-_WHOLE = "python -m experiments.sweep "  # the command of the whole sweep in commands.sh
-_CONFIG = Path(__file__).parent / "configs" / "aqn_ablation.py"
+_WHOLE = re.compile(r"python -m \S+\.sweep ")  # the command of the whole sweep in commands.sh
 _LONGEST_NAME = 100
 
 _ONLY = flags.DEFINE_string(
@@ -85,7 +84,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     _make_folder(folder)
     for each in runs:
         check_folder(each.folder)
-    whole = ["-m", "experiments.sweep", f"--config={file}", *_as_flags(common)]
+    whole = ["-m", "qerl_jax.commands.sweep", f"--config={file}", *_as_flags(common)]
     whole.append(f"--workdir={folder}")
     commands = [shlex.join(["python", *part]) for part in (whole, *(run.command for run in runs))]
     write_atomic(folder / "commands.sh", "# " + "\n".join(commands) + "\n")
@@ -108,7 +107,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # Another task of the same sweep may be writing its first file: the files are listed first.
         others = sorted(p.name for p in folder.iterdir() if not p.name.endswith(TEMPORARY))
-        ours = commands.exists() and _WHOLE in read_text(commands, errors="replace")
+        ours = commands.exists() and _WHOLE.search(read_text(commands, errors="replace"))
     except OSError as error:
         raise UserError(f"cannot use {folder} as the folder of a sweep: {error}") from error
     check_folder(folder / "logs")
@@ -161,10 +160,7 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
             )
         name = re.sub(r"[^\w.,=+-]+", "_", said.replace(", ", ","))[:_LONGEST_NAME]
         name = _folder_name(folder, name, digest, config)
-        module = f"experiments.{config.experiment}"
-        if importlib.util.find_spec(module) is None:
-            raise UserError(f"config.experiment={config.experiment!r}: {module} does not exist")
-        command = ("-m", module, *arguments, f"--workdir={folder / name}")
+        command = ("-m", "qerl_jax.commands.train", *arguments, f"--workdir={folder / name}")
         runs[digest] = Run(name, overrides, fields, folder / name, command)
     return list(runs.values())
 
@@ -195,7 +191,7 @@ def _load_sweep(file: str) -> list[ConfigOverrides]:
     with cli.config_errors():
         spec.loader.exec_module(module)
         if not hasattr(module, "get_sweep"):
-            example = "experiments/configs/aqn_ablation.py shows one"
+            example = "qerl_jax/config/experiments/aqn_ablation.py shows one"
             raise UserError(f"{path} has no get_sweep(): {example}")
         sweep = module.get_sweep(preset) if colon else module.get_sweep()
     if not sweep:
@@ -203,7 +199,7 @@ def _load_sweep(file: str) -> list[ConfigOverrides]:
     if not isinstance(sweep, list) or not all(isinstance(run, dict) for run in sweep):
         raise UserError(
             f"get_sweep() of {path} must return a list of overrides, such as "
-            "[{'aqn.schedule': 'off', 'seed': 0}]; qerl_jax.run.sweep.product makes one"
+            "[{'aqn.schedule': 'off', 'seed': 0}]; qerl_jax.config.sweep.product makes one"
         )
     return sweep
 
@@ -255,7 +251,7 @@ def _write_results(runs: list[Run], folder: Path) -> None:
 
 def main() -> None:
     """Parses the flags and runs the sweep."""
-    cli.main(run, str(_CONFIG), trains=False, description=__doc__)
+    cli.main(run, installed_file("aqn_ablation"), trains=False, description=__doc__)
 
 
 if __name__ == "__main__":

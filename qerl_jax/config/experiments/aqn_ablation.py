@@ -14,9 +14,9 @@ Results: not run yet.
 
 from ml_collections import ConfigDict
 
-from experiments.configs import grpo_gsm8k
-from qerl_jax.config import build
-from qerl_jax.run.sweep import ConfigOverrides, chain, product
+from qerl_jax.config import models
+from qerl_jax.config.experiments import grpo_gsm8k
+from qerl_jax.config.sweep import ConfigOverrides, chain, product
 
 _STAND_IN = {
     "steps": 15,
@@ -28,18 +28,18 @@ _STAND_IN = {
 }
 
 
-def get_config(preset: str = build.STAND_IN) -> ConfigDict:
+def get_config(preset: str = models.STAND_IN) -> ConfigDict:
     """Returns the locked config that all runs share, before their overrides."""
     config = grpo_gsm8k.get_config(preset)
-    if preset == build.STAND_IN:
+    if preset == models.STAND_IN:
         config.update_from_flattened_dict(_STAND_IN)
     return config
 
 
-def get_sweep(preset: str = build.STAND_IN) -> list[ConfigOverrides]:
+def get_sweep(preset: str = models.STAND_IN) -> list[ConfigOverrides]:
     """Returns the overrides of the runs."""
     schedules = ["exponential"]
-    if preset != build.STAND_IN:
+    if preset != models.STAND_IN:
         schedules += ["cosine", "linear", "logarithmic"]
     return product(
         chain({"aqn.schedule": ["off"]}, {"aqn.schedule": schedules}),

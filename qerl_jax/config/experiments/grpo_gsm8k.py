@@ -21,7 +21,7 @@ Results (docs/benchmarks.md has the commands):
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config import build
+from qerl_jax.config import build, models
 
 _SETTINGS = {
     "data.source": "openai/gsm8k",
@@ -38,12 +38,12 @@ _REWARDS = {
 }
 
 
-def get_config(preset: str = build.STAND_IN) -> ConfigDict:
+def get_config(preset: str = models.STAND_IN) -> ConfigDict:
     """Returns the locked config of a preset, 'MODEL[,RECIPE]'.
 
     Raises:
         UserError: the preset does not exist.
     """
     return build.build(
-        "grpo_gsm8k", preset, settings=_SETTINGS, rewards=_REWARDS, stand_in=build.SUMS
+        "grpo_gsm8k", preset, settings=_SETTINGS, rewards=_REWARDS, stand_in=models.SUMS
     )

@@ -17,7 +17,7 @@ format are logged apart.
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config import build
+from qerl_jax.config import build, models
 
 _SETTINGS = {
     "steps": 1000,
@@ -51,7 +51,7 @@ _STAND_IN = {
 _HARDEST_FROM = ("qwen2.5-32b", "qwen2.5-72b", "qwen3-32b")
 
 
-def get_config(preset: str = build.STAND_IN) -> ConfigDict:
+def get_config(preset: str = models.STAND_IN) -> ConfigDict:
     """Returns the locked config of a preset, 'MODEL[,RECIPE]'.
 
     Raises:
@@ -62,7 +62,7 @@ def get_config(preset: str = build.STAND_IN) -> ConfigDict:
         preset,
         settings=_SETTINGS,
         rewards=_REWARDS,
-        stand_in=build.SUMS | _STAND_IN,
+        stand_in=models.SUMS | _STAND_IN,
     )
     if preset.partition(",")[0] in _HARDEST_FROM:
         config.data.source = config.data.source.replace("level_3_4_5", "level_4_5")
