@@ -1,15 +1,17 @@
-"""Writes docs/benchmarks.md, and the generated parts of the README.
+"""Writes docs/benchmarks.md, docs/config.md, and the generated parts of the README.
 
     uv run python -m benchmarks.tables
 
 Every figure comes from a JSON file under benchmarks/results/. The list of folders in the README is
-made of the first docstring line of each package (`benchmarks/source_tree.py`).
+made of the first docstring line of each package (`benchmarks/source_tree.py`), docs/config.md of
+the rows of `qerl_jax/config/fields.py`.
 """
 
 import json
 import pathlib
 import textwrap
 
+from benchmarks.config_page import config_page
 from benchmarks.mesh_tables import scaling_sentence, scaling_table, tensor_ratios
 from benchmarks.result_tables import (
     SAME,
@@ -437,9 +439,10 @@ def replace_part(
 
 
 def main() -> None:
-    """Writes the page, and replaces the generated parts of the README."""
-    page, readme = _ROOT / "docs" / "benchmarks.md", _ROOT / "README.md"
-    page.write_text(benchmarks_page() + "\n", encoding="utf-8")
+    """Writes the pages, and replaces the generated parts of the README."""
+    for name, text in (("benchmarks", benchmarks_page()), ("config", config_page())):
+        (_ROOT / "docs" / f"{name}.md").write_text(text + "\n", encoding="utf-8")
+    readme = _ROOT / "README.md"
     text = with_generated_parts(readme.read_text(encoding="utf-8"))
     readme.write_text(text, encoding="utf-8")
 

@@ -21,14 +21,15 @@ def check_limits(limits: Mapping[str, tuple[float, ...]]) -> None:
 
     Args:
         limits: value, lower limit and, optionally, upper limit of each flag or config field, by
-            name.
+            name; an upper limit of infinity allows infinity.
 
     Raises:
         UserError: a value is out of range.
     """
     for name, (value, least, *most) in limits.items():
-        if not least <= value < math.inf or any(value > limit for limit in most):
-            allowed = f"from {least} to {most[0]}" if most else f"at least {least}"
+        if not least <= value or not (value <= most[0] if most else value < math.inf):
+            bounded = most and most[0] < math.inf
+            allowed = f"from {least} to {most[0]}" if bounded else f"at least {least}"
             if value == math.inf:
                 allowed = f"finite and {allowed}"
             raise UserError(f"{name}={value}: it must be {allowed}")

@@ -153,9 +153,13 @@ def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):
 
 def test_the_pages_are_up_to_date():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    pages = {
+        name: (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+        for name in ("benchmarks", "config")
+    }
     assert tables.with_generated_parts(readme) == readme, "run python -m benchmarks.tables"
-    assert tables.benchmarks_page() + "\n" == page, "run python -m benchmarks.tables"
+    assert tables.benchmarks_page() + "\n" == pages["benchmarks"], "run python -m benchmarks.tables"
+    assert tables.config_page() + "\n" == pages["config"], "run python -m benchmarks.tables"
     with pytest.raises(ValueError, match="has no lines"):
         tables.with_generated_parts(readme.replace("<!-- presets", "<!-- others"))
 

@@ -202,8 +202,8 @@ def test_unknown_preset_lists_all(preset):
         ({"rollout.dequantize": "never"}, ["rollout.dequantize 'never'", "once, step"]),
         ({"rollout.kv_cache_bytes": -1}, ["kv_cache_bytes=-1", "at least 0"]),
         ({"rollout.temperature": float("nan")}, ["temperature=nan", "at least 1e-06"]),
-        ({"rollout.kv_cache_dtype": "int4"}, ["kv_cache_dtype='int4'", "'float8'"]),
-        ({"rollout.head_format": "fp8"}, ["head_format='fp8'", "'nvfp4'"]),
+        ({"rollout.kv_cache_dtype": "int4"}, ["kv_cache_dtype 'int4'", "'', bfloat16, float8"]),
+        ({"rollout.head_format": "fp8"}, ["head_format 'fp8'", "'', nvfp4"]),
         (
             {"rollout.head_format": "nvfp4", "train.parameters": "full"},
             ["head_format='nvfp4'", "parameters='full'"],

@@ -14,8 +14,8 @@ from recorded_config import Recorded, fields
 import qerl_jax.training.loop
 from qerl_jax.commands import cli
 from qerl_jax.config.experiments import grpo_gsm8k
-from qerl_jax.config.overrides import NEEDS, check_overrides, need
-from qerl_jax.config.resume import splits_the_loss
+from qerl_jax.config.fields import ROWS, SPLIT_LOSS
+from qerl_jax.config.overrides import check_overrides, unmet_need
 from qerl_jax.data.splits import load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import LOSSES
@@ -179,24 +179,26 @@ def same(old, new):
 
 
 def unread(config):
-    return {field for field in OTHERS if not need(field)[1](config)}
+    return {field for field in OTHERS if unmet_need(field, config)}
 
 
-def test_the_table_names_fields():
-    config = grpo_gsm8k.get_config()
-    known = fields(config) | {name for name in config if isinstance(config[name], ConfigDict)}
-    known |= {field.rpartition(".")[0] for field in fields(config)}
-    assert set(NEEDS) <= known
-    assert {field for field in fields(config) if need(field)} == set(OTHERS) | PROFILE | TRACKED
-    assert need("data.options.max_terms") is NEEDS["data.options"]
+def test_every_field_that_is_not_always_read_has_another_value_here():
+    assert {row.name for row in ROWS.values() if row.read_if} == {*OTHERS, *PROFILE, *TRACKED}
+
+
+def test_a_section_that_is_set_as_a_whole_stands_for_its_fields(tiny):
+    config = tiny.config({"train.parameters": "full"})
+    assert unmet_need("lora", config).startswith("an adapter: ")
+    assert unmet_need("aqn", config) == ""  # aqn.schedule is always read
+    assert unmet_need("data.options.max_terms", config) == unmet_need("data.options", config) != ""
 
 
 def test_each_need_is_met_in_one_mode_and_not_in_another(tiny):
     modes = (BUSY, BUSY | CURRICULUM, BUSY | SAPO, *MODES.values())
     configs = [with_changes(tiny.config(), changes) for changes in modes]
-    for field, (_, holds) in NEEDS.items():
-        if field not in SOURCES | TRACKED:
-            assert {holds(config) for config in configs} == {False, True}, field
+    for row in ROWS.values():
+        if row.read_if and row.name not in SOURCES | TRACKED:
+            assert {row.read_if.holds(config) for config in configs} == {False, True}, row.name
 
 
 @pytest.mark.parametrize("service", ["wandb", "trackio"])
@@ -228,7 +230,7 @@ def test_read_fields_are_read(tiny, tmp_path, monkeypatch, mode):
     validate = qerl_jax.training.loop.validate
     monkeypatch.setattr(qerl_jax.training.loop, "validate", lambda c: validate(c.config))
     train(recorded, workdir=tmp_path / "run")
-    read = {field for field in fields(config) if not (found := need(field)) or found[1](config)}
+    read = {field for field in fields(config) if not unmet_need(field, config)}
     # These fields name the run folder when no --workdir is given.
     assert read - recorded.reads <= {"experiment", "preset"}
 
@@ -284,7 +286,8 @@ def test_sources_are_read_where_no_file_replaces_them(tiny, monkeypatch):
                 )
                 for split in ("train", "eval")
             ]
-            assert (found[:2] != found[2:]) == need(f"data.{name}")[1](config), (files, name)
+            is_read = not unmet_need(f"data.{name}", config)
+            assert (found[:2] != found[2:]) == is_read, (files, name)
 
 
 @pytest.mark.parametrize(
@@ -358,8 +361,8 @@ def test_documented_commands_set_only_what_is_read(monkeypatch):
 def test_micro_batches_split_the_losses_whose_aggregation_says_so(loss):
     config = grpo_gsm8k.get_config()
     config.rl.loss = loss
-    assert splits_the_loss(config) == (LOSSES[loss]["aggregation"] == "micro_batch")
+    assert SPLIT_LOSS.holds(config) == (LOSSES[loss]["aggregation"] == "micro_batch")
     config.rl.aggregation = "micro_batch"
-    assert splits_the_loss(config)
+    assert SPLIT_LOSS.holds(config)
     config.rl.aggregation = "token"
-    assert not splits_the_loss(config)
+    assert not SPLIT_LOSS.holds(config)

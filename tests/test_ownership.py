@@ -103,7 +103,8 @@ def test_a_key_that_proves_nothing_is_refused(change, message, config_home):
 
 def test_processes_that_begin_at_once_agree_on_the_key(config_home):
     code = (
-        "import sys; from qerl_jax.system.user_key import sign; print(flush=True); sys.stdin.read();"
+        "import sys; from qerl_jax.system.user_key import sign; print(flush=True);"
+        "sys.stdin.read();"
         "print(sign(b'content', 'run'))"
     )
     pipe = subprocess.PIPE

@@ -7,6 +7,7 @@ Experiments that train take
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
     --workdir=DIR                 run folder (default: named after the config)
     --print_config                print the resolved config, one field per line, and exit
+    --explain=rl.clip_high        explain a field, a section or all, and exit
     --dry_run                     also count the data, render a prompt and plan the memory, and exit
     --trust                       execute the compiled programs of a run that is not yours; adopt it
 
@@ -33,12 +34,11 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
-from qerl_jax.config import build, models
-from qerl_jax.config.describe import describe_config
+from qerl_jax.config import models
+from qerl_jax.config.describe import describe_config, explain
 from qerl_jax.config.experiments import NAMES, config_file
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.recipes import RECIPES
-from qerl_jax.config.resume import RENAMED
 from qerl_jax.data.mixture import name_sources
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.from_config import name_rewards
@@ -47,8 +47,8 @@ from qerl_jax.system.signals import StoppedError
 
 _PRESETS = (
     f"PRESET of the configs here is MODEL or MODEL,RECIPE. Models: {', '.join(models.MODELS)}. "
-    f"Recipes: {', '.join(RECIPES)}. {build.__file__} explains every field, and "
-    "--print_config prints them."
+    f"Recipes: {', '.join(RECIPES)}. --explain=FIELD says what a field means and may be, and "
+    "--print_config prints all values."
 )
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
@@ -103,7 +103,9 @@ def main(
         if not flags.FLAGS["verbosity"].present:
             _quiet()
         with _one_line_errors():
-            if flags.FLAGS.print_config:
+            if flags.FLAGS.explain is not None:
+                print(explain(flags.FLAGS.explain, flags.FLAGS.config), end="")
+            elif flags.FLAGS.print_config:
                 print(describe_config(flags.FLAGS.config), end="")
             elif trains and flags.FLAGS.dry_run:
                 from qerl_jax.training.dry_run import dry_run
@@ -253,7 +255,8 @@ def _parse_flags(
     other = "folder to write, for a command that writes one; see above"
     flags.DEFINE_string("workdir", None, run_folder if trains else other)
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
-    names = ["config", "workdir", "print_config"]
+    flags.DEFINE_string("explain", None, "a field, a section or all: say what it means, and exit")
+    names = ["config", "workdir", "print_config", "explain"]
     if trains:
         flags.DEFINE_bool("dry_run", False, "say what the run would do, and exit")
         help_text = "execute the compiled programs of a run of another person, and adopt it"
@@ -340,8 +343,5 @@ def _key_message(error: BaseException) -> str:
         error = error.args[0]
     text = str(error.args[0]) if error.args else type(error).__name__
     key, _, hint = text.partition("\n")
-    now = {old.rpartition(".")[2]: new for old, new in RENAMED.items()}.get(key.strip("'"))
-    if now:
-        return f"{key} ({now} took its place)"
     match = re.match(r"(Did you mean .*) instead of ", hint)
     return f"{key} ({match[1]}?)" if match else text

@@ -1,13 +1,24 @@
-"""A config as text: one line per field, which the command line reads again."""
+"""A config as text: a line per field, which the command line reads again, or what fields mean."""
 
+import difflib
+import math
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from qerl_jax.config.fields import FIELDS, Field, OfModel, SameAs, Section, row_of
 from qerl_jax.errors import UserError
 
 _TABLES = ("data.options", "data.chat_template_args")
+_COLUMNS = 100
+# What happens to a field when a run goes on, see `fields.Field`.
+_RESUME = {
+    "memory": "A run that goes on may have another value: it moves only memory or time.",
+    "place": "A run that goes on may have another value, for the same weights and problems.",
+    "free": "A run that goes on may have another value.",
+}
 
 
 def describe_config(config: ConfigDict) -> str:
@@ -38,6 +49,76 @@ def as_flag(field: str, value: Any) -> str:
         case tuple() | list():
             return repr(tuple(value))
     raise UserError(f"{field}={value!r}: a {type(value).__name__} cannot be a flag")
+
+
+def explain(name: str, config: ConfigDict) -> str:
+    """What a field means and may be, with its value in a config.
+
+    Args:
+        name: name of a field or of a section, or 'all'.
+        config: the resolved config.
+
+    Raises:
+        UserError: there is no such field.
+    """
+    rows = [row for row in FIELDS if name == "all" or f"{row.name}.".startswith(f"{name}.")]
+    if not rows and (row := row_of(name)):  # the key of an entry, such as 'rewards.short.weight'
+        rows = [row]
+    if not rows:
+        near = difflib.get_close_matches(name, [row.name for row in FIELDS], cutoff=0.5)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise UserError(
+            f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
+        )
+    return "\n".join(_explained(row, config) for row in rows)
+
+
+def _explained(row: Section | Field, config: ConfigDict) -> str:
+    if isinstance(row, Section):
+        title, lines = f"{row.name}:", [row.help]
+    else:
+        title, lines = row.name, [row.help, *describe_row(row)]
+        value: Any = config
+        for part in row.name.split("."):
+            value = value.get(part) if isinstance(value, ConfigDict) else None
+        if value is not None and not (isinstance(value, ConfigDict) and row.name not in _TABLES):
+            value = value.to_dict() if isinstance(value, ConfigDict) else value
+            title = f"{row.name} = {as_flag(row.name, value)}"
+    indent = {"initial_indent": "    ", "subsequent_indent": "    "}
+    texts = [textwrap.fill(line, _COLUMNS, **indent) for line in lines if line]
+    return "\n".join([title, *texts, ""])
+
+
+def describe_row(row: Field) -> list[str]:
+    """What a field may be, when it is read and whether a run that goes on may change it."""
+    lines = [f"Default: {describe_default(row)}."]
+    if row.choices:
+        choices = ", ".join(map(repr, row.choices))
+        each = "Items: " if isinstance(row.default, tuple) else "One of "
+        lines.append(f"{each}{choices}{', or a function' if row.function else ''}.")
+    if row.limits:
+        least, *most = row.limits
+        bounded = most and most[0] < math.inf
+        lines.append(f"From {least:,} to {most[0]:,}." if bounded else f"At least {least:,}.")
+    if row.read_if:
+        lines.append(f"Needs {row.read_if.text}.")
+    if row.resume != "fixed":
+        fixed = f" Not with {row.fixed_if.text}." if row.fixed_if else ""
+        lines.append(_RESUME[row.resume] + fixed)
+    return lines
+
+
+def describe_default(row: Field) -> str:
+    """The default of a field in words."""
+    match row.default:
+        case OfModel():
+            return row.default.text
+        case SameAs():
+            return f"the value of {row.default.field}"
+        case dict() if not row.default:
+            return "no entry"
+        case _:
+            return repr(row.default)
 
 
 def _fields(config: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -1,6 +1,6 @@
 """Recipes: noise, loss, advantages and optimizer of the paper and of other libraries.
 
-`defaults.py` explains the fields. Tests compare each recipe with what its library computes.
+`fields.py` explains the fields. Tests compare each recipe with what its library computes.
 """
 
 from typing import Any

@@ -14,21 +14,13 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from qerl_jax.data.sources import GENERATED, evaluates_apart
+from qerl_jax.config.fields import GENERATED, keys_of
 from qerl_jax.errors import UserError
 from qerl_jax.system.paths import user_path
 
 _FIELDS = ("question", "answer", "level")
 # The keys of a source with values of their types.
-_KEYS: dict[str, Any] = {
-    "path": "",
-    "source": "",
-    "weight": 1.0,
-    "split": "train",
-    "levels": (),
-    "fields": {},
-    "options": {},
-}
+_KEYS: dict[str, Any] = {key: row.default for key, row in keys_of("data.mixture").items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +49,6 @@ class MixtureSource:
     def origin(self) -> str:
         """The path or the source."""
         return self.path or self.source
-
-
-def has_own_evaluation(data: Mapping[str, Any]) -> bool:
-    """Whether the evaluation problems have a source of their own.
-
-    Args:
-        data: the section `data` of a config.
-    """
-    return evaluates_apart(data.get("eval_source", ""), data["eval_path"])
 
 
 def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:

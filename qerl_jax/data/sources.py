@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from qerl_jax.config.fields import GENERATED
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.rewards.answers import last_boxed
 from qerl_jax.rewards.calls import plain
@@ -19,17 +20,10 @@ from qerl_jax.rewards.references import can_read, is_prose, needs_answer
 from qerl_jax.system import hub
 from qerl_jax.system.paths import user_path
 
-GENERATED = "reasoning_gym:"
-HELD_OUT = "held_out"  # evaluation source: the training problems, some of which are held out
 _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
 _ROLES = ("system", "user", "assistant")
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
-
-
-def evaluates_apart(eval_source: str, eval_path: str) -> bool:
-    """Whether the evaluation problems have a source of their own, and none is held out."""
-    return bool(eval_path) or eval_source not in ("", HELD_OUT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,10 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+from qerl_jax.config.fields import GENERATED, HELD_OUT, evaluates_apart
 from qerl_jax.data import sources as problem_sources
 from qerl_jax.data.mixture import MixtureSource, divide
-from qerl_jax.data.sources import HELD_OUT, Problem, Selection
+from qerl_jax.data.sources import Problem, Selection
 from qerl_jax.errors import UserError, check_unicode
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.weights.tokenizer import Tokenizer
@@ -130,7 +131,7 @@ def load_splits(
     if path:
         found = problem_sources.read_problems(path, asked.training, split=train_split)
         problems, evaluation = _hold_out_last(found, held_out_size, eval_most)
-    elif source.startswith(problem_sources.GENERATED):
+    elif source.startswith(GENERATED):
         problems, evaluation = _generate(asked, options or {}, held_out_size, seed=seed, size=size)
     else:
         problems, evaluation = _load_hub(asked, held_out_size)
@@ -179,7 +180,7 @@ def load_mixture(
     Raises:
         UserError: as in `load_splits`; no source is empty.
     """
-    own = problem_sources.evaluates_apart(eval_source, eval_path)
+    own = evaluates_apart(eval_source, eval_path)
     evaluation: list[Problem] = []
     if own and eval_size != 0:
         evaluation = load_problems(
@@ -246,7 +247,7 @@ class _Asked:
 
     def separate_evaluation(self) -> list[Problem]:
         """Returns the evaluation problems that have a source of their own; [] without one."""
-        apart = problem_sources.evaluates_apart(self.eval_source, self.eval_path)
+        apart = evaluates_apart(self.eval_source, self.eval_path)
         if self.eval_size == 0 or not apart:
             return []
         count = self.eval_most if self.eval_size is None else self.eval_size

@@ -12,7 +12,8 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.data.mixture import has_own_evaluation, read_mixture
+from qerl_jax.config.fields import has_own_evaluation
+from qerl_jax.data.mixture import read_mixture
 from qerl_jax.data.sources import FILE_TYPES
 from qerl_jax.data.splits import Problem, fingerprint, load_mixture, load_problems
 from qerl_jax.errors import UserError, first_line

@@ -14,8 +14,8 @@ from qerl_jax.errors import UserError, check_limits
 from qerl_jax.rewards.calls import described, resolve
 from qerl_jax.rewards.functions import Reward
 
-# The optional keys of a reward, as in `calls.resolve`, with values of their types.
-OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 0, "token_env": ""}
+# The optional keys of a reward, as in `calls.resolve`, with their defaults.
+OPTIONS: dict[str, Any] = {"time_limit": 0.0, "retries": 2, "token_env": ""}
 
 # Where config.json has the rewards that the last start was given in Python, beside the config.
 PYTHON_REWARDS = "python_rewards"
@@ -56,8 +56,8 @@ def check_rewards(config: ConfigDict) -> None:
     """Validates the table of rewards of a config.
 
     Raises:
-        UserError: a reward has the name of something else, lacks a key, has another one or a value
-            out of range, or none has a weight.
+        UserError: a reward has the name of something else, lacks a key or has another one, or no
+            reward has a weight.
     """
     rewards = config.rewards.to_dict()
     for name, reward in rewards.items():
@@ -75,10 +75,6 @@ def check_rewards(config: ConfigDict) -> None:
                 f"there is no reward {name!r} (there are {', '.join(others) or 'none'}): add it "
                 f"with --config.rewards.{name}.function=package.module:function, or a URL"
             )
-        check_limits({f"rewards.{name}.weight": (reward["weight"], -1e6, 1e6)})
-        for option, limits in {"time_limit": (0,), "retries": (0, 100)}.items():
-            if option in reward:
-                check_limits({f"rewards.{name}.{option}": (reward[option], *limits)})
     _check_weights({name: reward["weight"] for name, reward in rewards.items()})
 
 

@@ -47,8 +47,8 @@ class RunFolder:
     def config(self) -> Path:
         """The resolved config, versions, commit, device and command line of the first start.
 
-        A later start changes only the fields that `resume.MEMORY_AND_TIME` allows, and lists their
-        old values as `changes`. The last field is the tag by which `ownership` recognizes it.
+        A later start changes only fields that move only memory or time, and lists their old values
+        as `changes`. The last field is the tag by which `ownership` recognizes it.
         """
         return self.path / "config.json"
 
@@ -237,9 +237,8 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     Args:
         path: the folder; None means `default_folder(config)`.
         config: the resolved config. In a run that has begun it must equal the saved config, except
-            for `steps`, the sections on logging, checkpoints and profiling, and the fields of
-            `resume.MEMORY_AND_TIME`, whose changes are printed. A run without any step takes the
-            new config.
+            for the fields that are free, as `resume.is_free` says, and for those that move only
+            memory or time, whose changes are printed. A run without any step takes the new config.
 
     A start that fails before its first step removes the folder that it made.
 
@@ -450,20 +449,19 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     old, new = flatten(saved["config"]), flatten(config_dict(config))
     allowed, refused = resume.differences(old, new, config)
     moved = tuple(f for f in list(refused) if resume.is_place(f) and refused.pop(f))
-    said = f"; {names}" if (names := resume.renamed(old, new)) else ""
     if refused:
         changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
         begin = f"--config.init_from={folder.path}"
         remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
         if any(field not in old for field in refused):
             remedy += "; a field that was absent then is of a later version"
-        raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}{said}")
+        raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
     if not allowed or (folder.finished_steps() or 0) >= config.steps:
         return moved  # A finished run takes no step with new values.
     changes = visible(", ".join(f"{field}: {change}" for field, change in allowed.items()))
     print(
         f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "
-        f"here on its numbers are no longer bit for bit those of an uninterrupted run{said}",
+        "here on its numbers are no longer bit for bit those of an uninterrupted run",
         flush=True,
     )
     current, changed = config_dict(config), {"changes": [*saved.get("changes", []), allowed]}

@@ -8,9 +8,9 @@ import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.count import Compilations
+from qerl_jax.config.fields import has_own_evaluation
 from qerl_jax.data.from_config import EVAL, TRAIN, by_source, mixture_of
 from qerl_jax.data.from_config import fingerprints as problem_fingerprints
-from qerl_jax.data.mixture import has_own_evaluation
 from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import warn_of_another_base

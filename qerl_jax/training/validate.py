@@ -5,91 +5,19 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from qerl_jax.config.fields import ROWS, Field, keys_of
 from qerl_jax.data.from_config import mixture_of
 from qerl_jax.errors import UserError, check_limits, check_unicode
 from qerl_jax.memory.update_plan import recomputation
-from qerl_jax.policy import aqn, kl_control
+from qerl_jax.policy import kl_control
 from qerl_jax.policy.sharding import check_mesh
 from qerl_jax.rewards.from_config import check_rewards
-from qerl_jax.rl.advantages import ADVANTAGES, SCALES
-from qerl_jax.rollout.head import check_head_format
-from qerl_jax.rollout.shapes import cache_dtype
-from qerl_jax.weights.load import DTYPES, FORMATS
+from qerl_jax.system.import_path import names_function
 
 _WIDEST_SEQUENCE_CLIP = 0.1
-
-# Lower limit of a field, and upper limit if it has one.
-_LIMITS: dict[str, tuple[float, ...]] = {
-    "seed": (0, 2**32 - 1),
-    "steps": (1,),
-    "lora.rank": (1, 2**16),
-    "lora.alpha": (1e-6,),
-    "data.max_question_chars": (0,),
-    "data.curriculum_share": (1e-6, 1),
-    "rollout.prompts_per_step": (1,),
-    "rollout.group_size": (2,),
-    "rollout.max_new_tokens": (1,),
-    "rollout.temperature": (1e-6,),
-    "rollout.temperature_end": (1e-6,),
-    "rollout.top_k": (0,),
-    "rollout.top_p": (1e-6, 1),
-    "rollout.max_rows": (0,),
-    "rollout.kv_cache_bytes": (0,),
-    "rollout.chunk_steps": (1,),
-    "reward_time_limit": (0,),
-    "aqn.stages": (1, 2**20),
-    "aqn.sigma_start": (0,),
-    "aqn.sigma_end": (0,),
-    "aqn.kl_target_start": (0,),
-    "aqn.kl_target_end": (0,),
-    "aqn.sigma_max": (0,),
-    "aqn.tis_cap": (1e-6,),
-    "aqn.kl_every": (0,),
-    "aqn.kl_rows": (1,),
-    "rl.kl_coef": (0,),
-    "rl.entropy_coef": (0,),
-    "rl.sapo_temperature_pos": (1e-6,),
-    "rl.sapo_temperature_neg": (1e-6,),
-    "rl.off_policy_delta": (0,),
-    "rl.advantage_eps": (0,),
-    "rl.updates_per_rollout": (1,),
-    "rl.dynamic_sampling_rounds": (1,),
-    "rl.overlong_buffer": (0,),
-    "rl.overlong_penalty": (0,),
-    "optimizer.learning_rate": (0,),
-    "optimizer.final_fraction": (0, 1),
-    "optimizer.warmup_steps": (0,),
-    "optimizer.b1": (0, 0.999999),
-    "optimizer.b2": (0, 0.999999),
-    "optimizer.eps": (1e-30,),  # A's first gradient is 0, of which Adam would make 0 / 0
-    "optimizer.weight_decay": (0,),
-    "optimizer.max_grad_norm": (1e-9,),
-    "train.micro_batch_rows": (1,),
-    "train.buffer_tokens": (0,),
-    "eval.every": (0,),
-    "eval.problems": (0,),
-    "eval.max_new_tokens": (1,),
-    "mesh.data": (1, 2**20),
-    "mesh.tensor": (1, 2**20),
-    "checkpoint.every": (1,),
-    "checkpoint.keep": (1,),
-    "log.completions": (0,),
-}
-
-_CHOICES = {
-    "model.format": FORMATS,
-    "model.dtype": tuple(DTYPES),
-    "rollout.dequantize": ("auto", "once", "step"),
-    "data.curriculum": ("off", "learnability"),
-    "aqn.form": aqn.FORMS,
-    "aqn.correction": ("none", "tis", "noisy_forward"),
-    "rl.advantage": ADVANTAGES,
-    "rl.advantage_scale": SCALES,
-}
 
 
 def validate(config: ConfigDict) -> None:
@@ -99,14 +27,21 @@ def validate(config: ConfigDict) -> None:
         UserError: a value is out of range, or contradicts another value.
     """
     _check_texts(config.to_dict(), "")
-    check_limits({name: (_field(config, name), *bounds) for name, bounds in _LIMITS.items()})
+    rows = [row for name, row in ROWS.items() if ".NAME." not in name]
+    check_limits({row.name: (_value(config, row.name), *row.limits) for row in rows if row.limits})
     check_rewards(config)
+    check_limits(
+        {
+            f"rewards.{name}.{key}": (reward[key], *row.limits)
+            for name, reward in config.rewards.items()
+            for key, row in keys_of("rewards").items()
+            if row.limits and key in reward
+        }
+    )
     mixture_of(config)
-    for name, choices in _CHOICES.items():
-        if _field(config, name) not in choices:
-            raise UserError(
-                f"unknown {name} {_field(config, name)!r}: choose from {', '.join(choices)}"
-            )
+    for row in rows:
+        if row.choices:
+            _check_choice(row, _value(config, row.name))
     if config.aqn.schedule == kl_control.SCHEDULE and not config.aqn.kl_every:
         raise UserError(
             "aqn.schedule='kl' with aqn.kl_every=0: sigma follows the measured KL, pass "
@@ -142,8 +77,6 @@ def validate(config: ConfigDict) -> None:
             f"init_from={config.init_from} with lora.init={config.lora.init}: both are where the "
             "adapter comes from, leave out one"
         )
-    cache_dtype(config.rollout.kv_cache_dtype, jnp.dtype(config.model.dtype))
-    check_head_format(config.rollout.head_format)
     recomputation(config.train.recompute)
     check_mesh(config.mesh.data, prompts=config.rollout.prompts_per_step)
     if config.mesh.tensor > 1 and config.train.parameters == "full":
@@ -239,5 +172,15 @@ def _check_texts(value: Any, name: str) -> None:
             _check_texts(inner, f"{name}[{index}]")
 
 
-def _field(config: ConfigDict, name: str) -> Any:
+def _value(config: ConfigDict, name: str) -> Any:
     return functools.reduce(getattr, name.split("."), config)
+
+
+def _check_choice(row: Field, value: Any) -> None:
+    """Refuses a value, or an item of a tuple, that is not one of the choices of a field."""
+    for item in value if isinstance(value, tuple | list) else (value,):
+        if item in row.choices or (row.function and names_function(item)):
+            continue
+        choices = ", ".join(choice or "''" for choice in row.choices)
+        function = ", or 'package.module:function'" if row.function else ""
+        raise UserError(f"unknown {row.name} {item!r}: choose from {choices}{function}")

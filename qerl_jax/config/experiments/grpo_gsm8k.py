@@ -16,7 +16,7 @@ Results (docs/benchmarks.md has the commands):
     qwen2.5-coder-1.5b    60 steps of 1.8 s on an H100, 15.5 GB: mean reward 0.67
     other presets         not run yet
 
-`defaults.py` has the models, the recipes and every field, each with its comment.
+`qerl_jax/config/` has the models, the recipes and `fields.py`, every field in a row.
 """
 
 from ml_collections import ConfigDict

@@ -1,0 +1,184 @@
+"""The rows of the config's fields: each explains a field, and modules implement its choices."""
+
+import math
+import re
+
+import pytest
+
+from qerl_jax.config import describe
+from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
+from qerl_jax.config.fields import FIELDS, ROWS, OfModel, SameAs, Section, keys_of, row_of
+from qerl_jax.config.models import MODELS
+from qerl_jax.data import mixture
+from qerl_jax.errors import UserError, check_limits
+from qerl_jax.policy import aqn, kl_control
+from qerl_jax.policy.lora import PROJECTIONS
+from qerl_jax.policy.trainable import PARAMETERS
+from qerl_jax.rewards import from_config
+from qerl_jax.rl.advantages import ADVANTAGES, SCALES
+from qerl_jax.rl.losses import AGGREGATIONS, KL_GRADS, LOSSES
+from qerl_jax.rl.train_step import make_optimizer
+from qerl_jax.rollout.head import HEAD_FORMATS
+from qerl_jax.rollout.shapes import _CACHE_DTYPES
+from qerl_jax.run.folder import config_dict, flatten
+from qerl_jax.training.setup import temperature_schedule
+from qerl_jax.training.validate import validate
+from qerl_jax.weights.load import DTYPES, FORMATS
+
+
+def choices_in_error(call):
+    """The choices that the error of an unknown name lists."""
+    with pytest.raises(UserError) as caught:
+        call()
+    return tuple(str(caught.value).partition(": choose from ")[2].split(", "))
+
+
+def optimizer(schedule):
+    return make_optimizer(
+        learning_rate=1e-3,
+        schedule=schedule,
+        final_fraction=0.1,
+        warmup_updates=0,
+        total_updates=4,
+        b1=0.9,
+        b2=0.9,
+        eps=1e-8,
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+    )
+
+
+# What modules implement for the choices of a field.
+IMPLEMENTED = {
+    "model.format": FORMATS,
+    "model.dtype": tuple(DTYPES),
+    "lora.targets": PROJECTIONS,
+    "rollout.temperature_schedule": choices_in_error(
+        lambda: temperature_schedule("x", start=1.0, end=1.0, total_steps=2)
+    ),
+    "rollout.kv_cache_dtype": ("", *_CACHE_DTYPES),
+    "rollout.head_format": HEAD_FORMATS,
+    "aqn.schedule": (*aqn.SCHEDULES, kl_control.SCHEDULE),
+    "aqn.form": aqn.FORMS,
+    "rl.loss": tuple(LOSSES),
+    "rl.aggregation": ("", *AGGREGATIONS),
+    "rl.kl_grad": KL_GRADS,
+    "rl.advantage": ADVANTAGES,
+    "rl.advantage_scale": SCALES,
+    "optimizer.schedule": choices_in_error(lambda: optimizer("x")),
+    "train.parameters": PARAMETERS,
+}
+# Names that no module has in a table.
+COMPARED_IN_PLACE = {"data.curriculum", "rollout.dequantize", "aqn.correction"}
+
+
+def test_the_choices_of_a_row_are_those_of_its_module():
+    assert {name: ROWS[name].choices for name in IMPLEMENTED} == IMPLEMENTED
+    assert {row.name for row in ROWS.values() if row.choices} == {*IMPLEMENTED, *COMPARED_IN_PLACE}
+
+
+def test_the_keys_of_entries_are_those_of_their_modules():
+    rewards = {key: row.default for key, row in keys_of("rewards").items()}
+    assert rewards == {"function": "", "weight": 1.0} | from_config.OPTIONS
+    source = mixture.MixtureSource()
+    assert {key: getattr(source, key) for key in mixture._KEYS} == mixture._KEYS
+    assert set(mixture._FIELDS) == {name[12:] for name in ROWS if name.startswith("data.fields.")}
+
+
+def test_a_row_has_a_meaning_and_its_default_is_allowed():
+    names = [row.name for row in FIELDS]
+    assert len(set(names)) == len(names)
+    for row in ROWS.values():
+        assert row.help, row.name
+        value = row.default
+        if row.limits:
+            value = math.inf if isinstance(value, SameAs) else value
+            assert row.limits[0] <= value, row.name
+        if row.choices:
+            items = value if isinstance(value, tuple) else (value,)
+            assert set(items) <= set(row.choices), row.name
+
+
+def test_every_field_of_a_config_has_a_row_and_every_row_a_field():
+    rows = [row_of(name) for name in flatten(config_dict(grpo_gsm8k.get_config("qwen3-8b")))]
+    assert None not in rows
+    assert {name for name in ROWS if ".NAME." not in name} - {"rewards"} <= {r.name for r in rows}
+
+
+def test_the_row_of_a_field():
+    assert row_of("rl.clip_high").default == 0.28
+    assert row_of("data.options.max_terms").name == "data.options"
+    assert row_of("rewards.short.retries").limits == (0, 100)
+    assert row_of("data.mixture.math.fields.level").name == "data.mixture.NAME.fields"
+    for name in ("rl", "rl.clip", "lora", "surprise"):
+        assert row_of(name) is None
+
+
+@pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])
+def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
+    special = {row.name for row in ROWS.values() if isinstance(row.default, OfModel | SameAs)}
+    assert special == {"model.source", "data.chat_template_args", "eval.max_new_tokens"}
+    assert {ROWS["model.source"].default.value(model) for model in MODELS}
+    config = experiment.get_config("qwen3-8b")
+    assert config.model.source == "Qwen/Qwen3-8B"
+    assert config.data.chat_template_args.to_dict() == {"enable_thinking": True}
+    config.rollout.max_new_tokens = 7
+    assert config.eval.max_new_tokens == 7
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("rl.loss", "gpo", ["unknown rl.loss 'gpo': choose from grpo, ", "'package.module:funct"]),
+        ("rl.aggregation", "mean", ["choose from '', token, "]),
+        ("aqn.schedule", "cos", ["unknown aqn.schedule 'cos'", "kl, or 'package"]),
+        ("optimizer.schedule", "step", ["choose from constant, cosine, linear"]),
+        ("lora.targets", ("q_proj", "qkv"), ["unknown lora.targets 'qkv': choose from q_proj, "]),
+        ("train.parameters", "all", ["choose from lora, lora+norms, full"]),
+        ("rollout.temperature_schedule", "mod:f", ["'mod:f': choose from constant, "]),
+        ("rl.clip_high", -0.1, ["rl.clip_high=-0.1: it must be at least 0"]),
+        ("rl.clip_low", float("nan"), ["rl.clip_low=nan: it must be at least 0"]),
+        ("rewards.format.weight", 1e7, ["rewards.format.weight=10000000.0", "to 1000000.0"]),
+        ("rewards.format.time_limit", -1.0, ["rewards.format.time_limit=-1.0", "at least 0"]),
+        ("rewards.format.retries", 101, ["rewards.format.retries=101", "from 0 to 100"]),
+    ],
+)
+def test_a_value_that_a_row_does_not_allow(field, value, words):
+    config = grpo_gsm8k.get_config()
+    with config.rewards.format.unlocked():
+        config.update_from_flattened_dict({field: value})
+    with pytest.raises(UserError) as caught:
+        validate(config)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_function_and_an_open_end_are_allowed():
+    config = grpo_gsm8k.get_config()
+    config.rl.loss, config.rl.aggregation = "my_losses:plain", "my_losses:mean"
+    config.rl.clip_high = math.inf
+    validate(config)
+    check_limits({"open": (math.inf, 0, math.inf)})
+    with pytest.raises(UserError, match=r"x=inf: it must be finite and at least 0"):
+        check_limits({"x": (math.inf, 0)})
+
+
+def test_a_field_is_explained():
+    config = grpo_gsm8k.get_config()
+    text = describe.explain("rl.clip_high", config)
+    assert text.startswith("rl.clip_high = 0.28\n    The ratio is clipped from above")
+    assert "At least 0." in text
+    assert "Needs a loss that clips, rl.loss other than 'sapo'" in text
+    assert "may have another value" not in text
+    text = describe.explain("train.micro_batch_rows", config)
+    assert "it moves only memory or time. Not with rl.loss='bnpo'" in " ".join(text.split())
+    assert describe.explain("rewards.short.weight", config).startswith("rewards.NAME.weight\n")
+    text = describe.explain("all", config)
+    titles = re.findall(r"^(\S+?)(?: = .*|:)?$", text, re.MULTILINE)
+    assert titles == [row.name for row in FIELDS]
+    assert max(map(len, text.splitlines())) <= 100 + len("data.system_prompt")
+    sections = [row.name for row in FIELDS if isinstance(row, Section)]
+    assert describe.explain("aqn", config).startswith("aqn:\n    Adaptive quantization noise")
+    assert "data.fields" in sections
+    with pytest.raises(UserError, match=r"--explain=rl.clip_hihg: .* did you mean rl.clip_high"):
+        describe.explain("rl.clip_hihg", config)
