@@ -504,8 +504,8 @@ def test_a_dataset_in_the_home_folder(monkeypatch, tmp_path):
 def test_the_test_split_is_neither_trained_on_nor_held_out(monkeypatch, capsys):
     row = lambda i: {"question": f"q{i}", "answer": f"#### {i}"}  # noqa: E731
     unlabeled = {"question": "q3", "answer": None}
-    splits = {"train": [row(i) for i in range(50)], "test": [row(99), unlabeled]}
-    fake_hub(monkeypatch, lambda *_: splits)
+    rows = {"train": [row(i) for i in range(50)], "test": [row(99), unlabeled]}
+    fake_hub(monkeypatch, lambda *_: rows)
     train, evaluation = splits.load_splits(
         "openai/gsm8k", eval_source=splits.HELD_OUT, eval_size=None
     )

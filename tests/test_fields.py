@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from qerl_jax.config import describe
+from qerl_jax.config import describe, resume
 from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
 from qerl_jax.config.fields import FIELDS, ROWS, OfModel, SameAs, Section, keys_of, row_of
 from qerl_jax.config.models import MODELS
@@ -71,6 +71,24 @@ IMPLEMENTED = {
 # Names that no module has in a table.
 COMPARED_IN_PLACE = {"data.curriculum", "rollout.dequantize", "aqn.correction"}
 
+RESUMED = {
+    "memory": {
+        *("rollout.max_rows", "rollout.kv_cache_bytes", "rollout.chunk_steps"),
+        *("rollout.dequantize", "train.buffer_tokens", "train.recompute"),
+        *("train.micro_batch_rows", "mesh.data", "mesh.tensor"),
+        *("rewards.NAME.time_limit", "rewards.NAME.retries", "rewards.NAME.token_env"),
+    },
+    "place": {
+        *("model.source", "data.source", "data.path", "data.eval_source", "data.eval_path"),
+        *("data.mixture.NAME.source", "data.mixture.NAME.path"),
+    },
+    "free": {
+        *("steps", "checkpoint.every", "checkpoint.keep", "profile.start", "profile.stop"),
+        *("log.completions", "log.tensorboard", "log.wandb", "log.trackio", "log.project"),
+        "log.group",
+    },
+}
+
 
 def test_the_choices_of_a_row_are_those_of_its_module():
     assert {name: ROWS[name].choices for name in IMPLEMENTED} == IMPLEMENTED
@@ -112,6 +130,20 @@ def test_the_row_of_a_field():
     assert row_of("data.mixture.math.fields.level").name == "data.mixture.NAME.fields"
     for name in ("rl", "rl.clip", "lora", "surprise"):
         assert row_of(name) is None
+
+
+def test_what_may_change_when_a_run_goes_on():
+    names = {kind: {n for n, row in ROWS.items() if row.resume == kind} for kind in RESUMED}
+    assert names == RESUMED
+    config = grpo_gsm8k.get_config()
+    for field in (*RESUMED["memory"], "rewards.judge.retries"):
+        assert resume.moves_only_memory(field, config), field
+    config.rl.loss = "bnpo"
+    assert not resume.moves_only_memory("train.micro_batch_rows", config)
+    assert resume.is_place("data.mixture.math.path")
+    assert not resume.is_place("data.mixture.math.weight")
+    assert resume.is_free("log.group")
+    assert not resume.is_free("log")
 
 
 @pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])

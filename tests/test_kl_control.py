@@ -190,7 +190,7 @@ def test_a_resumed_run_repeats_its_sigmas(finished, tiny, tmp_path, monkeypatch)
 
 def test_a_run_goes_on_after_a_kl_that_is_not_finite():
     setup = types.SimpleNamespace(
-        sigma=level(stages=2),
+        method=types.SimpleNamespace(sigma=level(stages=2)),
         config=types.SimpleNamespace(aqn=types.SimpleNamespace(kl_every=1)),
     )
     progress = step_module.Progress(step=12, state=None, cursor=None)

@@ -1,1 +1,1 @@
-"""What a config may say: its rewards, the fields that a mode reads, and a config as text."""
+"""What a config may say: every field in one row, the models, recipes and installed experiments."""
