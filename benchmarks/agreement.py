@@ -23,14 +23,15 @@ import numpy as np
 from benchmarks.rollout.random_policy import random_lora
 from benchmarks.rollout.results import merge, origin
 from benchmarks.rollout.subject import first_problems, model_name
-from qerl_jax.data.splits import encode_prompts
+from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.tasks import SYSTEM_PROMPT
 from qerl_jax.policy import transformer
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rollout.config import SamplingConfig
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.system.paths import user_path
 from qerl_jax.weights.load import FORMATS, load
 
@@ -52,22 +53,13 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
     """
 
     def sampled(temperature: float) -> TrainBatch:
-        rollout = generate(
-            jax.random.key(seed),
-            model.params,
-            lora,
-            prompts,
-            config=model.config,
-            sampling=SamplingConfig(max_new_tokens=new_tokens, temperature=temperature),
-            tokenizer=model.tokenizer,
-        )
+        sampling = SamplingConfig(max_new_tokens=new_tokens, temperature=temperature)
+        sampler = Sampler(model.config, model.tokenizer, sampling)
+        rollout = sampler.rollout(jax.random.key(seed), Policy(model.params, lora), prompts)
         return make_batch(
             prompts,
-            rollout.tokens,
-            rollout.lengths,
-            rollout.finished,
+            rollout,
             np.zeros(len(prompts)),
-            rollout.logprobs,
             mask_truncated=False,
             aggregation="token",
             pad_id=model.tokenizer.pad_id,

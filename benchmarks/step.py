@@ -150,7 +150,7 @@ def _setup(
 
     from benchmarks.rollout.random_policy import random_params
     from qerl_jax.config.experiments.grpo_gsm8k import get_config
-    from qerl_jax.data.splits import Problem, Prompt
+    from qerl_jax.data.prompts import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.policy.sharding import make_mesh, placed
     from qerl_jax.policy.tensor_parallel import shard_of
@@ -267,7 +267,7 @@ def measure(
     trainable = first_trainable(setup.config, setup.model, setup.method.lora_config, setup.key)
     state = placed(init_state(trainable, setup.method.optimizer), setup.mesh)
     began = time.perf_counter()
-    executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
+    setup, programs = compile_programs(setup, state, trains=True, evaluates=False)
     compiled = time.perf_counter() - began
     progress = Progress(step=0, state=state, cursor=Cursor())
 
@@ -276,7 +276,6 @@ def measure(
         result = take_step(
             setup,
             progress,
-            executables=executables,
             programs=programs,
             on_rollout=lambda *_: None,
             on_update=lambda: None,

@@ -19,26 +19,27 @@ import optax
 import pytest
 import tiny_rollout
 import tiny_run
+from row_batch import row_batch
 from safetensors.numpy import load_file
 from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
 from triton_kernel import use_triton_kernels
 
 from qerl_jax.compile import executable_cache
-from qerl_jax.compile.aot import compile_operations, rollout_operations
+from qerl_jax.compile.operation import Programs
 from qerl_jax.compile.run_cache import cached_in
 from qerl_jax.policy import aqn, sharding, transformer
 from qerl_jax.policy.lora import fuse
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import data_parallel, logprobs
-from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
-from qerl_jax.rl.programs import jitted
+from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import UpdateConfig, init_state
-from qerl_jax.rollout import replicas
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.run import plots
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.metrics import read_steps
@@ -99,7 +100,7 @@ def packed():
     """Five buffers of random completions with a reference policy that is close to the current."""
     rng, (rows, width) = np.random.default_rng(0), (8, 6)
     lengths = np.array([6, 3, 1, 5, 6, 2, 4, 6])
-    batch = make_batch(
+    batch = row_batch(
         [random_tokens(1 + row % 4, seed=row).tolist() for row in range(rows)],
         random_tokens(rows, width),
         lengths,
@@ -119,23 +120,23 @@ def step(shape):
     model, params, lora = policy()
     mesh = mesh_of(shape)
     loss = loss_config("grpo", kl_coef=0.05, tis_cap=2.0, entropy_coef=0.01)
-    programs = jitted(UpdateConfig(model, loss), optax.sgd(1.0), mesh)
+    programs = Programs(functions(UpdateConfig(model, loss), optax.sgd(1.0), mesh))
     state = init_state(Trainable(jax.tree.map(jnp.array, lora), {}), optax.sgd(1.0))
     state, params = placed(state, params, model, mesh)
-    totals, old = programs.zero_totals(state.trainable), []
+    totals, old = programs["zero_totals"](state.trainable), []
     buffers = deal_buffers(packed(), mesh)
     arguments = None, buffers[0], np.bool_(True), np.float32(1)
-    program = programs.add_gradient.func.lower(
-        totals, state.trainable, params, *arguments, **programs.add_gradient.keywords
+    program = programs["add_gradient"].func.lower(
+        totals, state.trainable, params, *arguments, **programs["add_gradient"].keywords
     )
     for buffer in buffers:
-        totals, logprobs = programs.add_gradient(
+        totals, logprobs = programs["add_gradient"](
             totals, state.trainable, params, None, buffer, np.bool_(True), np.float32(1)
         )
         old.append(np.asarray(logprobs).reshape(-1, BUFFER))
-    kl = [programs.buffer_kl(params, noisy(params), state.trainable.lora, x, np.float32(1))
+    kl = [programs["buffer_kl"](params, noisy(params), state.trainable.lora, x, np.float32(1))
           for x in buffers]  # fmt: skip
-    state, metrics = programs.apply_gradient(state, totals)
+    state, metrics = programs["apply_gradient"](state, totals)
     gradient = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), lora, state.trainable.lora)
     logprobs = [x[y.mask > 0] for x, y in zip(np.concatenate(old), packed(), strict=False)]
     return {
@@ -197,7 +198,6 @@ def rollouts(shape):
     (key, lora), params = placed(
         (tiny_rollout.KEY, random_lora(model)), params, model, mesh_of(shape)
     )
-    groups = sharding.groups_of(params)
     prompts = [list(random_tokens(length, seed=length)) for length in LENGTHS]
     found = {}
     for temperature in (0.0, 1.0):
@@ -205,20 +205,10 @@ def rollouts(shape):
             {"max_new_tokens": 9, "chunk_steps": 4, "prompt_width": 9, "max_rows": 2}
             | {"temperature": temperature, "dequantize": "step" if temperature else "once"}
         )
-        how = {
-            "config": model,
-            "sampling": sampling,
-            "tokenizer": tiny_rollout.TinyTokenizer((3,)),
-            "engine": engine,
-            "group_size": 2,
-        }
-        local = sharding.on_group((key, params, lora), groups[0])
-        wanted = rollout_operations(
-            *local, prompts=replicas.most_prompts(len(prompts), len(groups)), **how
-        )
-        programs = compile_operations(local, wanted, others=groups[1:])
-        arguments = key, params, lora, prompts
-        *_, before, last = replicas.generate_steps(*arguments, executables=programs, **how)
+        sampler = Sampler(model, tiny_rollout.TinyTokenizer((3,)), sampling, engine, 2)
+        sampler = sampler.compiled(key, Policy(params, lora), num_prompts=len(prompts))
+        programs = sampler.executables
+        *_, before, last = sampler.steps(key, Policy(params, lora), prompts)
         found[temperature] = last.rollout
         found["before"] = before.ended_rows, before.tokens
         found["last"] = last.ended_rows, last.tokens, last.statistics

@@ -9,10 +9,11 @@ def row_loss(logprobs, *, config, advantages, mask, weights, **others):
     """`losses.policy_loss` for arrays [B, C] and advantages [B]."""
     rows, columns = jnp.shape(logprobs)
     flat = {"mask": mask, "weights": weights, **others}
-    return losses.policy_loss(
-        logprobs.reshape(-1),
+    flat = {name: None if x is None else jnp.reshape(x, -1) for name, x in flat.items()}
+    entropies = flat.pop("entropies", None)
+    tokens = losses.LossTokens(
         advantages=jnp.repeat(advantages, columns),
         rows=jnp.repeat(jnp.arange(rows), columns),
-        config=config,
-        **{name: None if x is None else jnp.reshape(x, -1) for name, x in flat.items()},
+        **flat,
     )
+    return losses.policy_loss(logprobs.reshape(-1), tokens, config=config, entropies=entropies)

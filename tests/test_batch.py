@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from row_batch import row_batch
 from row_loss import row_loss
 
 from qerl_jax.errors import UserError
 from qerl_jax.rl import losses
-from qerl_jax.rl.batch import make_batch
 from qerl_jax.rollout.shapes import bucket
 
 EOS = PAD = 2
@@ -25,7 +25,7 @@ def batch_of(lengths=LENGTHS, finished=FINISHED, **options):
     defaults = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
     defaults["micro_batch_rows"] = 2
     logprobs = np.where(np.arange(4) < lengths[:, None], -1.0, np.nan)
-    return make_batch(
+    return row_batch(
         PROMPTS, COMPLETIONS, lengths, finished, ADVANTAGES, logprobs, **defaults | options
     )
 
@@ -116,7 +116,7 @@ def loss_of(logprobs, batch, config):
 def test_the_constant_denominator_counts_the_tokens_that_may_be_sampled():
     # The longest completion has three tokens; twenty may be sampled.
     lengths, completions = np.array([3, 1]), np.ones((2, 20), int)
-    batch = make_batch(
+    batch = row_batch(
         *(PROMPTS[:2], completions, lengths, lengths > 0, ADVANTAGES[:2], np.zeros((2, 20))),
         mask_truncated=False,
         aggregation="constant",
@@ -138,10 +138,10 @@ def test_empty_prompt():
     arguments = COMPLETIONS, LENGTHS, FINISHED, ADVANTAGES, np.zeros((4, 4))
     options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
     with pytest.raises(UserError, match="prompt 2 is empty"):
-        make_batch([[1], [1], [], [1]], *arguments, **options)
+        row_batch([[1], [1], [], [1]], *arguments, **options)
 
 
 def test_shapes_are_checked():
     options = {"mask_truncated": False, "aggregation": "token", "pad_id": PAD}
     with pytest.raises(AssertionError):
-        make_batch(PROMPTS, COMPLETIONS, LENGTHS, FINISHED, ADVANTAGES, np.zeros((4, 3)), **options)
+        row_batch(PROMPTS, COMPLETIONS, LENGTHS, FINISHED, ADVANTAGES, np.zeros((4, 3)), **options)

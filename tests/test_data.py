@@ -12,9 +12,10 @@ import ml_collections
 import pyarrow
 import pyarrow.parquet
 import pytest
+from problem_sets import load_problems, load_splits
 
 from qerl_jax.data import splits
-from qerl_jax.data.splits import Problem
+from qerl_jax.data.prompts import Problem
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import functions
 
@@ -72,7 +73,7 @@ def test_jsonl_rows(tmp_path, row, problem):
     path = tmp_path / "train.jsonl"
     path.write_text(json.dumps(row, ensure_ascii=False) + "\n\n", encoding="utf-8-sig")
     expected = problem or Problem("q", row["answer"])
-    assert splits.load_problems("openai/gsm8k", path=str(path)) == [expected]
+    assert load_problems("openai/gsm8k", path=str(path)) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_bad_jsonl_names_file_and_line(tmp_path, content, message):
     path = tmp_path / "train.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=re.escape(message)) as error:
-        splits.load_problems("openai/gsm8k", path=str(path))
+        load_problems("openai/gsm8k", path=str(path))
     assert "\n" not in str(error.value)
 
 
@@ -141,7 +142,7 @@ def write_parquet(path):
 )
 def test_local_files_keep_the_columns_of_a_row(tmp_path, name, save):
     save(tmp_path / name)
-    problems = splits.load_problems("", path=str(tmp_path / name))
+    problems = load_problems("", path=str(tmp_path / name))
     assert problems == numbered(3)
     assert [problem.columns for problem in problems] == ROWS
 
@@ -149,13 +150,13 @@ def test_local_files_keep_the_columns_of_a_row(tmp_path, name, save):
 def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
     for name, rows in (("train-2.jsonl", ROWS[:1]), ("train-1.jsonl", ROWS[1:2]), ("notes.md", [])):
         write(tmp_path / name, rows)
-    assert splits.load_problems("", path=str(tmp_path)) == [Problem("q1", "1"), Problem("q0", "0")]
+    assert load_problems("", path=str(tmp_path)) == [Problem("q1", "1"), Problem("q0", "0")]
     write(tmp_path / "test-1.jsonl", ROWS[2:])
-    train, test = splits.load_splits("", path=str(tmp_path), eval_path=str(tmp_path), eval_size=5)
+    train, test = load_splits("", path=str(tmp_path), eval_path=str(tmp_path), eval_size=5)
     assert (train, test) == ([Problem("q1", "1"), Problem("q0", "0")], [Problem("q2", "2")])
     (tmp_path / "inner").mkdir()
     with pytest.raises(UserError, match=r"no file of problems for train .*the folder has no files"):
-        splits.load_problems("", path=str(tmp_path / "inner"))
+        load_problems("", path=str(tmp_path / "inner"))
 
 
 @pytest.mark.parametrize(
@@ -170,20 +171,20 @@ def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
 def test_bad_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(message)):
-        splits.load_problems("", path=str(tmp_path / name))
+        load_problems("", path=str(tmp_path / name))
 
 
 def test_rows_may_name_their_fields(tmp_path):
     path = write(tmp_path / "a.jsonl", [row | {"hard": 3 - row["tests"][0]} for row in ROWS])
     fields = {"question": "question", "answer": "meta.gold", "level": "hard"}
-    found = splits.load_problems("", path=path, fields=fields, levels=(2, 3))
+    found = load_problems("", path=path, fields=fields, levels=(2, 3))
     assert found == [Problem("q0", "g0"), Problem("q1", "g1")]
     with pytest.raises(UserError, match=r"no field meta.lost \(data.fields.answer\); it has quest"):
-        splits.load_problems("", path=path, fields={"answer": "meta.lost"})
+        load_problems("", path=path, fields={"answer": "meta.lost"})
     # A named field is an answer as it stands.
     text = "Add. So it is."
     path = write(tmp_path / "b.jsonl", [{"question": "q", "gold": text}])
-    (found,) = splits.load_problems("", path=path, fields={"answer": "gold"}, rewards=[])
+    (found,) = load_problems("", path=path, fields={"answer": "gold"}, rewards=[])
     assert found.answer == text
 
 
@@ -197,7 +198,7 @@ CHAT = [
 
 def test_a_prompt_may_be_a_chat(tmp_path):
     rows = [{"prompt": CHAT, "answer": "8"}, {"prompt": CHAT[1:2], "answer": "7"}]
-    chat, single = splits.load_problems("", path=write(tmp_path / "a.jsonl", rows))
+    chat, single = load_problems("", path=write(tmp_path / "a.jsonl", rows))
     assert single == Problem("3 + 4?", "7")
     assert chat.messages == tuple((m["role"], m["content"]) for m in CHAT)
     assert chat.question == "system: Be brief.\nuser: 3 + 4?\nassistant: 7\nuser: And 1 more?"
@@ -227,7 +228,7 @@ def test_a_prompt_may_be_a_chat(tmp_path):
 def test_bad_chats_are_named(tmp_path, messages, message):
     path = write(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "8"}])
     with pytest.raises(UserError, match=f"a.jsonl:1: prompt: .*{message}"):
-        splits.load_problems("", path=path)
+        load_problems("", path=path)
 
 
 def test_the_fingerprint_has_the_columns_that_rewards_read():
@@ -242,13 +243,13 @@ def test_the_fingerprint_has_the_columns_that_rewards_read():
 
 
 def test_generated_problems_have_the_columns_of_their_task():
-    (problem,) = splits.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, size=1)
+    (problem,) = load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, size=1)
     assert problem.columns["metadata"]["source_dataset"] == "chain_sum"
 
 
 def test_a_number_of_any_size_is_an_answer(tmp_path):
     path = write(tmp_path / "train.jsonl", [{"question": "q", "answer": 9**999}])
-    assert splits.load_problems("", path=path) == [Problem("q", str(9**999))]
+    assert load_problems("", path=path) == [Problem("q", str(9**999))]
 
 
 def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
@@ -261,7 +262,7 @@ def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
         {"question": "s", "answer": "Let x = 2 and by induction the claim holds for all"},
     ]
     path = write(tmp_path / "train.jsonl", rows)
-    assert splits.load_problems("", path=path, max_question_chars=98) == [Problem("q0", "1")]
+    assert load_problems("", path=path, max_question_chars=98) == [Problem("q0", "1")]
     assert capsys.readouterr().out.splitlines() == [
         f"left out 2 problems with an empty answer; the first: {path}:2",
         f"left out 7 problems with an answer that math_answer cannot read; the first: {path}:3",
@@ -269,7 +270,7 @@ def test_rows_that_are_left_out_are_counted_on_the_screen(tmp_path, capsys):
         r"left out 1 problem with a solution that marks no answer by \boxed{} or a last line "
         f"'#### NUMBER'; the first: {path}:10",
     ]
-    splits.load_problems("", path=write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}]))
+    load_problems("", path=write(tmp_path / "a.jsonl", [{"question": "q", "answer": "1"}]))
     assert capsys.readouterr().out == ""
 
 
@@ -302,11 +303,11 @@ def by_answer(prompt, completion, answer, num_tokens, finished):
 def test_what_the_scorers_cannot_read_is_left_out(tmp_path, capsys, scorers, count):
     rows = [{"question": f"q{i}", "answer": answer} for i, answer in enumerate(ANSWERS)]
     path = write(tmp_path / "train.jsonl", rows)
-    found = splits.load_problems("", path=path, rewards=scorers)
+    found = load_problems("", path=path, rewards=scorers)
     assert [problem.answer for problem in found] == ANSWERS[:count]
     left_out = re.findall(r"left out (\d)", capsys.readouterr().out)
     assert sum(map(int, left_out)) == len(ANSWERS) - count
-    kept = splits.load_problems("", eval_path=path, split="eval", eval_size=6, rewards=scorers)
+    kept = load_problems("", eval_path=path, split="eval", eval_size=6, rewards=scorers)
     assert [problem.answer for problem in kept] == ANSWERS[:count]
 
 
@@ -314,24 +315,24 @@ def test_without_a_need_for_answers_a_row_needs_none(tmp_path):
     path = write(
         tmp_path / "train.jsonl", [{"question": "q"}, {"prompt": "p", "solution": "A. B."}]
     )
-    found = splits.load_problems("", path=path, rewards=[by_length])
+    found = load_problems("", path=path, rewards=[by_length])
     assert found == [Problem("q", ""), Problem("p", "A. B.")]
 
 
 def test_missing_file():
     with pytest.raises(UserError, match=r"no\.jsonl: cannot read the problems: No such file"):
-        splits.load_problems("openai/gsm8k", path="no.jsonl")
+        load_problems("openai/gsm8k", path="no.jsonl")
 
 
 def test_jsonl_holds_out_the_last(tmp_path):
     rows = [{"question": f"q{i}", "answer": str(i)} for i in (0, 1, 2, 4, 3, 4)]
     path = write(tmp_path / "train.jsonl", rows)
-    load = lambda split: splits.load_problems("", path=path, split=split, eval_size=2)  # noqa: E731
+    load = lambda split: load_problems("", path=path, split=split, eval_size=2)  # noqa: E731
     assert [problem.question for problem in load("eval")] == ["q3", "q4"]
     assert [problem.question for problem in load("train")] == ["q0", "q1", "q2"]
-    assert len(splits.load_problems("", path=path)) == 6
+    assert len(load_problems("", path=path)) == 6
     with pytest.raises(UserError, match=r"train\.jsonl: no problems for train \(eval_size=6,"):
-        splits.load_problems("", path=path, eval_size=6)
+        load_problems("", path=path, eval_size=6)
 
 
 @pytest.mark.parametrize(
@@ -340,15 +341,15 @@ def test_jsonl_holds_out_the_last(tmp_path):
 def test_at_most_a_tenth_is_held_out(tmp_path, count, held_out):
     rows = [{"question": f"q{i}", "answer": str(i)} for i in range(count)]
     path = write(tmp_path / "train.jsonl", rows)
-    train, evaluation = splits.load_splits("", path=path, eval_size=None)
+    train, evaluation = load_splits("", path=path, eval_size=None)
     assert [p.question for p in train + evaluation] == [row["question"] for row in rows]
     assert len(evaluation) == held_out
     # A number that is asked for is taken.
-    assert len(splits.load_splits("", path=path, eval_size=1)[1]) == 1
+    assert len(load_splits("", path=path, eval_size=1)[1]) == 1
     # Another file is not trained on, so that up to 256 of its problems are taken.
-    assert len(
-        splits.load_splits("", path=path, eval_path=path, train=False, eval_size=None)[1]
-    ) == (min(count, 256))
+    assert len(load_splits("", path=path, eval_path=path, train=False, eval_size=None)[1]) == (
+        min(count, 256)
+    )
 
 
 def test_generated_problems_hold_out_at_most_a_tenth():
@@ -359,7 +360,7 @@ def test_generated_problems_hold_out_at_most_a_tenth():
 def test_eval_path(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"question": f"q{i}", "answer": "1"} for i in range(4)])
     other = write(tmp_path / "b.jsonl", [{"question": f"q{i}", "answer": "1"} for i in (9, 3, 0)])
-    load = lambda split: splits.load_problems(  # noqa: E731
+    load = lambda split: load_problems(  # noqa: E731
         "", path=path, eval_path=other, split=split, eval_size=2
     )
     assert [problem.question for problem in load("eval")] == ["q9", "q3"]
@@ -372,17 +373,17 @@ def test_levels(tmp_path, form):
         {"problem": f"q{level}", "answer": "1", "level": form.format(level)} for level in (1, 3, 5)
     ]
     path = write(tmp_path / "math.jsonl", rows)
-    assert [p.question for p in splits.load_problems("", path=path, levels=(3, 5))] == ["q3", "q5"]
-    assert len(splits.load_problems("", path=path)) == 3
+    assert [p.question for p in load_problems("", path=path, levels=(3, 5))] == ["q3", "q5"]
+    assert len(load_problems("", path=path)) == 3
     with pytest.raises(UserError, match=r"no problems for train.*levels=\(2,\)"):
-        splits.load_problems("", path=path, levels=(2,))
+        load_problems("", path=path, levels=(2,))
 
 
 @pytest.mark.parametrize("row", [{}, {"level": "hard"}, {"level": None}])
 def test_rows_without_a_level(tmp_path, row):
     path = write(tmp_path / "math.jsonl", [{"question": "q", "answer": "1"} | row])
     with pytest.raises(UserError, match=r"math.jsonl:1: data.levels=\[3\], but the level of this"):
-        splits.load_problems("", path=path, levels=(3,))
+        load_problems("", path=path, levels=(3,))
 
 
 def test_long_questions_are_not_trained_on(tmp_path, monkeypatch):
@@ -410,19 +411,19 @@ def test_eval_source(tmp_path, monkeypatch):
     for where in ({"source": "me/big"}, {"source": "", "path": path}):
         assert [p.question for p in load(**where, split="eval")] == ["q3", "q2"]
         assert [p.question for p in load(**where)] == ["q0", "q1"]
-    assert len(splits.load_problems("me/big", eval_source="you/small")) == 4
+    assert len(load_problems("me/big", eval_source="you/small")) == 4
     with pytest.raises(UserError, match="it/none: no split 'test'; it has train"):
-        splits.load_problems("me/big", eval_source="it/none", eval_size=1)
+        load_problems("me/big", eval_source="it/none", eval_size=1)
 
 
 def test_an_unreachable_eval_source(monkeypatch):
     fake_hub(monkeypatch, unreachable)
     with pytest.raises(UserError, match=r"you/small: .*--config.data.eval_path=FILE.jsonl"):
-        splits.load_problems("reasoning_gym:chain_sum", eval_source="you/small", eval_size=1)
+        load_problems("reasoning_gym:chain_sum", eval_source="you/small", eval_size=1)
 
 
 def chain_sum(**arguments):
-    return splits.load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, **arguments)
+    return load_problems("reasoning_gym:chain_sum", options=CHAIN_SUM, **arguments)
 
 
 def test_generated_problems():
@@ -458,14 +459,12 @@ def test_a_small_task_gives_all_its_problems():
 )
 def test_bad_generated_source(source, options, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        splits.load_problems(source, options=options, size=2)
+        load_problems(source, options=options, size=2)
 
 
 def test_options_as_a_config_dict():
     options = ml_collections.ConfigDict(CHAIN_SUM)
-    assert splits.load_problems("reasoning_gym:chain_sum", options=options, size=5) == chain_sum(
-        size=5
-    )
+    assert load_problems("reasoning_gym:chain_sum", options=options, size=5) == chain_sum(size=5)
 
 
 def fake_hub(monkeypatch, load_dataset):
@@ -497,18 +496,16 @@ def test_a_dataset_in_the_home_folder(monkeypatch, tmp_path):
     calls = []
     rows = {"train": [{"question": "q", "answer": "1"}]}
     fake_hub(monkeypatch, lambda *arguments: calls.append(arguments) or rows)
-    assert splits.load_problems("~/math:hard") == [Problem("q", "1")]
+    assert load_problems("~/math:hard") == [Problem("q", "1")]
     assert calls == [(str(tmp_path / "math"), "hard")]
 
 
 def test_the_test_split_is_neither_trained_on_nor_held_out(monkeypatch, capsys):
     row = lambda i: {"question": f"q{i}", "answer": f"#### {i}"}  # noqa: E731
     unlabeled = {"question": "q3", "answer": None}
-    rows = {"train": [row(i) for i in range(50)], "test": [row(99), unlabeled]}
-    fake_hub(monkeypatch, lambda *_: rows)
-    train, evaluation = splits.load_splits(
-        "openai/gsm8k", eval_source=splits.HELD_OUT, eval_size=None
-    )
+    dataset = {"train": [row(i) for i in range(50)], "test": [row(99), unlabeled]}
+    fake_hub(monkeypatch, lambda *_: dataset)
+    train, evaluation = load_splits("openai/gsm8k", eval_source=splits.HELD_OUT, eval_size=None)
     assert [int(p.answer) for p in train] == [i for i in range(46) if i != 3]
     assert [int(p.answer) for p in evaluation] == [46, 47, 48, 49]
     out = capsys.readouterr().out
@@ -518,11 +515,11 @@ def test_the_test_split_is_neither_trained_on_nor_held_out(monkeypatch, capsys):
 def test_hub_without_a_test_split_holds_out_the_last(monkeypatch):
     rows = [{"prompt": f"q{i}", "solution": str(i)} for i in range(5)]
     fake_hub(monkeypatch, lambda *_: {"train": rows})
-    assert [p.answer for p in splits.load_problems("me/math", split="eval", eval_size=2)] == [
+    assert [p.answer for p in load_problems("me/math", split="eval", eval_size=2)] == [
         "3",
         "4",
     ]
-    assert len(splits.load_problems("me/math", eval_size=2)) == 3
+    assert len(load_problems("me/math", eval_size=2)) == 3
 
 
 def unreachable(*_):
@@ -546,7 +543,7 @@ def unreachable(*_):
 def test_hub_errors(monkeypatch, load_dataset, message):
     fake_hub(monkeypatch, load_dataset)
     with pytest.raises(UserError, match=re.escape(message)):
-        splits.load_problems("openai/gsm8k")
+        load_problems("openai/gsm8k")
 
 
 @pytest.mark.parametrize(

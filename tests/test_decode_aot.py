@@ -213,8 +213,7 @@ def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypa
             params,
             fused,
             state,
-            array(rows, dtype=jnp.int32),
-            array(rows, dtype=bool),
+            decode.CacheRows(array(rows, dtype=jnp.int32), array(rows, dtype=bool)),
             array(dtype=jnp.float32),
             config=decode.decode_config(
                 config, SamplingConfig(max_new_tokens=144), EngineConfig(), TinyTokenizer((1,))

@@ -116,7 +116,7 @@ def test_samples_depend_on_the_key_and_the_row_alone():
 
 def test_a_token_is_the_sample_of_its_key_row_and_position():
     config, params, lora = policy()
-    result = rollout(group_size=2, prompt_ids=[4, 0, 9])
+    result = rollout(group_size=2, ids=[4, 0, 9])
     rows = [[*PROMPTS[row // 2], *result.tokens[row].tolist()] for row in range(6)]
     tokens, lengths = pad_prompts(rows, width=24, pad_id=PAD)
     logits = transformer.forward(params, lora, tokens, lengths, config=config)
@@ -156,11 +156,8 @@ def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperatur
     assert not result.finished.all()
     batch = make_batch(
         [prompt for prompt in PROMPTS for _ in range(4)],
-        result.tokens,
-        result.lengths,
-        result.finished,
+        result,
         np.zeros(12),
-        result.logprobs,
         mask_truncated=False,
         aggregation="token",
         pad_id=PAD,
@@ -189,14 +186,15 @@ EXITS_WITH_A_CHUNK_IN_FLIGHT = """
 import jax, sys
 from tiny_rollout import TinyTokenizer
 from tiny_model import tiny_policy
-from qerl_jax.rollout.engine import EngineConfig, SamplingConfig, generate_steps
+from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.sampler import Sampler
 
 config, params = tiny_policy("llama", max_position=4096)
 ends = range(config.vocab_size) if sys.argv[1] == "ended" else ()
-for progress in generate_steps(
-    jax.random.key(0), params, None, [[1, 2, 3]], config=config, tokenizer=TinyTokenizer(ends),
-    sampling=SamplingConfig(max_new_tokens=2000), engine=EngineConfig(chunk_steps=500),
-):
+sampling, engine = SamplingConfig(max_new_tokens=2000), EngineConfig(chunk_steps=500)
+sampler = Sampler(config, TinyTokenizer(ends), sampling, engine)
+for progress in sampler.steps(jax.random.key(0), Policy(params, None), [[1, 2, 3]]):
     if sys.argv[1] == "closed":
         break
 print("done")

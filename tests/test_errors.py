@@ -11,12 +11,12 @@ import pytest
 import tiny_checkpoints
 import tiny_run
 from absl import flags
+from problem_sets import load_problems
 
 from benchmarks import step
 from qerl_jax.commands import cli
 from qerl_jax.commands import train as train_command
 from qerl_jax.config.experiments import installed_file
-from qerl_jax.data.splits import load_problems
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import _load_model

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
+from problem_sets import load_problems
 from tiny_model import random_lora
 
 import qerl_jax.evaluation.evaluate
 import qerl_jax.training.setup
-from qerl_jax.data.splits import encode_prompts, load_problems
+from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy, score_completions
@@ -32,9 +33,11 @@ from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export import scores
 from qerl_jax.memory.run_plan import plan_run
 from qerl_jax.policy.lora import PROJECTIONS, LoraConfig
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
+from qerl_jax.rollout.completions import detokenize
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize, generate, generate_steps
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run import ownership
 from qerl_jax.run.folder import open_run
@@ -80,11 +83,13 @@ def rollouts(monkeypatch):
     """Records the number of prompts and of rows that decode together in each rollout."""
     seen = []
 
-    def recording(key, params, lora, prompts, *, engine, **options):
-        seen.append((len(prompts), engine.max_rows))
-        return generate_steps(key, params, lora, prompts, engine=engine, **options)
+    steps = Sampler.steps
 
-    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate_steps", recording)
+    def recording(sampler, key, policy, prompts, **options):
+        seen.append((len(prompts), sampler.engine.max_rows))
+        return steps(sampler, key, policy, prompts, **options)
+
+    monkeypatch.setattr(Sampler, "steps", recording)
     return seen
 
 
@@ -114,24 +119,13 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     model = load(str(tiny.model), format="nvfp4", dtype="float32")
     problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=10)
     prompts = encode_prompts(problems, model.tokenizer, max_prompt_tokens=16)
-    found = greedy_accuracy(
-        model,
-        None,
-        prompts,
-        correctness=tiny_run.even_end,
-        time_limit=1.0,
-        sampling=SamplingConfig(max_new_tokens=4, temperature=0.7, top_k=3, top_p=0.5),
-        engine=EngineConfig(max_rows=4),
-    )
-    rollout = generate(
-        jax.random.key(0),
-        model.params,
-        None,
-        [prompt.ids for prompt in prompts],
-        config=model.config,
-        sampling=SamplingConfig(max_new_tokens=4, temperature=0.0),
-        tokenizer=model.tokenizer,
-        engine=EngineConfig(max_rows=4),
+    sampling = SamplingConfig(max_new_tokens=4, temperature=0.7, top_k=3, top_p=0.5)
+    sampler = Sampler(model.config, model.tokenizer, sampling, EngineConfig(max_rows=4))
+    policy = Policy(model.params, None)
+    found = greedy_accuracy(sampler, policy, prompts, correctness=tiny_run.even_end, time_limit=1.0)
+    likeliest = SamplingConfig(max_new_tokens=4, temperature=0.0)
+    rollout = dataclasses.replace(sampler, sampling=likeliest).rollout(
+        jax.random.key(0), policy, [prompt.ids for prompt in prompts]
     )
     expected = [
         tiny_run.even_end("", text, "", 1, True)
@@ -232,12 +226,11 @@ def test_one_sample_is_greedy(settings, tiny, rollouts):
     model = load(str(tiny.model), format="bf16", dtype="float32")
     problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
     found = greedy_accuracy(
-        model,
-        None,
+        Sampler(model.config, model.tokenizer, SamplingConfig(max_new_tokens=6)),
+        Policy(model.params, None),
         encode_prompts(problems, model.tokenizer, max_prompt_tokens=16),
         correctness=tiny_run.even_end,
         time_limit=1.0,
-        sampling=SamplingConfig(max_new_tokens=6),
     )
     assert figures["accuracy"]["value"] == found.accuracy
     assert figures["finished"] == pytest.approx(1 - found.truncated)
@@ -379,7 +372,7 @@ def test_too_many_rows_is_one_line(settings, monkeypatch):
     def full(*arguments, **options):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nwhile allocating")
 
-    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate_steps", full)
+    monkeypatch.setattr(Sampler, "steps", full)
     with pytest.raises(UserError, match=r"9 rows do not fit.*--max-rows=9, --samples=3"):
         evaluate(settings())
 
@@ -535,11 +528,14 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
     created = before.strftime("%Y-%m-%dT%H:%M:%S%z")
     ends = set()
 
-    def recording(key, params, lora, prompts, *, tokenizer, **options):
-        ends.update(tuple(tokenizer.decode(list(ids)).split()[-2:]) for ids in prompts)
-        return generate_steps(key, params, lora, prompts, tokenizer=tokenizer, **options)
+    steps = Sampler.steps
 
-    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "generate_steps", recording)
+    def recording(sampler, key, policy, prompts, **options):
+        texts = [sampler.tokenizer.decode(list(ids)) for ids in prompts]
+        ends.update(tuple(text.split()[-2:]) for text in texts)
+        return steps(sampler, key, policy, prompts, **options)
+
+    monkeypatch.setattr(Sampler, "steps", recording)
     with monkeypatch.context() as patch:
         clock = types.SimpleNamespace(strftime=lambda _: created)
         patch.setattr("qerl_jax.run.provenance.time", clock)
@@ -655,18 +651,13 @@ def test_a_run_is_evaluated_as_during_its_training(tiny, tmp_path, changes):
         rewarded.append((completion, num_tokens, finished))
         return tiny_run.even_end(prompt, completion, answer, num_tokens, finished)
 
-    def greedy(accuracy):
-        return accuracy(
-            setup.model,
-            tiny_run.adapter(run),
-            setup.eval_prompts,
-            correctness=correctness,
-            time_limit=1.0,
-            sampling=setup.eval_sampling,
-            engine=setup.eval_engine,
-        )
-
-    expected = greedy(greedy_accuracy)
+    expected = greedy_accuracy(
+        setup.eval_sampler,
+        Policy(setup.params, tiny_run.adapter(run)),
+        setup.eval_prompts,
+        correctness=correctness,
+        time_limit=1.0,
+    )
     saved = read_jsonl(folder / "run.jsonl")
     assert rewarded == [(row["completion"], row["tokens"], row["finished"]) for row in saved]
     assert figures["accuracy"]["value"] == expected.accuracy
@@ -684,14 +675,14 @@ def test_the_scores_of_an_export_end_at_the_stop_strings(run, monkeypatch):
     ownership.write_config(run / "config.json", settings)
     sampled = []
 
-    def recording(*_, sampling, engine=None, **options):
-        sampled.append((sampling.stop, engine and engine.kv_cache_dtype))
+    def recording(sampler, *_, **options):
+        sampled.append((sampler.sampling.stop, sampler.engine.kv_cache_dtype))
         return GreedyScore(accuracy=0.5, truncated=0.0)
 
     policy = open_policy(str(run))
     monkeypatch.setattr(scores, "greedy_accuracy", recording)
     held_out = scores.open_held_out_set(policy, None, run, trusted=ownership.is_own(run))
-    held_out.accuracy(policy.model, policy.lora)
+    held_out.accuracy(policy.model, policy.lora, print)
     assert sampled == [(("t1", "t3"), "bfloat16")]
     probe = scores.make_probe(policy, None)
     texts = [policy.model.tokenizer.decode(tokens) for tokens in probe.completions]
@@ -709,8 +700,9 @@ def test_a_run_evaluates_in_the_rows_of_its_plan(tiny, monkeypatch):
 
     monkeypatch.setattr(qerl_jax.training.setup, "plan_run", few_rows)
     setup = prepare(config, {"correctness": (tiny_run.even_end, 1.0)}, schedule_steps=4)
-    assert setup.collect.engine.max_rows == 3
-    assert (setup.eval_engine.max_rows, setup.eval_engine.prefill_prompts) == (2, 1)
+    assert setup.collect.sampler.engine.max_rows == 3
+    engine = setup.eval_sampler.engine
+    assert (engine.max_rows, engine.prefill_prompts) == (2, 1)
 
 
 def test_base_and_adapter_are_compared(run, tmp_path, capsys):

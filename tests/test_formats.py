@@ -14,9 +14,10 @@ from tiny_rollout import TinyTokenizer
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.lora import FUSED
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module
 
@@ -81,17 +82,13 @@ def test_logits_and_gradients_are_those_of_the_dequantized_policy(model):
 def test_dequantizing_once_or_in_each_step_gives_equal_rollouts(model):
     noisy = aqn.perturb_norms(jax.random.key(0), model.params, 3e-2)
     step, once = (
-        generate(
-            jax.random.key(1),
-            noisy,
-            random_lora(model.config),
-            [[3, 1, 4], [1, 5]],
-            config=model.config,
-            sampling=SamplingConfig(max_new_tokens=6, temperature=4.0),
-            tokenizer=TinyTokenizer((2, 7, 9)),
-            engine=EngineConfig(dequantize=dequantize),
+        Sampler(
+            model.config,
+            TinyTokenizer((2, 7, 9)),
+            SamplingConfig(max_new_tokens=6, temperature=4.0),
+            EngineConfig(dequantize=dequantize),
             group_size=2,
-        )
+        ).rollout(jax.random.key(1), Policy(noisy, random_lora(model.config)), [[3, 1, 4], [1, 5]])
         for dequantize in ("step", "once")
     )
     np.testing.assert_array_equal(step.tokens, once.tokens)

@@ -16,9 +16,10 @@ from safetensors.numpy import load_file
 
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.policy import transformer
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.rollout.config import SamplingConfig
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.sampler import Sampler
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 FOLDER = GOLDEN / "export_logits"
@@ -81,15 +82,13 @@ def test_greedy_tokens_of_smollm2(tmp_path):
     for form in made.FORMATS:
         base = str(tmp_path / "peft-base") if form == "peft" else ""
         policy = open_policy(str(tmp_path / form), base=base, dtype="float32")
-        rollout = generate(
-            jax.random.key(0),
-            rounded(policy.model.params),
-            policy.lora,
-            made.prompts(),
-            config=policy.model.config,
-            sampling=SamplingConfig(max_new_tokens=made.NEW_TOKENS, temperature=0.0),
-            tokenizer=dataclasses.replace(policy.model.tokenizer, eos_ids=()),
+        sampler = Sampler(
+            policy.model.config,
+            dataclasses.replace(policy.model.tokenizer, eos_ids=()),
+            SamplingConfig(max_new_tokens=made.NEW_TOKENS, temperature=0.0),
         )
+        exported = Policy(rounded(policy.model.params), policy.lora)
+        rollout = sampler.rollout(jax.random.key(0), exported, made.prompts())
         expected = [row["tokens"] for row in golden[form]]
         np.testing.assert_array_equal(rollout.tokens, expected, err_msg=form)
     assert golden["peft"] != golden["nvfp4"]

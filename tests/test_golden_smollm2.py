@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from qerl_jax.policy import transformer
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import SamplingConfig
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights.load import load
 
@@ -46,15 +47,13 @@ def test_each_token_has_the_largest_logit(smollm2):
 @pytest.mark.slow  # compiles programs of 30 layers
 def test_greedy_tokens(smollm2):
     golden = json.loads((GOLDEN / "smollm2_greedy.json").read_text())
-    rollout = generate(
-        jax.random.key(0),
-        smollm2.params,
-        None,
-        [entry["prompt"] for entry in golden],
-        config=smollm2.config,
-        sampling=SamplingConfig(max_new_tokens=32, temperature=0.0),
-        tokenizer=dataclasses.replace(smollm2.tokenizer, eos_ids=()),
+    sampler = Sampler(
+        smollm2.config,
+        dataclasses.replace(smollm2.tokenizer, eos_ids=()),
+        SamplingConfig(max_new_tokens=32, temperature=0.0),
     )
+    prompts = [entry["prompt"] for entry in golden]
+    rollout = sampler.rollout(jax.random.key(0), Policy(smollm2.params, None), prompts)
     np.testing.assert_array_equal(rollout.tokens, [entry["tokens"] for entry in golden])
 
 

@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from row_batch import row_batch
 from safetensors.numpy import load_file
 
+from qerl_jax.compile.operation import Programs
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.trainable import (
     PARAMETERS,
@@ -18,11 +20,10 @@ from qerl_jax.policy.trainable import (
     trained_params,
 )
 from qerl_jax.rl.advantages import group_advantages
-from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
-from qerl_jax.rl.programs import jitted
-from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
+from qerl_jax.rl.programs import functions
+from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer
 from qerl_jax.rollout.scheduler import pad_prompts
 from qerl_jax.weights.load import load
 from qerl_jax.weights.names import layer_module, peft_tensor
@@ -82,7 +83,7 @@ def step_batch(aggregation, tensors):
     np.testing.assert_allclose(advantages, tensors["advantages"], atol=1e-6)
     padded, lengths = pad_prompts(completions, width=tensors["mask"].shape[1], pad_id=0)
     group_size = len(rollout["completions"][0])
-    batch = make_batch(
+    batch = row_batch(
         [prompt for prompt in rollout["prompts"] for _ in range(group_size)],
         padded,
         lengths,
@@ -126,7 +127,7 @@ def test_optimizer_step(variant, buffer_tokens):
         kl_coef=settings["beta"],
         kl_grad="unbiased" if settings.get("use_bias_correction_kl") else "k3",
     )
-    optimizer = make_optimizer(
+    optimizer_config = OptimizerConfig(
         learning_rate=settings["learning_rate"],
         schedule=settings["lr_scheduler_type"],
         final_fraction=0.1,
@@ -140,10 +141,10 @@ def test_optimizer_step(variant, buffer_tokens):
     )
     batch = step_batch(loss.aggregation, tensors)
     mask = batch.loss_mask > 0
-    optimizer = optax.chain(KEEP_GRADIENT, optimizer)
+    optimizer = optax.chain(KEEP_GRADIENT, make_optimizer(optimizer_config))
     config = UpdateConfig(model.config, loss)
     temperature = np.float32(settings["temperature"])
-    programs = jitted(config, optimizer)
+    programs = Programs(functions(config, optimizer))
     # TRL also forwards rows that teach nothing, and its metrics count them.
     rows = mask.any(axis=1)
     buffers = pack(batch, rows, buffer_tokens=buffer_tokens)
@@ -162,14 +163,15 @@ def test_optimizer_step(variant, buffer_tokens):
     def assert_logprobs(trainable, name):
         policy = current_policy(model.params, trainable)
         for i, buffer in enumerate(buffers):
-            found = programs.buffer_logprobs(policy, trainable.lora, buffer, temperature)
+            found = programs["buffer_logprobs"](policy, trainable.lora, buffer, temperature)
             inside = buffer.mask > 0
             assert_close(np.asarray(found)[inside], recorded[name][i][inside])
 
     if settings["beta"]:
         assert_logprobs(Trainable(None, {}), "ref_logprobs")
         scored = (
-            programs.buffer_logprobs(model.params, None, buffer, temperature) for buffer in buffers
+            programs["buffer_logprobs"](model.params, None, buffer, temperature)
+            for buffer in buffers
         )
         buffers = [
             buffer.replace(ref_logprobs=found)
@@ -178,14 +180,14 @@ def test_optimizer_step(variant, buffer_tokens):
     state = init_state(trainable, optimizer)
     for update, expected in enumerate(record["updates"]):
         assert_logprobs(state.trainable, f"logprobs.{update}")
-        totals = programs.zero_totals(state.trainable)
+        totals = programs["zero_totals"](state.trainable)
         for i, buffer in enumerate(buffers):
-            totals, old = programs.add_gradient(
+            totals, old = programs["add_gradient"](
                 *(totals, state.trainable, model.params, None, buffer),
                 *(np.bool_(update == 0), temperature),
             )
             buffers[i] = buffer.replace(old_logprobs=old)
-        state, metrics = programs.apply_gradient(state, totals)
+        state, metrics = programs["apply_gradient"](state, totals)
         if parameters != "full":
             assert_tensors(adapter_tensors(state.opt_state[0].lora), tensors, f"grad.{update}.")
         assert_tensors(trained_tensors(state.trainable, model), tensors, f"after.{update}.")

@@ -5,8 +5,8 @@ import time
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from problem_sets import load_problems
 
-from qerl_jax.data import splits
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.perplexity import read_documents
 from qerl_jax.system import hub
@@ -51,7 +51,7 @@ def test_a_mistyped_path_is_not_asked_for_on_a_hub(source, tmp_path, monkeypatch
     )
     assert (f"did you mean {suggestion}?" in str(error.value)) == bool(suggestion)
     with pytest.raises(UserError, match=r"--config\.data\.path=FILE\.jsonl"):
-        splits.load_problems(source)
+        load_problems(source)
     if source == "runs/first-adc":
         with pytest.raises(UserError, match="did you mean first-abc"):
             read_documents(source)

@@ -26,6 +26,8 @@ FLOORS = (
     ("training", "export"),
     ("commands",),
 )
+# Modules that `training/step.py` reaches, imports inside of functions included.
+MOST_OF_A_STEP = 90
 FLOOR = {folder: number for number, floor in enumerate(FLOORS) for folder in floor}
 
 
@@ -118,6 +120,40 @@ def test_imports_are_found():
     folders = imports_of_folders(ROOT)
     assert "pallas_kernels.fp4_matmul" in folders["pallas_kernels.decode"]
     assert "pallas_kernels.fp4_matmul" in folders["qerl_jax.policy"]
+
+
+def reached(module, root=ROOT):
+    """A module and everything that it imports, directly or through others."""
+    graph, names, waiting = imports(root), set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in names:
+            names.add(name)
+            waiting += graph[name]
+    return names
+
+
+def test_the_method_is_read_without_the_rest_of_the_house():
+    """A step gets the model, the rewards and the processes handed in."""
+    names = reached("qerl_jax.training.step")
+    assert len(names) <= MOST_OF_A_STEP, sorted(names)
+    folders = {folder(name) for name in names if name.startswith("qerl_jax.")}
+    assert "qerl_jax.policy" in folders
+    others = {"weights", "memory", "run", "evaluation", "export", "config", "commands"}
+    assert not folders & {f"qerl_jax.{name}" for name in others}
+
+
+def test_what_a_module_reaches_would_be_counted(tmp_path):
+    write_modules(
+        tmp_path,
+        {
+            "qerl_jax/a.py": "import qerl_jax.b\n",
+            "qerl_jax/b.py": "def f():\n    from qerl_jax import c\n",
+            "qerl_jax/c.py": "",
+            "qerl_jax/d.py": "",
+        },
+    )
+    assert reached("qerl_jax.a", tmp_path) == {"qerl_jax.a", "qerl_jax.b", "qerl_jax.c"}
 
 
 def test_no_circles_between_modules():

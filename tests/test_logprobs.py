@@ -8,12 +8,12 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from row_batch import row_batch
 from tiny_checkpoints import VOCAB
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.rl import logprobs as logprobs_lib
-from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.packing import pack
 
 TOKENS = random_tokens(3, 16)
@@ -123,7 +123,7 @@ def test_entropies_have_no_gradient():
 @functools.cache
 def buffer():
     """The three completions, packed; their targets are in the order of MASK, row after row."""
-    batch = make_batch(
+    batch = row_batch(
         [TOKENS[row, :prompt].tolist() for row, prompt in enumerate(PROMPT_LENGTHS)],
         np.stack([np.resize(TOKENS[r, p:], WIDTH) for r, p in enumerate(PROMPT_LENGTHS)]),
         LENGTHS - PROMPT_LENGTHS,

@@ -25,9 +25,8 @@ from qerl_jax.compile.aot import FirstRunAlone
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding, transformer
-from qerl_jax.rollout.engine import RolloutProgress
-from qerl_jax.rollout.replicas import _in_threads, deal
-from qerl_jax.rollout.scheduler import Statistics
+from qerl_jax.rollout.progress import RolloutProgress, Statistics
+from qerl_jax.rollout.replicas import deal, in_threads
 from qerl_jax.training.validate import validate
 
 DEVICES = 4
@@ -266,12 +265,12 @@ def part(ended):
 def test_a_rollout_that_fails_ends_the_others(part, ended):
     parts = [lambda n=n: part(n, 3 if n == 1 else None) for n in range(3)]
     with pytest.raises(UserError, match="no memory"):
-        collections.deque(_in_threads(parts), maxlen=0)
+        collections.deque(in_threads(parts), maxlen=0)
     assert sorted(ended) == [0, 1, 2]
 
 
 def test_the_rollouts_end_with_their_reader(part, ended):
-    steps = _in_threads([lambda n=n: part(n) for n in range(3)])
+    steps = in_threads([lambda n=n: part(n) for n in range(3)])
     seen = {number: step.tokens for number, step in itertools.islice(steps, 100)}
     assert seen
     assert not ended

@@ -161,8 +161,7 @@ def test_a_decode_step(compile_for_mesh, rows):
         jax.eval_shape(lambda: jax.random.key(0)),
         policy(config, mesh),
         *located((fused, state), mesh),
-        array(rows, dtype=jnp.int32),
-        array(rows, dtype=bool),
+        decode.CacheRows(array(rows, dtype=jnp.int32), array(rows, dtype=bool)),
         array(dtype=jnp.float32),
         config=decode.decode_config(
             own, SamplingConfig(max_new_tokens=144), EngineConfig(), NO_TEXT

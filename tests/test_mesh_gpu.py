@@ -3,28 +3,28 @@
 uv run --extra cuda pytest -n 0 -m gpu tests/test_mesh_gpu.py
 """
 
-import collections
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from row_batch import row_batch
 from tiny_checkpoints import model_config
 from tiny_model import random_tokens
 
 from benchmarks.rollout.random_policy import random_lora, random_params
 from benchmarks.rollout.subject import NO_TEXT
+from qerl_jax.compile.operation import Programs
 from qerl_jax.policy import sharding
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
-from qerl_jax.rl.programs import jitted
+from qerl_jax.rl.programs import functions
 from qerl_jax.rl.train_step import UpdateConfig, init_state
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.replicas import generate_steps
+from qerl_jax.rollout.config import SamplingConfig
+from qerl_jax.rollout.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
 # Each device has whole tiles of the kernels, and heads of 128 as attention has them.
@@ -56,18 +56,12 @@ def on(shards):
 
 def rollout(shards, temperature, rows):
     _, params, lora = on(shards)
-    steps = generate_steps(
+    sampling = SamplingConfig(max_new_tokens=33, temperature=temperature)
+    return Sampler(CONFIG, NO_TEXT, sampling).rollout(
         sharding.beside(jax.random.key(2), params),
-        params,
-        lora,
+        Policy(params, lora),
         [random_tokens(7 + n, seed=n).tolist() for n in range(rows)],
-        config=CONFIG,
-        sampling=SamplingConfig(max_new_tokens=33, temperature=temperature),
-        tokenizer=NO_TEXT,
-        engine=EngineConfig(),
     )
-    (last,) = collections.deque(steps, maxlen=1)
-    return last.rollout
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -84,7 +78,7 @@ def test_a_rollout(rows, temperature):
 def gradient(shards):
     mesh, params, lora = on(shards)
     rng, (rows, width) = np.random.default_rng(0), (16, 40)
-    batch = make_batch(
+    batch = row_batch(
         [random_tokens(8, seed=row).tolist() for row in range(rows)],
         random_tokens(rows, width),
         np.full(rows, width),
@@ -96,15 +90,15 @@ def gradient(shards):
         pad_id=0,
     )
     optimizer = optax.sgd(1.0)
-    programs = jitted(UpdateConfig(CONFIG, loss_config("grpo")), optimizer, mesh)
+    programs = Programs(functions(UpdateConfig(CONFIG, loss_config("grpo")), optimizer, mesh))
     before = jax.tree.map(np.asarray, lora)
     state = sharding.placed(init_state(Trainable(lora, {}), optimizer), mesh)
-    totals = programs.zero_totals(state.trainable)
+    totals = programs["zero_totals"](state.trainable)
     for buffer in deal_buffers(pack(batch, np.ones(rows, bool), buffer_tokens=256), mesh):
-        totals, _ = programs.add_gradient(
+        totals, _ = programs["add_gradient"](
             totals, state.trainable, params, None, buffer, np.bool_(True), np.float32(1)
         )
-    state, metrics = programs.apply_gradient(state, totals)
+    state, metrics = programs["apply_gradient"](state, totals)
     moved = jax.tree.map(lambda a, b: a - np.asarray(b), before, state.trainable.lora)
     return moved, float(metrics["grad_norm"])
 

@@ -7,7 +7,7 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
-from qerl_jax.data.splits import Problem, render_prompt
+from qerl_jax.data.prompts import Problem, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.weights import tokenizer
 from qerl_jax.weights.load import load

@@ -9,10 +9,10 @@ import shutil
 import pytest
 import tiny_run
 from ml_collections import ConfigDict
+from problem_sets import load_mixture
 
 from qerl_jax.commands.cli import _ConfigParser
 from qerl_jax.config.overrides import check_overrides
-from qerl_jax.data import splits
 from qerl_jax.data.mixture import MixtureSource, divide, read_mixture
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import _held_out
@@ -246,31 +246,31 @@ def test_a_prompt_that_is_too_long_names_its_source(mixed, tmp_path):
 
 def test_evaluation_problems_come_from_every_source_or_have_their_own(tmp_path, files):
     sources = {"long": MixtureSource(files["long"]), "short": MixtureSource(files["short"])}
-    train_, held_out = splits.load_mixture(sources, eval_source="held_out", eval_size=4)
+    train_, held_out = load_mixture(sources, eval_source="held_out", eval_size=4)
     assert [int(p.answer) for p in held_out] == [38, 39, 43, 44]
     assert [len(found) for found in train_.values()] == [38, 3]
     # No number given: at most a tenth of each source.
-    _, held_out = splits.load_mixture(sources, eval_source="held_out", eval_size=None)
+    _, held_out = load_mixture(sources, eval_source="held_out", eval_size=None)
     assert [int(p.answer) for p in held_out] == [36, 37, 38, 39, 44]
     # A source that is rarely drawn is not evaluated.
     rare = sources | {"short": MixtureSource(files["short"], weight=1e-3)}
-    train_, held_out = splits.load_mixture(rare, eval_source="held_out", eval_size=None)
+    train_, held_out = load_mixture(rare, eval_source="held_out", eval_size=None)
     assert [int(p.answer) for p in held_out] == [36, 37, 38, 39]
     assert [len(found) for found in train_.values()] == [36, 5]
     # A question of one source that is evaluated is trained on in none.
     own = write(tmp_path / "eval.jsonl", 30, 12)
-    train_, held_out = splits.load_mixture(sources, eval_path=own, eval_size=20)
+    train_, held_out = load_mixture(sources, eval_path=own, eval_size=20)
     assert [int(p.answer) for p in held_out] == list(range(30, 42))
     assert [len(found) for found in train_.values()] == [30, 3]
     twice = {"a": MixtureSource(files["long"]), "b": MixtureSource(files["long"], weight=3.0)}
-    train_, held_out = splits.load_mixture(twice, eval_source="held_out", eval_size=4)
+    train_, held_out = load_mixture(twice, eval_source="held_out", eval_size=4)
     assert [int(p.answer) for p in held_out] == [39, 37, 38, 39]
     assert [len(found) for found in train_.values()] == [37, 37]
     with pytest.raises(UserError, match=r"mixture.short: all questions of .*short.jsonl are eval"):
-        splits.load_mixture(sources, eval_path=files["short"], eval_size=5)
+        load_mixture(sources, eval_path=files["short"], eval_size=5)
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(UserError, match="no problems: the file is empty"):
-        splits.load_mixture({"a": MixtureSource(str(tmp_path / "empty.jsonl"))})
+        load_mixture({"a": MixtureSource(str(tmp_path / "empty.jsonl"))})
 
 
 def test_the_held_out_problems_of_a_run_are_found_again(mixed, tmp_path):
@@ -296,7 +296,7 @@ def test_sources_differ_in_split_fields_and_levels(tmp_path):
     rows = [{"task": f"q{level}", "gold": "1", "hard": level} for level in range(4)]
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found, _ = splits.load_mixture(
+    found, _ = load_mixture(
         {
             "folder": MixtureSource(str(folder), split="extra"),
             "other": MixtureSource(

@@ -9,6 +9,7 @@ import pytest
 import tiny_run
 from absl.flags import FlagValues
 from ml_collections import ConfigDict, config_flags
+from problem_sets import load_problems
 from recorded_config import Recorded, fields
 
 import qerl_jax.training.loop
@@ -16,7 +17,6 @@ from qerl_jax.commands import cli
 from qerl_jax.config.experiments import grpo_gsm8k
 from qerl_jax.config.fields import ROWS, SPLIT_LOSS
 from qerl_jax.config.overrides import check_overrides, unmet_need
-from qerl_jax.data.splits import load_problems
 from qerl_jax.errors import UserError
 from qerl_jax.rl.losses import LOSSES
 from qerl_jax.training.loop import train

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from row_batch import row_batch
 from row_loss import row_loss
 from tiny_model import random_lora, random_tokens, tiny_policy
 
@@ -14,7 +15,6 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.policy.transformer import PRODUCTS
 from qerl_jax.rl import losses
-from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
 from qerl_jax.rl.packing import layout, pack, packing_metrics, rows_that_teach
 from qerl_jax.rl.train_step import UpdateConfig, add_gradient, zero_totals
@@ -30,7 +30,7 @@ ADVANTAGES = np.array([1.0, -1.0, 0.5, -0.5, 2.0])
 def batch_of(**options):
     recorded = np.where(np.arange(4) < LENGTHS[:, None], -1.0, np.nan)
     options = {"mask_truncated": False, "aggregation": "token", "pad_id": 0} | options
-    return make_batch(PROMPTS, COMPLETIONS, LENGTHS, LENGTHS < 4, ADVANTAGES, recorded, **options)
+    return row_batch(PROMPTS, COMPLETIONS, LENGTHS, LENGTHS < 4, ADVANTAGES, recorded, **options)
 
 
 def test_a_buffer_holds_a_prompt_once():
@@ -151,7 +151,7 @@ def step_batch(options):
     rng = np.random.default_rng(3)
     prompts = [random_tokens(size, seed=size).tolist() for size in (9, 9, 9, 1, 1, 1, 5, 5, 5)]
     lengths = np.array([24, 1, 7, 3, 0, 5, 4, 2, 6])
-    return make_batch(
+    return row_batch(
         prompts,
         random_tokens(ROWS, WIDTH, seed=4),
         lengths,

@@ -3,7 +3,7 @@
 import types
 
 from benchmarks.rollout import peak_memory
-from qerl_jax.rollout.programs import Executables
+from qerl_jax.compile.operation import Executables
 
 
 class Device:

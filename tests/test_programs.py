@@ -130,7 +130,7 @@ def test_a_program_from_the_cache_of_jax_is_not_written_again(tmp_path):
 def test_a_policy_on_one_of_two_devices(tmp_path):
     code = (
         "import jax; jax.config.update('jax_default_device', jax.devices()[1]);"
-        "import pathlib, tiny_rollout as t; from qerl_jax.rollout import executable_cache;"
+        "import pathlib, tiny_rollout as t; from qerl_jax.compile import executable_cache;"
         "executable_cache._is_used = lambda: True;"
         f"folder = pathlib.Path({str(tmp_path)!r});"
         "first, second = [t.compiled(folder) for _ in range(2)];"
@@ -202,7 +202,7 @@ def test_an_edit_of_what_programs_are_traced_from_is_noticed(edited, differs, mo
 
 def test_a_missing_program_is_named(tmp_path):
     executables = compiled(tmp_path)
-    with pytest.raises(RuntimeError, match=r"operation \('prefill', 16, .*call compile_rollout"):
+    with pytest.raises(RuntimeError, match=r"operation \('prefill', 16, .*compile the operations"):
         complete(executables, kv_cache_dtype="bfloat16")
 
 
@@ -236,7 +236,7 @@ def test_the_names_of_files_are_those_of_another_process():
     """Nothing in the digest depends on the process, such as an address or the order of a set."""
     code = (
         "import jax; jax.config.update('jax_compilation_cache_dir', '/folder');"
-        "from tiny_rollout import policy; from qerl_jax.rollout import executable_cache;"
+        "from tiny_rollout import policy; from qerl_jax.compile import executable_cache;"
         "executable_cache._is_used = lambda: True;"
         "config, *arrays = policy(layers=1);"
         "print(executable_cache.paths([('name', config)], arrays))"

@@ -226,11 +226,11 @@ def test_the_best_adapter_does_not_depend_on_interruptions(tiny, tmp_path, monke
     changes.pop("rl.dynamic_sampling_rounds")
     made, ends = [], iter([None, terminate, None, kill])
 
-    def greedy_accuracy(model, lora, prompts, *, on_progress, **options):
+    def greedy_accuracy(sampler, policy, prompts, *, on_progress, **options):
         if (end := next(ends, None)) is not None:
             end()
         on_progress(0, 0)
-        made.append(jax.device_get(lora))
+        made.append(jax.device_get(policy.lora))
         return GreedyScore(accuracy=accuracies[2 * (len(made) - 1)], truncated=0.0)
 
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)

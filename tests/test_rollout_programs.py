@@ -9,42 +9,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_rollout
-from tiny_rollout import KEY, TinyTokenizer, configs
+from tiny_rollout import KEY, TinyTokenizer
 
 from pallas_kernels.decode import to_cache
-from qerl_jax.compile.aot import compile_rollout
+from qerl_jax.compile.operation import committed
 from qerl_jax.policy.architectures import ARCHITECTURES
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode, programs, shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import generate_steps
 
 policy = functools.partial(tiny_rollout.policy, layers=1)
 rollout = functools.partial(tiny_rollout.rollout, layers=1)
+sampler = functools.partial(tiny_rollout.sampler, layers=1)
 EOS = (3, 4, 5, 6)
 
 
 def test_all_programs_are_compiled_ahead():
-    config, params, lora = policy()
+    _, params, lora = policy()
     options = {"max_new_tokens": 22, "chunk_steps": 4, "max_rows": 6, "prompt_width": 9}
-    sampling, engine, _ = configs(options)
+    options |= {"group_size": 4, "eos_ids": EOS}
     seen = []
-    executables = compile_rollout(
-        jax.random.key(9),
-        params,
-        lora,
-        prompts=3,
-        config=config,
-        sampling=sampling,
-        tokenizer=TinyTokenizer(EOS),
-        engine=engine,
-        group_size=4,
-        on_progress=lambda *done: seen.append(done),
+    executables = (
+        sampler(**options)
+        .compiled(
+            jax.random.key(9),
+            Policy(params, lora),
+            num_prompts=3,
+            on_progress=lambda *done: seen.append(done),
+        )
+        .executables
     )
     assert seen == [(n, len(executables)) for n in range(1, len(executables) + 1)]
     noisy = jax.jit(lambda params: jax.tree.map(lambda x: x * 1.01, params))(params)
-    options |= {"params": noisy, "key": jax.random.key(1), "group_size": 4, "eos_ids": EOS}
+    options |= {"params": noisy, "key": jax.random.key(1)}
     ahead = rollout(**options, executables=executables)
-    with pytest.raises(RuntimeError, match=r"operation \('decode', 6, .*call compile_rollout"):
+    with pytest.raises(RuntimeError, match=r"operation \('decode', 6, .*compile the operations"):
         rollout(**options | {"chunk_steps": 5}, executables=executables)
     # Programs compiled ahead of time are those that jit compiles.
     jax.tree.map(np.testing.assert_array_equal, ahead, rollout(**options))
@@ -52,38 +51,13 @@ def test_all_programs_are_compiled_ahead():
 
 def test_rollouts_of_fewer_prompts_have_the_same_programs():
     """One prompt of two completions in a batch of six rows, which is compacted once."""
-    config, params, lora = policy()
+    _, params, lora = policy()
     options = {"max_new_tokens": 22, "chunk_steps": 4, "max_rows": 6, "prompt_width": 9}
-    options |= {"prompts": 3, "compact": "once"}
-    sampling, engine, _ = configs(options)
-    executables = compile_rollout(
-        KEY,
-        params,
-        lora,
-        prompts=3,
-        config=config,
-        sampling=sampling,
-        tokenizer=TinyTokenizer(EOS),
-        engine=engine,
-        group_size=2,
-    )
-    decodes = [key for key in executables if key[0] == "decode"]
+    options |= {"prompts": 3, "compact": "once", "eos_ids": EOS, "group_size": 2}
+    ahead = sampler(**options).compiled(KEY, Policy(params, lora), num_prompts=3)
+    decodes = [key for key in ahead.executables if key[0] == "decode"]
     assert sorted(key[1] for key in decodes) == [4, 6]
-    found = list(
-        generate_steps(
-            KEY,
-            params,
-            lora,
-            tiny_rollout.PROMPTS[1:2],
-            config=config,
-            sampling=sampling,
-            tokenizer=TinyTokenizer(EOS),
-            engine=engine,
-            group_size=2,
-            prompt_ids=[1],
-            executables=executables,
-        )
-    )[-1].rollout
+    found = ahead.rollout(KEY, Policy(params, lora), tiny_rollout.PROMPTS[1:2], ids=[1])
     whole = rollout(max_new_tokens=22, group_size=2, key=KEY, eos_ids=EOS)
     np.testing.assert_array_equal(found.tokens, whole.tokens[2:4])
 
@@ -91,10 +65,10 @@ def test_rollouts_of_fewer_prompts_have_the_same_programs():
 def test_committed_and_uncommitted_arrays_have_the_same_programs():
     _, params, _ = policy()
     rollout(max_new_tokens=5)
-    committed = jax.device_put(params, jax.devices()[0])
-    assert committed["norm"].committed != params["norm"].committed
+    held = jax.device_put(params, jax.devices()[0])
+    assert held["norm"].committed != params["norm"].committed
     sizes = decode.prefill._cache_size(), decode.decode_chunk._cache_size()
-    rollout(max_new_tokens=5, params=committed)
+    rollout(max_new_tokens=5, params=held)
     assert sizes == (decode.prefill._cache_size(), decode.decode_chunk._cache_size())
 
 
@@ -111,23 +85,24 @@ def test_a_7b_policy_has_few_programs(max_rows, compact, counts, monkeypatch):
     """64 prompts of 256 tokens with 16 completions each, as in the benchmark of rollouts."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = ARCHITECTURES["qwen2.5-7b"]
-    table = jax.ShapeDtypeStruct(
+    embedding = jax.ShapeDtypeStruct(
         (config.vocab_size, config.embed_dim), jnp.bfloat16, sharding=KEY.sharding
     )
-    params = {"embed_tokens": table, "layers": []}
+    params = {"embed_tokens": embedding, "layers": []}
     sampling = SamplingConfig(max_new_tokens=1024)
     engine = EngineConfig(max_rows=max_rows, prompt_width=256, compact=compact)
     planned = shapes.plan_shapes(
         params,
-        prompts=64,
+        num_prompts=64,
         longest=256,
         group_size=16,
-        config=config,
+        model_config=config,
         sampling=sampling,
         engine=engine,
     )
     config = decode.decode_config(config, sampling, engine, TinyTokenizer())
-    names = [name for name, *_ in programs.operations(KEY, params, None, planned, config)]
+    table = programs.operations(KEY, Policy(params, None), planned, config)
+    names = [name if isinstance(name, str) else name[0] for name in table]
     assert collections.Counter(names) == counts
 
 
@@ -168,7 +143,7 @@ def test_a_cache_of_fewer_bits_changes_the_logprobs_a_little(dtype, least, most)
 def test_only_arrays_without_a_device_of_their_own_are_committed():
     (first, *_) = jax.devices()
     loose, held = jnp.arange(3), jax.device_put(jnp.arange(4), first)
-    found = programs.committed({"loose": loose, "held": held, "host": np.arange(2)})
+    found = committed({"loose": loose, "held": held, "host": np.arange(2)})
     assert found["held"] is held
     assert (loose.committed, found["loose"].committed) == (False, True)
     assert {name: x.tolist() for name, x in found.items()} == {

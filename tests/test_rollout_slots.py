@@ -16,7 +16,7 @@ from tiny_rollout import KEY, PAD, PROMPTS, TinyTokenizer, configs, letters
 from qerl_jax.errors import UserError
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import generate_steps, live_fraction
+from qerl_jax.rollout.progress import live_fraction
 
 policy = functools.partial(tiny_rollout.policy, layers=1)
 progress = functools.partial(tiny_rollout.progress, layers=1)
@@ -40,10 +40,11 @@ def chunks(monkeypatch):
     together()  # Its chunks are not recorded.
     seen, decode_chunk = [], decode.decode_chunk
 
-    def recording(key, params, lora_layers, state, slots, active, *others, **options):
+    def recording(key, params, lora_layers, state, cache_rows, *others, **options):
+        slots, active = cache_rows
         assert len(state.keys[0]) == len(slots) == len(active)
         seen.append(len(active))
-        return decode_chunk(key, params, lora_layers, state, slots, active, *others, **options)
+        return decode_chunk(key, params, lora_layers, state, cache_rows, *others, **options)
 
     monkeypatch.setattr(decode, "decode_chunk", recording)
     return seen
@@ -199,10 +200,10 @@ def test_a_row_that_is_not_active_attends_to_nothing():
         counts=jnp.array([1, 1, 1, 22, 1]),
         done=jnp.array([False, False, False, False, True]),
     )
-    active = np.array([True, False, True, True])
+    rows = decode.CacheRows(slots, np.array([True, False, True, True]))
     layers = decode.fuse_adapter(lora, config=model, dtype=jnp.dtype(jnp.float32))
     state, samples = decode.decode_chunk(
-        KEY, params, layers, state, slots, active, np.float32(1), config=config, steps=4
+        KEY, params, layers, state, rows, np.float32(1), config=config, steps=4
     )
     # One row decodes, one is not active any more, one has its last tokens, one had ended.
     assert not np.isin(samples.tokens[0], EOS).any()
@@ -211,10 +212,10 @@ def test_a_row_that_is_not_active_attends_to_nothing():
 
 
 def test_samples_follow_the_identity_of_the_prompt():
-    picked = rollout(PROMPTS[::-1], **LONG, prompt_ids=[2, 1, 0])
+    picked = rollout(PROMPTS[::-1], **LONG, ids=[2, 1, 0])
     rows = np.arange(12).reshape(3, 4)[::-1].reshape(-1)
     same(picked, jax.tree.map(lambda x: x[rows], together()))
-    assert (rollout(**LONG, prompt_ids=[5, 6, 7]).tokens != together().tokens).mean() > 0.5
+    assert (rollout(**LONG, ids=[5, 6, 7]).tokens != together().tokens).mean() > 0.5
 
 
 def test_tokens_so_far_are_those_of_all_rows():
@@ -291,10 +292,10 @@ def plan(*, prompts=3, longest=9, group_size=4, **options):
     sampling, engine, _ = configs({"max_new_tokens": 24, "chunk_steps": 4} | options)
     return shapes.plan_shapes(
         params,
-        prompts=prompts,
+        num_prompts=prompts,
         longest=longest,
         group_size=group_size,
-        config=config,
+        model_config=config,
         sampling=sampling,
         engine=engine,
     )
@@ -325,7 +326,7 @@ def test_an_8_bit_cache_takes_a_quarter_of_the_memory(chunks):
 def prefill_of(prompts):
     config, _, _ = policy()
     dtype = jnp.dtype(jnp.float32)
-    return shapes.prefill_bytes(config, prompts=prompts, width=16, dtype=dtype, compute=dtype)
+    return shapes.prefill_bytes(config, num_prompts=prompts, width=16, dtype=dtype, compute=dtype)
 
 
 def test_rows_follow_from_what_the_device_has_left(monkeypatch):
@@ -367,9 +368,9 @@ def test_a_chunk_holds_the_cache_once():
     state = decode.empty_state(8, 2048, config=model, dtype=jnp.dtype(jnp.float32))
     size = sum(x.nbytes for x in [*state.keys, *state.values])
     layers = decode.fuse_adapter(lora, config=model, dtype=jnp.dtype(jnp.float32))
-    slots, active = np.arange(8, dtype=np.int32), np.ones(8, bool)
+    rows = decode.CacheRows(np.arange(8, dtype=np.int32), np.ones(8, bool))
     lowered = decode.decode_chunk.lower(
-        KEY, params, layers, state, slots, active, np.float32(1), config=config, steps=4
+        KEY, params, layers, state, rows, np.float32(1), config=config, steps=4
     )
     memory = lowered.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= size
@@ -393,22 +394,13 @@ def test_a_compaction_holds_one_array_twice(monkeypatch):
 
 @pytest.mark.slow
 def test_ten_thousand_prompts_in_little_memory():
-    config, params, lora = policy()
     rng = np.random.default_rng(0)
     prompts = [rng.integers(48, size=n).tolist() for n in rng.integers(1, 17, size=10_000)]
     limit = 64 * POSITIONS * POSITION
     before = sum(x.nbytes for x in jax.live_arrays())
     held = []
-    for step in generate_steps(
-        KEY,
-        params,
-        lora,
-        prompts,
-        config=config,
-        sampling=SamplingConfig(max_new_tokens=24),
-        tokenizer=TinyTokenizer(EOS),
-        engine=EngineConfig(chunk_steps=8, kv_cache_bytes=limit),
-    ):
+    options = {"max_new_tokens": 24, "eos_ids": EOS, "chunk_steps": 8}
+    for step in progress(prompts, **options, kv_cache_bytes=limit):
         held.append(sum(x.nbytes for x in jax.live_arrays()))
         result = step.rollout
     assert (result.finished | (result.lengths == 24)).all()

@@ -21,8 +21,9 @@ from qerl_jax.evaluation import sample as sample_lib
 from qerl_jax.evaluation.load_policy import open_policy, warn_of_another_base
 from qerl_jax.evaluation.sample import SampleConfig, sample, stream_text
 from qerl_jax.policy import transformer
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import generate, generate_steps
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.weights import tokenizer as tokenizer_lib
 
 
@@ -88,16 +89,9 @@ def test_the_pieces_are_the_text(seed):
 def test_the_engine_reports_the_tokens_so_far():
     config, params = tiny_policy()
     updates = []
-    for step in generate_steps(
-        jax.random.key(0),
-        params,
-        None,
-        random_tokens(3, 5).tolist(),
-        config=config,
-        sampling=SamplingConfig(max_new_tokens=9),
-        tokenizer=TinyTokenizer((5,)),
-        engine=EngineConfig(chunk_steps=2),
-    ):
+    sampling, engine = SamplingConfig(max_new_tokens=9), EngineConfig(chunk_steps=2)
+    sampler, prompts = Sampler(config, TinyTokenizer((5,)), sampling, engine), random_tokens(3, 5)
+    for step in sampler.steps(jax.random.key(0), Policy(params, None), prompts.tolist()):
         rollout = step.rollout
         updates.append((rollout.tokens.copy(), rollout.lengths.copy()))
     assert len(updates) >= 5
@@ -113,19 +107,17 @@ def test_the_engine_reports_the_tokens_so_far():
 
 
 def answer(source, question="t3 t4", **options):
-    """Returns what `generate` gives for the prompt of a run with the settings of the run."""
+    """Returns what the sampler gives for the prompt of a run with the settings of the run."""
     policy = open_policy(str(source), **options)
     prompt = policy.model.tokenizer.encode(question)
-    rollout = generate(
-        jax.random.key(0),
-        jax.jit(transformer.dequantize_params)(policy.model.params),
-        policy.lora,
-        [prompt],
-        config=policy.model.config,
-        sampling=SamplingConfig(max_new_tokens=4, temperature=0.0),
-        tokenizer=policy.model.tokenizer,
-        engine=EngineConfig(chunk_steps=4),
+    sampling, engine = (
+        SamplingConfig(max_new_tokens=4, temperature=0.0),
+        EngineConfig(chunk_steps=4),
     )
+    engine = EngineConfig(chunk_steps=4)
+    sampler = Sampler(policy.model.config, policy.model.tokenizer, sampling, engine)
+    dense = jax.jit(transformer.dequantize_params)(policy.model.params)
+    rollout = sampler.rollout(jax.random.key(0), Policy(dense, policy.lora), [prompt])
     return policy.model.tokenizer.decode(rollout.tokens[0, : rollout.lengths[0]])
 
 

@@ -8,9 +8,11 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from problem_sets import load_problems
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
-from qerl_jax.data.splits import Problem, fingerprint, load_problems
+from qerl_jax.data.prompts import Problem
+from qerl_jax.data.splits import fingerprint
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import (
     BENCHMARKS,

@@ -11,7 +11,7 @@ import tokenizers
 import transformers
 from tiny_checkpoints import VOCAB, write_tokenizer
 
-from qerl_jax.data.splits import Problem, encode_prompts, render_prompt
+from qerl_jax.data.prompts import Problem, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.weights import tokenizer
 

@@ -1,6 +1,7 @@
 """Whole runs of a tiny model, in this process."""
 
 import asyncio
+import dataclasses
 import json
 import math
 import shutil
@@ -19,6 +20,7 @@ import qerl_jax.training.loop
 import qerl_jax.training.setup
 import qerl_jax.training.step
 from pallas_kernels import device
+from qerl_jax.compile.operation import Executables, Programs
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
@@ -27,9 +29,7 @@ from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.export.scores import open_held_out_set
 from qerl_jax.rewards.calls import Timed
-from qerl_jax.rewards.score import Scores
-from qerl_jax.rl.programs import compiled
-from qerl_jax.rollout.programs import Executables
+from qerl_jax.rewards.scores import Scores
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.system.jsonl import read_jsonl
@@ -156,9 +156,9 @@ def test_more_steps_extend_a_finished_run(finished, tiny, tmp_path, monkeypatch)
     spans = []
     make_optimizer = qerl_jax.training.setup.make_optimizer
 
-    def recording(**options):
-        spans.append(options["total_updates"])
-        return make_optimizer(**options)
+    def recording(config):
+        spans.append(config.total_updates)
+        return make_optimizer(config)
 
     monkeypatch.setattr(qerl_jax.training.setup, "make_optimizer", recording)
     changes = {"log.tensorboard": True, "aqn.stages": 4, "steps": 8}
@@ -263,8 +263,8 @@ def test_the_kl_is_measured_to_the_adapter_that_a_run_starts_from(
 def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
     accuracies, adapters = iter([0.25, 0.5, 0.25, 0.5, 0.375]), []
 
-    def greedy_accuracy(model, lora, problems, **options):
-        adapters.append(jax.device_get(lora))
+    def greedy_accuracy(sampler, policy, problems, **options):
+        adapters.append(jax.device_get(policy.lora))
         return GreedyScore(accuracy=next(accuracies), truncated=0.0)
 
     monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
@@ -450,28 +450,31 @@ def test_groups_are_informative_by_the_metric(metric, informative):
     done = types.SimpleNamespace(
         scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int))
     )
+    sampler = types.SimpleNamespace(group_size=2)
     options = types.SimpleNamespace(
-        prompts_per_step=2, group_size=2, rounds=1, metric=metric, advantage="grpo"
+        prompts_per_step=2, sampler=sampler, rounds=1, metric=metric, advantage="grpo"
     )
     rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, options)
     assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 
 
-@pytest.mark.parametrize("kind", ["rollout", pytest.param("update", marks=pytest.mark.slow)])
-def test_a_missing_program_ends_the_run_after_a_checkpoint(kind, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["prefill", pytest.param("zero_totals", marks=pytest.mark.slow)])
+def test_a_missing_program_ends_the_run_after_a_checkpoint(name, tiny, tmp_path, monkeypatch):
     take_step = qerl_jax.training.step.take_step
 
-    def losing(setup, progress, *, executables, programs, **options):
-        if progress.step == 1 and kind == "rollout":
-            executables = Executables()
-        if progress.step == 1 and kind == "update":
-            programs = compiled({}, executables)
-        return take_step(setup, progress, executables=executables, programs=programs, **options)
+    def losing(setup, progress, *, programs, **options):
+        if progress.step == 1 and name == "prefill":
+            sampler = dataclasses.replace(setup.collect.sampler, executables=Executables())
+            collect = dataclasses.replace(setup.collect, sampler=sampler)
+            setup = dataclasses.replace(setup, collect=collect)
+        if progress.step == 1 and name == "zero_totals":
+            programs = Programs({})
+        return take_step(setup, progress, programs=programs, **options)
 
     config = tiny.config({"steps": 2, "eval.every": 0, "checkpoint.every": 9})
     with monkeypatch.context() as patch:
         patch.setattr(qerl_jax.training.loop, "take_step", losing)
-        with pytest.raises(UserError, match=f"no program is compiled for the {kind} operation"):
+        with pytest.raises(UserError, match=f"no program is compiled for the operation .*{name}"):
             train(config, workdir=tmp_path / "run")
     assert [row["step"] for row in read_steps(tmp_path / "run" / "metrics.jsonl")] == [1]
     run = train(config, workdir=tmp_path / "run")

@@ -1,5 +1,6 @@
 """One optimizer step: buffers, gradients that are not finite, programs, learning rates."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,35 +8,40 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from row_batch import row_batch
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.compile.aot import compile_operations
+from qerl_jax.compile.operation import MissingProgramError, Programs, committed
 from qerl_jax.errors import UserError
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.logprobs import packed_logprobs
 from qerl_jax.rl.losses import loss_config
 from qerl_jax.rl.packing import pack
-from qerl_jax.rl.programs import compiled, jitted, operations
-from qerl_jax.rl.train_step import UpdateConfig, init_state, make_optimizer
-from qerl_jax.rollout.programs import MissingProgramError, committed
+from qerl_jax.rl.programs import functions, operations
+from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state, make_optimizer
 
 ROWS, WIDTH = 8, 6
 LENGTHS = np.array([6, 3, 1, 5, 6, 2, 4, 6])
 ONE = np.float32(1)  # the temperature
 SGD = optax.sgd(1.0)
-ADAMW = {
-    "learning_rate": 1e-3,
-    "schedule": "constant",
-    "final_fraction": 0.1,
-    "warmup_updates": 0,
-    "total_updates": 10,
-    "b1": 0.9,
-    "b2": 0.95,
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-}
+ADAMW = OptimizerConfig(
+    learning_rate=1e-3,
+    schedule="constant",
+    final_fraction=0.1,
+    warmup_updates=0,
+    total_updates=10,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    weight_decay=0.0,
+    max_grad_norm=1.0,
+)
+
+
+def adamw(**changes):
+    return make_optimizer(dataclasses.replace(ADAMW, **changes))
 
 
 @functools.cache
@@ -49,7 +55,7 @@ def buffers_of(loss="dapo", *, seed=0, advantages=None, buffer_tokens=48):
     rng = np.random.default_rng(seed)
     if advantages is None:
         advantages = rng.standard_normal(ROWS)
-    batch = make_batch(
+    batch = row_batch(
         [random_tokens(1 + row % 4, seed=row).tolist() for row in range(ROWS)],
         random_tokens(ROWS, WIDTH, seed=seed),
         LENGTHS,
@@ -73,13 +79,13 @@ def buffers_of(loss="dapo", *, seed=0, advantages=None, buffer_tokens=48):
 
 def current_logprobs(buffer):
     _, params, lora = policy()
-    return programs_of("dapo", SGD).buffer_logprobs(params, lora, buffer, ONE)
+    return programs_of("dapo", SGD)["buffer_logprobs"](params, lora, buffer, ONE)
 
 
 @functools.cache
 def programs_of(loss, optimizer):
     config = UpdateConfig(policy()[0], loss_config(loss, kl_coef=0.05, tis_cap=2.0))
-    return jitted(config, optimizer)
+    return Programs(functions(config, optimizer))
 
 
 def step(buffers, *, state=None, optimizer=SGD, loss="dapo", first=False):
@@ -89,12 +95,12 @@ def step(buffers, *, state=None, optimizer=SGD, loss="dapo", first=False):
     if state is None:
         state = init_state(Trainable(lora, {}), optimizer)
     state = jax.tree.map(jnp.array, state)  # a copy, because the step donates the state
-    totals = programs.zero_totals(state.trainable)
+    totals = programs["zero_totals"](state.trainable)
     for buffer in buffers:
-        totals, _ = programs.add_gradient(
+        totals, _ = programs["add_gradient"](
             totals, state.trainable, params, None, buffer, np.bool_(first), ONE
         )
-    return programs.apply_gradient(state, totals)
+    return programs["apply_gradient"](state, totals)
 
 
 def assert_same(a, b):
@@ -148,8 +154,8 @@ def test_the_first_update_is_on_the_old_policy(first):
     _, params, lora = policy()
     programs = programs_of("dapo", SGD)
     trainable = Trainable(lora, {})
-    totals = programs.zero_totals(trainable)
-    totals, old = programs.add_gradient(
+    totals = programs["zero_totals"](trainable)
+    totals, old = programs["add_gradient"](
         totals, trainable, params, None, buffer, np.bool_(first), ONE
     )
     if first:
@@ -163,7 +169,7 @@ def test_the_first_update_is_on_the_old_policy(first):
 
 
 def test_without_buffers_the_optimizer_takes_a_step_with_a_zero_gradient():
-    optimizer = make_optimizer(**ADAMW | {"weight_decay": 0.1})
+    optimizer = adamw(weight_decay=0.1)
     before, _ = step(buffers_of(), optimizer=optimizer)
     state, metrics = step([], state=before, optimizer=optimizer)
     assert all(np.isfinite(value) for value in metrics.values())
@@ -183,7 +189,7 @@ def test_without_buffers_the_optimizer_takes_a_step_with_a_zero_gradient():
 
 
 def test_gradients_that_are_not_finite_are_skipped_and_counted():
-    optimizer = make_optimizer(**ADAMW)
+    optimizer = adamw()
     good, bad = buffers_of(), buffers_of(advantages=np.array([1.0, np.inf, 0, 0, 0, 0, 0, 0]))
     before, metrics = step(good, optimizer=optimizer)
     assert not metrics["update_skipped"]
@@ -206,38 +212,39 @@ def test_the_state_is_donated():
     _, _, lora = policy()
     programs = programs_of("dapo", SGD)
     state = jax.tree.map(jnp.array, init_state(Trainable(lora, {}), SGD))
-    programs.apply_gradient(state, programs.zero_totals(state.trainable))
+    programs["apply_gradient"](state, programs["zero_totals"](state.trainable))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.trainable.lora))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(lora))
 
 
 def test_the_operations_are_those_of_a_run():
     config, params, lora = policy()
-    state = init_state(Trainable(lora, {}), SGD)
+    state = init_state(Trainable(lora, {}), adamw())
     update = UpdateConfig(config, loss_config("dapo", kl_coef=0.05, tis_cap=2.0))
 
-    def operations_of(optimizer_key):
+    def operations_of(optimizer):
         return operations(
             state,
             params,
-            reference=(params, None),
+            reference=Policy(params, None),
             noise=None,
             measures_kl=False,
             buffer_tokens=48,
             config=update,
-            optimizer=SGD,
-            optimizer_key=optimizer_key,
+            optimizer=optimizer,
         )
 
-    table, other = operations_of("sgd"), operations_of("another learning rate")
+    table, other = (
+        operations_of(dataclasses.replace(ADAMW, learning_rate=rate)) for rate in (1e-3, 2e-3)
+    )
     assert {name for name in table if table[name].key != other[name].key} == {"apply_gradient"}
     assert set(table) == {"zero_totals", "add_gradient", "apply_gradient", "buffer_logprobs"}
     assert len({operation.key for operation in table.values()}) == 4
-    programs = compiled(table, compile_operations(committed((params, lora)), table.values()))
+    programs = Programs(table, compile_operations(committed((params, lora)), table.values()))
     (buffer,) = buffers_of()
     state = jax.device_put(jax.tree.map(jnp.array, state), jax.devices()[0])
-    totals, _ = programs.add_gradient(
-        programs.zero_totals(state.trainable),
+    totals, _ = programs["add_gradient"](
+        programs["zero_totals"](state.trainable),
         state.trainable,
         params,
         None,
@@ -245,18 +252,18 @@ def test_the_operations_are_those_of_a_run():
         np.bool_(False),
         ONE,
     )
-    state, metrics = programs.apply_gradient(state, totals)
-    expected, expected_metrics = step([buffer])
+    state, metrics = programs["apply_gradient"](state, totals)
+    expected, expected_metrics = step([buffer], optimizer=adamw())
     assert_same(state.trainable, expected.trainable)
     assert_same(metrics, expected_metrics)
-    with pytest.raises(MissingProgramError, match="update operation 'buffer_kl'"):
-        programs.buffer_kl(params, params, lora, buffer, ONE)
+    with pytest.raises(MissingProgramError, match="operation 'buffer_kl'"):
+        programs["buffer_kl"](params, params, lora, buffer, ONE)
 
 
 def learning_rates(updates, **options):
     """Returns the sizes of AdamW's first updates: without moments and eps, the learning rates."""
     options = {"b1": 0.0, "b2": 0.0, "eps": 0.0, "max_grad_norm": 1e9, **options}
-    optimizer = make_optimizer(**ADAMW | options)
+    optimizer = adamw(**options)
     params = jnp.zeros(())
     state, sizes = optimizer.init(params), []
     for _ in range(updates):
@@ -296,12 +303,12 @@ def test_decay_to_a_fraction_at_the_end(schedule, decay, final, warmup):
 
 def test_unknown_schedule():
     with pytest.raises(UserError, match=r"exponential.*constant, cosine, linear"):
-        make_optimizer(**ADAMW | {"schedule": "exponential"})
+        adamw(schedule="exponential")
 
 
 def test_clip_and_weight_decay():
     options = {"b1": 0.0, "b2": 0.0, "eps": 1.0, "weight_decay": 0.1, "max_grad_norm": 1.0}
-    optimizer = make_optimizer(**ADAMW | options)
+    optimizer = adamw(**options)
     matrix, vector = jnp.full((1, 1), 2.0), jnp.full(1, 2.0)  # norms and biases do not decay
     params = {"a": matrix, "b": vector}
     state = optimizer.init(params)

@@ -9,15 +9,15 @@ import numpy as np
 import optax
 import pytest
 import tiny_run
+from row_batch import row_batch
 from tiny_model import random_lora, tiny_policy
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.trainable import Trainable
-from qerl_jax.rl import losses, objectives
-from qerl_jax.rl.batch import make_batch
+from qerl_jax.rl import losses
 from qerl_jax.rl.packing import rows_that_teach
 from qerl_jax.rl.programs import operations
-from qerl_jax.rl.train_step import UpdateConfig, init_state
+from qerl_jax.rl.train_step import OptimizerConfig, UpdateConfig, init_state
 from qerl_jax.training import begin
 from qerl_jax.training.loop import train
 from qerl_jax.training.setup import prepare
@@ -142,7 +142,7 @@ def test_a_custom_loss_weight_trains(tiny, tmp_path, module):
 
 
 def batch(aggregation):
-    return make_batch(
+    return row_batch(
         [[1], [1, 2]],
         np.array([[3, 4, 5, 6], [3, 4, 5, 6]]),
         np.array([2, 4]),
@@ -225,7 +225,7 @@ def test_an_own_loss_trains(own, aggregation, other, tiny, tmp_path, module):
 
 def test_an_own_loss_gets_the_rows_whose_advantage_is_0(module):
     """Only of the built-in losses it is known that they have no gradient there."""
-    batch = make_batch(
+    batch = row_batch(
         [[1, 2]] * 2,
         np.ones((2, 3), int),
         np.full(2, 3),
@@ -272,7 +272,7 @@ def test_processes_compare_the_code_of_their_loss(module):
         reference_fingerprint=None,
     )
     begin._check_processes(setup, {}, None)
-    assert found[f"code of {module}:pg"] == objectives.custom_loss_digest(f"{module}:pg")[:16]
+    assert found[f"code of {module}:pg"] == losses.custom_loss_digest(f"{module}:pg")[:16]
 
 
 def test_an_edited_loss_is_another_program(module, tmp_path):
@@ -292,8 +292,7 @@ def test_an_edited_loss_is_another_program(module, tmp_path):
             measures_kl=False,
             buffer_tokens=48,
             config=UpdateConfig(model=config, loss=losses.loss_config(f"{module}:pg")),
-            optimizer=optax.sgd(1.0),
-            optimizer_key="sgd",
+            optimizer=OptimizerConfig(1e-3, "constant", 0.1, 0, 10, 0.9, 0.95, 1e-8, 0.0, 1.0),
         )
         return table["add_gradient"].key
 

@@ -3,16 +3,16 @@
 import contextlib
 import dataclasses
 import functools
-import inspect
 from collections.abc import Generator, Sequence
 
 import jax
 from tiny_model import random_lora, random_tokens, tiny_policy
 
-from qerl_jax.compile.aot import compile_rollout
 from qerl_jax.compile.run_cache import cached_in
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import RolloutProgress, generate_steps
+from qerl_jax.rollout.progress import RolloutProgress
+from qerl_jax.rollout.sampler import Sampler
 
 PAD = 0
 PROMPTS = [list(random_tokens(length, seed=length)) for length in (5, 2, 9)]
@@ -53,35 +53,32 @@ def configs(options):
     return sampling, engine, {n: v for n, v in rest.items() if n not in fields}
 
 
-def progress(
-    prompts=PROMPTS,
+def sampler(
     *,
-    params=None,
     quantized=False,
     layers=2,
     eos_ids=(),
     decode_text=letters,
-    key=KEY,
+    group_size=1,
+    executables=None,
     **options,
-) -> Generator[RolloutProgress]:
-    """The progress of a rollout of the tiny policy, made with options of three functions.
-
-    They are those of `generate_steps`, `SamplingConfig` and `EngineConfig`.
-    """
-    config, frozen, lora = policy(quantized, layers)
+) -> Sampler:
+    """A sampler of the tiny policy, with options of `SamplingConfig` and `EngineConfig`."""
+    config, _, _ = policy(quantized, layers)
     sampling, engine, others = configs({"max_new_tokens": 9, "chunk_steps": 4} | options)
-    assert others.keys() <= set(inspect.signature(generate_steps).parameters)
-    return generate_steps(
-        key,
-        frozen if params is None else params,
-        lora,
-        prompts,
-        config=config,
-        sampling=sampling,
-        tokenizer=TinyTokenizer(eos_ids, text=decode_text),
-        engine=engine,
-        **others,
-    )
+    assert not others
+    tokenizer = TinyTokenizer(eos_ids, text=decode_text)
+    return Sampler(config, tokenizer, sampling, engine, group_size, executables)
+
+
+def progress(
+    prompts=PROMPTS, *, params=None, key=KEY, ids=None, quantized=False, layers=2, **options
+) -> Generator[RolloutProgress]:
+    """The progress of a rollout of the tiny policy, with options of `sampler`."""
+    _, frozen, lora = policy(quantized, layers)
+    tiny_policy = Policy(frozen if params is None else params, lora)
+    made = sampler(quantized=quantized, layers=layers, **options)
+    return made.steps(key, tiny_policy, prompts, ids=ids)
 
 
 def rollout(*arguments, **options):
@@ -113,23 +110,16 @@ def compiled(
         adapted: whether there is an adapter.
         prompts: number of prompts.
         clear: whether jit forgets its programs first, as in a new process.
-        on_progress: as in `compile_rollout`.
+        on_progress: as in `Sampler.compiled`.
         **changes: options of `SamplingConfig` and `EngineConfig`.
     """
-    config, params, lora = policy(quantized, layers=1)
-    options = {"max_new_tokens": 9, "chunk_steps": 4, "prompt_width": 9} | changes
-    sampling, engine, _ = configs(options)
+    _, params, lora = policy(quantized, layers=1)
+    tiny_policy = Policy(params, lora if adapted else None)
+    options = {"quantized": quantized, "layers": 1, "eos_ids": (3,), "prompt_width": 9}
+    made = sampler(**options, **changes)
     if clear:
         jax.clear_caches()
     with contextlib.nullcontext() if folder is None else cached_in(folder):
-        return compile_rollout(
-            KEY,
-            params,
-            lora if adapted else None,
-            prompts=prompts,
-            config=config,
-            sampling=sampling,
-            tokenizer=TinyTokenizer((3,)),
-            engine=engine,
-            on_progress=on_progress,
-        )
+        return made.compiled(
+            KEY, tiny_policy, num_prompts=prompts, on_progress=on_progress
+        ).executables

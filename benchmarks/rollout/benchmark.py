@@ -59,17 +59,18 @@ from benchmarks.rollout.subject import (
     with_adapter,
 )
 from pallas_kernels.gpu_lock import sole_use
-from qerl_jax.compile.aot import compile_operations, compile_rollout
-from qerl_jax.data.splits import encode_prompts
+from qerl_jax.compile.aot import compile_operations
+from qerl_jax.compile.operation import Executables, committed
+from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import memory_errors
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import beside, of_one_device
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.config import EngineConfig
-from qerl_jax.rollout.engine import RolloutProgress, generate_steps, live_fraction
-from qerl_jax.rollout.programs import Executables, committed, operations
-from qerl_jax.rollout.scheduler import Statistics
+from qerl_jax.rollout.programs import operations
+from qerl_jax.rollout.progress import RolloutProgress, Statistics, live_fraction
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.system.paths import user_path
 
@@ -146,23 +147,19 @@ def measure_decoding(
     subject: Subject, batch: int, config: BenchmarkConfig, programs: Executables
 ) -> dict:
     """A decode row, with the fields that the module explains."""
-    prompts = random_prompts(subject.config, batch, config)
+    prompts, key = random_prompts(subject.config, batch, config), jax.random.key(config.seed)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
+    sampler = Sampler(
+        subject.config, NO_TEXT, sampling_of(config.new_tokens), engine_of(config, batch)
+    )
     drains: list[tuple[float, int]] = []  # time and received tokens per row, but for the last chunk
 
     def run(new_tokens: int, programs: Executables = programs) -> Statistics:
         drains.clear()
-        for step in generate_steps(
-            jax.random.key(config.seed),
-            subject.params,
-            subject.lora,
-            prompts,
-            config=subject.config,
-            sampling=sampling_of(new_tokens),
-            tokenizer=NO_TEXT,
-            engine=engine_of(config, batch),
-            executables=programs,
-        ):
+        run_sampler = dataclasses.replace(
+            sampler, sampling=sampling_of(new_tokens), executables=programs
+        )
+        for step in run_sampler.steps(key, subject.policy, prompts):
             if step.ended_rows < step.rows:
                 drains.append((time.perf_counter(), step.tokens // batch))
         return step.statistics
@@ -215,36 +212,22 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
     lengths = [len(prompt) for prompt in prompts]
     plan, engine = _planned(subject, lengths, config)
     key = jax.random.key(config.seed)
-    how: dict[str, Any] = {
-        "config": model.config,
-        "sampling": sampling_of(config.max_new_tokens),
-        "tokenizer": model.tokenizer,
-        "engine": engine,
-        "group_size": config.group,
-    }
+    sampling = sampling_of(config.max_new_tokens)
+    sampler = Sampler(model.config, model.tokenizer, sampling, engine, config.group)
 
     def run(number: int, programs: Executables) -> RolloutProgress:
-        steps = generate_steps(
-            jax.random.fold_in(key, number),
-            subject.params,
-            subject.lora,
-            prompts,
-            executables=programs,
-            **how,
+        steps = dataclasses.replace(sampler, executables=programs).steps(
+            jax.random.fold_in(key, number), subject.policy, prompts
         )
         (last,) = collections.deque(steps, maxlen=1)
         return last
 
     began = time.perf_counter()
     with _progress() as on_progress:
-        programs = compile_rollout(
-            key,
-            subject.params,
-            subject.lora,
-            prompts=len(prompts),
-            on_progress=on_progress,
-            **how,
-        )
+        programs = sampler.compiled(
+            key, subject.policy, num_prompts=len(prompts), on_progress=on_progress
+        ).executables
+    assert programs is not None
     compile_seconds = time.perf_counter() - began
     times, runs, peak = [], [], PeakMemory()
     with sole_use():
@@ -277,19 +260,15 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
     """The startup row of this process."""
     prompts = random_prompts(subject.config, config.prompts, config)
     _, engine = _planned(subject, [config.prompt] * len(prompts), config)
+    sampling = sampling_of(config.max_new_tokens)
     with _progress() as on_compiled:
         measured = measure_startup(
             config.began,
+            Sampler(subject.config, NO_TEXT, sampling, engine, config.group),
             jax.random.key(config.seed),
-            subject.params,
-            subject.lora,
+            subject.policy,
             prompts,
             on_compiled=on_compiled,
-            config=subject.config,
-            sampling=sampling_of(config.max_new_tokens),
-            tokenizer=NO_TEXT,
-            engine=engine,
-            group_size=config.group,
         )
     return (
         described(subject, "startup", config)
@@ -388,8 +367,8 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
     began = time.perf_counter()
     needed = []
     key = beside(jax.random.key(config.seed), subject.params)
-    key, params, lora = committed((key, subject.params, subject.lora))
-    own = of_one_device(subject.config, params)
+    key, policy = committed((key, subject.policy))
+    own = of_one_device(subject.config, policy.params)
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
         # No row ends early and all prompts have one length, so fewer programs are enough.
@@ -400,9 +379,9 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
         static = decode.decode_config(
             own, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
         )
-        needed += operations(key, params, lora, plan, static).values()
+        needed += operations(key, policy, plan, static).values()
     with _progress() as on_progress:
-        programs = compile_operations((key, params, lora), needed, on_progress)
+        programs = compile_operations((key, *policy), needed, on_progress)
     seconds = time.perf_counter() - began
     print(f"compiled {len(programs)} programs in {seconds:.0f} s", flush=True)
     return programs

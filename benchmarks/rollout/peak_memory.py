@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from qerl_jax.rollout.programs import Executables
+from qerl_jax.compile.operation import Executables
 
 
 class PeakMemory:

@@ -2,35 +2,31 @@
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
-from qerl_jax.compile.aot import compile_rollout
-from qerl_jax.policy.lora import Lora
-from qerl_jax.rollout.engine import generate_steps
+from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout.sampler import Sampler
 
 
 def measure_startup(
     began: float,
+    sampler: Sampler,
     key: jax.Array,
-    params: dict,
-    lora: Lora | None,
+    policy: Policy,
     prompts: list[list[int]],
     *,
     on_compiled: Callable[[int, int], None] | None = None,
-    **how: Any,
 ) -> dict:
     """Compiles every program that rollouts of these prompts can need, and samples.
 
     Args:
         began: `time.time()` when the command began.
+        sampler: the sampler, without programs.
         key: random key of the draws.
-        params: parameters of the policy.
-        lora: adapter of the policy, or None.
+        policy: the policy.
         prompts: token ids of each prompt.
         on_compiled: called with the number of compiled programs and of all programs.
-        **how: keyword arguments that `generate_steps` and `compile_rollout` have in common.
 
     Returns:
         The seconds from the beginning of the command until the weights were made (`weights_s`),
@@ -38,11 +34,11 @@ def measure_startup(
         (`first_tokens_s`); the number of `programs`, and how many were in the cache (`kept`).
     """
     row = {"weights_s": _since(began)}
-    programs = compile_rollout(
-        key, params, lora, prompts=len(prompts), on_progress=on_compiled, **how
-    )
+    sampler = sampler.compiled(key, policy, num_prompts=len(prompts), on_progress=on_compiled)
     row["compiled_s"] = _since(began)
-    for _ in generate_steps(key, params, lora, prompts, executables=programs, **how):
+    programs = sampler.executables
+    assert programs is not None
+    for _ in sampler.steps(key, policy, prompts):
         row.setdefault("first_tokens_s", _since(began))
     return row | {"programs": len(programs), "kept": len(programs) - len(programs.compiled)}
 

@@ -19,8 +19,10 @@ from benchmarks.rollout.subject import (
     plan_of,
     sampling_of,
 )
+from qerl_jax.compile.operation import Programs, committed
+from qerl_jax.policy.dequantize import dequantized
 from qerl_jax.rollout import decode
-from qerl_jax.rollout.programs import committed, dequantized, jitted, operations
+from qerl_jax.rollout.programs import operations
 
 _REPEATS = 3
 _CHUNKS = 4  # chunks that are timed together
@@ -35,14 +37,15 @@ class Chunk:
         self._config, self._rows = subject.config, batch
         self._sharding = subject.params["embed_tokens"].sharding
         key = jax.random.key(config.seed)
-        key, params, lora = committed((key, subject.params, subject.lora))
+        key, policy = committed((key, subject.policy))
         static = decode.decode_config(
             subject.config, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
         )
-        table = operations(key, params, lora, self.plan, static)
-        params = dequantized(params, table, jitted(table))
+        programs = Programs(operations(key, policy, self.plan, static))
+        params = dequantized(policy.params, programs)
         dtype = params["embed_tokens"].dtype
-        self._policy = key, params, decode.fuse_adapter(lora, config=subject.config, dtype=dtype)
+        fused = decode.fuse_adapter(policy.lora, config=subject.config, dtype=dtype)
+        self._policy = key, params, fused
         self._how: dict[str, Any] = {"config": static, "steps": self.plan.chunk_steps}
 
     def empty_state(self) -> decode.DecodeState:
@@ -63,9 +66,10 @@ class Chunk:
         return decode.decode_chunk.lower(*self._policy, shapes, *self._all_rows, **self._how)
 
     @property
-    def _all_rows(self) -> tuple[np.ndarray, np.ndarray, np.float32]:
-        """Slots and activity of the cache rows, and the temperature."""
-        return np.arange(self._rows, dtype=np.int32), np.ones(self._rows, bool), np.float32(1)
+    def _all_rows(self) -> tuple[decode.CacheRows, np.float32]:
+        """All cache rows, and the temperature."""
+        slots, active = np.arange(self._rows, dtype=np.int32), np.ones(self._rows, bool)
+        return decode.CacheRows(slots, active), np.float32(1)
 
     def run(
         self, state: decode.DecodeState, tokens: int, program: jax.stages.Compiled | None = None

@@ -11,11 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
-from qerl_jax.data.splits import Problem, load_problems
+from qerl_jax.data.prompts import Problem
+from qerl_jax.data.splits import ProblemConfig, load_problems
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import make_mesh, of_one_device, placed, placed_params
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import shapes
@@ -120,6 +122,11 @@ class Subject:
     loaded: LoadedModel | None = None
     mesh: Mesh | None = None
 
+    @property
+    def policy(self) -> Policy:
+        """The arrays of the policy."""
+        return Policy(self.params, self.lora)
+
 
 def check(config: BenchmarkConfig) -> None:
     """Validates the options, before any weight is made.
@@ -185,7 +192,7 @@ def first_problems(path: str, count: int) -> list[Problem]:
     Raises:
         UserError: the file cannot be read, or holds fewer problems than --prompts.
     """
-    problems = load_problems("", path=path)
+    problems = load_problems(ProblemConfig(path=path))
     if len(problems) < count:
         raise UserError(f"{path}: holds {len(problems)} problems; pass --prompts={len(problems)}")
     return problems[:count]
@@ -284,10 +291,10 @@ def plan_of(
     """The engine's shapes for prompts of these lengths."""
     return shapes.plan_shapes(
         subject.params,
-        prompts=len(lengths),
+        num_prompts=len(lengths),
         longest=max(lengths),
         group_size=group,
-        config=of_one_device(subject.config, subject.params),
+        model_config=of_one_device(subject.config, subject.params),
         sampling=sampling_of(new_tokens),
         engine=engine_of(config, max_rows),
     )
@@ -306,7 +313,7 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     own = of_one_device(subject.config, subject.params)
     prefill = shapes.prefill_bytes(
         own,
-        prompts=plan.prefill_batch,
+        num_prompts=plan.prefill_batch,
         width=plan.prompt_widths[-1],
         dtype=plan.dtype,
         compute=subject.params["embed_tokens"].dtype,

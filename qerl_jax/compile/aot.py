@@ -12,84 +12,11 @@ import jax
 
 from pallas_kernels import fp4_matmul
 from qerl_jax.compile import executable_cache, program_cache
-from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.sharding import beside, of_one_device
-from qerl_jax.rollout import decode, programs
-from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
-from qerl_jax.rollout.programs import Executables, Operation
-from qerl_jax.rollout.shapes import plan_shapes
+from qerl_jax.compile.operation import Executables, Operation
 from qerl_jax.system.threads import available_cores
 
 _THREADS = max(4, available_cores() // 2)  # programs that compile at the same time
 _COMPILATION = "/jax/core/compile/backend_compile_duration"
-
-
-def rollout_operations(
-    key: jax.Array,
-    params: dict,
-    lora: Lora | None,
-    *,
-    prompts: int,
-    config: ModelConfig,
-    sampling: SamplingConfig,
-    tokenizer: Tokenizer,
-    engine: EngineConfig,
-    group_size: int = 1,
-) -> list[Operation]:
-    """Returns every operation that `engine.generate_steps` can need for a number of prompts.
-
-    Args:
-        key: PRNG key like those of the rollouts.
-        params: the policy.
-        lora: its adapter, or None.
-        prompts: P, number of prompts of each rollout.
-        config: the architecture.
-        sampling: distribution and length of the completions.
-        tokenizer: tokenizer, whose ids end a completion.
-        engine: settings of the engine; `prompt_width` must be the longest prompt.
-        group_size: G, number of completions of each prompt.
-
-    Raises:
-        UserError: as in `generate_steps`.
-    """
-    config = of_one_device(config, params)
-    shapes = plan_shapes(
-        params,
-        prompts=prompts,
-        longest=engine.prompt_width,
-        group_size=group_size,
-        config=config,
-        sampling=sampling,
-        engine=engine,
-    )
-    static = decode.decode_config(config, sampling, engine, tokenizer)
-    key, params, lora = programs.committed((beside(key, params), params, lora))
-    return list(programs.operations(key, params, lora, shapes, static).values())
-
-
-def compile_rollout(
-    key: jax.Array,
-    params: dict,
-    lora: Lora | None,
-    *,
-    on_progress: Callable[[int, int], None] | None = None,
-    **options: Any,
-) -> Executables:
-    """Compiles the operations of `rollout_operations`.
-
-    Args:
-        key: as in `rollout_operations`.
-        params: as in `rollout_operations`.
-        lora: as in `rollout_operations`.
-        on_progress: called with the number of programs that are ready and the number of all.
-        **options: as in `rollout_operations`.
-
-    Raises:
-        UserError: as in `generate_steps`.
-    """
-    policy = programs.committed((beside(key, params), params, lora))
-    return compile_operations(policy, rollout_operations(*policy, **options), on_progress)
 
 
 def compile_operations(

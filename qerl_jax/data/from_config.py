@@ -1,20 +1,13 @@
 """The problems of a run: read, rendered as prompts, and checked against the model."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from ml_collections import ConfigDict
 
 from qerl_jax.data.mixture import MixtureSource, read_mixture
 from qerl_jax.data.order import Order, Source
-from qerl_jax.data.splits import (
-    Problem,
-    Prompt,
-    encode_prompts,
-    fingerprint,
-    load_mixture,
-    load_splits,
-)
+from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
+from qerl_jax.data.splits import ProblemConfig, fingerprint, load_mixture, load_splits
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.calls import check_columns, columns_read
@@ -57,24 +50,22 @@ def _load(
     config: ConfigDict, rewards: Sequence[Reward]
 ) -> tuple[dict[str, list[Problem]], list[Problem]]:
     """The training problems by split, and the evaluation problems."""
-    common: dict[str, Any] = {
-        "eval_source": config.data.eval_source,
-        "eval_path": config.data.eval_path,
-        "eval_size": (config.eval.problems or None) if config.eval.every else 0,
-        "rewards": rewards,
-        "max_question_chars": config.data.max_question_chars,
-        "fields": dict(config.data.fields.items()),
-    }
-    if sources := mixture_of(config):
-        found, evaluation = load_mixture(sources, **common)
-        return {f"{TRAIN}/{name}": problems for name, problems in found.items()}, evaluation
-    train, evaluation = load_splits(
-        config.data.source,
+    problems = ProblemConfig(
+        source=config.data.source,
         path=config.data.path,
+        eval_source=config.data.eval_source,
+        eval_path=config.data.eval_path,
+        eval_size=(config.eval.problems or None) if config.eval.every else 0,
+        rewards=rewards,
         levels=tuple(config.data.levels),
+        max_question_chars=config.data.max_question_chars,
+        fields=dict(config.data.fields.items()),
         options=config.data.options.to_dict(),
-        **common,
     )
+    if sources := mixture_of(config):
+        by_name, evaluation = load_mixture(sources, problems)
+        return {f"{TRAIN}/{name}": found for name, found in by_name.items()}, evaluation
+    train, evaluation = load_splits(problems)
     return {TRAIN: train}, evaluation
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl_jax.config.fields import GENERATED
+from qerl_jax.data.prompts import Problem
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.rewards.answers import last_boxed
 from qerl_jax.rewards.calls import plain
@@ -24,24 +25,6 @@ _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
 _ROLES = ("system", "user", "assistant")
 _HUB_CONFIGURATIONS = {"openai/gsm8k": "main"}  # for datasets without a default on the hub
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """A question and its short reference answer (`72`, not the solution that leads to it).
-
-    Attributes:
-        question: the question; of a row with several chat messages, all of them as one text.
-        answer: the reference answer.
-        messages: the chat as (role, content), of which a user's message is the last; () where the
-            question is the only message.
-        columns: the whole row that the problem was read from, whose columns reach the rewards.
-    """
-
-    question: str
-    answer: str
-    messages: tuple[tuple[str, str], ...] = ()
-    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
 
 class _LeftOutError(Exception):

@@ -1,4 +1,4 @@
-"""Completions of texts by a loaded model: from messages to answers in one call."""
+"""Completions by a loaded model: from token ids to token ids, and from messages to answers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -7,9 +7,43 @@ import jax
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout.completions import Rollout, detokenize
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize, generate
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.weights.load import LoadedModel
+
+
+def generate(
+    key: jax.Array,
+    model: LoadedModel,
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: SamplingConfig,
+    engine: EngineConfig = DEFAULT_ENGINE,
+    group_size: int = 1,
+) -> Rollout:
+    """Samples `group_size` completions of every prompt.
+
+    Args:
+        key: PRNG key; a sample depends on it, on the row and on the position only.
+        model: the model, of which the architecture and the tokenizer are used.
+        policy: parameters and adapter that sample, such as `Policy(model.params, lora=None)`.
+        prompts: P lists of token ids.
+        sampling: distribution and length of the completions; a temperature of 0 is greedy.
+        engine: settings of the engine.
+        group_size: G, number of completions of each prompt.
+
+    Returns:
+        The B = P G completions, as NumPy arrays.
+
+    Raises:
+        UserError: there is no prompt, a prompt is empty or too long, or the memory does not hold a
+            row.
+    """
+    sampler = Sampler(model.config, model.tokenizer, sampling, engine, group_size)
+    return sampler.rollout(key, policy, prompts)
 
 
 def complete(
@@ -54,12 +88,10 @@ def complete(
     ]
     rollout = generate(
         jax.random.key(seed, impl="threefry2x32"),
-        model.params,
-        lora,
+        model,
+        Policy(model.params, lora),
         [model.tokenizer.encode(text) for text in texts],
-        config=model.config,
         sampling=sampling,
-        tokenizer=model.tokenizer,
         engine=engine,
         group_size=group_size,
     )

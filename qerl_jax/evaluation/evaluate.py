@@ -20,13 +20,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.compile.aot import compile_rollout
 from qerl_jax.compile.run_cache import programs_in
-from qerl_jax.data.splits import Prompt
+from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError, memory_errors, visible
 from qerl_jax.evaluation import results_folder
 from qerl_jax.evaluation.greedy import passed, score_completions
-from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run, trusts_run
+from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.prompts import encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
@@ -35,8 +34,7 @@ from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import generate_steps
-from qerl_jax.rollout.programs import Executables
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import bucket, dequantize_mode, rows_left
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.ownership import trusts
@@ -169,7 +167,7 @@ class _Job:
         config: settings of the evaluation, with S samples per prompt.
     """
 
-    policy: Policy
+    policy: LoadedPolicy
     task: Task
     prompts: Sequence[Prompt]
     scorers: Mapping[str, Reward]
@@ -215,12 +213,14 @@ def _complete(
         f"{engine.max_rows} rows do not fit; lower --max-rows={engine.max_rows}, "
         f"--samples={samples} or --max-new-tokens"
     ):
-        executables = _compile(job, engine, live, received) if problems else Executables()
+        sampler = _sampler(job, engine)
+        if problems:
+            sampler = _compile(job, sampler, live, received)
         for first in range(0, len(problems), size):
             began, before = time.perf_counter(), len(wanted & rows.keys())
             watch = _watch(live, job.task.name, before, len(wanted), received)
             together = problems[first : first + size]
-            for drafts in _completions(job, together, engine, executables, watch):
+            for drafts in _completions(job, together, sampler, watch):
                 new = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
                 rows |= _append(job, path, new, received)
                 correct = [rows[place]["correct"] is True for place in wanted & rows.keys()]
@@ -284,7 +284,7 @@ def _watch(
     return on_progress
 
 
-def _compile(job: _Job, engine: EngineConfig, live: LiveLine, received: list[int]) -> Executables:
+def _compile(job: _Job, sampler: Sampler, live: LiveLine, received: list[int]) -> Sampler:
     """Compiles the programs of a task, or loads them from the cache."""
     began = time.perf_counter()
 
@@ -293,39 +293,30 @@ def _compile(job: _Job, engine: EngineConfig, live: LiveLine, received: list[int
             raise StoppedError(received[0])
         live.update(f"{job.task.name} programs {done}/{total}")
 
-    executables = compile_rollout(
-        _key(job),
-        job.policy.model.params,
-        job.policy.lora,
-        prompts=engine.prompts,
-        config=job.policy.model.config,
-        sampling=_sampling(job),
-        tokenizer=job.policy.model.tokenizer,
-        engine=engine,
-        group_size=job.config.samples,
-        on_progress=on_progress,
-    )
+    policy, size = job.policy.policy, sampler.engine.prompts
+    sampler = sampler.compiled(_key(job), policy, num_prompts=size, on_progress=on_progress)
+    executables = sampler.executables
+    assert executables is not None
     live.clear()
     print(
         f"{job.task.name} compiled {len(executables.compiled)} of {len(executables)} programs in "
         f"{time.perf_counter() - began:.0f} s",
         flush=True,
     )
-    return executables
+    return sampler
 
 
 def _completions(
     job: _Job,
     problems: list[int],
-    engine: EngineConfig,
-    executables: Executables,
+    sampler: Sampler,
     on_progress: Callable[[int, int], None],
 ) -> Generator[list[dict[str, Any]]]:
     """Yields the completions of problems that are generated together, in parts as they end.
 
     Before a StoppedError of `on_progress` leaves the generator, it yields all that have ended.
     """
-    model, samples, limit = job.policy.model, job.config.samples, job.task.max_new_tokens
+    samples, limit = job.config.samples, job.task.max_new_tokens
     yielded = np.zeros(len(problems) * samples, bool)
 
     def take(rollout: Rollout) -> list[dict[str, Any]]:
@@ -333,20 +324,12 @@ def _completions(
         yielded[new] = True
         return [_draft(job, problems, rollout, row) for row in new.tolist()]
 
-    for step in generate_steps(
-        _key(job),
-        model.params,
-        job.policy.lora,
-        [job.prompts[problem].ids for problem in problems],
-        config=model.config,
-        sampling=_sampling(job),
-        tokenizer=model.tokenizer,
-        engine=engine,
-        group_size=samples,
-        prompt_ids=problems,
-        executables=executables,
-    ):
-        if step.ended_rows - yielded.sum() >= engine.max_rows or step.ended_rows == step.rows:
+    prompts = [job.prompts[problem].ids for problem in problems]
+    for step in sampler.steps(_key(job), job.policy.policy, prompts, ids=problems):
+        if (
+            step.ended_rows - yielded.sum() >= sampler.engine.max_rows
+            or step.ended_rows == step.rows
+        ):
             yield take(step.rollout)
         if step.ended_rows == step.rows:
             return
@@ -378,13 +361,15 @@ def _key(job: _Job) -> jax.Array:
     return jax.random.key(job.config.seed, impl="threefry2x32")
 
 
-def _sampling(job: _Job) -> SamplingConfig:
-    return SamplingConfig(
+def _sampler(job: _Job, engine: EngineConfig) -> Sampler:
+    sampling = SamplingConfig(
         max_new_tokens=job.task.max_new_tokens,
         temperature=results_folder.temperature_of(job.config),
         top_p=job.config.top_p,
         stop=job.task.stop,
     )
+    model = job.policy.model
+    return Sampler(model.config, model.tokenizer, sampling, engine, job.config.samples)
 
 
 def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) -> _Rows:

@@ -11,17 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import numpy as np
 
-from qerl_jax.data.splits import Prompt
-from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.sharding import groups_of
+from qerl_jax.data.prompts import Prompt
+from qerl_jax.policy.policy import Policy
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.rewards.score import Scores, score
-from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import detokenize
-from qerl_jax.rollout.programs import Executables
-from qerl_jax.rollout.replicas import deal, generate_steps
-from qerl_jax.weights.load import LoadedModel
+from qerl_jax.rewards.score import score
+from qerl_jax.rewards.scores import Scores
+from qerl_jax.rollout.completions import detokenize
+from qerl_jax.rollout.replicas import deal
+from qerl_jax.rollout.sampler import Sampler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,60 +35,38 @@ class GreedyScore:
     truncated: float
 
 
-def greedy(sampling: SamplingConfig) -> SamplingConfig:
-    """Returns the limits of `sampling` with greedy decoding."""
-    return dataclasses.replace(sampling, temperature=0.0, top_k=0, top_p=1.0)
-
-
 def greedy_accuracy(
-    model: LoadedModel,
-    lora: Lora | None,
+    sampler: Sampler,
+    policy: Policy,
     prompts: Sequence[Prompt],
     *,
     correctness: Reward,
     time_limit: float,
-    sampling: SamplingConfig,
-    engine: EngineConfig = DEFAULT_ENGINE,
     processes: Processes = ALONE,
-    executables: Executables | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
 ) -> GreedyScore:
     """Returns the fraction of prompts whose greedy completion is correct, or cut off.
 
     Args:
-        model: model of the policy, without noise.
-        lora: LoRA of the policy, or None.
+        sampler: samples the completions, always greedily. Where several processes share the
+            prompts, its `engine.prompts` is the largest share of a group of devices.
+        policy: the policy, without noise.
         prompts: prompts to complete.
         correctness: reward that scores a completion. A completion is correct if its reward is more
             than 0.5; a missing reward counts as not correct.
         time_limit: time limit for one call of the reward in seconds.
-        sampling: limits of the completions; its temperature is ignored.
-        engine: settings of the engine.
         processes: the processes of the run, each of which completes a part of the prompts.
-        executables: compiled programs, as in `replicas.generate_steps`.
         on_progress: callback for the number of completions that have ended and the number of
             sampled tokens, called after every chunk but the last.
         on_wait: as in `score.Scoring`.
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own = [prompts[i] for i in shares[processes.index]]
-    groups = processes.count * len(groups_of(model.params))
-    largest = -(-len(prompts) // groups)  # share of a group of devices
     right, finished = np.zeros(0, bool), np.zeros(0, bool)
     if own:  # There may be fewer prompts than processes.
-        steps = generate_steps(
-            jax.random.key(0, impl="threefry2x32"),
-            model.params,
-            lora,
-            [prompt.ids for prompt in own],
-            config=model.config,
-            sampling=greedy(sampling),
-            tokenizer=model.tokenizer,
-            engine=dataclasses.replace(engine, prompts=max(engine.prompts, largest)),
-            executables=executables,
-        )
-        with contextlib.closing(steps):
+        key, ids = jax.random.key(0, impl="threefry2x32"), [prompt.ids for prompt in own]
+        with contextlib.closing(sampler.greedy().steps(key, policy, ids)) as steps:
             for step in steps:
                 if on_progress is not None and step.ended_rows < step.rows:
                     on_progress(step.ended_rows, step.tokens)
@@ -98,17 +74,17 @@ def greedy_accuracy(
         scores = score_completions(
             {"correct": correctness},
             own,
-            detokenize(rollout, model.tokenizer.decode),
+            detokenize(rollout, sampler.tokenizer.decode),
             rollout.lengths,
             rollout.finished,
             time_limit=time_limit,
             on_wait=on_wait,
         )
         right, finished = passed(scores.parts["correct"]), rollout.finished
-    found = processes.exchange({"right": right, "finished": finished})
+    told = processes.exchange({"right": right, "finished": finished})
     return GreedyScore(
-        accuracy=float(np.concatenate([share["right"] for share in found]).mean()),
-        truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in found]))),
+        accuracy=float(np.concatenate([share["right"] for share in told]).mean()),
+        truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in told]))),
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from qerl_jax.errors import UserError, visible
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.folder import RunFolder
@@ -28,7 +29,7 @@ OWN = "own"  # beside the content of config.json
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class LoadedPolicy:
     """A model with the adapter that was trained on it, if any.
 
     Attributes:
@@ -54,6 +55,11 @@ class Policy:
     run: dict[str, Any] | None
 
     @property
+    def policy(self) -> Policy:
+        """The arrays of the policy."""
+        return Policy(self.model.params, self.lora)
+
+    @property
     def created(self) -> str:
         """When its run was first started, as `chat_template.as_of` takes it; '' without a run."""
         return (self.run or {}).get("created", "")
@@ -61,7 +67,7 @@ class Policy:
 
 def open_policy(
     source: str, *, adapter: str = "", base: str = "", format: str = "", dtype: str = ""
-) -> Policy:
+) -> LoadedPolicy:
     """Loads the policy of a run, a PEFT adapter with its base, or a model.
 
     Args:
@@ -114,7 +120,7 @@ def open_policy(
         dtype=dtype or settings.get("dtype", "bfloat16"),
     )
     if folder is None:
-        return Policy(
+        return LoadedPolicy(
             base=model,
             model=model,
             lora=None,
@@ -126,7 +132,7 @@ def open_policy(
         )
     lora_config, its_base, trained, digest = _read_adapter(folder, model.config)
     warn_of_another_base(folder, its_base, (base or named_base, model.source))
-    return Policy(
+    return LoadedPolicy(
         base=model,
         model=dataclasses.replace(model, params=current_policy(model.params, trained)),
         lora=trained.lora,

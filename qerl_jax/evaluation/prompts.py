@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from qerl_jax.data.splits import Prompt, encode_prompts
+from qerl_jax.data.prompts import Prompt, encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import Task
 from qerl_jax.weights.load import LoadedModel

@@ -15,7 +15,7 @@ from typing import Any
 
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.evaluation.flags import check_sampling
-from qerl_jax.evaluation.load_policy import Policy
+from qerl_jax.evaluation.load_policy import LoadedPolicy
 from qerl_jax.evaluation.prompts import check_prompts
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.run.folder import RunFolder
@@ -120,7 +120,7 @@ def time_limit_of(config: EvaluateConfig, run: Mapping[str, Any] | None) -> floa
     return _SECONDS if run is None else run["config"].get("reward_time_limit", _SECONDS)
 
 
-def place_of(policy: Policy, config: EvaluateConfig) -> tuple[str, Path]:
+def place_of(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Path]:
     """Returns the name of a policy and its folder, which need not exist.
 
     Args:
@@ -142,7 +142,7 @@ def _created(results: Mapping[str, Any]) -> str:
     return created if isinstance(created, str) else ""
 
 
-def _settings(policy: Policy, config: EvaluateConfig) -> dict[str, Any]:
+def _settings(policy: LoadedPolicy, config: EvaluateConfig) -> dict[str, Any]:
     adapter = policy.adapter
     return {
         "source": config.source,
@@ -161,7 +161,7 @@ def _settings(policy: Policy, config: EvaluateConfig) -> dict[str, Any]:
 
 def open_folder(
     folder: Path,
-    policy: Policy,
+    policy: LoadedPolicy,
     tasks: Sequence[Task],
     digests: Mapping[str, str],
     config: EvaluateConfig,
@@ -234,7 +234,7 @@ def open_folder(
     return results
 
 
-def _policy_name(policy: Policy, config: EvaluateConfig) -> str:
+def _policy_name(policy: LoadedPolicy, config: EvaluateConfig) -> str:
     """Returns a name that distinguishes the policies of a source, '' if there is only one."""
     if policy.adapter is not None:
         return "" if policy.adapter == user_path(config.source) else policy.adapter.name
@@ -244,7 +244,7 @@ def _policy_name(policy: Policy, config: EvaluateConfig) -> str:
 
 
 def _named_folder(
-    name: str, policy: Policy, settings: Mapping[str, Any], config: EvaluateConfig
+    name: str, policy: LoadedPolicy, settings: Mapping[str, Any], config: EvaluateConfig
 ) -> Path:
     if config.out:
         return user_path(config.out) / (name if len(config.adapters) > 1 else "")

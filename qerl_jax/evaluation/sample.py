@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 
-from qerl_jax.data.splits import Problem, encode_prompts
+from qerl_jax.data.prompts import Problem, encode_prompts
 from qerl_jax.errors import UserError, check_limits, memory_errors, visible
 from qerl_jax.evaluation.flags import check_sampling, template_arguments
-from qerl_jax.evaluation.load_policy import Policy, open_policy
+from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import generate_steps
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.weights.chat_template import as_of
 from qerl_jax.weights.load import LoadedModel
@@ -111,7 +112,7 @@ def _write(text: str) -> None:
     print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 
-def _policies(config: SampleConfig) -> list[tuple[str, Policy, Lora | None]]:
+def _policies(config: SampleConfig) -> list[tuple[str, LoadedPolicy, Lora | None]]:
     """Returns the policies to show, with name and LoRA: the named one, or base and trained one."""
     opened = functools.partial(open_policy, config.source, base=config.base, format=config.format)
     policy = opened(adapter=config.adapter)
@@ -126,11 +127,11 @@ def _policies(config: SampleConfig) -> list[tuple[str, Policy, Lora | None]]:
     return [(_name(base), base, None), (str(policy.adapter), policy, policy.lora)]
 
 
-def _name(base: Policy) -> str:
+def _name(base: LoadedPolicy) -> str:
     return f"{base.base.source} in {base.base.format}"
 
 
-def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
+def _answer(config: SampleConfig, policy: LoadedPolicy, lora: Lora | None) -> None:
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
     with as_of(policy.created):
         prompt, limit = _prompt(config, model, run)
@@ -142,21 +143,15 @@ def _answer(config: SampleConfig, policy: Policy, lora: Lora | None) -> None:
     )
     show = stream_text(model.tokenizer, _write)
     updates: list[tuple[float, int]] = []  # (time, number of tokens)
-    for step in generate_steps(
-        jax.random.key(config.seed, impl="threefry2x32"),
-        model.params,
-        lora,
-        [prompt],
-        config=model.config,
-        sampling=SamplingConfig(
-            max_new_tokens=limit,
-            temperature=config.temperature,
-            top_p=config.top_p,
-            stop=tuple(rollout_settings.get("stop", ())),
-        ),
-        tokenizer=model.tokenizer,
-        engine=engine,
-    ):
+    sampling = SamplingConfig(
+        max_new_tokens=limit,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        stop=tuple(rollout_settings.get("stop", ())),
+    )
+    key = jax.random.key(config.seed, impl="threefry2x32")
+    sampler = Sampler(model.config, model.tokenizer, sampling, engine)
+    for step in sampler.steps(key, Policy(model.params, lora), [prompt]):
         rollout, length = step.rollout, step.tokens
         updates.append((time.perf_counter(), length))
         show(rollout.tokens[0, :length].tolist())

@@ -14,8 +14,9 @@ from typing import Any
 
 from qerl_jax.config.fields import has_own_evaluation
 from qerl_jax.data.mixture import read_mixture
+from qerl_jax.data.prompts import Problem
 from qerl_jax.data.sources import FILE_TYPES
-from qerl_jax.data.splits import Problem, fingerprint, load_mixture, load_problems
+from qerl_jax.data.splits import ProblemConfig, fingerprint, load_mixture, load_problems
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.evaluation.flags import template_arguments
 from qerl_jax.evaluation.scorers import check_scorers, reader, run_scorers
@@ -261,7 +262,8 @@ def _make_task(
     scorers = [reader(settings["scorer"])] if "scorer" in settings else None
     if file is not None:
         source = file
-        problems = load_problems("", eval_path=file, split="eval", eval_size=_ALL, rewards=scorers)
+        where = ProblemConfig(eval_path=file, eval_size=_ALL, rewards=scorers)
+        problems = load_problems(where, split="eval")
     elif benchmark is not None:
         source, problems = benchmark.hub, _load_hub(name, benchmark, scorers)
     else:
@@ -285,10 +287,9 @@ def _all_numbers(problems: Sequence[Problem]) -> bool:
 
 
 def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None) -> list[Problem]:
+    where = ProblemConfig(eval_source=benchmark.hub, eval_size=_ALL, rewards=scorers)
     try:
-        return load_problems(
-            "", eval_source=benchmark.hub, split="eval", eval_size=_ALL, rewards=scorers
-        )
+        return load_problems(where, split="eval")
     except UserError as error:
         reason = first_line(error.__cause__ or error)
         raise UserError(
@@ -320,27 +321,24 @@ def _held_out(
     functions = [reward["function"] for reward in run["rewards"].values()]
     imported = [named is None or f in named or is_built_in(f) for f in functions]
     readers = [reader(f, imports=yes) for f, yes in zip(functions, imported, strict=True)]
-    common: dict[str, Any] = {
-        "eval_source": data.get("eval_source", ""),
-        "eval_path": data["eval_path"],
-        "eval_size": size or None,
-        "rewards": readers,
-        "max_question_chars": data.get("max_question_chars", 0),
-        "fields": data.get("fields"),
-    }
+    where = ProblemConfig(
+        source=data["source"],
+        path=data["path"],
+        eval_source=data.get("eval_source", ""),
+        eval_path=data["eval_path"],
+        eval_size=size or None,
+        rewards=readers,
+        levels=data.get("levels", ()),
+        max_question_chars=data.get("max_question_chars", 0),
+        fields=data.get("fields") or {},
+        options=data["options"] or {},
+    )
     try:
         # Problems with a place of their own are found without the sources of the training.
         if sources := {} if has_own_evaluation(data) else read_mixture(data):
-            _, problems = load_mixture(sources, **common)
+            _, problems = load_mixture(sources, where)
         else:
-            problems = load_problems(
-                data["source"],
-                path=data["path"],
-                split="eval",
-                levels=data.get("levels", ()),
-                options=data["options"],
-                **common,
-            )
+            problems = load_problems(where, split="eval")
     except UserError as error:
         raise UserError(
             f"the problems that the run held out cannot be loaded ({first_line(error)}); pass "

@@ -10,18 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from qerl_jax.data.splits import Problem, Prompt, encode_prompts
+from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
-from qerl_jax.evaluation.load_policy import Policy
+from qerl_jax.evaluation.load_policy import LoadedPolicy
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
 from qerl_jax.export.model_card import FORMAT_NAMES, Card
 from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.calls import announce_hosts, resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
-from qerl_jax.rollout.engine import generate
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.weights.chat_template import as_of
@@ -69,7 +70,7 @@ class Probe:
 
 
 def open_held_out_set(
-    policy: Policy,
+    policy: LoadedPolicy,
     limit: int | None,
     folder: Path | None = None,
     *,
@@ -124,23 +125,30 @@ def open_held_out_set(
             max_prompt_tokens=run["data"]["max_prompt_tokens"],
         )
     rollout = run["rollout"]
-    accuracy = functools.partial(
-        greedy_accuracy,
-        prompts=prompts,
-        correctness=correctness,
-        time_limit=run["reward_time_limit"],
-        sampling=SamplingConfig(max_new_tokens=task.max_new_tokens, stop=task.stop),
-        engine=EngineConfig(
-            max_rows=rollout["max_rows"] or rollout["prompts_per_step"] * rollout["group_size"],
-            chunk_steps=rollout["chunk_steps"],
-            dequantize=dequantize_mode(policy.model.params, rollout["dequantize"]),
-            kv_cache_dtype=task.kv_cache_dtype,
-        ),
+    sampling = SamplingConfig(max_new_tokens=task.max_new_tokens, stop=task.stop)
+    engine = EngineConfig(
+        max_rows=rollout["max_rows"] or rollout["prompts_per_step"] * rollout["group_size"],
+        chunk_steps=rollout["chunk_steps"],
+        dequantize=dequantize_mode(policy.model.params, rollout["dequantize"]),
+        kv_cache_dtype=task.kv_cache_dtype,
     )
+
+    def accuracy(
+        model: LoadedModel, lora: Lora | None, on_progress: Callable[[int, int], None]
+    ) -> GreedyScore:
+        return greedy_accuracy(
+            Sampler(model.config, model.tokenizer, sampling, engine),
+            Policy(model.params, lora),
+            prompts,
+            correctness=correctness,
+            time_limit=run["reward_time_limit"],
+            on_progress=on_progress,
+        )
+
     return HeldOutSet(prompts=prompts, accuracy=accuracy)
 
 
-def add_trained_scores(card: Card, held_out: HeldOutSet, policy: Policy) -> None:
+def add_trained_scores(card: Card, held_out: HeldOutSet, policy: LoadedPolicy) -> None:
     """Scores the policy as it was trained, and its base, and adds the scores to the card."""
     name = f"{FORMAT_NAMES[policy.base.format]} base"
     if policy.lora is None:
@@ -175,7 +183,7 @@ def add_score(
     card.scores.append((name, accuracy))
 
 
-def make_probe(policy: Policy, held_out: HeldOutSet | None) -> Probe:
+def make_probe(policy: LoadedPolicy, held_out: HeldOutSet | None) -> Probe:
     """Completes probe prompts greedily with the trained policy.
 
     Args:
@@ -186,22 +194,16 @@ def make_probe(policy: Policy, held_out: HeldOutSet | None) -> Probe:
     model, prompts = policy.model, _probe_prompts(policy, held_out)
     rollout_settings = {} if policy.run is None else policy.run["config"]["rollout"]
     stop = tuple(rollout_settings.get("stop", ()))
-    rollout = generate(
-        jax.random.key(0, impl="threefry2x32"),
-        model.params,
-        policy.lora,
-        prompts,
-        config=model.config,
-        sampling=SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0, stop=stop),
-        tokenizer=model.tokenizer,
-    )
+    sampling = SamplingConfig(max_new_tokens=_PROBE_TOKENS, temperature=0.0, stop=stop)
+    sampler = Sampler(model.config, model.tokenizer, sampling)
+    rollout = sampler.rollout(jax.random.key(0, impl="threefry2x32"), policy.policy, prompts)
     rows = zip(rollout.tokens.tolist(), rollout.lengths.tolist(), strict=True)
     completions = [tokens[:length] for tokens, length in rows]
     logprobs = host_logprobs(model, policy.lora, prompts, completions)
     return Probe(prompts=prompts, completions=completions, logprobs=logprobs)
 
 
-def _probe_prompts(policy: Policy, held_out: HeldOutSet | None) -> list[Sequence[int]]:
+def _probe_prompts(policy: LoadedPolicy, held_out: HeldOutSet | None) -> list[Sequence[int]]:
     if held_out is not None:
         return [prompt.ids for prompt in held_out.prompts[:_PROBE_PROMPTS]]
     tokenizer = policy.model.tokenizer

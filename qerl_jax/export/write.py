@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qerl_jax.errors import UserError, check_limits, visible
-from qerl_jax.evaluation.load_policy import Policy, open_policy, read_run, trusts_run
+from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.scorers import check_scorers, run_scorers
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.merge import merged_layers, norms_kept
@@ -164,7 +164,7 @@ def _with_trust(config: ExportConfig) -> ExportConfig:
     return dataclasses.replace(config, trust=trusted)
 
 
-def _held_out(config: ExportConfig, policy: Policy) -> HeldOutSet | None:
+def _held_out(config: ExportConfig, policy: LoadedPolicy) -> HeldOutSet | None:
     overrides = TaskOverrides(
         scorer=(config.judge,) if config.judge else (),
         format_scorer=("",),
@@ -212,7 +212,7 @@ def _out_folder(config: ExportConfig) -> Path:
     return run.exports / config.format
 
 
-def _check_policy(config: ExportConfig, policy: Policy) -> None:
+def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
     all_trained = policy.lora is None and policy.run is not None and config.adapter != "none"
     if policy.lora is None and not all_trained:
         raise UserError(
@@ -244,7 +244,9 @@ def _check_policy(config: ExportConfig, policy: Policy) -> None:
         )
 
 
-def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: Path | None) -> Card:
+def _export_adapter(
+    config: ExportConfig, policy: LoadedPolicy, out: Path, base_out: Path | None
+) -> Card:
     assert policy.lora_config is not None
     base, trained = policy.base, policy.trained
     assert trained is not None
@@ -283,7 +285,7 @@ def _export_adapter(config: ExportConfig, policy: Policy, out: Path, base_out: P
     return card
 
 
-def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
+def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card:
     packed = config.format == "nvfp4"
     # Weights on the 4-bit grid would be rounded back to their old values.
     onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
@@ -314,7 +316,7 @@ def _export_model(config: ExportConfig, policy: Policy, out: Path) -> Card:
     return card
 
 
-def _norms(policy: Policy) -> str:
+def _norms(policy: LoadedPolicy) -> str:
     """Returns the dtype of the norms in a written model: float32 where they were trained."""
     # Without an adapter, all parameters were trained.
     trained = policy.trained is None or policy.trained.params
@@ -322,7 +324,7 @@ def _norms(policy: Policy) -> str:
 
 
 def _add_export_scores(
-    card: Card, folder: Path, policy: Policy, held_out: HeldOutSet | None, probe: Probe
+    card: Card, folder: Path, policy: LoadedPolicy, held_out: HeldOutSet | None, probe: Probe
 ) -> None:
     """Adds the score of the written model, and the KL of the trained policy to it, to the card."""
     exported = load(str(folder), format="stored")
@@ -335,7 +337,7 @@ def _add_export_scores(
 
 def _new_card(
     config: ExportConfig,
-    policy: Policy,
+    policy: LoadedPolicy,
     out: Path,
     base_out: Path | None,
     *,
@@ -375,7 +377,7 @@ def _served_base(config: ExportConfig, served: str, base_out: Path | None) -> st
     return _base_name(config.push) if config.push else str(base_out)
 
 
-def _open(config: ExportConfig, format: str) -> Policy:
+def _open(config: ExportConfig, format: str) -> LoadedPolicy:
     return open_policy(config.source, adapter=config.adapter, base=config.base, format=format)
 
 

@@ -18,6 +18,7 @@ from qerl_jax.policy import sizes
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.shapes import (
     cache_dtype,
     fit_rows,
@@ -210,17 +211,19 @@ def plan_run(
         free=None if free is None else free - gradient,
     )
     plan = functools.partial(
-        _plan_rollout, config, model, device, prompt=prompt, policy_copy=policy_copy, free=free
+        _plan_rollout, config, model, device, policy_copy=policy_copy, free=free
     )
-    number = -(-config.rollout.prompts_per_step // groups)
-    rollout = plan(
-        config.rollout.max_new_tokens, number, config.rollout.group_size, config.rollout.max_rows
-    )
+    rollout = plan(longest, max_rows=config.rollout.max_rows)
     evaluation = None
     if config.eval.every:
-        problems = config.eval.problems or _EVAL_PROBLEMS
-        share = -(-problems // groups)
-        evaluation = plan(config.eval.max_new_tokens, share, 1, max(1, rollout.rows))
+        of_evaluation = LongestRows(
+            prompt=prompt,
+            new_tokens=config.eval.max_new_tokens,
+            group_size=1,
+            prompts=config.eval.problems or _EVAL_PROBLEMS,
+            devices=groups,
+        )
+        evaluation = plan(of_evaluation, max_rows=max(1, rollout.rows))
     return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
 
 
@@ -228,12 +231,9 @@ def _plan_rollout(
     config: ConfigDict,
     model: ModelConfig,
     device: Device,
-    new_tokens: int,
-    prompts: int,
-    group_size: int,
-    max_rows: int,
+    longest: LongestRows,
     *,
-    prompt: int,
+    max_rows: int,
     policy_copy: int,
     free: int | None,
 ) -> RolloutPlan:
@@ -241,19 +241,24 @@ def _plan_rollout(
     compute = jnp.dtype(config.model.dtype)
     dtype = cache_dtype(config.rollout.kv_cache_dtype, compute)
     dequantize, dense_copy = _dequantize(config, model, device)
-    width, positions = row_positions(prompt, new_tokens)
+    width, positions = row_positions(longest.prompt, longest.new_tokens)
+    num_prompts = largest_share(longest.prompts, longest.devices)
+    engine = EngineConfig(
+        max_rows=max_rows,
+        kv_cache_bytes=config.rollout.kv_cache_bytes,
+        kv_cache_dtype=config.rollout.kv_cache_dtype,
+    )
     rows, prefill = fit_rows(
         model,
-        EngineConfig(max_rows=max_rows, kv_cache_bytes=config.rollout.kv_cache_bytes),
-        rows=prompts * group_size,
-        prompts=prompts,
+        engine,
+        num_prompts=num_prompts,
+        group_size=longest.group_size,
         width=width,
         positions=positions,
-        dtype=dtype,
         compute=compute,
         free=None if free is None else max(0, free - policy_copy - dense_copy),
     )
-    prefilled = prefill_bytes(model, prompts=prefill, width=width, dtype=dtype, compute=compute)
+    prefilled = prefill_bytes(model, num_prompts=prefill, width=width, dtype=dtype, compute=compute)
     logits = row_bytes(model, positions=0, dtype=dtype)
     return RolloutPlan(
         policy_copy=policy_copy,
@@ -261,7 +266,7 @@ def _plan_rollout(
         cache=max(1, rows) * positions * position_bytes(model, dtype),
         temporary=max(prefilled, max(1, rows) * logits),
         rows=rows,
-        all_rows=prompts * group_size,
+        all_rows=num_prompts * longest.group_size,
         prefill_prompts=prefill,
         positions=positions,
         dequantize=dequantize,

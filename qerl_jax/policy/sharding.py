@@ -6,8 +6,9 @@ the policy, the trained parameters and the state of the optimizer together, and 
 of them.
 """
 
+import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ _RULES = (
     (r"(o_proj|down_proj)/(global_scale|tiles/divisor|b|1)", WHOLE),
     (r"(keys|values)/\d+", HEADS),
     (r"norm|(input|post_attention)_layernorm|q_norm|k_norm", WHOLE),
-    (r"lengths|rows|counts|last|done|logits", WHOLE),  # of a rollout
+    (r"lengths|rows|counts|last|done|logits|slots|active", WHOLE),  # of a rollout
     (r"key|sigma|count|skipped_in_a_row", WHOLE),  # of the noise and of the optimizer
 )
 
@@ -140,6 +141,51 @@ def specs(tree: Any, tensor: int) -> Any:
 def shardings(tree: Any, mesh: Mesh) -> Any:
     """Returns the sharding of each array of a tree on a mesh, by the same rules."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(tree, mesh.shape[TENSOR]))
+
+
+def on_mesh(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    *,
+    out_specs: Callable[..., Any],
+    in_specs: Callable[..., tuple] | None = None,
+    static: tuple[str, ...] = (),
+    donated: int | tuple[()] = (),
+    compiler_options: dict[str, Any] | None = None,
+) -> Any:
+    """Returns a jitted function that runs on every device of a mesh, on its shards.
+
+    Args:
+        function: function of the shards of one device. The program has its name.
+        mesh: devices that hold the arguments together.
+        out_specs: function from the arguments, static ones included, to the specs of the results.
+        in_specs: the same for the specs of the arguments that are not static; by default they
+            follow from the rules for the paths of arrays.
+        static: names of the static arguments, which are passed by name.
+        donated: number of the argument that is donated, or () for none.
+        compiler_options: options of XLA.
+    """
+
+    def program(*arguments: Any, **options: Any) -> Any:
+        if in_specs is None:
+            by_rules = tuple(specs(argument, mesh.shape[TENSOR]) for argument in arguments)
+        else:
+            by_rules = in_specs(*arguments, **options)
+        return jax.shard_map(
+            functools.partial(function, **options),
+            mesh=mesh,
+            in_specs=by_rules,
+            out_specs=out_specs(*arguments, **options),
+            check_vma=False,
+        )(*arguments)
+
+    program.__name__ = getattr(function, "__name__", "program")
+    return jax.jit(
+        program,
+        static_argnames=static,
+        donate_argnums=donated,
+        compiler_options=compiler_options,
+    )
 
 
 def located(tree: Any, mesh: Mesh) -> Any:

@@ -9,7 +9,6 @@ import asyncio
 import collections
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import math
 import os
@@ -19,46 +18,18 @@ import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from qerl_jax.errors import first_line, visible
 from qerl_jax.rewards.calls import LISTS, Call, call_of
 from qerl_jax.rewards.functions import LARGEST, Reward
+from qerl_jax.rewards.scores import Completion, Scores
 from qerl_jax.rewards.url import RewardError
 
 _TICK = 0.1  # seconds between two looks at whether the wait for a reward shall end
 _GRACE = 0.5  # seconds that a reward which blocks the event loop may exceed its time limit
-
-
-class Completion(NamedTuple):
-    """A completion to score: its texts, its length in tokens, whether it ended, and its row."""
-
-    prompt: str
-    completion: str
-    answer: str
-    num_tokens: int
-    finished: bool
-    columns: Mapping[str, Any]
-
-
-@dataclasses.dataclass
-class Scores:
-    """The rewards of B completions.
-
-    Attributes:
-        total: float64 [B] weighted sums of the rewards that are present; NaN where no reward with a
-            non-zero weight is present.
-        parts: float64 [B] unweighted values of each reward, by name; NaN where a reward is missing.
-        errors: one line for each distinct failure, with its count.
-        seconds: time in which this process called rewards or waited for them.
-    """
-
-    total: np.ndarray
-    parts: dict[str, np.ndarray]
-    errors: list[str]
-    seconds: float = 0.0
 
 
 class _OutOfTimeError(BaseException):

@@ -1,7 +1,7 @@
 """Turns sampled completions into the arrays of an update, on the host."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import chex
 import flax.struct
@@ -43,13 +43,27 @@ class TrainBatch:
     rollout_logprobs: Array
 
 
+class SampledRows(Protocol):
+    """The part of a rollout of B completions that a batch reads.
+
+    Attributes:
+        tokens: int [B, M] sampled token ids; M is the limit on sampled tokens.
+        lengths: int [B] completion lengths in tokens, EOS included; may be 0.
+        finished: bool [B] flags, True where the completion ended by itself.
+        logprobs: [B, M] log-probabilities that the sampler recorded; NaN for a token without a
+            record.
+    """
+
+    tokens: Array
+    lengths: Array
+    finished: Array
+    logprobs: Array
+
+
 def make_batch(
     prompts: Sequence[Sequence[int]],
-    completions: np.ndarray,
-    lengths: np.ndarray,
-    finished: np.ndarray,
+    sampled: SampledRows,
     advantages: np.ndarray,
-    rollout_logprobs: np.ndarray,
     *,
     mask_truncated: bool,
     aggregation: str,
@@ -64,12 +78,8 @@ def make_batch(
 
     Args:
         prompts: B non-empty lists of token ids.
-        completions: int [B, M] sampled token ids; M is the limit on sampled tokens.
-        lengths: int [B] completion lengths in tokens, EOS included; may be 0.
-        finished: bool [B] flags, True where the completion ended by itself.
+        sampled: B completions, such as a rollout.
         advantages: [B] advantages.
-        rollout_logprobs: [B, M] log-probabilities that the sampler recorded; NaN for a token
-            without a record.
         mask_truncated: whether unfinished completions are left out of the loss (DAPO's overlong
             filtering).
         aggregation: how the token losses become one, as in `losses.token_weights`, or the import
@@ -84,12 +94,12 @@ def make_batch(
     Raises:
         UserError: a prompt is empty.
     """
-    rows, max_new_tokens = completions.shape
-    chex.assert_shape(rollout_logprobs, (rows, max_new_tokens))
-    columns = max(1, int(np.max(lengths)))
-    completions = np.asarray(completions, np.int32)[:, :columns]
-    rollout_logprobs = rollout_logprobs[:, :columns]
-    lengths, finished = np.asarray(lengths, np.int32), np.asarray(finished, bool)
+    rows, max_new_tokens = sampled.tokens.shape
+    chex.assert_shape(sampled.logprobs, (rows, max_new_tokens))
+    columns = max(1, int(np.max(sampled.lengths)))
+    completions = np.asarray(sampled.tokens, np.int32)[:, :columns]
+    rollout_logprobs = sampled.logprobs[:, :columns]
+    lengths, finished = np.asarray(sampled.lengths, np.int32), np.asarray(sampled.finished, bool)
     chex.assert_shape([lengths, finished, advantages], (rows,))
     prompt_lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     chex.assert_shape(prompt_lengths, (rows,))
@@ -104,11 +114,11 @@ def make_batch(
         tokens[row, : len(prompt)] = prompt
         tokens[row, len(prompt) : total_lengths[row]] = completions[row, : lengths[row]]
 
-    sampled = np.arange(completions.shape[1]) < lengths[:, None]
-    in_loss = sampled & finished[:, None] if mask_truncated else sampled
+    inside = np.arange(completions.shape[1]) < lengths[:, None]
+    in_loss = inside & finished[:, None] if mask_truncated else inside
     loss_mask = in_loss.astype(np.float32)
     advantages = np.asarray(advantages, np.float32)
-    rollout_logprobs = np.where(sampled, rollout_logprobs, 0.0).astype(np.float32)
+    rollout_logprobs = np.where(inside, rollout_logprobs, 0.0).astype(np.float32)
     if names_function(aggregation):
         weights = custom_weights(
             loss_mask, aggregation, advantages=advantages, logprobs=rollout_logprobs

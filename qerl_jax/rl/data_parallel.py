@@ -25,7 +25,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qerl_jax.policy.sharding import DATA, dealt, put, shardings, specs
+from qerl_jax.policy.sharding import DATA, dealt, on_mesh, put, shardings, specs
 from qerl_jax.policy.tensor_parallel import TENSOR, shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import train_step
@@ -137,25 +137,26 @@ def _on_each(
             return jax.lax.all_gather(found, DATA)
         return jax.tree.map(lambda x: x[None], found)
 
-    def on_mesh(*arguments: Any) -> Any:
-        trained = next((x for x in arguments if isinstance(x, Trainable)), None)
-        totals = _specs_of_totals(trained, mesh)
-
+    def in_specs(*arguments: Any) -> tuple:
         def spec(argument: Any) -> Any:
             if isinstance(argument, Totals):
-                return totals
+                return _specs_of_totals(_trained(arguments), mesh)
             return P(DATA) if _is_dealt(argument) else specs(argument, mesh.shape[TENSOR])
 
-        return jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=tuple(map(spec, arguments)),
-            out_specs=P() if gathers else results(totals),
-            check_vma=False,
-        )(*arguments)
+        return tuple(map(spec, arguments))
 
-    on_mesh.__name__ = getattr(function, "__name__", "on_mesh")
-    return jax.jit(on_mesh, donate_argnums=0 if donates else ())
+    def out_specs(*arguments: Any) -> Any:
+        return P() if gathers else results(_specs_of_totals(_trained(arguments), mesh))
+
+    local.__name__ = getattr(function, "__name__", "local")
+    return on_mesh(
+        local, mesh, in_specs=in_specs, out_specs=out_specs, donated=0 if donates else ()
+    )
+
+
+def _trained(arguments: tuple) -> Trainable | None:
+    """Returns the trained parameters among the arguments of a function, or None."""
+    return next((x for x in arguments if isinstance(x, Trainable)), None)
 
 
 def _specs_of_totals(trainable: Trainable | None, mesh: Mesh) -> Totals:

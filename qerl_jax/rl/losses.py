@@ -6,22 +6,15 @@ an update only add: losses, gradients and metrics do not depend on how the rows 
 """
 
 import dataclasses
+import hashlib
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.rl.objectives import (
-    OBJECTIVES,
-    Metrics,
-    check_custom_loss,
-    masked,
-    off_policy_mask,
-    row_sums,
-    token_loss,
-)
 from qerl_jax.system.import_path import import_function, names_function, user_errors
 
 # The named losses differ in these fields of LossConfig only.
@@ -40,9 +33,17 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 AGGREGATIONS = ("token", "sequence", "sequence_sum", "constant", "micro_batch")
 RATIOS = ("token", "sequence", "sequence_token")
+OBJECTIVES = ("clipped_ratio", "clipped_weight", "soft_gate")
 KL_GRADS = ("k3", "k3_clipped", "unbiased")
 
 _K3_CLIP = 10.0  # the bound that verl uses
+
+Metrics = dict[str, jax.Array | tuple[jax.Array, jax.Array]]
+
+_USAGE = (
+    "it is called as f(ratio, advantages, logprobs, mask) with arrays of one shape, under jax.jit, "
+    "and returns the loss of each token"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class LossConfig:
         objective: form of the loss of a token. 'clipped_ratio' is PPO's clipped surrogate;
             'clipped_weight' is REINFORCE weighted with the clipped ratio, in which every token
             keeps a gradient; 'soft_gate' is SAPO's sigmoid of the ratio. The import path
-            'package.module:function' names a user function, as in `objectives.custom_loss`.
+            'package.module:function' names a user function, as in `custom_loss`.
         clip_low: distance from 1 at which the ratio is clipped from below, at 1 - clip_low; 1 or
             more never clips.
         clip_high: distance from 1 at which the ratio is clipped from above, at 1 + clip_high; a
@@ -68,7 +69,7 @@ class LossConfig:
         sapo_temperature_pos: temperature of 'soft_gate' where the advantage is positive.
         sapo_temperature_neg: the same where it is not.
         off_policy_delta: mean difference of log-probabilities, in nats, beyond which a row with a
-            negative advantage is masked, as in `objectives.off_policy_mask`; None masks none.
+            negative advantage is masked, as in `off_policy_mask`; None masks none.
         kl_coef: factor of the KL to the reference policy; 0 leaves the KL out.
         kl_grad: how the KL is estimated. 'k3' is the plain estimator, whose gradient differs from
             the gradient of the KL. 'k3_clipped' is k3 bounded by 10, without a gradient beyond 10.
@@ -100,7 +101,7 @@ class LossConfig:
         for name, choices in {
             "aggregation": AGGREGATIONS,
             "ratio": RATIOS,
-            "objective": tuple(OBJECTIVES),
+            "objective": OBJECTIVES,
             "kl_grad": KL_GRADS,
         }.items():
             if not names_function(getattr(self, name)) and getattr(self, name) not in choices:
@@ -276,17 +277,37 @@ def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     return jnp.expm1(difference) - difference
 
 
+@flax.struct.dataclass
+class LossTokens:
+    """What a loss reads of M tokens of an update, beside their log-probabilities.
+
+    Attributes:
+        advantages: [M] advantages.
+        mask: [M] mask, 1 for the tokens in the loss.
+        weights: [M] weights of the tokens, from `token_weights`.
+        rows: int32 [M] row of each token, ascending; a row is complete. Only the ratios of a
+            sequence and off_policy_delta read it.
+        old_logprobs: [M] log-probabilities under the policy before the first update of this
+            rollout. None stands for those of the policy, which makes the ratio exactly 1.
+        ref_logprobs: [M] log-probabilities under the reference policy; needed if kl_coef is not 0.
+        rollout_logprobs: [M] log-probabilities that the sampler recorded; needed if tis_cap or
+            off_policy_delta is set. NaN marks a token without a record, whose w is 1.
+    """
+
+    advantages: jax.Array
+    mask: jax.Array
+    weights: jax.Array
+    rows: jax.Array
+    old_logprobs: jax.Array | None = None
+    ref_logprobs: jax.Array | None = None
+    rollout_logprobs: jax.Array | None = None
+
+
 def policy_loss(
     logprobs: jax.Array,
+    tokens: LossTokens,
     *,
-    old_logprobs: jax.Array | None,
-    advantages: jax.Array,
-    mask: jax.Array,
-    weights: jax.Array,
-    rows: jax.Array,
     config: LossConfig,
-    ref_logprobs: jax.Array | None = None,
-    rollout_logprobs: jax.Array | None = None,
     entropies: jax.Array | None = None,
 ) -> tuple[jax.Array, Metrics]:
     """Returns the loss of some tokens of an update, and their metrics.
@@ -315,17 +336,8 @@ def policy_loss(
 
     Args:
         logprobs: [M] log-probabilities of the sampled tokens under the policy that is trained.
-        old_logprobs: [M] log-probabilities under the policy before the first update of this
-            rollout. None stands for the values of `logprobs`, which makes the ratio exactly 1.
-        advantages: [M] advantages.
-        mask: [M] mask, 1 for the tokens in the loss.
-        weights: [M] weights of the tokens, from `token_weights`.
-        rows: int32 [M] row of each token, ascending; a row is complete. Only the ratios of a
-            sequence and off_policy_delta read it.
+        tokens: what else the loss reads of the tokens.
         config: definition of the loss.
-        ref_logprobs: [M] log-probabilities under the reference policy; needed if kl_coef is not 0.
-        rollout_logprobs: [M] log-probabilities that the sampler recorded; needed if tis_cap or
-            off_policy_delta is set. NaN marks a token without a record, whose w is 1.
         entropies: [M] entropies of the policy that is trained, in nats, with their gradient; needed
             if entropy_coef is not 0.
 
@@ -339,21 +351,25 @@ def policy_loss(
         ValueError: ref_logprobs, rollout_logprobs or entropies are needed but missing.
         UserError: a user function fails.
     """
-    _check_given(config, ref_logprobs, rollout_logprobs, entropies)
-    in_loss = mask > 0
+    _check_needs(config, tokens, entropies)
+    ref_logprobs, rollout_logprobs = tokens.ref_logprobs, tokens.rollout_logprobs
+    in_loss = tokens.mask > 0
     logprobs = masked(logprobs, in_loss)
-    old = jax.lax.stop_gradient(logprobs if old_logprobs is None else masked(old_logprobs, in_loss))
-    ratio = jnp.exp(_log_ratio(logprobs, old, in_loss, rows, config.ratio))
-    tokens = in_loss.sum().astype(jnp.float32)
-    options = {name: getattr(config, name) for name in OBJECTIVES.get(config.objective, ())}
-    loss, metrics = token_loss(
-        logprobs, ratio, advantages, in_loss, tokens, objective=config.objective, **options
-    )
+    old = logprobs if tokens.old_logprobs is None else masked(tokens.old_logprobs, in_loss)
+    old = jax.lax.stop_gradient(old)
+    ratio = jnp.exp(_log_ratio(logprobs, old, in_loss, tokens.rows, config.ratio))
+    count = _count(in_loss)
+    loss, metrics = _token_loss(logprobs, ratio, tokens.advantages, in_loss, config=config)
     if config.off_policy_delta is not None and rollout_logprobs is not None:
         keep = off_policy_mask(
-            logprobs, rollout_logprobs, advantages, in_loss, rows, delta=config.off_policy_delta
+            logprobs,
+            rollout_logprobs,
+            tokens.advantages,
+            in_loss,
+            tokens.rows,
+            delta=config.off_policy_delta,
         )
-        metrics["off_policy_masked"] = (masked(1.0 - keep, in_loss).sum(), tokens)
+        metrics["off_policy_masked"] = (masked(1.0 - keep, in_loss).sum(), count)
         loss = loss * keep
     if rollout_logprobs is not None:
         difference, difference_metrics = _rollout_difference(old, rollout_logprobs, in_loss)
@@ -361,10 +377,10 @@ def policy_loss(
         if config.tis_cap is not None:
             importance = jnp.minimum(jnp.exp(difference), config.tis_cap)
             loss = loss * importance
-            metrics["tis_weight"] = (masked(importance, in_loss).sum(), tokens)
+            metrics["tis_weight"] = (masked(importance, in_loss).sum(), count)
     if ref_logprobs is not None:
         kl = k3(logprobs, jax.lax.stop_gradient(masked(ref_logprobs, in_loss)))
-        metrics["kl"] = (kl.sum(), tokens)
+        metrics["kl"] = (kl.sum(), count)
         if config.kl_grad == "k3_clipped":
             kl = jnp.minimum(kl, _K3_CLIP)
         elif config.kl_grad == "unbiased":
@@ -372,23 +388,18 @@ def policy_loss(
         loss = loss + config.kl_coef * kl
     if entropies is not None:
         loss = loss - config.entropy_coef * masked(entropies, in_loss)
-    return (weights * loss).sum(), jax.lax.stop_gradient(metrics)
+    return (tokens.weights * loss).sum(), jax.lax.stop_gradient(metrics)
 
 
-def _check_given(
-    config: LossConfig,
-    ref_logprobs: jax.Array | None,
-    rollout_logprobs: jax.Array | None,
-    entropies: jax.Array | None,
-) -> None:
-    """Raises a ValueError where an array that the loss needs is not given."""
-    for field, needed, given in (
-        ("kl_coef", "ref_logprobs", ref_logprobs),
-        ("tis_cap", "rollout_logprobs", rollout_logprobs),
-        ("off_policy_delta", "rollout_logprobs", rollout_logprobs),
+def _check_needs(config: LossConfig, tokens: LossTokens, entropies: jax.Array | None) -> None:
+    """Raises a ValueError where an array that the loss needs is missing."""
+    for field, needed, array in (
+        ("kl_coef", "ref_logprobs", tokens.ref_logprobs),
+        ("tis_cap", "rollout_logprobs", tokens.rollout_logprobs),
+        ("off_policy_delta", "rollout_logprobs", tokens.rollout_logprobs),
         ("entropy_coef", "entropies", entropies),
     ):
-        if getattr(config, field) and given is None:
+        if getattr(config, field) and array is None:
             raise ValueError(f"{field}={getattr(config, field)} needs {needed}")
 
 
@@ -445,3 +456,227 @@ def summarize_metrics(metrics: Metrics) -> dict[str, jax.Array]:
         name: value[0] / jnp.maximum(value[1], 1.0) if isinstance(value, tuple) else value
         for name, value in metrics.items()
     }
+
+
+# --- The loss of a single token -------------------------------------------------------------------
+
+
+def _token_loss(
+    logprobs: jax.Array,
+    ratio: jax.Array,
+    advantages: jax.Array,
+    in_loss: jax.Array,
+    *,
+    config: LossConfig,
+) -> tuple[jax.Array, Metrics]:
+    """Returns L of `policy_loss` and the metrics of the ratio.
+
+    Args:
+        logprobs: float32 [M] log-probabilities of the tokens, 0 outside the mask.
+        ratio: float32 [M] probability ratios.
+        advantages: [M] advantages.
+        in_loss: bool [M] mask.
+        config: definition of the loss.
+
+    Returns:
+        float32 [M] losses, whose values outside the mask do not count, and the metrics.
+
+    Raises:
+        UserError: a user function fails, or returns another shape.
+    """
+    advantages = advantages.astype(jnp.float32)
+    if config.objective == "soft_gate":
+        loss = _gated_loss(ratio, advantages, config)
+        return loss, _ratio_metrics(ratio, in_loss)
+    if names_function(config.objective):
+        loss = custom_loss(config.objective, ratio, advantages, logprobs, in_loss)
+        return masked(loss, in_loss), _ratio_metrics(ratio, in_loss)
+    return _clipped_loss(logprobs, ratio, advantages, in_loss, config=config)
+
+
+def custom_loss(
+    function: str,
+    ratio: jax.Array,
+    advantages: jax.Array,
+    logprobs: jax.Array,
+    in_loss: jax.Array,
+) -> jax.Array:
+    """Returns the losses of tokens [M], computed by a user function of JAX.
+
+    Args:
+        function: import path 'package.module:function'.
+        ratio: float32 [M] probability ratios; 1 in the first update on a rollout.
+        advantages: float32 [M] advantages.
+        logprobs: float32 [M] log-probabilities of the policy that is trained.
+        in_loss: bool [M] mask; the function gets it as float32.
+
+    Raises:
+        UserError: the function cannot be imported, raises, or returns another shape.
+    """
+    compute = import_function(function, what="loss")
+    with user_errors(f"loss {function!r}", _USAGE):
+        loss = jnp.asarray(compute(ratio, advantages, logprobs, in_loss.astype(jnp.float32)))
+    if loss.shape != ratio.shape:
+        raise UserError(
+            f"loss {function!r}: it returned the shape {loss.shape} for {ratio.shape[0]} tokens; "
+            f"{_USAGE}"
+        )
+    return loss.astype(jnp.float32)
+
+
+def check_custom_loss(function: str) -> None:
+    """Traces a user function, so that a mistake in it is an error before training.
+
+    Raises:
+        UserError: as in `custom_loss`.
+    """
+    jax.eval_shape(lambda *a: custom_loss(function, *a), *_four_tokens())
+
+
+def custom_loss_digest(function: str) -> str:
+    """Returns a digest of what a user function computes, for the names of compiled programs.
+
+    Its import path stays the same where its code, or a number that it reads, has changed.
+
+    Raises:
+        UserError: as in `custom_loss`.
+    """
+    lowered = jax.jit(lambda *a: custom_loss(function, *a)).lower(*_four_tokens())
+    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
+
+
+def _four_tokens() -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The arguments of `custom_loss` after the function, for four tokens."""
+    values = jax.ShapeDtypeStruct((4,), np.float32)
+    return values, values, values, jax.ShapeDtypeStruct((4,), np.bool_)
+
+
+def off_policy_mask(
+    logprobs: jax.Array,
+    rollout_logprobs: jax.Array,
+    advantages: jax.Array,
+    in_loss: jax.Array,
+    rows: jax.Array,
+    *,
+    delta: float,
+) -> jax.Array:
+    """Returns the off-policy sequence mask of DeepSeek-V3.2 (arXiv 2512.02556, Eq. 8 and 9).
+
+    A row with a negative advantage is masked if the policy that sampled gives its tokens a mean
+    log-probability that is more than `delta` above that of the policy that is trained. A token
+    without a record counts as a difference of 0.
+
+    Args:
+        logprobs: float32 [M] log-probabilities of the policy that is trained, 0 outside the mask.
+        rollout_logprobs: [M] log-probabilities that the sampler recorded; NaN without a record.
+        advantages: [M] advantages.
+        in_loss: bool [M] mask.
+        rows: int32 [M] row of each token, ascending; a row is complete.
+        delta: largest mean difference in nats.
+
+    Returns:
+        float32 [M], 0 for the tokens of a masked row and 1 for others; it has no gradient.
+    """
+    recorded = in_loss & ~jnp.isnan(rollout_logprobs)
+    difference = jnp.where(recorded, rollout_logprobs - logprobs, 0.0).astype(jnp.float32)
+    length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
+    keep = (advantages >= 0) | (row_sums(difference, rows) / length <= delta)
+    return jax.lax.stop_gradient(keep.astype(jnp.float32))
+
+
+def masked(x: jax.Array, in_loss: jax.Array) -> jax.Array:
+    """Returns `x` in float32, with 0 outside the mask.
+
+    Masking comes before any exp: a masked position must not become inf * 0 in the loss or in its
+    gradient.
+    """
+    return jnp.where(in_loss, x, 0.0).astype(jnp.float32)
+
+
+@jax.custom_vjp
+def row_sums(x: jax.Array, rows: jax.Array) -> jax.Array:
+    """Sums the tokens of each row, and repeats the sum for each of its tokens.
+
+    The order of the sums is fixed, which scatter-adds on a GPU do not promise.
+
+    Args:
+        x: float32 [M] values.
+        rows: int32 [M] row of each value, ascending.
+
+    Returns:
+        float32 [M] sums.
+    """
+
+    def add(left, right):
+        (left_row, left_sum), (right_row, right_sum) = left, right
+        return right_row, right_sum + jnp.where(left_row == right_row, left_sum, 0.0)
+
+    _, partial = jax.lax.associative_scan(add, (rows, x))
+    last = jnp.searchsorted(rows, rows, side="right") - 1
+    return partial[last]
+
+
+def _row_sums_fwd(x, rows):
+    return row_sums(x, rows), rows
+
+
+def _row_sums_bwd(rows, gradient):
+    return row_sums(gradient, rows), None  # The map is symmetric.
+
+
+row_sums.defvjp(_row_sums_fwd, _row_sums_bwd)
+
+
+def _count(in_loss: jax.Array) -> jax.Array:
+    """Returns the float32 number of tokens in the loss."""
+    return in_loss.sum().astype(jnp.float32)
+
+
+def _ratio_metrics(ratio: jax.Array, in_loss: jax.Array) -> Metrics:
+    return {
+        "ratio_mean": (masked(ratio, in_loss).sum(), _count(in_loss)),
+        "ratio_max": masked(ratio, in_loss).max(),
+    }
+
+
+def _gated_loss(ratio: jax.Array, advantages: jax.Array, config: LossConfig) -> jax.Array:
+    """Returns SAPO's L [M] (arXiv 2511.20347, Eq. 5 and 6): a sigmoid in place of the clip."""
+    gate = jnp.where(advantages > 0, config.sapo_temperature_pos, config.sapo_temperature_neg)
+    return -jax.nn.sigmoid(gate * (ratio - 1.0)) * (4.0 / gate) * advantages
+
+
+def _clipped_loss(
+    logprobs: jax.Array,
+    ratio: jax.Array,
+    advantages: jax.Array,
+    in_loss: jax.Array,
+    *,
+    config: LossConfig,
+) -> tuple[jax.Array, Metrics]:
+    """Returns L of `policy_loss` [M] and the metrics of the ratio and its clipping.
+
+    The clip fractions count the tokens whose gradient the clip removes. In 'clipped_weight' the
+    clip removes no gradient, so they count the tokens whose ratio it changes.
+    """
+    lower, upper = 1.0 - config.clip_low, 1.0 + config.clip_high
+    clipped_ratio = jnp.clip(ratio, lower, upper)
+    low, high = in_loss & (ratio < lower), in_loss & (ratio > upper)
+    tokens = _count(in_loss)
+    if config.objective == "clipped_weight":
+        loss = -jax.lax.stop_gradient(clipped_ratio) * advantages * logprobs
+    else:
+        loss = -jnp.minimum(ratio * advantages, clipped_ratio * advantages)
+        low, high = low & (advantages < 0), high & (advantages > 0)
+
+    metrics: Metrics = {
+        "clip_fraction": ((low | high).sum().astype(jnp.float32), tokens),
+        "clip_fraction_low": (low.sum().astype(jnp.float32), tokens),
+        "clip_fraction_high": (high.sum().astype(jnp.float32), tokens),
+        **_ratio_metrics(ratio, in_loss),
+    }
+    if config.dual_clip is not None:
+        bound = -config.dual_clip * advantages
+        beyond = in_loss & (advantages < 0) & (loss > bound)
+        metrics["clip_fraction_dual"] = (beyond.sum().astype(jnp.float32), tokens)
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, bound), loss)
+    return loss, metrics

@@ -25,6 +25,7 @@ from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rl.logprobs import packed_kl, packed_logprobs
 from qerl_jax.rl.losses import (
     LossConfig,
+    LossTokens,
     Metrics,
     add_metrics,
     policy_loss,
@@ -81,25 +82,11 @@ class Totals:
     metrics: Metrics
 
 
-@functools.cache
-def make_optimizer(
-    *,
-    learning_rate: float,
-    schedule: str,
-    final_fraction: float,
-    warmup_updates: int,
-    total_updates: int,
-    b1: float,
-    b2: float,
-    eps: float,
-    weight_decay: float,
-    max_grad_norm: float,
-) -> optax.GradientTransformation:
-    """Returns AdamW, preceded by a clip of the global gradient norm.
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """Options of the optimizer.
 
-    For equal options it is the same object, so that runs of a process share traced updates.
-
-    Args:
+    Attributes:
         learning_rate: learning rate after the warm-up.
         schedule: course of the learning rate after the warm-up: 'constant', or a decay to
             `final_fraction * learning_rate` along a 'cosine' or a 'linear' curve.
@@ -113,34 +100,56 @@ def make_optimizer(
         weight_decay: decoupled weight decay, multiplied by the learning rate; norms and biases do
             not decay.
         max_grad_norm: largest global gradient norm; larger gradients are scaled down to it.
+    """
 
-    Returns:
-        The optimizer.
+    learning_rate: float
+    schedule: str
+    final_fraction: float
+    warmup_updates: int
+    total_updates: int
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    max_grad_norm: float
+
+
+@functools.cache
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Returns AdamW, preceded by a clip of the global gradient norm.
+
+    For equal options it is the same object, so that runs of a process share traced updates.
 
     Raises:
         UserError: the schedule is unknown.
     """
-    steps = max(1, total_updates - warmup_updates)
+    rate, warmup = config.learning_rate, config.warmup_updates
+    steps = max(1, config.total_updates - warmup)
     decays = {
-        "constant": lambda: optax.constant_schedule(learning_rate),
-        "cosine": lambda: optax.cosine_decay_schedule(learning_rate, steps, alpha=final_fraction),
-        "linear": lambda: optax.linear_schedule(
-            learning_rate, final_fraction * learning_rate, steps
-        ),
+        "constant": lambda: optax.constant_schedule(rate),
+        "cosine": lambda: optax.cosine_decay_schedule(rate, steps, alpha=config.final_fraction),
+        "linear": lambda: optax.linear_schedule(rate, config.final_fraction * rate, steps),
     }
-    if schedule not in decays:
-        raise UserError(f"unknown optimizer.schedule {schedule!r}: choose from {', '.join(decays)}")
-    decay = decays[schedule]()
-
-    def rate(count):
-        warm = (count + 1) / (warmup_updates + 1)
-        return jnp.where(
-            count < warmup_updates, learning_rate * warm, decay(count - warmup_updates)
+    if config.schedule not in decays:
+        raise UserError(
+            f"unknown optimizer.schedule {config.schedule!r}: choose from {', '.join(decays)}"
         )
+    decay = decays[config.schedule]()
+
+    def rate_of_update(count):
+        warm = (count + 1) / (warmup + 1)
+        return jnp.where(count < warmup, rate * warm, decay(count - warmup))
 
     return optax.chain(
-        optax.clip_by_global_norm(max_grad_norm),
-        optax.adamw(rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=_is_matrix),
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.adamw(
+            rate_of_update,
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=_is_matrix,
+        ),
     )
 
 
@@ -229,18 +238,18 @@ def add_gradient(
 
 def _loss(logprobs, entropies, buffer, first, *, config):
     """Returns the loss of a buffer and its metrics."""
-    value, metrics = policy_loss(
-        logprobs,
-        old_logprobs=jnp.where(first, jax.lax.stop_gradient(logprobs), buffer.old_logprobs),
+    old = jnp.where(first, jax.lax.stop_gradient(logprobs), buffer.old_logprobs)
+    tokens = LossTokens(
         advantages=buffer.advantages,
         mask=buffer.mask,
         weights=buffer.weights,
         rows=buffer.rows,
-        config=config,
+        old_logprobs=old,
         ref_logprobs=buffer.ref_logprobs,
         rollout_logprobs=buffer.rollout_logprobs,
-        entropies=entropies if config.entropy_coef else None,
     )
+    entropies_with_gradient = entropies if config.entropy_coef else None
+    value, metrics = policy_loss(logprobs, tokens, config=config, entropies=entropies_with_gradient)
     entropy = jnp.where(buffer.mask > 0, jax.lax.stop_gradient(entropies), 0.0).sum()
     return value, metrics | {"train_entropy": (entropy, buffer.mask.sum())}
 

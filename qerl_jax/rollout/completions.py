@@ -1,5 +1,6 @@
 """The completions of a rollout on the host, which grow with every chunk of samples."""
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,19 @@ class Rollout:
     entropies: Array
 
 
+def detokenize(rollout: Rollout, decode_text: Callable[[Sequence[int]], str]) -> list[str]:
+    """Returns the B completions of a rollout as text.
+
+    Args:
+        rollout: the completions.
+        decode_text: function from token ids to text.
+    """
+    return [
+        decode_text(tokens[:length].tolist())
+        for tokens, length in zip(rollout.tokens, rollout.lengths, strict=True)
+    ]
+
+
 class Completions:
     """The completions so far, and which of them have ended.
 
@@ -45,7 +59,7 @@ class Completions:
 
     def __init__(self, rows: int, sampling: SamplingConfig, tokenizer: Tokenizer) -> None:
         width = sampling.max_new_tokens
-        self._limit, self._stop, self._tokenizer = width, sampling.stop, tokenizer
+        self._sampling, self._tokenizer = sampling, tokenizer
         self.rollout = Rollout(
             tokens=np.full((rows, width), tokenizer.pad_id, np.int32),
             lengths=np.zeros(rows, np.int32),
@@ -55,6 +69,16 @@ class Completions:
         )
         self.ended = np.zeros(rows, bool)
 
+    @property
+    def pad_id(self) -> int:
+        """The token id that fills up rows."""
+        return self._tokenizer.pad_id
+
+    @property
+    def temperature(self) -> np.float32:
+        """The number that the logits are divided by."""
+        return self._sampling.divisor
+
     def append(self, rows: np.ndarray, samples: Samples) -> None:
         """Appends samples to the completions that have not ended, up to their ends.
 
@@ -62,7 +86,7 @@ class Completions:
             rows: int [R], completion that each row of the samples belongs to, or -1.
             samples: samples [R, steps] on the host.
         """
-        rollout, limit = self.rollout, self._limit
+        rollout, limit = self.rollout, self._sampling.max_new_tokens
         live = np.flatnonzero((rows >= 0) & ~self.ended[rows])
         rows, tokens = rows[live], np.asarray(samples.tokens)[live]
         before = rollout.lengths[rows]
@@ -71,7 +95,7 @@ class Completions:
         finished = ends.any(axis=1)
         counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
         counts = np.minimum(counts, limit - before)
-        for i, row in enumerate(rows) if self._stop else ():
+        for i, row in enumerate(rows) if self._sampling.stop else ():
             count = self._tokens_to_stop(rollout.tokens[row, : before[i]], tokens[i, : counts[i]])
             if count is not None:
                 counts[i], finished[i] = count, True
@@ -91,7 +115,7 @@ class Completions:
         token with text has at least one byte, but special tokens have no text. So the window of old
         tokens grows until its text is at least as long as the longest stop string.
         """
-        stop, text = self._stop, self._tokenizer.decode
+        stop, text = self._sampling.stop, self._tokenizer.decode
         window = longest = max(len(s.encode()) for s in stop)
         while window < len(old) and len(text(old[-window:].tolist())) < longest:
             window *= 2

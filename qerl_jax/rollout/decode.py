@@ -6,6 +6,7 @@ leaves its slot to the next row that waits. The state of the batch stays on the 
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.policy.sharding import of_heads
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.sampling import row_keys, sample
@@ -103,6 +103,18 @@ class Prefilled:
     cache: KVCache
 
 
+class CacheRows(NamedTuple):
+    """The cache rows of a chunk.
+
+    Attributes:
+        slots: int32 [R], slot of each cache row, all different.
+        active: bool [R]; a row that is not active is done from now on.
+    """
+
+    slots: jax.Array | np.ndarray
+    active: jax.Array | np.ndarray
+
+
 @struct.dataclass
 class Samples:
     """Sampled tokens [R, steps] with log-probabilities and entropies, as in `sampling.sample`.
@@ -145,12 +157,6 @@ def empty_state(
         last=jnp.zeros(slots, jnp.int32, device=sharding),
         done=jnp.ones(slots, bool, device=sharding),
     )
-
-
-@functools.partial(jax.jit, static_argnames="dtype")
-def dequantize(packed: list[QuantTensor | jax.Array], *, dtype: jnp.dtype) -> list[jax.Array]:
-    """Returns the dense weights [N, K] of `transformer.packed_weights`."""
-    return [transformer.dense_weight(weight, dtype) for weight in packed]
 
 
 @functools.partial(jax.jit, static_argnames=("config", "dtype", "width"), compiler_options=UNTUNED)
@@ -256,8 +262,7 @@ def decode_chunk(
     params: dict,
     lora_layers: list[dict],
     state: DecodeState,
-    slots: jax.Array,
-    active: jax.Array,
+    cache_rows: CacheRows,
     temperature: jax.Array,
     *,
     config: DecodeConfig,
@@ -270,8 +275,7 @@ def decode_chunk(
         params: the policy.
         lora_layers: result of `fuse_adapter`.
         state: the batch; donated.
-        slots: int32 [R], slot of each cache row, all different.
-        active: bool [R]; a row that is not active is done from now on.
+        cache_rows: slot and activity of each cache row.
         temperature: float32 scalar that the logits are divided by.
         config: static arguments.
         steps: number of decode steps. It is static, as a loop that ends with the rows would wait
@@ -280,6 +284,7 @@ def decode_chunk(
     Returns:
         The state, and the samples [R, steps].
     """
+    slots, active = cache_rows
     rows = state.rows[slots]
 
     def step(carry, _):

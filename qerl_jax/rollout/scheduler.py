@@ -3,35 +3,18 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
-from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.decode import Samples
-from qerl_jax.rollout.programs import Executables, Table
-from qerl_jax.rollout.shapes import RolloutShapes
+from qerl_jax.rollout.programs import RolloutPrograms
+from qerl_jax.rollout.progress import Statistics
 
 _NO_ROW = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """The work of a rollout.
-
-    Attributes:
-        prefilled_prompts: number of prompts that were prefilled, those that fill up a batch
-            included.
-        decoded: row-steps of all chunks, the steps of a chunk times its rows.
-        live: row-steps that sampled a token of a completion.
-    """
-
-    prefilled_prompts: int
-    decoded: int
-    live: int
 
 
 class Scheduler:
@@ -41,15 +24,12 @@ class Scheduler:
     prompt is kept until the last row of its group has a slot.
 
     Args:
-        policy: PRNG key of the rollout, parameters as decode steps read them, adapter or None.
+        key: PRNG key of the rollout.
+        policy: the policy, with parameters as decode steps read them.
         prompts: P lists of token ids.
         identities: int32 [B], identity of each row, which its samples depend on.
-        shapes: shapes of the rollout.
-        table: operations of the rollout.
-        executables: the programs of the operations.
+        programs: the programs of the rollout, with its shapes.
         completions: the completions [B] that samples are appended to.
-        temperature: float32 scalar that the logits are divided by.
-        pad_id: token id that fills up prompts.
 
     Attributes:
         completions: the completions so far.
@@ -59,27 +39,24 @@ class Scheduler:
 
     def __init__(
         self,
-        policy: tuple[jax.Array, dict, Lora | None],
+        key: jax.Array,
+        policy: Policy,
         prompts: Sequence[Sequence[int]],
         identities: np.ndarray,
         *,
-        shapes: RolloutShapes,
-        table: Table,
-        executables: Executables,
+        programs: RolloutPrograms,
         completions: Completions,
-        temperature: np.float32,
-        pad_id: int,
     ) -> None:
-        self._key, self._params, self._lora = policy
+        self._key, (self._params, self._lora) = key, policy
         self._prompts, self._identities = prompts, identities
-        self._shapes, self._table, self._executables = shapes, table, executables
-        self._temperature, self._pad_id = temperature, pad_id
+        self._shapes, config, self._programs = programs
         self.completions = completions
         self.in_flight: list[tuple[np.ndarray, Samples]] = []
+        shapes = self._shapes
         self._state = decode.empty_state(
             shapes.batch_sizes[0],
             shapes.cache_positions,
-            config=table["prefill", shapes.prompt_widths[-1]].static["config"],
+            config=config.model,
             dtype=shapes.dtype,
             sharding=self._key.sharding,
         )
@@ -92,10 +69,6 @@ class Scheduler:
         self._prefilled: decode.Prefilled | None = None
         self._first_prefilled = 0  # index of the first prompt in `_prefilled`
         self._prefilled_prompts = self._decoded = 0
-
-    def _run(self, *name: Any) -> Callable[..., Any]:
-        """Returns the program of an operation."""
-        return self._executables[self._table[name].key]
 
     @property
     def statistics(self) -> Statistics:
@@ -131,9 +104,11 @@ class Scheduler:
         # The last batch is filled up, so that all batches have compiled shapes.
         filled = [*prompts, *[prompts[0]] * (shapes.prefill_batch - len(prompts))]
         width = next(width for width in shapes.prompt_widths if width >= longest)
-        tokens, lengths = pad_prompts(filled, width=width, pad_id=self._pad_id)
+        tokens, lengths = pad_prompts(filled, width=width, pad_id=self.completions.pad_id)
         self._prefilled_prompts += shapes.prefill_batch
-        self._prefilled = self._run("prefill", width)(self._params, self._lora, tokens, lengths)
+        self._prefilled = self._programs["prefill", width](
+            self._params, self._lora, tokens, lengths
+        )
 
     def insert(self, free: np.ndarray) -> int:
         """Inserts rows of the prefilled prompts, and returns how many of the free slots they take.
@@ -150,14 +125,14 @@ class Scheduler:
         rows[:count] = self._next_row + np.arange(count)
         slots = np.full(size, len(self._slots), np.int32)
         slots[:count] = free[:count]
-        self._state, samples = self._run("insert", size)(
+        self._state, samples = self._programs["insert", size](
             self._key,
             self._state,
             self._prefilled,
             slots,
             np.maximum(rows // group_size - self._first_prefilled, 0).astype(np.int32),
             self._identities[rows],
-            self._temperature,
+            self.completions.temperature,
         )
         self._rows[free[:count]] = rows[:count]
         self._enqueue(rows, samples)
@@ -178,7 +153,7 @@ class Scheduler:
             if count <= size < len(self._rows):
                 active = self.active
                 kept = np.argsort(~active, stable=True)[:size].astype(np.int32)
-                gather = self._run("compact", len(self._rows), size)
+                gather = self._programs["compact", len(self._rows), size]
                 self._rows = np.where(active, self._rows, _NO_ROW)[kept]
                 self._slots = self._slots[kept]
                 take = functools.partial(_gather_and_free, gather, kept)
@@ -191,9 +166,10 @@ class Scheduler:
     def decode_chunk(self) -> None:
         """Starts the decoding of a chunk."""
         active = self.active
-        self._state, samples = self._run("decode", len(active))(
-            *(self._key, self._params, self._lora_layers, self._state, self._slots, active),
-            self._temperature,
+        self._state, samples = self._programs["decode", len(active)](
+            *(self._key, self._params, self._lora_layers, self._state),
+            decode.CacheRows(self._slots, active),
+            self.completions.temperature,
         )
         self._decoded += len(active) * self._shapes.chunk_steps
         self._enqueue(np.where(active, self._rows, _NO_ROW), samples)
@@ -212,7 +188,7 @@ class Scheduler:
 
     @functools.cached_property
     def _lora_layers(self) -> list[dict]:
-        return self._run("fuse_adapter")(self._lora)
+        return self._programs["fuse_adapter"](self._lora)
 
     def _enqueue(self, rows: np.ndarray, samples: Samples) -> None:
         for array in jax.tree.leaves(samples):

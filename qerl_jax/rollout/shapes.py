@@ -59,10 +59,10 @@ class RolloutShapes:
 def plan_shapes(
     params: dict,
     *,
-    prompts: int,
+    num_prompts: int,
     longest: int,
     group_size: int,
-    config: ModelConfig,
+    model_config: ModelConfig,
     sampling: SamplingConfig,
     engine: EngineConfig,
 ) -> RolloutShapes:
@@ -70,10 +70,10 @@ def plan_shapes(
 
     Args:
         params: the policy.
-        prompts: number of prompts.
+        num_prompts: number of prompts.
         longest: number of tokens of the longest prompt.
         group_size: number of completions of each prompt.
-        config: the architecture of one device.
+        model_config: the architecture of one device.
         sampling: length of the completions.
         engine: bounds of rows and memory.
 
@@ -81,25 +81,25 @@ def plan_shapes(
         UserError: a row is longer than the model's positions, or one row does not fit into the
             memory that is allowed or into the device.
     """
-    if longest + sampling.max_new_tokens > config.max_position:
+    if longest + sampling.max_new_tokens > model_config.max_position:
         raise UserError(
             f"a prompt of {longest} tokens and {sampling.max_new_tokens} new ones are over the "
-            f"model's {config.max_position} positions: shorten the prompt or lower max_new_tokens"
+            f"model's {model_config.max_position} positions: shorten the prompt or lower "
+            "max_new_tokens"
         )
-    prompts = max(prompts, engine.prompts)
+    num_prompts = max(num_prompts, engine.prompts)
     width, positions = row_positions(longest, sampling.max_new_tokens)
-    dtype = cache_dtype(engine.kv_cache_dtype, params["embed_tokens"].dtype)
-    rows = prompts * group_size
+    compute = params["embed_tokens"].dtype
+    rows = num_prompts * group_size
     measures = not engine.max_rows and not engine.kv_cache_bytes
     most, prefill = fit_rows(
-        config,
+        model_config,
         engine,
-        rows=rows,
-        prompts=prompts,
+        num_prompts=num_prompts,
+        group_size=group_size,
         width=width,
         positions=positions,
-        dtype=dtype,
-        compute=params["embed_tokens"].dtype,
+        compute=compute,
         free=bytes_left(params, engine=engine) if measures else None,
     )
     if not most:
@@ -111,7 +111,7 @@ def plan_shapes(
     chunks = -(-(sampling.max_new_tokens - 1) // engine.chunk_steps)
     steps = -(-(sampling.max_new_tokens - 1) // chunks) if chunks else 0
     # Each prefill has the same number of prompts.
-    prefill = -(-prompts // -(-prompts // prefill))
+    prefill = -(-num_prompts // -(-num_prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.
     smaller = _smaller_batches(most, engine.compact) if chunks > 2 else ()
     return RolloutShapes(
@@ -121,7 +121,7 @@ def plan_shapes(
         prefill_batch=prefill,
         prompt_widths=narrower(width),
         insert_sizes=_insert_sizes(min(most, prefill * group_size), refills=most < rows),
-        dtype=dtype,
+        dtype=cache_dtype(engine.kv_cache_dtype, compute),
     )
 
 
@@ -140,11 +140,10 @@ def fit_rows(
     config: ModelConfig,
     engine: EngineConfig,
     *,
-    rows: int,
-    prompts: int,
+    num_prompts: int,
+    group_size: int,
     width: int,
     positions: int,
-    dtype: jnp.dtype,
     compute: jnp.dtype,
     free: int | None,
 ) -> tuple[int, int]:
@@ -152,12 +151,11 @@ def fit_rows(
 
     Args:
         config: the architecture.
-        engine: bounds of rows and memory.
-        rows: number of all rows of the rollout.
-        prompts: number of prompts of the rollout.
+        engine: bounds of rows and memory, and dtype of the cache.
+        num_prompts: number of prompts of the rollout.
+        group_size: number of completions of each prompt.
         width: number of tokens that prompts are padded to.
         positions: cache positions of a row.
-        dtype: dtype of the cache.
         compute: dtype of the computation.
         free: bytes of the device beside everything that a rollout leaves alone; None does not
             compare with the device.
@@ -168,8 +166,10 @@ def fit_rows(
     Raises:
         UserError: one row does not fit into kv_cache_bytes.
     """
+    dtype, rows = cache_dtype(engine.kv_cache_dtype, compute), num_prompts * group_size
     per_position = position_bytes(config, dtype)
-    prefill = min(prompts, engine.prefill_prompts or prompts, max(1, _PREFILL_TOKENS // width))
+    prefill = min(num_prompts, engine.prefill_prompts or num_prompts)
+    prefill = min(prefill, max(1, _PREFILL_TOKENS // width))
     most = min(rows, engine.max_rows or rows)
     if budget := engine.kv_cache_bytes:
         prefill = min(prefill, max(1, budget // (_PREFILL_DIVISOR * width * per_position)))
@@ -186,7 +186,7 @@ def fit_rows(
         return most, prefill
     row = row_bytes(config, positions=positions, dtype=dtype)
     for size in (prefill, 1):
-        beside = prefill_bytes(config, prompts=size, width=width, dtype=dtype, compute=compute)
+        beside = prefill_bytes(config, num_prompts=size, width=width, dtype=dtype, compute=compute)
         if (fitting := (free - beside) // row) > 0:
             return min(most, _rounded_down(fitting)), size
     return 0, 1
@@ -221,13 +221,13 @@ def row_bytes(config: ModelConfig, *, positions: int, dtype: jnp.dtype) -> int:
 
 
 def prefill_bytes(
-    config: ModelConfig, *, prompts: int, width: int, dtype: jnp.dtype, compute: jnp.dtype
+    config: ModelConfig, *, num_prompts: int, width: int, dtype: jnp.dtype, compute: jnp.dtype
 ) -> int:
     """Returns the bytes of one prefill, as they were measured to 1 % from 128 rows on.
 
     Args:
         config: the architecture.
-        prompts: number of prompts.
+        num_prompts: number of prompts.
         width: number of tokens that prompts are padded to.
         dtype: dtype of the cache.
         compute: dtype of the computation.
@@ -235,7 +235,7 @@ def prefill_bytes(
     keys_and_values = position_bytes(config, dtype) + position_bytes(config, compute)
     layer = compute.itemsize * (3 * config.mlp_dim + 4 * config.embed_dim)
     logits = 4 * config.shards * config.vocab_size
-    return prompts * (width * (keys_and_values + layer) + logits)
+    return num_prompts * (width * (keys_and_values + layer) + logits)
 
 
 def rows_left(

@@ -19,7 +19,7 @@ from qerl_jax.policy.kl_control import SigmaState
 from qerl_jax.policy.sharding import placed
 from qerl_jax.processes.group import Processes
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.rl.objectives import custom_loss_digest
+from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
@@ -69,7 +69,7 @@ def begin(
     processes = setup.processes
     restored = checkpoints.restore_latest(setup.state_shapes)
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
-    fingerprints = problem_fingerprints(prompts, setup.collect.rewards)
+    fingerprints = problem_fingerprints(prompts, setup.rewards)
     rendered = digest_of_prompts((*setup.train_prompts, *setup.eval_prompts))
     _check_processes(setup, fingerprints, None if restored is None else restored[0], rendered)
     if restored is None:

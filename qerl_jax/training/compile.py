@@ -1,18 +1,17 @@
 """Compiles the programs of a run before its first step: rollouts, evaluations and updates."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from qerl_jax.compile.aot import compile_operations, rollout_operations
-from qerl_jax.evaluation.greedy import greedy
+from qerl_jax.compile.aot import compile_operations
+from qerl_jax.compile.operation import Executables, Operation, Programs, committed
 from qerl_jax.policy import aqn, sharding
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl import programs as rl_programs
-from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import TrainState
-from qerl_jax.rollout.programs import Executables, Operation, committed
-from qerl_jax.rollout.replicas import most_prompts
 from qerl_jax.training.setup import Setup
 
 
@@ -23,7 +22,7 @@ def compile_programs(
     trains: bool,
     evaluates: bool,
     on_progress: Callable[[int, int], None] | None = None,
-) -> tuple[Executables, UpdatePrograms]:
+) -> tuple[Setup, Programs]:
     """Compiles every program that the rest of a run can need, or loads it from the cache.
 
     Args:
@@ -34,60 +33,53 @@ def compile_programs(
         on_progress: called with the number of programs that are ready and the number of all.
 
     Returns:
-        The programs of rollouts and evaluations, with those of the other groups of a mesh as
-        `replicas`, and the programs of updates.
+        The setup, whose samplers have the programs of rollouts and evaluations, with those of the
+        other groups of a mesh as `replicas`; and the programs of updates.
     """
-    trainable = state.trainable
-    policy = setup.key, current_policy(setup.model.params, trainable), trainable.lora
+    policy = Policy(current_policy(setup.params, state.trainable), state.trainable.lora)
     updates = _update_operations(setup, state) if trains else {}
-    groups = sharding.groups_of(setup.model.params)  # those of this process
-    count = len(groups) * setup.processes.count
-    local, head = sharding.on_group((policy, setup.rollout_head), groups[0])
-    rollouts = _rollout_operations(setup, local, head, count) if trains else []
-    if evaluates:
-        rollouts += _evaluation_operations(setup, local, count)
-    arrays = committed((*local, head))
+    groups = sharding.groups_of(setup.params)  # those of this process
+    arrays = setup.key, *policy, setup.rollout_head
+    local = committed(sharding.on_group(arrays, groups[0]))
+    rollouts = _rollout_operations(setup, *local, trains=trains, evaluates=evaluates)
     if setup.mesh is None:
-        executables = compile_operations(arrays, [*updates.values(), *rollouts], on_progress)
-        return executables, rl_programs.compiled(updates, executables)
+        executables = compile_operations(local, [*updates.values(), *rollouts], on_progress)
+        return _with_executables(setup, executables), Programs(updates, executables)
     # The updates run on the whole mesh, and each group has rollouts of its own.
     total = len(updates) + len({operation.key for operation in rollouts})
 
     def after(number: int) -> Callable[[int, int], None] | None:
         return on_progress and (lambda done, _: on_progress(number + done, total))
 
-    everywhere = committed((*policy, setup.rollout_head))
-    found = compile_operations(everywhere, updates.values(), after(0))
-    executables = compile_operations(arrays, rollouts, after(len(updates)), others=groups[1:])
-    executables.compiled += found.compiled
-    executables.update(found)
-    return executables, rl_programs.compiled(updates, executables)
+    on_mesh = compile_operations(committed(arrays), updates.values(), after(0))
+    executables = compile_operations(local, rollouts, after(len(updates)), others=groups[1:])
+    executables.compiled += on_mesh.compiled
+    executables.update(on_mesh)
+    return _with_executables(setup, executables), Programs(updates, executables)
 
 
-def _rollout_operations(setup: Setup, policy: tuple, head: dict, groups: int) -> list[Operation]:
-    key, params, lora = policy
-    return rollout_operations(
-        key,
-        params | head,
-        lora,
-        prompts=most_prompts(setup.collect.prompts_per_step, groups),
-        config=setup.model.config,
-        sampling=setup.collect.sampling,
-        tokenizer=setup.model.tokenizer,
-        engine=setup.collect.engine,
-        group_size=setup.collect.group_size,
+def _with_executables(setup: Setup, executables: Executables) -> Setup:
+    sampler, evaluation = (
+        dataclasses.replace(one, executables=executables)
+        for one in (setup.collect.sampler, setup.eval_sampler)
     )
+    collect = dataclasses.replace(setup.collect, sampler=sampler)
+    return dataclasses.replace(setup, collect=collect, eval_sampler=evaluation)
 
 
-def _evaluation_operations(setup: Setup, policy: tuple, groups: int) -> list[Operation]:
-    return rollout_operations(
-        *policy,
-        prompts=most_prompts(len(setup.eval_prompts), groups),
-        config=setup.model.config,
-        sampling=greedy(setup.eval_sampling),
-        tokenizer=setup.model.tokenizer,
-        engine=setup.eval_engine,
-    )
+def _rollout_operations(
+    setup: Setup, key, params, lora, head, *, trains: bool, evaluates: bool
+) -> list[Operation]:
+    """The operations of the rollouts of steps and of evaluations on one group of devices."""
+    found: list[Operation] = []
+    for wanted, sampler, own in (
+        (trains, setup.collect.sampler, params | head),
+        (evaluates, setup.eval_sampler, params),
+    ):
+        if wanted:
+            size = sampler.engine.prompts
+            found += sampler.operations(key, Policy(own, lora), num_prompts=size)
+    return found
 
 
 def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
@@ -103,13 +95,12 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
             noise = sharding.placed(noise, setup.mesh)
     return rl_programs.operations(
         state,
-        setup.model.params,
+        setup.params,
         reference=setup.reference if setup.update.loss.kl_coef else None,
         noise=noise,
         measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
-        buffer_tokens=setup.memory.buffer_tokens,
+        buffer_tokens=setup.buffer_tokens,
         config=setup.update,
-        optimizer=setup.method.optimizer,
-        optimizer_key=setup.method.optimizer_key,
+        optimizer=setup.method.optimizer_config,
         mesh=setup.mesh,
     )

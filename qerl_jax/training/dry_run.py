@@ -19,7 +19,7 @@ from qerl_jax.data.from_config import (
     training_prompts,
 )
 from qerl_jax.data.order import Order
-from qerl_jax.data.splits import Prompt
+from qerl_jax.data.prompts import Prompt
 from qerl_jax.memory.report import check_fits, describe
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from qerl_jax.data.from_config import training_fingerprints
 from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
-from qerl_jax.policy.lora import Lora
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import placed
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rl.train_step import TrainState, init_state
@@ -193,7 +193,7 @@ def of_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> S
     if not setup.config.rl.kl_coef:
         return setup
     start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.method.lora_config)
-    reference: tuple[dict, Lora | None] = (current_policy(setup.model.params, start), start.lora)
+    reference = Policy(current_policy(setup.model.params, start), start.lora)
     if setup.mesh is not None:
         reference = placed(reference, setup.mesh)
     return dataclasses.replace(

@@ -8,7 +8,8 @@ from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError
 from qerl_jax.policy import lora as lora_lib
-from qerl_jax.policy.lora import Lora, LoraConfig
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import load_peft_adapter
@@ -49,7 +50,7 @@ def first_trainable(
 
 def reference_policy(
     config: ConfigDict, model: LoadedModel, lora_config: LoraConfig, key: jax.Array
-) -> tuple[dict, Lora | None]:
+) -> Policy:
     """Returns the policy that the KL of the loss is measured to: the one that training starts from.
 
     A new adapter is zero, so the policy is then the model itself. A given adapter (`lora.init`) is
@@ -63,18 +64,18 @@ def reference_policy(
         key: key of the run.
 
     Returns:
-        Parameters and adapter of the policy. Without a KL in the loss they are the model's.
+        The policy. Without a KL in the loss it is the model's.
 
     Raises:
         UserError: the given adapter cannot be read, or does not fit the config.
     """
     if not _starts_from_an_adapter(config):
-        return model.params, None
+        return Policy(model.params, None)
     start = first_trainable(config, model, lora_config, key)
-    return current_policy(model.params, start), start.lora
+    return Policy(current_policy(model.params, start), start.lora)
 
 
-def reference_fingerprint(config: ConfigDict, reference: tuple[dict, Lora | None]) -> str | None:
+def reference_fingerprint(config: ConfigDict, reference: Policy) -> str | None:
     """Returns the identity of a reference policy that is not the model itself, else None.
 
     Args:
@@ -86,11 +87,10 @@ def reference_fingerprint(config: ConfigDict, reference: tuple[dict, Lora | None
     return fingerprint_of(reference)
 
 
-def fingerprint_of(policy: tuple[dict, Lora | None]) -> str:
-    """Digest of the norms and the adapter of a policy, given as parameters and adapter."""
-    params, lora = policy
+def fingerprint_of(policy: Policy) -> str:
+    """Digest of the norms and the adapter of a policy."""
     digest = hashlib.sha256()
-    for leaf in jax.tree.leaves((trained_params(params, "lora+norms"), lora)):
+    for leaf in jax.tree.leaves((trained_params(policy.params, "lora+norms"), policy.lora)):
         digest.update(np.asarray(leaf, np.float32).tobytes())
     return digest.hexdigest()
 

@@ -8,7 +8,6 @@ evaluation that a signal interrupts is missing in metrics.jsonl, and the resumed
 """
 
 import contextlib
-import dataclasses
 import json
 import statistics
 import sys
@@ -21,10 +20,12 @@ import jax
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.count import counted
+from qerl_jax.compile.operation import MissingProgramError, Programs
 from qerl_jax.compile.run_cache import programs_in
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.memory.report import out_of_memory
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.processes.folder import open_run_together
 from qerl_jax.processes.group import Processes
@@ -32,8 +33,6 @@ from qerl_jax.processes.launch import connected
 from qerl_jax.rewards.calls import announce_hosts
 from qerl_jax.rewards.from_config import PYTHON_REWARDS, described_rewards, rewards_of
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rollout.programs import Executables, MissingProgramError
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, fingerprint, record
 from qerl_jax.run.metrics import MetricsLog
@@ -183,8 +182,8 @@ def _metrics_log(
 
 def _train_steps(run: Run) -> None:
     config = run.setup.config
-    executables, programs = _compile(run)
-    _evaluate(run, executables)  # before training, or the evaluation that a signal interrupted
+    programs = _compile(run)
+    _evaluate(run)  # before training, or the evaluation that a signal interrupted
     durations: list[float] = []
     first_traced = max(config.profile.start, run.progress.step + 1)
     with contextlib.ExitStack() as trace:
@@ -198,7 +197,6 @@ def _train_steps(run: Run) -> None:
             result = take_step(
                 run.setup,
                 run.progress,
-                executables=executables,
                 programs=programs,
                 on_rollout=_watch(
                     run,
@@ -213,7 +211,7 @@ def _train_steps(run: Run) -> None:
             durations.append(time.perf_counter() - began)
             run.progress = result.progress
             _log_step(run, result, durations)
-            _evaluate(run, executables)
+            _evaluate(run)
             _save_or_stop(run)
 
 
@@ -242,7 +240,7 @@ def _evaluation_is_due(run: Run) -> bool:
     return step % config.eval.every == 0 or step == config.steps
 
 
-def _evaluate(run: Run, executables: Executables) -> None:
+def _evaluate(run: Run) -> None:
     """Measures and logs the greedy accuracy where that is due and is not logged yet.
 
     A policy that is better than all before it is written as the best one.
@@ -252,15 +250,12 @@ def _evaluate(run: Run, executables: Executables) -> None:
         return
     began, trainable = time.perf_counter(), run.progress.state.trainable
     score = greedy_accuracy(
-        dataclasses.replace(setup.model, params=current_policy(setup.model.params, trainable)),
-        trainable.lora,
+        setup.eval_sampler,
+        Policy(current_policy(setup.params, trainable), trainable.lora),
         setup.eval_prompts,
-        correctness=setup.collect.rewards["correctness"][0],
+        correctness=setup.rewards["correctness"][0],
         time_limit=config.reward_time_limit,
-        sampling=setup.eval_sampling,
-        engine=setup.eval_engine,
         processes=setup.processes,
-        executables=executables,
         on_progress=_watch(run, f"evaluation after step {step}:", len(setup.eval_prompts)),
         on_wait=run.stop_if_asked,
     )
@@ -295,15 +290,21 @@ def _save_or_stop(run: Run) -> None:
     run.stop_if_asked()
 
 
-def _compile(run: Run) -> tuple[Executables, UpdatePrograms]:
-    """Compiles the programs of the run: no step and no evaluation waits for the compiler."""
+def _compile(run: Run) -> Programs:
+    """Compiles the programs of the run: no step and no evaluation waits for the compiler.
+
+    Those of rollouts become part of the run's samplers.
+
+    Returns:
+        The programs of updates.
+    """
     began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 
     def on_progress(done: int, total: int) -> None:
         run.stop_if_asked()
         run.live.update(f"programs {done}/{total}")
 
-    executables, programs = compile_programs(
+    run.setup, programs = compile_programs(
         run.setup,
         run.progress.state,
         trains=trains,
@@ -311,11 +312,11 @@ def _compile(run: Run) -> tuple[Executables, UpdatePrograms]:
         on_progress=on_progress,
     )
     run.live.clear()
-    if executables:
+    if executables := run.setup.eval_sampler.executables:
         seconds = time.perf_counter() - began
         counts = f"compiled {len(executables.compiled)} of {len(executables)} programs"
         print(f"{counts} in {seconds:.0f} s", flush=True)
-    return executables, programs
+    return programs
 
 
 def _watch(run: Run, label: str, total: int) -> Callable[[int, int], None]:

@@ -122,13 +122,13 @@ def _draw(run: Run) -> Path | None:
 
 def sample_rows(result: StepResult, group_size: int, count: int) -> list[dict[str, Any]]:
     """The first `count` completions to show: the first of each group, then the second, ..."""
-    made = result.experience
+    made, prompts = result.experience, result.experience.row_prompts
     order = np.arange(len(made.texts)).reshape(-1, group_size).T.reshape(-1)[:count]
     return [
         {
-            "prompt": made.prompts[row].text,
+            "prompt": prompts[row].text,
             "completion": made.texts[row],
-            "answer": made.prompts[row].problem.answer,
+            "answer": prompts[row].problem.answer,
             "reward": float(made.scores.total[row]),
             **{f"reward/{name}": float(v[row]) for name, v in made.scores.parts.items()},
             "advantage": float(result.advantages[row]),

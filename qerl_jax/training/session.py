@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from qerl_jax.compile.operation import Programs
 from qerl_jax.data.order import Cursor
 from qerl_jax.errors import UserError
 from qerl_jax.policy.sharding import placed
@@ -19,9 +20,7 @@ from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rewards.calls import announce_hosts
 from qerl_jax.rewards.from_config import rewards_of
 from qerl_jax.rewards.functions import Reward
-from qerl_jax.rl.programs import UpdatePrograms
 from qerl_jax.rl.train_step import init_state
-from qerl_jax.rollout.programs import Executables
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.initial_policy import first_trainable
 from qerl_jax.training.setup import Setup, prepare
@@ -34,16 +33,14 @@ class Session:
     """A training between two steps.
 
     Attributes:
-        setup: model, prompts and options, which do not change.
+        setup: model, prompts, options and programs of the rollout, which do not change.
         progress: number of steps, trained parameters, state of the optimizer, position in the data.
-        executables: compiled programs of the rollout.
         programs: programs of the update.
     """
 
     setup: Setup
     progress: Progress
-    executables: Executables
-    programs: UpdatePrograms
+    programs: Programs
 
     @property
     def trainable(self) -> Trainable:
@@ -76,8 +73,8 @@ def open_session(
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.method.lora_config, setup.key)
     state = placed(init_state(trainable, setup.method.optimizer), setup.mesh)
-    executables, programs = compile_programs(setup, state, trains=True, evaluates=False)
-    return Session(setup, Progress(step=0, state=state, cursor=Cursor()), executables, programs)
+    setup, programs = compile_programs(setup, state, trains=True, evaluates=False)
+    return Session(setup, Progress(step=0, state=state, cursor=Cursor()), programs)
 
 
 def train_step(session: Session) -> tuple[Session, StepResult]:
@@ -97,7 +94,6 @@ def train_step(session: Session) -> tuple[Session, StepResult]:
     result = take_step(
         session.setup,
         session.progress,
-        executables=session.executables,
         programs=session.programs,
         on_rollout=lambda rows, tokens: None,
         on_update=lambda: None,

@@ -5,11 +5,9 @@ import functools
 import re
 import sys
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -21,20 +19,30 @@ from qerl_jax.data.from_config import (
     order_of,
     training_prompts,
 )
-from qerl_jax.data.splits import Prompt
+from qerl_jax.data.order import Order
+from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.memory.report import check_fits
 from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
-from qerl_jax.policy.kl_control import KlTarget, noise_level
-from qerl_jax.policy.lora import Lora, LoraConfig
+from qerl_jax.policy.kl_control import noise_level
+from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
 from qerl_jax.processes.group import ALONE, Processes
-from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.functions import Reward, overlong_penalty
+from qerl_jax.rewards.score import Scoring
 from qerl_jax.rl.losses import LossConfig, check_custom_weights, loss_config
-from qerl_jax.rl.train_step import TrainState, UpdateConfig, init_state, make_optimizer
+from qerl_jax.rl.train_step import (
+    OptimizerConfig,
+    TrainState,
+    UpdateConfig,
+    init_state,
+    make_optimizer,
+)
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
+from qerl_jax.rollout.replicas import largest_share
+from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.system.import_path import names_function
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.initial_policy import (
@@ -42,72 +50,35 @@ from qerl_jax.training.initial_policy import (
     reference_fingerprint,
     reference_policy,
 )
+from qerl_jax.training.step import Method, StepSetup
 from qerl_jax.weights.checkpoint import read_architecture
 from qerl_jax.weights.load import LoadedModel, load
 from qerl_jax.weights.peft import read_peft_config
 
 
-class Method(NamedTuple):
-    """The parts of a run that need no model.
-
-    Attributes:
-        lora_config: rank, scale and targets of the adapter.
-        sigma: sigma of the noise by step, or the KL that it should cause.
-        temperature: sampling temperature by step.
-        loss: definition of the loss.
-        optimizer: the optimizer with its schedule.
-        optimizer_key: options of the optimizer as text, its identity across processes.
-    """
-
-    lora_config: LoraConfig
-    sigma: optax.Schedule | KlTarget
-    temperature: Callable[[int], float]
-    loss: LossConfig
-    optimizer: optax.GradientTransformation
-    optimizer_key: str
-
-
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """The parts of a run that do not change.
+class Setup(StepSetup):
+    """The parts of a run that do not change: those of its steps, and those of its evaluations.
 
     Attributes:
-        config: the resolved config.
-        method: noise, temperature, loss and optimizer.
+        processes: processes of the run.
+        rewards: function and weight by name.
         model: architecture, parameters before training and tokenizer.
-        rollout_head: parameters that replace those of the policy in rollouts.
-        reference: parameters and adapter of the policy that the KL of the loss is measured to.
         reference_fingerprint: identity of `reference` if it is not the model itself, else None.
-        train_prompts: prompts that the steps draw from, of all sources.
         eval_prompts: held-out prompts; empty without evaluations.
-        collect: options of a step's completions.
-        eval_sampling: options of the completions of an evaluation.
-        eval_engine: options of the engine in an evaluation.
-        update: static options of the update, with its loss.
+        eval_sampler: samples the completions of an evaluation, greedily.
         memory: the plan of the memory: how many rows decode together, the size of the buffers.
         state_shapes: shapes and dtypes of the state that the steps change.
-        key: key of the run.
-        mesh: devices of the run; None for one device.
-        processes: processes of the run.
     """
 
-    config: ConfigDict
-    method: Method
+    processes: Processes
+    rewards: Mapping[str, tuple[Reward, float]]
     model: LoadedModel
-    rollout_head: dict
-    reference: tuple[dict, Lora | None]
     reference_fingerprint: str | None
-    train_prompts: list[Prompt]
     eval_prompts: list[Prompt]
-    collect: CollectConfig
-    eval_sampling: SamplingConfig
-    eval_engine: EngineConfig
-    update: UpdateConfig
+    eval_sampler: Sampler
     memory: RunPlan
     state_shapes: TrainState
-    key: jax.Array
-    mesh: Mesh | None
-    processes: Processes = ALONE
 
 
 def prepare(
@@ -204,7 +175,6 @@ def assemble(
         UserError: the config asks for something that cannot be done.
     """
     lora_config, optimizer = method.lora_config, method.optimizer
-    prompt_width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     place = functools.partial(placed_params, config=model.config, mesh=mesh)
     head = rollout_head(model.params, config.rollout.head_format, place)
     key = jax.random.key(config.seed, impl="threefry2x32")
@@ -217,44 +187,60 @@ def assemble(
         model = dataclasses.replace(model, params=params)
         state_shapes = located(state_shapes, mesh)
     size = bytes_of_a_device(model.params)
-    plan = plan_run(config, model.config, this_device(), prompt=prompt_width, weights=size)
+    plan = plan_run(
+        config, model.config, this_device(), prompt=_longest_prompt(prompts), weights=size
+    )
     check_fits(plan, config, model.config)
-    sampling, eval_sampling = _sampling(config)
-    engine, eval_engine = _engines(config, plan, prompt_width)
+    sampler, eval_sampler = _samplers(config, model, plan, prompts)
     return Setup(
         config=config,
         method=method,
-        model=model,
+        key=key,
+        params=model.params,
         rollout_head=head,
         reference=reference,
-        reference_fingerprint=reference_fingerprint(config, reference),
         train_prompts=training_prompts(prompts),
-        eval_prompts=prompts.get(EVAL, []),
-        collect=CollectConfig(
-            prompts_per_step=config.rollout.prompts_per_step,
-            group_size=config.rollout.group_size,
-            sampling=sampling,
-            engine=engine,
-            rewards=rewards,
-            time_limit=config.reward_time_limit,
-            overlong_buffer=config.rl.overlong_buffer,
-            overlong_weight=config.rl.overlong_penalty,
-            rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
-            metric=_metric(config, rewards),
-            order=order_of(config, prompts),
-            advantage=config.rl.advantage,
-        ),
-        eval_sampling=eval_sampling,
-        eval_engine=eval_engine,
+        collect=_collect_config(config, rewards, sampler, order_of(config, prompts)),
         update=UpdateConfig(
             model=model.config,
             loss=method.loss,
             recompute=plan.update.recompute,
         ),
+        buffer_tokens=plan.buffer_tokens,
+        mesh=mesh,
+        processes=ALONE,
+        rewards=rewards,
+        model=model,
+        reference_fingerprint=reference_fingerprint(config, reference),
+        eval_prompts=prompts.get(EVAL, []),
+        eval_sampler=eval_sampler,
         memory=plan,
         state_shapes=state_shapes,
-        key=key,
-        mesh=mesh,
+    )
+
+
+def _collect_config(
+    config: ConfigDict,
+    rewards: Mapping[str, tuple[Reward, float]],
+    sampler: Sampler,
+    order: Order,
+) -> CollectConfig:
+    """Options of a step's completions."""
+    penalty, buffer = None, config.rl.overlong_buffer
+    if buffer:
+        limit = sampler.sampling.max_new_tokens
+        penalty = functools.partial(overlong_penalty, max_tokens=limit, buffer=buffer)
+    return CollectConfig(
+        prompts_per_step=config.rollout.prompts_per_step,
+        sampler=sampler,
+        scoring=functools.partial(Scoring, rewards, time_limit=config.reward_time_limit),
+        reward_weights={name: weight for name, (_, weight) in rewards.items()},
+        length_penalty=penalty,
+        length_penalty_weight=config.rl.overlong_penalty,
+        rounds=config.rl.dynamic_sampling_rounds if config.rl.dynamic_sampling else 1,
+        metric=_metric(config, rewards),
+        order=order,
+        advantage=config.rl.advantage,
     )
 
 
@@ -296,8 +282,13 @@ def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list
     )
 
 
-def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
-    """Sampling of the steps and of evaluations."""
+def _samplers(
+    config: ConfigDict, model: LoadedModel, plan: RunPlan, prompts: Mapping[str, list[Prompt]]
+) -> tuple[Sampler, Sampler]:
+    """Samplers of the steps and of evaluations, with numbers of rows that fit the memory.
+
+    The rows are decided once, by the plan: a resumed run decides the same.
+    """
     sampling = SamplingConfig(
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -305,16 +296,6 @@ def _sampling(config: ConfigDict) -> tuple[SamplingConfig, SamplingConfig]:
         top_p=config.rollout.top_p,
         stop=tuple(config.rollout.stop),
     )
-    return sampling, dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens)
-
-
-def _engines(
-    config: ConfigDict, plan: RunPlan, prompt_width: int
-) -> tuple[EngineConfig, EngineConfig]:
-    """Options of the engine in steps and in evaluations, with numbers of rows that fit the memory.
-
-    The rows are decided once, by the plan: a resumed run decides the same.
-    """
     engine = EngineConfig(
         chunk_steps=config.rollout.chunk_steps,
         max_rows=plan.rollout.rows,
@@ -322,17 +303,30 @@ def _engines(
         kv_cache_bytes=config.rollout.kv_cache_bytes,
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=plan.rollout.dequantize,
-        prompt_width=prompt_width,
+        prompt_width=_longest_prompt(prompts),
+        prompts=largest_share(config.rollout.prompts_per_step, config.mesh.data),
     )
-    if not plan.evaluation:
-        return engine, engine
-    evaluation = plan.evaluation
-    return engine, dataclasses.replace(
-        engine,
-        max_rows=evaluation.rows,
-        prefill_prompts=evaluation.prefill_prompts,
-        compact="once",
+    steps = Sampler(model.config, model.tokenizer, sampling, engine, config.rollout.group_size)
+    if plan.evaluation:
+        engine = dataclasses.replace(
+            engine,
+            max_rows=plan.evaluation.rows,
+            prefill_prompts=plan.evaluation.prefill_prompts,
+            compact="once",
+        )
+    evaluation = dataclasses.replace(
+        steps,
+        sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
+        engine=dataclasses.replace(
+            engine, prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data)
+        ),
+        group_size=1,
     )
+    return steps, evaluation.greedy()
+
+
+def _longest_prompt(prompts: Mapping[str, list[Prompt]]) -> int:
+    return max(len(prompt.ids) for of_split in prompts.values() for prompt in of_split)
 
 
 def make_method(config: ConfigDict, schedule_steps: int) -> Method:
@@ -345,6 +339,7 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
     Raises:
         UserError: an option is out of range.
     """
+    optimizer_config = _optimizer_config(config, schedule_steps)
     return Method(
         lora_config=LoraConfig(
             rank=config.lora.rank,
@@ -369,9 +364,8 @@ def make_method(config: ConfigDict, schedule_steps: int) -> Method:
             total_steps=schedule_steps,
         ),
         loss=loss_from(config),
-        optimizer=_optimizer(config, schedule_steps),
-        optimizer_key=f"{config.optimizer.to_dict()} {config.rl.updates_per_rollout} "
-        f"{schedule_steps}",
+        optimizer=make_optimizer(optimizer_config),
+        optimizer_config=optimizer_config,
     )
 
 
@@ -431,9 +425,9 @@ def temperature_schedule(
     return lambda step: start + (end - start) * curve(min(step / max(total_steps - 1, 1), 1.0))
 
 
-def _optimizer(config: ConfigDict, schedule_steps: int) -> optax.GradientTransformation:
+def _optimizer_config(config: ConfigDict, schedule_steps: int) -> OptimizerConfig:
     updates = config.rl.updates_per_rollout
-    return make_optimizer(
+    return OptimizerConfig(
         learning_rate=config.optimizer.learning_rate,
         schedule=config.optimizer.schedule,
         final_fraction=config.optimizer.final_fraction,

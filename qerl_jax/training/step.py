@@ -16,29 +16,89 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
+from qerl_jax.compile.operation import Programs
 from qerl_jax.data.order import Cursor
+from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy import aqn, kl_control
-from qerl_jax.policy.kl_control import SigmaState
+from qerl_jax.policy.dequantize import dequantized
+from qerl_jax.policy.kl_control import KlTarget, SigmaState
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy
-from qerl_jax.rewards.score import Scores
+from qerl_jax.rewards.scores import Scores
 from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
+from qerl_jax.rl.losses import LossConfig
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
-from qerl_jax.rl.programs import UpdatePrograms
-from qerl_jax.rl.train_step import TrainState
-from qerl_jax.rollout.programs import Executables
-from qerl_jax.training.collect import Experience, collect
-from qerl_jax.training.setup import Setup
+from qerl_jax.rl.train_step import OptimizerConfig, TrainState, UpdateConfig
+from qerl_jax.training.collect import CollectConfig, collect
+from qerl_jax.training.experience import Experience, Peers
 
 KEY_NOISE, KEY_ROLLOUT = 0, 1  # folded into the key of a step
+
+
+class Method(NamedTuple):
+    """The parts of a run that need no model.
+
+    Attributes:
+        lora_config: rank, scale and targets of the adapter.
+        sigma: sigma of the noise by step, or the KL that it should cause.
+        temperature: sampling temperature by step.
+        loss: definition of the loss.
+        optimizer: the optimizer with its schedule.
+        optimizer_config: options of the optimizer.
+    """
+
+    lora_config: LoraConfig
+    sigma: optax.Schedule | KlTarget
+    temperature: Callable[[int], float]
+    loss: LossConfig
+    optimizer: optax.GradientTransformation
+    optimizer_config: OptimizerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSetup:
+    """What all steps of a run have in common.
+
+    Attributes:
+        config: the resolved config.
+        method: noise, temperature, loss and optimizer.
+        key: key of the run.
+        params: parameters of the policy before training.
+        rollout_head: parameters that replace those of the policy in rollouts.
+        reference: the policy that the KL of the loss is measured to.
+        train_prompts: prompts that the steps draw from, of all sources.
+        collect: options of a step's completions, with the sampler and its programs.
+        update: static options of the update, with its loss.
+        buffer_tokens: positions of a buffer of the update.
+        mesh: devices of the run; None for one device.
+        processes: processes of the run.
+    """
+
+    config: ConfigDict
+    method: Method
+    key: jax.Array
+    params: dict
+    rollout_head: dict
+    reference: Policy
+    train_prompts: list[Prompt]
+    collect: CollectConfig
+    update: UpdateConfig
+    buffer_tokens: int
+    mesh: Mesh | None
+    processes: Peers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +136,10 @@ class StepResult:
 
 
 def take_step(
-    setup: Setup,
+    setup: StepSetup,
     progress: Progress,
     *,
-    executables: Executables,
-    programs: UpdatePrograms,
+    programs: Programs,
     on_rollout: Callable[[int, int], None],
     on_update: Callable[[], None],
     on_wait: Callable[[], None] | None = None,
@@ -88,10 +147,9 @@ def take_step(
     """Takes one step.
 
     Args:
-        setup: model, prompts and options of the run.
+        setup: policy, prompts and options of the run.
         progress: the run before the step; the buffers of its state are donated to the update.
-        executables: compiled rollout programs, as in `replicas.generate_steps`.
-        programs: programs of the update.
+        programs: programs of the update, as `rl.programs` names them.
         on_rollout: called during the rollout with the numbers of finished rows and tokens.
         on_update: called when the rollout is done and the update begins.
         on_wait: called while rewards work, as in `score.Scoring`.
@@ -113,7 +171,7 @@ def take_step(
         form=config.aqn.form,
         final_norm=config.aqn.final_norm,
     )
-    clean = current_policy(setup.model.params, trainable)
+    clean = current_policy(setup.params, trainable)
     noisy = aqn.add_noise(clean, noise)
     perturbed = aqn.count_perturbed(clean, noisy)
     if sigma > 0 and not perturbed:
@@ -121,17 +179,14 @@ def take_step(
 
     # --- 3. Sample and score --------------------------------------------------------------------
     temperature = setup.method.temperature(progress.step)
-    sampling = dataclasses.replace(setup.collect.sampling, temperature=temperature)
-    experience, cursor = collect(
+    sampler = setup.collect.sampler.at_temperature(temperature)
+    experience, sampled, cursor = collect(
         jax.random.fold_in(key, KEY_ROLLOUT),
-        setup.model,
-        noisy | setup.rollout_head,
-        trainable.lora,
+        Policy(noisy | setup.rollout_head, trainable.lora),
         setup.train_prompts,
         progress.cursor,
-        config=dataclasses.replace(setup.collect, sampling=sampling),
+        config=dataclasses.replace(setup.collect, sampler=sampler),
         processes=setup.processes,
-        executables=executables,
         on_progress=on_rollout,
         on_wait=on_wait,
     )
@@ -144,16 +199,16 @@ def take_step(
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
     teaching = rows_that_teach(batch, setup.update.loss)
-    packed = pack(batch, teaching, buffer_tokens=setup.memory.buffer_tokens)
+    packed = pack(batch, teaching, buffer_tokens=setup.buffer_tokens)
     buffers = deal_buffers(packed, setup.mesh)
     divisor = np.float32(temperature)  # of the logits, an argument of every program
-    params = programs.frozen_policy(setup.model.params)
+    params = dequantized(setup.params, programs)
     kl = functools.partial(_noise_kl, setup, trainable, programs, params, batch, divisor, noise)
     noise_state, metrics = _measure_noise(setup, progress, kl, sigma=sigma)
 
     # --- 6. Reference log-probabilities ---------------------------------------------------------
     if setup.update.loss.kl_coef:
-        logprobs = functools.partial(programs.buffer_logprobs, *setup.reference)
+        logprobs = functools.partial(programs["buffer_logprobs"], *setup.reference)
         buffers = [dataclasses.replace(x, ref_logprobs=logprobs(x, divisor)) for x in buffers]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
@@ -167,7 +222,7 @@ def take_step(
         number=config.rl.updates_per_rollout,
     )
     seconds = time.perf_counter() - began
-    metrics |= experience.metrics | updates | packing_metrics(batch, packed)
+    metrics |= sampled | updates | packing_metrics(batch, packed)
     metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
     trained = float(batch.lengths.sum()) * config.rl.updates_per_rollout
     metrics["train_tokens_per_second"] = trained / seconds
@@ -175,7 +230,7 @@ def take_step(
     return StepResult(progress, experience, advantages, metrics)
 
 
-def _advantages(setup: Setup, scores: Scores) -> np.ndarray:
+def _advantages(setup: StepSetup, scores: Scores) -> np.ndarray:
     """The advantages [B] of the completions of a step."""
     rl, group_size = setup.config.rl, setup.config.rollout.group_size
     if rl.advantage == "gdpo":
@@ -185,18 +240,15 @@ def _advantages(setup: Setup, scores: Scores) -> np.ndarray:
     return group_advantages(total, scale=rl.advantage_scale, eps=rl.advantage_eps).reshape(-1)
 
 
-def _batch(setup: Setup, experience: Experience, advantages: np.ndarray) -> TrainBatch:
+def _batch(setup: StepSetup, experience: Experience, advantages: np.ndarray) -> TrainBatch:
     rollout, config = experience.rollout, setup.config
     return make_batch(
-        [prompt.ids for prompt in experience.prompts],
-        rollout.tokens,
-        rollout.lengths,
-        rollout.finished,
+        [prompt.ids for prompt in experience.row_prompts],
+        rollout,
         advantages,
-        rollout.logprobs,
         mask_truncated=config.rl.mask_truncated,
         aggregation=setup.update.loss.aggregation,
-        pad_id=setup.model.tokenizer.pad_id,
+        pad_id=setup.collect.sampler.tokenizer.pad_id,
         micro_batch_rows=config.train.micro_batch_rows,
     )
 
@@ -208,19 +260,19 @@ def _update(
     noise: aqn.Noise | None,
     temperature: np.float32,
     *,
-    programs: UpdatePrograms,
+    programs: Programs,
     number: int,
 ) -> tuple[TrainState, dict[str, float]]:
     """The optimizer steps on one rollout; returns the state and metrics as Python numbers."""
     history = []
     for update in range(number):
-        totals, first = programs.zero_totals(state.trainable), np.bool_(update == 0)
+        totals, first = programs["zero_totals"](state.trainable), np.bool_(update == 0)
         for i, buffer in enumerate(buffers):
-            totals, old = programs.add_gradient(
+            totals, old = programs["add_gradient"](
                 totals, state.trainable, params, noise, buffer, first, temperature
             )
             buffers[i] = dataclasses.replace(buffer, old_logprobs=old)
-        state, metrics = programs.apply_gradient(state, totals)
+        state, metrics = programs["apply_gradient"](state, totals)
         history.append(jax.device_get(metrics))
         if history[-1]["update_skipped"]:
             break  # The same rollout would give the same gradient.
@@ -232,7 +284,7 @@ def _update(
 
 
 def _measure_noise(
-    setup: Setup, progress: Progress, noise_kl: Callable[[], float], *, sigma: float
+    setup: StepSetup, progress: Progress, noise_kl: Callable[[], float], *, sigma: float
 ) -> tuple[SigmaState, dict[str, Any]]:
     """Measures what the noise of a step did, where that is due.
 
@@ -256,9 +308,9 @@ def _measure_noise(
 
 
 def _noise_kl(
-    setup: Setup,
+    setup: StepSetup,
     trainable: Trainable,
-    programs: UpdatePrograms,
+    programs: Programs,
     params: dict,
     batch: TrainBatch,
     temperature: np.float32,
@@ -271,9 +323,9 @@ def _noise_kl(
     stride = max(1, len(batch.lengths) // count)
     rows = np.zeros(len(batch.lengths), bool)
     rows[::stride][:count] = True
-    buffers = pack(batch, rows, buffer_tokens=setup.memory.buffer_tokens)
+    buffers = pack(batch, rows, buffer_tokens=setup.buffer_tokens)
     dealt = deal_buffers(buffers, setup.mesh)
     total = sum(
-        float(np.asarray(programs.buffer_kl(*policies, x, temperature)).sum()) for x in dealt
+        float(np.asarray(programs["buffer_kl"](*policies, x, temperature)).sum()) for x in dealt
     )
     return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))

@@ -1,0 +1,147 @@
+"""A problem, and the prompt that it becomes: the rendered chat and its token ids."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from qerl_jax.errors import UserError, check_unicode
+
+
+class ChatTokenizer(Protocol):
+    """The part of a tokenizer that writes prompts."""
+
+    def encode(self, text: str, /) -> Sequence[int]:
+        """Returns the token ids of a text."""
+        ...
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], /, **arguments: Any
+    ) -> str:
+        """Returns a conversation as text."""
+        ...
+
+    def check_kept(self, messages: Sequence[Mapping[str, str]], text: str, /) -> None:
+        """Raises a UserError where the text leaves out a message."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A question and its short reference answer (`72`, not the solution that leads to it).
+
+    Attributes:
+        question: the question; of a row with several chat messages, all of them as one text.
+        answer: the reference answer.
+        messages: the chat as (role, content), of which a user's message is the last; () where the
+            question is the only message.
+        columns: the whole row that the problem was read from, whose columns reach the rewards.
+    """
+
+    question: str
+    answer: str
+    messages: tuple[tuple[str, str], ...] = ()
+    columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A problem as the model reads it: the rendered chat and its token ids."""
+
+    problem: Problem
+    text: str
+    ids: tuple[int, ...]
+
+
+def render_prompt(
+    problem: Problem,
+    tokenizer: ChatTokenizer,
+    *,
+    system_prompt: str = "",
+    question_suffix: str = "",
+    chat_template_args: Mapping[str, Any] | None = None,
+) -> str:
+    """Writes a problem as a chat that waits for the assistant.
+
+    Args:
+        problem: the problem.
+        tokenizer: tokenizer with the chat template.
+        system_prompt: the system message; with '' the problem or the template decides.
+        question_suffix: text that is appended to the last message without a space in between.
+        chat_template_args: further variables of the chat template.
+
+    Raises:
+        UserError: the tokenizer has no chat template, the template rejects the messages or does not
+            read an argument, a text is not valid Unicode, or there are two system messages.
+    """
+    for text, name in (
+        (system_prompt, "the system message"),
+        (problem.question, "the question"),
+        (question_suffix, "the question suffix"),
+    ):
+        check_unicode(text, name)
+    chat = list(problem.messages or [("user", problem.question)])
+    if system_prompt and any(role == "system" for role, _ in chat):
+        raise UserError(
+            f"the problem {problem.question!r:.80} has a system message of its own, and "
+            f"data.system_prompt is {system_prompt!r:.60}: pass --config.data.system_prompt="
+        )
+    role, content = chat.pop()
+    chat.append((role, content + question_suffix))
+    if system_prompt:
+        chat.insert(0, ("system", system_prompt))
+    messages = [{"role": role, "content": content} for role, content in chat]
+    text = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, **(chat_template_args or {})
+    )
+    # A template may leave out the reasoning of an earlier answer, as that of Qwen3 does.
+    tokenizer.check_kept([m for m in messages if m["role"] != "assistant"], text)
+    return text
+
+
+def encode_prompts(
+    problems: Sequence[Problem],
+    tokenizer: ChatTokenizer,
+    *,
+    system_prompt: str = "",
+    question_suffix: str = "",
+    chat_template_args: Mapping[str, Any] | None = None,
+    max_prompt_tokens: int,
+    what: str = "prompts",
+    remedy: str = "instead of data.max_prompt_tokens={limit} pass "
+    "--config.data.max_prompt_tokens={longest}",
+) -> list[Prompt]:
+    """Renders and tokenizes problems.
+
+    Args:
+        problems: the problems to render.
+        tokenizer: tokenizer with the chat template.
+        system_prompt: the system message, as in `render_prompt`.
+        question_suffix: text that is appended to every question without a space in between.
+        chat_template_args: further variables of the chat template.
+        max_prompt_tokens: largest number of tokens in a prompt.
+        what: name of the prompts in the error message.
+        remedy: advice for the error message; {limit} and {longest} are replaced by the number of
+            tokens allowed and the number of tokens in the longest prompt.
+
+    Raises:
+        UserError: a prompt is longer than the limit.
+    """
+    prompts = []
+    for problem in problems:
+        text = render_prompt(
+            problem,
+            tokenizer,
+            system_prompt=system_prompt,
+            question_suffix=question_suffix,
+            chat_template_args=chat_template_args,
+        )
+        prompts.append(Prompt(problem, text, tuple(tokenizer.encode(text))))
+    lengths = [len(prompt.ids) for prompt in prompts]
+    over = sum(length > max_prompt_tokens for length in lengths)
+    if over:
+        advice = remedy.format(limit=max_prompt_tokens, longest=max(lengths))
+        raise UserError(
+            f"{over} of {len(prompts)} {what} are over {max_prompt_tokens} tokens, the longest "
+            f"has {max(lengths)}; {advice}, or take them out"
+        )
+    return prompts

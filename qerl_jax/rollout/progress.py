@@ -1,0 +1,69 @@
+"""How far a rollout is, and how much the device has worked for it."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from qerl_jax.rollout.completions import Rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """The work of a rollout.
+
+    Attributes:
+        prefilled_prompts: number of prompts that were prefilled; it includes those that fill up a
+            batch.
+        decoded: row-steps of all chunks, the steps of a chunk times its rows.
+        live: row-steps that sampled a token of a completion.
+    """
+
+    prefilled_prompts: int
+    decoded: int
+    live: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutProgress:
+    """A rollout so far.
+
+    Attributes:
+        rows: number of completions.
+        ended_rows: number of completions that have ended.
+        tokens: number of tokens sampled.
+        statistics: work of the device.
+        rollout: the completions so far. The sampler writes to its arrays when the generator
+            continues; after the last step they are the result.
+    """
+
+    rows: int
+    ended_rows: int
+    tokens: int
+    statistics: Statistics
+    rollout: Rollout
+
+
+def combined(parts: Collection[RolloutProgress], rollout: Rollout) -> RolloutProgress:
+    """Returns the progress of several rollouts as one.
+
+    Args:
+        parts: the rollouts so far.
+        rollout: the completions of all of them.
+    """
+    work = [part.statistics for part in parts]
+    return RolloutProgress(
+        rows=len(rollout.lengths),
+        ended_rows=sum(part.ended_rows for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        statistics=Statistics(
+            prefilled_prompts=sum(one.prefilled_prompts for one in work),
+            decoded=sum(one.decoded for one in work),
+            live=sum(one.live for one in work),
+        ),
+        rollout=rollout,
+    )
+
+
+def live_fraction(work: Sequence[Statistics]) -> float:
+    """Returns the fraction of all decoded row-steps that are live; 1 where none was decoded."""
+    decoded = sum(statistics.decoded for statistics in work)
+    return sum(statistics.live for statistics in work) / decoded if decoded else 1.0

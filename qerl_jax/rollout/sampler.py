@@ -1,0 +1,263 @@
+"""Samples completions from the policy that is being trained, out of the same arrays.
+
+A prompt is prefilled once, and its keys and values are copied for its group. The rows decode
+together in jitted chunks of a fixed number of steps. Between two chunks the host gives the slots of
+rows that have ended to rows that wait; when no row waits, the batch is compacted as rows end. The
+host reads the samples of a chunk while the device computes the next one, so that the device does
+not wait for the host.
+"""
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
+
+import jax
+import numpy as np
+
+from qerl_jax.compile.aot import compile_operations
+from qerl_jax.compile.operation import Executables, Operation, Programs, committed
+from qerl_jax.errors import UserError
+from qerl_jax.policy import sharding
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.dequantize import dequantized
+from qerl_jax.policy.policy import Policy
+from qerl_jax.rollout import programs
+from qerl_jax.rollout.completions import Completions, Rollout
+from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig, Tokenizer
+from qerl_jax.rollout.decode import DecodeConfig, decode_config
+from qerl_jax.rollout.programs import RolloutPrograms
+from qerl_jax.rollout.progress import RolloutProgress, combined
+from qerl_jax.rollout.replicas import deal, in_threads, largest_share, rows_of
+from qerl_jax.rollout.scheduler import Scheduler
+from qerl_jax.rollout.shapes import RolloutShapes, plan_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Everything about rollouts but the policy, the prompts and the randomness; made once.
+
+    `dataclasses.replace` makes a sampler with other settings.
+
+    Attributes:
+        model_config: the architecture of the whole policy.
+        tokenizer: token ids that end a completion and that follow it; text for stop strings.
+        sampling: distribution and length of the completions.
+        engine: settings of the engine; its bounds of rows and memory are those of one device.
+        group_size: G, number of completions of each prompt.
+        executables: programs for policies of the shapes on the devices for which `compiled` made
+            them. With None, jit compiles each program when it is first used.
+    """
+
+    model_config: ModelConfig
+    tokenizer: Tokenizer
+    sampling: SamplingConfig
+    engine: EngineConfig = DEFAULT_ENGINE
+    group_size: int = 1
+    executables: Executables | None = None
+
+    def at_temperature(self, temperature: float) -> "Sampler":
+        """Returns the sampler with another temperature, for which it has the same programs."""
+        sampling = dataclasses.replace(self.sampling, temperature=temperature)
+        return dataclasses.replace(self, sampling=sampling)
+
+    def greedy(self) -> "Sampler":
+        """Returns the sampler with greedy decoding and the same limits."""
+        sampling = dataclasses.replace(self.sampling, temperature=0.0, top_k=0, top_p=1.0)
+        return dataclasses.replace(self, sampling=sampling)
+
+    def rollout(
+        self,
+        key: jax.Array,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        *,
+        ids: Sequence[int] | None = None,
+    ) -> Rollout:
+        """Returns the whole rollout of `steps`, as NumPy arrays."""
+        (last,) = collections.deque(self.steps(key, policy, prompts, ids=ids), maxlen=1)
+        return last.rollout
+
+    def steps(
+        self,
+        key: jax.Array,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        *,
+        ids: Sequence[int] | None = None,
+    ) -> Generator[RolloutProgress, None, Rollout]:
+        """Samples G completions of every prompt, and yields the progress after every chunk.
+
+        All devices of this process that hold the policy sample; the progress is that of all of
+        them. The last progress has the whole rollout, which is also what the generator returns. A
+        caller that stops early closes the generator, or drops it: until then the devices go on.
+
+        Args:
+            key: PRNG key; a sample depends on it, on the row and on the position only.
+            policy: the policy, on one device or on a mesh.
+            prompts: P lists of token ids.
+            ids: identity [P] of each prompt, which the samples of its rows depend on; by default
+                its index. Pass them when sampling a part of the prompts.
+
+        Raises:
+            UserError: there is no prompt, a prompt is empty or too long, or the memory does not
+                hold a row.
+            MissingProgramError: a program is missing from the executables.
+        """
+        groups = sharding.groups_of(policy.params)
+        shares = deal([len(prompt) for prompt in prompts], len(groups))
+        identities = np.arange(len(prompts)) if ids is None else np.asarray(ids)
+        samplers = self._of_groups(len(groups), largest_share(len(prompts), len(groups)))
+
+        def steps_on(number: int) -> Generator[RolloutProgress, None, Rollout]:
+            own_key, own_policy = sharding.on_group((key, policy), groups[number])
+            own_prompts = [prompts[i] for i in shares[number]]
+            return samplers[number]._steps_on_group(
+                own_key, own_policy, own_prompts, identities[shares[number]]
+            )
+
+        if len(groups) == 1:
+            return (yield from steps_on(0))
+        rows = [rows_of(share, self.group_size) for share in shares]
+        size = len(prompts) * self.group_size
+        rollout = Completions(size, self.sampling, self.tokenizer).rollout
+        used = [number for number, share in enumerate(shares) if len(share)] or [0]
+        latest: dict[int, RolloutProgress] = {}
+        steps = in_threads([lambda number=number: steps_on(number) for number in used])
+        with contextlib.closing(steps):
+            for part, step in steps:
+                latest[part] = step
+                whole, new = jax.tree.leaves(rollout), jax.tree.leaves(step.rollout)
+                for array, values in zip(whole, new, strict=True):
+                    array[rows[used[part]]] = values
+                yield combined(latest.values(), rollout)
+        return rollout
+
+    def operations(self, key: jax.Array, policy: Policy, *, num_prompts: int) -> list[Operation]:
+        """Returns every operation that a rollout on one group of devices can need.
+
+        Args:
+            key: PRNG key like those of the rollouts.
+            policy: the policy as the group holds it.
+            num_prompts: number of prompts of the group; `engine.prompt_width` must be the longest.
+
+        Raises:
+            UserError: as in `steps`.
+        """
+        key, policy = committed((sharding.beside(key, policy.params), policy))
+        shapes, config = self._plan(policy, num_prompts, self.engine.prompt_width)
+        return list(programs.operations(key, policy, shapes, config).values())
+
+    def compiled(
+        self,
+        key: jax.Array,
+        policy: Policy,
+        *,
+        num_prompts: int,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> "Sampler":
+        """Compiles all programs of rollouts, or loads them from the cache.
+
+        Args:
+            key: PRNG key like those of the rollouts.
+            policy: a policy of the shapes and on the devices of those that will sample.
+            num_prompts: number of prompts of the largest rollout on all devices.
+            on_progress: called with the number of programs that are ready and the number of all.
+
+        Returns:
+            The sampler with its executables.
+
+        Raises:
+            UserError: as in `steps`.
+        """
+        groups = sharding.groups_of(policy.params)
+        key, policy = sharding.on_group((key, policy), groups[0])
+        key, policy = committed((sharding.beside(key, policy.params), policy))
+        needed = self.operations(key, policy, num_prompts=largest_share(num_prompts, len(groups)))
+        executables = compile_operations((key, *policy), needed, on_progress, others=groups[1:])
+        return dataclasses.replace(self, executables=executables)
+
+    def _of_groups(self, count: int, num_prompts: int) -> list["Sampler"]:
+        """Returns the samplers of groups of devices, each of which takes at most `num_prompts`.
+
+        All of them have the shapes of the largest share, so that they have the same programs.
+        """
+        engine = dataclasses.replace(self.engine, prompts=max(self.engine.prompts, num_prompts))
+        executables: list[Executables | None] = [None] * count
+        if self.executables is not None:
+            executables = [self.executables, *self.executables.replicas]
+        return [dataclasses.replace(self, engine=engine, executables=own) for own in executables]
+
+    def _plan(
+        self, policy: Policy, num_prompts: int, longest: int
+    ) -> tuple[RolloutShapes, DecodeConfig]:
+        """Returns the shapes of a rollout on one group of devices, and its static arguments."""
+        model_config = sharding.of_one_device(self.model_config, policy.params)
+        shapes = plan_shapes(
+            policy.params,
+            num_prompts=num_prompts,
+            longest=longest,
+            group_size=self.group_size,
+            model_config=model_config,
+            sampling=self.sampling,
+            engine=self.engine,
+        )
+        return shapes, decode_config(model_config, self.sampling, self.engine, self.tokenizer)
+
+    def _steps_on_group(
+        self,
+        key: jax.Array,
+        policy: Policy,
+        prompts: Sequence[Sequence[int]],
+        ids: np.ndarray,
+    ) -> Generator[RolloutProgress, None, Rollout]:
+        """Samples as `steps` does, on one group of devices that hold the policy together."""
+        longest = _longest(prompts, self.engine.prompt_width)
+        shapes, config = self._plan(policy, len(prompts), longest)
+        key, policy = committed((sharding.beside(key, policy.params), policy))
+        table = Programs(programs.operations(key, policy, shapes, config), self.executables)
+        identities = rows_of(ids, self.group_size).astype(np.int32)
+        completions = Completions(len(identities), self.sampling, self.tokenizer)
+        scheduler = Scheduler(
+            key,
+            policy._replace(params=dequantized(policy.params, table)),
+            prompts,
+            identities,
+            programs=RolloutPrograms(shapes, config, table),
+            completions=completions,
+        )
+        try:
+            while not completions.ended.all():
+                free = scheduler.free_slots()
+                while len(free) and scheduler.waiting:
+                    # 1. Prefill the next prompts, once for all rows of their groups.
+                    scheduler.prefill()
+                    # 2. Insert their rows into free slots, and sample their first tokens.
+                    free = free[scheduler.insert(free) :]
+                older = len(scheduler.in_flight)
+                if scheduler.active.any():
+                    # 3. Compact the batch, once no row waits.
+                    scheduler.compact()
+                    # 4. Decode a chunk.
+                    scheduler.decode_chunk()
+                # 5. Drain the samples that were in flight before, while the device decodes.
+                scheduler.drain(older)
+                yield RolloutProgress(
+                    rows=len(identities),
+                    ended_rows=int(completions.ended.sum()),
+                    tokens=int(completions.rollout.lengths.sum()),
+                    statistics=scheduler.statistics,
+                    rollout=completions.rollout,
+                )
+        finally:
+            scheduler.close()
+        return completions.rollout
+
+
+def _longest(prompts: Sequence[Sequence[int]], prompt_width: int) -> int:
+    if not len(prompts):
+        raise UserError("there is no prompt to complete: pass at least one")
+    for number, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise UserError(f"prompt {number} is empty: it needs at least one token")
+    return max(prompt_width, *map(len, prompts))
