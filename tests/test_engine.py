@@ -7,16 +7,21 @@ import functools
 import os
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_rollout import KEY, PAD, PROMPTS, policy, progress, rollout
+from tiny_rollout import KEY, PAD, PROMPTS, TinyTokenizer, policy, progress, rollout, sampler
 
+from qerl_jax.compile.operation import MissingProgramError
+from qerl_jax.evaluation.complete import generate
 from qerl_jax.policy import aqn, transformer
+from qerl_jax.policy.policy import Policy
 from qerl_jax.rl.batch import make_batch
 from qerl_jax.rl.logprobs import completion_logprobs
+from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampling import row_keys, sample
 from qerl_jax.rollout.scheduler import pad_prompts
 
@@ -180,6 +185,31 @@ def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperatur
 
     assert max(difference(noisy)) < 1e-4
     assert min(difference(params)) > 1e-2
+
+
+def test_another_temperature_and_greedy_have_their_own_programs_or_the_same():
+    _, params, lora = policy()
+    warm = sampler(top_k=3, prompt_width=9).compiled(KEY, Policy(params, lora), num_prompts=3)
+    cold = warm.at_temperature(0.5)
+    assert (warm.sampling.temperature, cold.sampling.temperature) == (1.0, 0.5)
+    expected = rollout(top_k=3, temperature=0.5, prompt_width=9)
+    jax.tree.map(
+        np.testing.assert_array_equal, cold.rollout(KEY, Policy(params, lora), PROMPTS), expected
+    )
+    likeliest = warm.greedy()
+    assert likeliest.sampling == SamplingConfig(max_new_tokens=9, temperature=0.0)
+    with pytest.raises(MissingProgramError):
+        likeliest.rollout(KEY, Policy(params, lora), PROMPTS)
+
+
+def test_the_public_function_samples_as_a_sampler_does():
+    config, params, lora = policy()
+    model = types.SimpleNamespace(config=config, tokenizer=TinyTokenizer((3, 4)))
+    sampling, engine = SamplingConfig(max_new_tokens=9), EngineConfig(chunk_steps=4)
+    found = generate(
+        *(KEY, model, Policy(params, lora), PROMPTS), sampling=sampling, engine=engine, group_size=2
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, rollout(group_size=2, eos_ids=(3, 4)))
 
 
 EXITS_WITH_A_CHUNK_IN_FLIGHT = """

@@ -53,7 +53,7 @@ def test_rollouts_of_fewer_prompts_have_the_same_programs():
     """One prompt of two completions in a batch of six rows, which is compacted once."""
     _, params, lora = policy()
     options = {"max_new_tokens": 22, "chunk_steps": 4, "max_rows": 6, "prompt_width": 9}
-    options |= {"prompts": 3, "compact": "once", "eos_ids": EOS, "group_size": 2}
+    options |= {"num_prompts": 3, "compact": "once", "eos_ids": EOS, "group_size": 2}
     ahead = sampler(**options).compiled(KEY, Policy(params, lora), num_prompts=3)
     decodes = [key for key in ahead.executables if key[0] == "decode"]
     assert sorted(key[1] for key in decodes) == [4, 6]

@@ -18,7 +18,7 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.transformer import PRODUCTS
 
 GB = 10**9
-ROWS = LongestRows(prompt=100, new_tokens=2048, group_size=8, prompts=1)
+ROWS = LongestRows(prompt=100, new_tokens=2048, group_size=8, num_prompts=1)
 
 
 def plan(model="qwen2.5-7b", rows=ROWS, **changes):
@@ -82,7 +82,7 @@ def test_a_wanted_size_is_kept():
 
 
 def test_on_a_cpu_a_buffer_is_about_a_group():
-    short = LongestRows(prompt=41, new_tokens=16, group_size=8, prompts=8)
+    short = LongestRows(prompt=41, new_tokens=16, group_size=8, num_prompts=8)
     assert plan(rows=short, free=None).buffer_tokens == 168
     long = dataclasses.replace(short, new_tokens=300)
     assert plan(rows=long, free=None).buffer_tokens == 512

@@ -321,7 +321,7 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     fitting = shapes.rows_left(
         subject.params,
         positions=plan.cache_positions,
-        config=own,
+        model_config=own,
         engine=engine_of(config, batch),
         reserve=prefill,
     )

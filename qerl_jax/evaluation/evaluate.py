@@ -198,7 +198,7 @@ def _complete(
         _engine(job),
         max_rows=min(max_rows, size * samples),
         prompt_width=len(job.prompts[longest_first[0]].ids),
-        prompts=size,
+        num_prompts=size,
         compact="once",
     )
     wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
@@ -293,7 +293,7 @@ def _compile(job: _Job, sampler: Sampler, live: LiveLine, received: list[int]) -
             raise StoppedError(received[0])
         live.update(f"{job.task.name} programs {done}/{total}")
 
-    policy, size = job.policy.policy, sampler.engine.prompts
+    policy, size = job.policy.policy, sampler.engine.num_prompts
     sampler = sampler.compiled(_key(job), policy, num_prompts=size, on_progress=on_progress)
     executables = sampler.executables
     assert executables is not None
@@ -411,7 +411,7 @@ def _fitting_rows(job: _Job) -> int:
     rows = rows_left(
         model.params,
         positions=bucket(max(len(prompt.ids) for prompt in job.prompts)) + job.task.max_new_tokens,
-        config=model.config,
+        model_config=model.config,
         engine=_engine(job),
     )
     return _CPU_ROWS if rows is None else min(max(1, rows), _MOST_ROWS)

@@ -50,7 +50,7 @@ def greedy_accuracy(
 
     Args:
         sampler: samples the completions, always greedily. Where several processes share the
-            prompts, its `engine.prompts` is the largest share of a group of devices.
+            prompts, its `engine.num_prompts` is the largest share of a group of devices.
         policy: the policy, without noise.
         prompts: prompts to complete.
         correctness: reward that scores a completion. A completion is correct if its reward is more

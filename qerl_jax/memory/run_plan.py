@@ -198,7 +198,7 @@ def plan_run(
         prompt=prompt,
         new_tokens=config.rollout.max_new_tokens,
         group_size=config.rollout.group_size,
-        prompts=config.rollout.prompts_per_step,
+        num_prompts=config.rollout.prompts_per_step,
         devices=groups,
     )
     update = plan_update(
@@ -220,7 +220,7 @@ def plan_run(
             prompt=prompt,
             new_tokens=config.eval.max_new_tokens,
             group_size=1,
-            prompts=config.eval.problems or _EVAL_PROBLEMS,
+            num_prompts=config.eval.problems or _EVAL_PROBLEMS,
             devices=groups,
         )
         evaluation = plan(of_evaluation, max_rows=max(1, rollout.rows))
@@ -242,7 +242,7 @@ def _plan_rollout(
     dtype = cache_dtype(config.rollout.kv_cache_dtype, compute)
     dequantize, dense_copy = _dequantize(config, model, device)
     width, positions = row_positions(longest.prompt, longest.new_tokens)
-    num_prompts = largest_share(longest.prompts, longest.devices)
+    num_prompts = largest_share(longest.num_prompts, longest.devices)
     engine = EngineConfig(
         max_rows=max_rows,
         kv_cache_bytes=config.rollout.kv_cache_bytes,

@@ -42,14 +42,14 @@ class LongestRows:
         prompt: tokens of the longest prompt.
         new_tokens: largest number of tokens of a completion.
         group_size: completions of a prompt.
-        prompts: prompts of a step.
+        num_prompts: prompts of a step.
         devices: devices that the buffers are dealt out to.
     """
 
     prompt: int
     new_tokens: int
     group_size: int
-    prompts: int
+    num_prompts: int
     devices: int = 1
 
 
@@ -142,7 +142,7 @@ def _computed_positions(rows: LongestRows, size: int) -> float:
     They are those of the longest batch, what each call costs besides, and half a buffer of padding,
     because a batch of shorter rows ends anywhere in its last buffer.
     """
-    groups = np.repeat(np.arange(rows.prompts), rows.group_size)
+    groups = np.repeat(np.arange(rows.num_prompts), rows.group_size)
     ones = np.ones_like(groups)
     parts = layout((rows.prompt - 1) * ones, rows.new_tokens * ones, groups, buffer_tokens=size)
     return -(-len(parts) // rows.devices) * (size + _TOKENS_OF_A_CALL) + size / 2

@@ -182,7 +182,9 @@ class Sampler:
 
         All of them have the shapes of the largest share, so that they have the same programs.
         """
-        engine = dataclasses.replace(self.engine, prompts=max(self.engine.prompts, num_prompts))
+        engine = dataclasses.replace(
+            self.engine, num_prompts=max(self.engine.num_prompts, num_prompts)
+        )
         executables: list[Executables | None] = [None] * count
         if self.executables is not None:
             executables = [self.executables, *self.executables.replicas]

@@ -87,7 +87,7 @@ def plan_shapes(
             f"model's {model_config.max_position} positions: shorten the prompt or lower "
             "max_new_tokens"
         )
-    num_prompts = max(num_prompts, engine.prompts)
+    num_prompts = max(num_prompts, engine.num_prompts)
     width, positions = row_positions(longest, sampling.max_new_tokens)
     compute = params["embed_tokens"].dtype
     rows = num_prompts * group_size
@@ -137,7 +137,7 @@ def row_positions(longest: int, max_new_tokens: int) -> tuple[int, int]:
 
 
 def fit_rows(
-    config: ModelConfig,
+    model_config: ModelConfig,
     engine: EngineConfig,
     *,
     num_prompts: int,
@@ -150,7 +150,7 @@ def fit_rows(
     """Decides how many rows decode together, and how many prompts are in one prefill.
 
     Args:
-        config: the architecture.
+        model_config: the architecture.
         engine: bounds of rows and memory, and dtype of the cache.
         num_prompts: number of prompts of the rollout.
         group_size: number of completions of each prompt.
@@ -167,7 +167,7 @@ def fit_rows(
         UserError: one row does not fit into kv_cache_bytes.
     """
     dtype, rows = cache_dtype(engine.kv_cache_dtype, compute), num_prompts * group_size
-    per_position = position_bytes(config, dtype)
+    per_position = position_bytes(model_config, dtype)
     prefill = min(num_prompts, engine.prefill_prompts or num_prompts)
     prefill = min(prefill, max(1, _PREFILL_TOKENS // width))
     most = min(rows, engine.max_rows or rows)
@@ -184,9 +184,11 @@ def fit_rows(
         most = min(most, _rounded_down(fitting))
     if free is None:
         return most, prefill
-    row = row_bytes(config, positions=positions, dtype=dtype)
+    row = row_bytes(model_config, positions=positions, dtype=dtype)
     for size in (prefill, 1):
-        beside = prefill_bytes(config, num_prompts=size, width=width, dtype=dtype, compute=compute)
+        beside = prefill_bytes(
+            model_config, num_prompts=size, width=width, dtype=dtype, compute=compute
+        )
         if (fitting := (free - beside) // row) > 0:
             return min(most, _rounded_down(fitting)), size
     return 0, 1
@@ -209,37 +211,48 @@ def cache_dtype(name: str, compute: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(_CACHE_DTYPES.get(name, compute))
 
 
-def position_bytes(config: ModelConfig, dtype: jnp.dtype) -> int:
+def position_bytes(model_config: ModelConfig, dtype: jnp.dtype) -> int:
     """Returns the bytes of keys and values of one token in all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return (
+        2
+        * model_config.num_layers
+        * model_config.num_kv_heads
+        * model_config.head_dim
+        * dtype.itemsize
+    )
 
 
-def row_bytes(config: ModelConfig, *, positions: int, dtype: jnp.dtype) -> int:
+def row_bytes(model_config: ModelConfig, *, positions: int, dtype: jnp.dtype) -> int:
     """Returns the bytes of a row that decodes: its keys and values, and copies of its logits."""
-    logits = _LOGITS * 4 * config.shards * config.vocab_size
-    return positions * position_bytes(config, dtype) + logits
+    logits = _LOGITS * 4 * model_config.shards * model_config.vocab_size
+    return positions * position_bytes(model_config, dtype) + logits
 
 
 def prefill_bytes(
-    config: ModelConfig, *, num_prompts: int, width: int, dtype: jnp.dtype, compute: jnp.dtype
+    model_config: ModelConfig, *, num_prompts: int, width: int, dtype: jnp.dtype, compute: jnp.dtype
 ) -> int:
     """Returns the bytes of one prefill, as they were measured to 1 % from 128 rows on.
 
     Args:
-        config: the architecture.
+        model_config: the architecture.
         num_prompts: number of prompts.
         width: number of tokens that prompts are padded to.
         dtype: dtype of the cache.
         compute: dtype of the computation.
     """
-    keys_and_values = position_bytes(config, dtype) + position_bytes(config, compute)
-    layer = compute.itemsize * (3 * config.mlp_dim + 4 * config.embed_dim)
-    logits = 4 * config.shards * config.vocab_size
+    keys_and_values = position_bytes(model_config, dtype) + position_bytes(model_config, compute)
+    layer = compute.itemsize * (3 * model_config.mlp_dim + 4 * model_config.embed_dim)
+    logits = 4 * model_config.shards * model_config.vocab_size
     return num_prompts * (width * (keys_and_values + layer) + logits)
 
 
 def rows_left(
-    params: dict, *, positions: int, config: ModelConfig, engine: EngineConfig, reserve: int = 0
+    params: dict,
+    *,
+    positions: int,
+    model_config: ModelConfig,
+    engine: EngineConfig,
+    reserve: int = 0,
 ) -> int | None:
     """Returns how many rows fit into the free memory of the device; None where it is unknown.
 
@@ -248,7 +261,7 @@ def rows_left(
     if (free := bytes_left(params, engine=engine)) is None:
         return None
     dtype = cache_dtype(engine.kv_cache_dtype, params["embed_tokens"].dtype)
-    return max(0, free - reserve) // row_bytes(config, positions=positions, dtype=dtype)
+    return max(0, free - reserve) // row_bytes(model_config, positions=positions, dtype=dtype)
 
 
 def bytes_left(params: dict, *, engine: EngineConfig) -> int | None:

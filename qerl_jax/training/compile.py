@@ -3,11 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from qerl_jax.compile.aot import compile_operations
 from qerl_jax.compile.operation import Executables, Operation, Programs, committed
 from qerl_jax.policy import aqn, sharding
+from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.rl import programs as rl_programs
@@ -41,7 +43,7 @@ def compile_programs(
     groups = sharding.groups_of(setup.params)  # those of this process
     arrays = setup.key, *policy, setup.rollout_head
     local = committed(sharding.on_group(arrays, groups[0]))
-    rollouts = _rollout_operations(setup, *local, trains=trains, evaluates=evaluates)
+    rollouts = _rollout_operations(setup, local, trains=trains, evaluates=evaluates)
     if setup.mesh is None:
         executables = compile_operations(local, [*updates.values(), *rollouts], on_progress)
         return _with_executables(setup, executables), Programs(updates, executables)
@@ -68,18 +70,27 @@ def _with_executables(setup: Setup, executables: Executables) -> Setup:
 
 
 def _rollout_operations(
-    setup: Setup, key, params, lora, head, *, trains: bool, evaluates: bool
+    setup: Setup, local: tuple[jax.Array, dict, Lora | None, dict], *, trains: bool, evaluates: bool
 ) -> list[Operation]:
-    """The operations of the rollouts of steps and of evaluations on one group of devices."""
-    found: list[Operation] = []
-    for wanted, sampler, own in (
-        (trains, setup.collect.sampler, params | head),
-        (evaluates, setup.eval_sampler, params),
-    ):
-        if wanted:
-            size = sampler.engine.prompts
-            found += sampler.operations(key, Policy(own, lora), num_prompts=size)
-    return found
+    """The operations of rollouts on one group of devices.
+
+    Args:
+        setup: the parts of the run.
+        local: key, parameters, adapter and head for rollouts as the group holds them.
+        trains: whether there are rollouts of steps, with the head for rollouts.
+        evaluates: whether there are rollouts of evaluations.
+    """
+    key, params, lora, head = local
+    operations: list[Operation] = []
+    if trains:
+        sampler, policy = setup.collect.sampler, Policy(params | head, lora)
+        size = sampler.engine.num_prompts
+        operations += sampler.operations(key, policy, num_prompts=size)
+    if evaluates:
+        sampler, policy = setup.eval_sampler, Policy(params, lora)
+        size = sampler.engine.num_prompts
+        operations += sampler.operations(key, policy, num_prompts=size)
+    return operations
 
 
 def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:

@@ -304,7 +304,7 @@ def _samplers(
         kv_cache_dtype=config.rollout.kv_cache_dtype,
         dequantize=plan.rollout.dequantize,
         prompt_width=_longest_prompt(prompts),
-        prompts=largest_share(config.rollout.prompts_per_step, config.mesh.data),
+        num_prompts=largest_share(config.rollout.prompts_per_step, config.mesh.data),
     )
     steps = Sampler(model.config, model.tokenizer, sampling, engine, config.rollout.group_size)
     if plan.evaluation:
@@ -318,7 +318,7 @@ def _samplers(
         steps,
         sampling=dataclasses.replace(sampling, max_new_tokens=config.eval.max_new_tokens),
         engine=dataclasses.replace(
-            engine, prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data)
+            engine, num_prompts=largest_share(len(prompts.get(EVAL, [])), config.mesh.data)
         ),
         group_size=1,
     )
