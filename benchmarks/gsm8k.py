@@ -33,7 +33,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.run_summary import describe
+from benchmarks.run_summary import describe_run
 from experiments.configs import evidence
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
@@ -257,7 +257,7 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """
     if RunFolder(run).finished_steps() is None:
         return None
-    about = describe(run)
+    about = describe_run(run)
     config = about["config"]
     folders = evaluation_folders(run, config["preset"])
     found = {part: _described(folder) for part, folder in folders.items()}
@@ -356,7 +356,7 @@ def grid_of(sweep: pathlib.Path) -> tuple[str, list[dict[str, Any]]]:
     """
     found, arms = [], set()
     for path in sorted(sweep.glob("*/summary.json")):
-        about = describe(path.parent)
+        about = describe_run(path.parent)
         config = about["config"]
         accuracy = read_evaluations(RunFolder(path.parent).metrics)
         arms.add(config["preset"])

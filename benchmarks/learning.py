@@ -21,7 +21,7 @@ import sys
 
 import numpy as np
 
-from benchmarks.run_summary import describe
+from benchmarks.run_summary import describe_run
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps
@@ -74,7 +74,7 @@ def summarize(folders: list[pathlib.Path]) -> dict:
     }
     summary["minutes"] = float(np.mean([_seconds(path) / 60 for path in metrics]))
     summary["by_step"] = {"reward": [[row["reward"] for row in rows] for rows in runs]}
-    return summary | describe(folders[0])
+    return summary | describe_run(folders[0])
 
 
 def _seconds(metrics: pathlib.Path) -> float:

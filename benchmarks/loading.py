@@ -91,7 +91,7 @@ def measure(folder: str, format: str) -> dict[str, Any]:
     import jax
 
     from benchmarks.rollout.results import origin
-    from qerl_jax.compile.count import counted
+    from qerl_jax.compile.count import count_compilations
     from qerl_jax.system.live_line import progress_line
     from qerl_jax.weights.checkpoint import open_checkpoint
     from qerl_jax.weights.load import DTYPES, read_params
@@ -106,7 +106,7 @@ def measure(folder: str, format: str) -> dict[str, Any]:
     device = jax.block_until_ready(jax.device_put(0.0)).device
     before = _resident()
     began = time.perf_counter()
-    with counted() as compiled:
+    with count_compilations() as compiled:
         checkpoint = open_checkpoint(folder)
         params = read_params(
             checkpoint, format=format, dtype=DTYPES["bfloat16"], on_progress=on_progress
@@ -143,7 +143,7 @@ def _resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def describe(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """A row as one line of text."""
     return (
         f"{row['model']} {row['stored']} as {row['format']}, {row['cache']}: {row['gb']:.1f} GB in "
@@ -188,7 +188,7 @@ def run(arguments: argparse.Namespace) -> None:
             "cores": len(os.sched_getaffinity(0)),
             **measured(str(folder), arguments.format),
         }
-        print(describe(row), flush=True)
+        print(format_row(row), flush=True)
         merge(arguments.out, row, KEYS)
 
 

@@ -47,7 +47,7 @@ _SERIES = (
 )
 
 
-def describe(folder: pathlib.Path) -> dict:
+def describe_run(folder: pathlib.Path) -> dict:
     """Commit, device, versions, command and config of a run; of each path only the last part."""
     text = RunFolder(folder).config.read_text(encoding="utf-8")
     config = json.loads(without_folders(text))
@@ -100,7 +100,7 @@ def summarize(folder: pathlib.Path) -> dict:
         "fastest_step_seconds": min(row["step_seconds"] for row in rows),
         "peak_memory_bytes": _peak_memory(folder, rows),
         "by_step": {key: [row.get(key) for row in rows] for key in _SERIES},
-    } | describe(folder)
+    } | describe_run(folder)
 
 
 def _update_tokens_per_second(rows: list[dict]) -> float:

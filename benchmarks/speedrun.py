@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 from benchmarks.gsm8k import RESULTS
-from benchmarks.run_summary import describe, timed
+from benchmarks.run_summary import describe_run, timed
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations
@@ -68,7 +68,7 @@ def result_of(run: pathlib.Path, *, seconds: float, cache: str, problems: int) -
     Raises:
         UserError: the run has no evaluation before or after training.
     """
-    about, found = describe(run), read_evaluations(RunFolder(run).metrics)
+    about, found = describe_run(run), read_evaluations(RunFolder(run).metrics)
     steps = about["config"]["steps"]
     if 0 not in found or steps not in found:
         raise UserError(f"{run} has evaluations after steps {sorted(found)}, not 0 and {steps}")

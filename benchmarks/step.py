@@ -152,10 +152,10 @@ def _setup(
     from qerl_jax.config.experiments.grpo_gsm8k import get_config
     from qerl_jax.data.prompts import Problem, Prompt
     from qerl_jax.policy.architectures import ARCHITECTURES
-    from qerl_jax.policy.sharding import make_mesh, placed
+    from qerl_jax.policy.sharding import make_mesh, shard
     from qerl_jax.policy.tensor_parallel import shard_of
     from qerl_jax.training.setup import assemble, make_method
-    from qerl_jax.weights.compact import compacted
+    from qerl_jax.weights.compact import compact_layers
     from qerl_jax.weights.load import LoadedModel
 
     data, tensor = shape
@@ -192,7 +192,7 @@ def _setup(
         {"random": (lambda *_: float(rng.standard_normal()), 1.0)},
         LoadedModel(
             config=architecture,
-            params=jax.block_until_ready(params | {"layers": compacted(params["layers"])}),
+            params=jax.block_until_ready(params | {"layers": compact_layers(params["layers"])}),
             tokenizer=_RandomText(ends),  # pyrefly: ignore[bad-argument-type]
             source=model,
             path=pathlib.Path(model),
@@ -212,7 +212,7 @@ def _setup(
         {"buffer_tokens": setup.memory.buffer_tokens, "recompute": list(setup.update.recompute)},
         "give all of them the same GPU memory",
     )
-    key = placed(setup.key, mesh) if processes.count > 1 else setup.key
+    key = shard(setup.key, mesh) if processes.count > 1 else setup.key
     return dataclasses.replace(setup, processes=processes, key=key)
 
 
@@ -226,11 +226,11 @@ def timed_steps(step: Callable[[], dict[str, Any]], number: int) -> list[dict[st
     Raises:
         UserError: a step after the first compiled something, so its time is no measurement.
     """
-    from qerl_jax.compile.count import counted
+    from qerl_jax.compile.count import count_compilations
     from qerl_jax.errors import UserError
 
     rows = []
-    with counted() as compilations:
+    with count_compilations() as compilations:
         for index in range(number):
             began = time.perf_counter()
             metrics = step()
@@ -257,7 +257,7 @@ def measure(
 
     from benchmarks.rollout.results import origin
     from qerl_jax.data.order import Cursor
-    from qerl_jax.policy.sharding import groups_of, placed
+    from qerl_jax.policy.sharding import groups_of, shard
     from qerl_jax.rl.train_step import init_state
     from qerl_jax.training.compile import compile_programs
     from qerl_jax.training.initial_policy import first_trainable
@@ -265,7 +265,7 @@ def measure(
 
     (data, tensor), setup = shape, _setup(arguments, model, format, shape, processes)
     trainable = first_trainable(setup.config, setup.model, setup.method.lora_config, setup.key)
-    state = placed(init_state(trainable, setup.method.optimizer), setup.mesh)
+    state = shard(init_state(trainable, setup.method.optimizer), setup.mesh)
     began = time.perf_counter()
     setup, programs = compile_programs(setup, state, trains=True, evaluates=False)
     compiled = time.perf_counter() - began
@@ -347,7 +347,7 @@ def _save_and_read(folder: pathlib.Path, setup: Any, trainable: Any) -> None:
     print(f"saved the adapter to {folder} and read the same values back", flush=True)
 
 
-def describe(row: dict[str, Any]) -> str:
+def format_row(row: dict[str, Any]) -> str:
     """A row as one line of text."""
     processes = f" in {row['processes']} processes" if row["processes"] > 1 else ""
     peak = "" if row["peak_gb"] is None else f", peak {row['peak_gb']:.1f} GB"
@@ -391,7 +391,7 @@ def run(arguments: argparse.Namespace) -> None:
     from benchmarks.rollout.results import check_out
     from benchmarks.rollout.subject import check_names
     from qerl_jax.errors import check_limits
-    from qerl_jax.processes.launch import connected
+    from qerl_jax.processes.launch import connect
 
     models, formats = arguments.model.split(","), arguments.format.split(",")
     check_names(models, formats)
@@ -407,7 +407,7 @@ def run(arguments: argparse.Namespace) -> None:
         }
     )
     meshes = arguments.mesh or [(1, 1)]
-    with connected(devices=max(map(math.prod, meshes))) as processes:
+    with connect(devices=max(map(math.prod, meshes))) as processes:
         asked = {name: str(value) for name, value in vars(arguments).items()}
         processes.check_same(asked, "start all of them with the same command")
         for data, tensor in meshes:
@@ -417,7 +417,7 @@ def run(arguments: argparse.Namespace) -> None:
         for model, format, mesh in itertools.product(models, formats, meshes):
             row = measure(arguments, model, format, mesh, processes)
             if processes.writes:
-                print(describe(row), flush=True)
+                print(format_row(row), flush=True)
                 merge(arguments.out, row)
 
 

@@ -17,7 +17,7 @@ import jax
 import pytest
 import tiny_run
 
-from qerl_jax.compile.run_cache import cached_in
+from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.run import plots
 
 # XLA's CPU compiler is faster with its older emitters of fusions, and when it does not divide a
@@ -121,7 +121,7 @@ def programs(request, compile_cache):
     quick = not request.node.get_closest_marker("aot") and jax.default_backend() == "cpu"
     lazy = quick and request.path.stem not in COMPUTE
     jax.config.update("jax_disable_most_optimizations", lazy)
-    with cached_in(compile_cache) if quick else contextlib.nullcontext():
+    with set_cache_folder(compile_cache) if quick else contextlib.nullcontext():
         yield
     if not shared or not _MAPS.exists() or _MAPS.read_text().count("\n") > _MANY_MAPS:
         jax.clear_caches()

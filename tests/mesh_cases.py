@@ -27,7 +27,7 @@ from triton_kernel import use_triton_kernels
 
 from qerl_jax.compile import executable_cache
 from qerl_jax.compile.operation import Programs
-from qerl_jax.compile.run_cache import cached_in
+from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.policy import aqn, sharding, transformer
 from qerl_jax.policy.lora import fuse
 from qerl_jax.policy.policy import Policy
@@ -75,9 +75,9 @@ def mesh_of(shape):
 def placed(tree, params, config, mesh):
     """A tree and a policy on a mesh."""
     beside = {name: leaf for name, leaf in params.items() if name != "layers"}
-    cut = functools.partial(sharding.placed_params, config=config, mesh=mesh)
+    cut = functools.partial(sharding.shard_params, config=config, mesh=mesh)
     params = cut(beside) | {"layers": [cut(layer) for layer in params["layers"]]}
-    return sharding.placed((tree, params), mesh)
+    return sharding.shard((tree, params), mesh)
 
 
 def collectives(text):
@@ -222,7 +222,7 @@ def rollouts(shape):
 
 def cached(shape, folder):
     """Rollouts whose programs are compiled, and the same with those that a file brings."""
-    with pytest.MonkeyPatch.context() as patch, cached_in(folder):
+    with pytest.MonkeyPatch.context() as patch, set_cache_folder(folder):
         patch.setattr(executable_cache, "_is_used", lambda: True)  # as on a GPU
         jax.clear_caches()  # JAX has the programs of the same rollouts in memory.
         first = rollouts(shape)
@@ -265,9 +265,9 @@ def checkpoints(folder, shapes):
     found = {"saved": host(like)}
     for before in shapes:
         with Checkpoints(folder / f"{before}", keep=1) as kept:
-            kept.save(1, sharding.placed(like, mesh_of(before)), {})
+            kept.save(1, sharding.shard(like, mesh_of(before)), {})
             for after in shapes:
-                _, state, _ = kept.restore_latest(sharding.placed(like, mesh_of(after)))
+                _, state, _ = kept.restore_latest(sharding.shard(like, mesh_of(after)))
                 groups = sharding.groups_of(state.trainable)
                 assert (len(groups), len(groups[0])) == after
                 found[before, after] = host(state)

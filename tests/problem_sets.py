@@ -5,8 +5,8 @@ from qerl_jax.data.splits import ProblemConfig
 
 
 def load_problems(source="", *, split="train", **options):
-    """`splits.load_problems`."""
-    return splits.load_problems(ProblemConfig(source, **options), split=split)
+    """`splits.load_split`."""
+    return splits.load_split(ProblemConfig(source, **options), split=split)
 
 
 def load_splits(source="", *, train=True, **options):

@@ -13,8 +13,8 @@ from qerl_jax.commands import cli
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
-from qerl_jax.policy.sharding import make_mesh, placed
-from qerl_jax.processes.launch import connected
+from qerl_jax.policy.sharding import make_mesh, shard
+from qerl_jax.processes.launch import connect
 from qerl_jax.run import checkpoints
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.training.begin import check_starts
@@ -33,7 +33,7 @@ def measure(*flags):
 def restore(processes, folder):
     """Restores a state whose newest checkpoint process 1 alone reads with other bytes."""
     mesh = make_mesh(2, 1)
-    states = {step: placed({"a": np.full(8, step, np.float32)}, mesh) for step in (1, 2)}
+    states = {step: shard({"a": np.full(8, step, np.float32)}, mesh) for step in (1, 2)}
     with Checkpoints(folder, keep=3, exchange=processes.exchange_json) as kept:
         for step, state in states.items():
             kept.save(step, state, {})
@@ -51,7 +51,7 @@ def main(case, *flags):
     if case == "measures":
         measure(*flags)
         return
-    with connected(devices=2) as processes:
+    with connect(devices=2) as processes:
         number = processes.index
         if case == "damaged":
             restore(processes, pathlib.Path(flags[0]))

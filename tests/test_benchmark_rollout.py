@@ -26,7 +26,7 @@ from benchmarks.rollout import subject as benchmark_subject
 from benchmarks.rollout.random_policy import random_lora, random_params
 from pallas_kernels.fp4_matmul import cases
 from qerl_jax.compile import executable_cache
-from qerl_jax.compile.run_cache import cached_in
+from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.config import models
 from qerl_jax.errors import UserError
 from qerl_jax.policy.architectures import ARCHITECTURES
@@ -162,7 +162,7 @@ def test_adapters_of_several_ranks_are_measured_in_one_process(tmp_path, monkeyp
 
     def row(subject, batch, config, programs):
         measured.append((subject.lora_rank, subject.lora is None, batch))
-        described = benchmark_subject.described(subject, "decode", config)
+        described = benchmark_subject.row_settings(subject, "decode", config)
         times = {"ms_per_step": 1.0, "tokens_per_s": 1.0, "prefill_tokens_per_s": 1.0}
         shares = {"roofline_share": None, "peak_gb": None, "padding_waste": 0.0}
         return described | {"batch": batch, "prompt": 5, "new_tokens": 18} | times | shares
@@ -214,7 +214,7 @@ def test_a_startup(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(executable_cache, "_is_used", lambda: True)  # as on a GPU
     out = tmp_path / "rollout.json"
     config = dataclasses.replace(CONFIG, startup=True, began=time.time() - 50, out=str(out))
-    with cached_in(tmp_path / "cache"):
+    with set_cache_folder(tmp_path / "cache"):
         for _ in range(2):
             job.benchmark(config)
             jax.clear_caches()

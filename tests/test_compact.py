@@ -50,7 +50,7 @@ def test_layers_move_in_batches_of_a_third_of_the_free_memory(free, copied):
     layers = make_layers()
     expected, given = jax.device_get(layers), list(layers)
     free[:] = [6.1, 3.1, 9.0, 9.0, 9.0]  # Two layers, one, the other two, none, and the first two.
-    moved = compact.compacted(layers)
+    moved = compact.compact_layers(layers)
     assert not free
     assert copied == [0, 1, 2, 3, 4, 0, 1]
     assert layers == given  # The list of the caller is its own.
@@ -62,7 +62,7 @@ def test_no_more_than_a_batch_moves_at_once(free, copied, monkeypatch):
     layers = make_layers()
     monkeypatch.setattr(compact, "_BATCH", 3.5 * compact.bytes_of_a_device(layers[0]))
     free[:] = 4 * [100.0]
-    compact.compacted(layers)
+    compact.compact_layers(layers)
     assert not free
     assert copied == [0, 1, 2, 3, 4, 0, 1, 2]
 
@@ -70,7 +70,7 @@ def test_no_more_than_a_batch_moves_at_once(free, copied, monkeypatch):
 def test_layers_stay_where_no_copy_fits(free):
     layers = make_layers()
     free[:] = [3.1, 2.9, 2.9]
-    moved = compact.compacted(layers)
+    moved = compact.compact_layers(layers)
     assert jax.tree.leaves(layers[0])[0].is_deleted()
     assert all(new is old for new, old in zip(moved[1:], layers[1:], strict=True))
 
@@ -85,12 +85,12 @@ def test_layers_stay_where_another_process_took_the_memory(free, monkeypatch):
 
     monkeypatch.setattr(compact, "_copy", copy_of)
     free[:] = [6.1, 9.0, 9.0]
-    moved = compact.compacted(layers)
+    moved = compact.compact_layers(layers)
     assert [layer["norm"].is_deleted() for layer in layers] == [True, True, False, False, False]
     assert [float(layer["norm"][0]) for layer in moved] == [0, 1, 2, 3, 4]
 
 
 def test_layers_stay_where_the_memory_is_unknown():
     layers = make_layers()
-    moved = compact.compacted(layers)
+    moved = compact.compact_layers(layers)
     assert all(new is old for new, old in zip(moved, layers, strict=True))

@@ -233,13 +233,15 @@ def test_bad_chats_are_named(tmp_path, messages, message):
 
 def test_the_fingerprint_has_the_columns_that_rewards_read():
     plain, tests = Problem("q", "1"), Problem("q", "1", columns={"tests": [1], "id": 7})
-    assert splits.fingerprint([plain]) == splits.fingerprint([tests])
+    assert splits.digest_of_problems([plain]) == splits.digest_of_problems([tests])
     # Checkpoints of earlier versions hold this digest.
     text = json.dumps([["q", "1"]])
-    assert splits.fingerprint([tests]) == hashlib.sha256(text.encode()).hexdigest()
+    assert splits.digest_of_problems([tests]) == hashlib.sha256(text.encode()).hexdigest()
     other = dataclasses.replace(tests, columns={"tests": [2], "id": 7})
-    assert splits.fingerprint([tests], ["tests"]) != splits.fingerprint([other], ["tests"])
-    assert splits.fingerprint([tests], ["id"]) == splits.fingerprint([other], ["id"])
+    assert splits.digest_of_problems([tests], ["tests"]) != splits.digest_of_problems(
+        [other], ["tests"]
+    )
+    assert splits.digest_of_problems([tests], ["id"]) == splits.digest_of_problems([other], ["id"])
 
 
 def test_generated_problems_have_the_columns_of_their_task():
@@ -391,7 +393,7 @@ def test_long_questions_are_not_trained_on(tmp_path, monkeypatch):
     path = write(tmp_path / "math.jsonl", rows)
     fake_hub(monkeypatch, lambda *_: {"train": rows, "test": rows})
     for arguments in ({"path": path}, {}):
-        load = functools.partial(splits.load_problems, "me/math", max_question_chars=4, **arguments)
+        load = functools.partial(splits.load_split, "me/math", max_question_chars=4, **arguments)
         assert {len(problem.question) for problem in load()} == {3, 4}
     assert len(load(split="eval", eval_size=3)) == 3
     assert len(chain_sum(max_question_chars=1000, size=5)) == 5
@@ -406,7 +408,7 @@ def test_eval_source(tmp_path, monkeypatch):
     rows = [{"problem": f"q{i}", "answer": str(i)} for i in range(4)]
     hub = {"me/big": {"train": rows}, "you/small": {"test": rows[3:0:-1]}, "it/none": {"train": []}}
     fake_hub(monkeypatch, lambda name, _: hub[name])
-    load = functools.partial(splits.load_problems, eval_source="you/small", eval_size=2)
+    load = functools.partial(splits.load_split, eval_source="you/small", eval_size=2)
     path = write(tmp_path / "math.jsonl", rows)
     for where in ({"source": "me/big"}, {"source": "", "path": path}):
         assert [p.question for p in load(**where, split="eval")] == ["q3", "q2"]
@@ -480,7 +482,7 @@ def test_hub(monkeypatch):
         return {"train": [row(i) for i in range(4)], "test": [row(i) for i in (9, 3, 8)]}
 
     fake_hub(monkeypatch, load_dataset)
-    load = splits.load_problems
+    load = splits.load_split
     assert load("openai/gsm8k", split="eval", eval_size=2) == [
         Problem("q9", "9"),
         Problem("q3", "3"),

@@ -45,7 +45,7 @@ from qerl_jax.run.statistics import interval, majority, pass_at_k
 from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.signals import StoppedError
 from qerl_jax.training.setup import prepare
-from qerl_jax.weights.chat_template import as_of
+from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
 
@@ -540,7 +540,7 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
         clock = types.SimpleNamespace(strftime=lambda _: created)
         patch.setattr("qerl_jax.run.provenance.time", clock)
         # A new folder has no earlier start: its prompts have the date of today.
-        patch.setattr("qerl_jax.evaluation.evaluate.as_of", lambda _: as_of(created))
+        patch.setattr("qerl_jax.evaluation.evaluate.as_of", lambda _: template_date(created))
         (folder,) = evaluate(settings(limit=2, source=str(model)))
     evaluate(settings(limit=4, source=str(model)))
     assert ends == {(f"t{before.day}", "t2")}

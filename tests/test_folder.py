@@ -48,19 +48,19 @@ def test_config_dict_rejects_what_json_cannot_hold():
 
 
 def test_fingerprint_depends_on_every_field_that_may_not_change():
-    base = folder.fingerprint(make_config())
+    base = folder.config_digest(make_config())
     assert len(base) == 8
     assert int(base, 16) >= 0
     for free in ("steps", "log__completions", "checkpoint__every", "rollout__max_rows"):
-        assert folder.fingerprint(make_config(**{free: 99})) == base
-    assert folder.fingerprint(make_config(train__micro_batch_rows=99)) == base
+        assert folder.config_digest(make_config(**{free: 99})) == base
+    assert folder.config_digest(make_config(train__micro_batch_rows=99)) == base
     for fixed in ({"seed": 1}, {"rl__clip_high": 0.2}, {"rl__loss": "bnpo"}):
-        assert folder.fingerprint(make_config(**fixed)) != base
+        assert folder.config_digest(make_config(**fixed)) != base
     # The denominators of this loss are those of a micro-batch.
     bnpo = {"rl__loss": "bnpo"}
-    assert folder.fingerprint(
+    assert folder.config_digest(
         make_config(**bnpo, train__micro_batch_rows=99)
-    ) != folder.fingerprint(make_config(**bnpo))
+    ) != folder.config_digest(make_config(**bnpo))
     assert folder.default_folder(make_config()) == Path("runs") / f"grpo-tiny-{base}"
 
 

@@ -15,9 +15,9 @@ from qerl_jax.policy.kl_control import (
     NOTHING_MEASURED,
     SigmaState,
     control_metrics,
-    measured,
     noise_level,
     sigma_of_step,
+    update_state,
 )
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.system.jsonl import read_jsonl
@@ -60,7 +60,7 @@ def simulate(kl_of, *, steps=20, **changes):
     for step in range(steps):
         sigma = sigma_of_step(found, state, step)
         kl = kl_of(sigma, step) if sigma > 0 else 0.0
-        state = measured(found, state, sigma=sigma, kl=kl)
+        state = update_state(found, state, sigma=sigma, kl=kl)
         metrics = control_metrics(found, state, sigma=sigma, step=step)
         rows.append({"sigma": sigma, "kl": kl} | metrics)
     return rows
@@ -113,7 +113,7 @@ def test_steps_without_a_measurement_keep_their_sigma():
     for step in range(10, 20):
         sigmas.append(sigma_of_step(found, state, step))
         if step % 2 == 0:
-            state = measured(found, state, sigma=sigmas[-1], kl=40.0 * sigmas[-1] ** 2)
+            state = update_state(found, state, sigma=sigmas[-1], kl=40.0 * sigmas[-1] ** 2)
     assert sigmas[1:9:2] == sigmas[2:10:2]
     assert sigmas[-1] == pytest.approx(math.sqrt(0.03 / 40.0))
 
@@ -124,7 +124,7 @@ def test_other_schedules_need_no_control():
     expected = aqn.sigma_schedule("exponential", **options)
     for step in range(20):
         assert sigma_of_step(found, NOTHING_MEASURED, step) == float(np.asarray(expected(step)))
-    assert measured(found, NOTHING_MEASURED, sigma=1e-2, kl=math.nan) == NOTHING_MEASURED
+    assert update_state(found, NOTHING_MEASURED, sigma=1e-2, kl=math.nan) == NOTHING_MEASURED
     assert control_metrics(found, NOTHING_MEASURED, sigma=1e-2, step=3) == {}
 
 

@@ -26,7 +26,7 @@ from qerl_jax.policy import lora, sizes
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.lora import FUSED, PROJECTIONS, LoraConfig, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.policy.sharding import located, specs
+from qerl_jax.policy.sharding import abstract_on, specs
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import data_parallel
@@ -108,7 +108,7 @@ def compiled_update(compile_for_mesh, name, layers, tokens):
     config, mesh, optimizer = architecture(name, layers), compile_for_mesh.mesh, optax.adamw(1e-3)
     state = jax.eval_shape(lambda x: init_state(Trainable(x, {}), optimizer), adapter(config))
     functions = data_parallel.functions(UpdateConfig(config, loss_config("grpo")), optimizer, mesh)
-    state = located(state, mesh)
+    state = abstract_on(state, mesh)
     totals = functions["zero_totals"].eval_shape(state.trainable)
     totals = data_parallel.abstract_totals(totals, mesh)
     buffer = data_parallel.abstract_buffer(empty_buffer(tokens), mesh)
@@ -160,7 +160,7 @@ def test_a_decode_step(compile_for_mesh, rows):
         functions.decode_chunk,
         jax.eval_shape(lambda: jax.random.key(0)),
         policy(config, mesh),
-        *located((fused, state), mesh),
+        *abstract_on((fused, state), mesh),
         decode.CacheRows(array(rows, dtype=jnp.int32), array(rows, dtype=bool)),
         array(dtype=jnp.float32),
         config=decode.decode_config(

@@ -51,14 +51,14 @@ def on(shards):
     mesh = sharding.make_mesh(1, shards, jax.devices()[:shards])
     params = random_params(jax.random.key(0), CONFIG, format="nvfp4", mesh=mesh)
     lora = random_lora(jax.random.key(1), CONFIG, rank=32)
-    return mesh, *sharding.placed((params, lora), mesh)
+    return mesh, *sharding.shard((params, lora), mesh)
 
 
 def rollout(shards, temperature, rows):
     _, params, lora = on(shards)
     sampling = SamplingConfig(max_new_tokens=33, temperature=temperature)
     return Sampler(CONFIG, NO_TEXT, sampling).rollout(
-        sharding.beside(jax.random.key(2), params),
+        sharding.replicate_like(jax.random.key(2), params),
         Policy(params, lora),
         [random_tokens(7 + n, seed=n).tolist() for n in range(rows)],
     )
@@ -92,7 +92,7 @@ def gradient(shards):
     optimizer = optax.sgd(1.0)
     programs = Programs(functions(UpdateConfig(CONFIG, loss_config("grpo")), optimizer, mesh))
     before = jax.tree.map(np.asarray, lora)
-    state = sharding.placed(init_state(Trainable(lora, {}), optimizer), mesh)
+    state = sharding.shard(init_state(Trainable(lora, {}), optimizer), mesh)
     totals = programs["zero_totals"](state.trainable)
     for buffer in deal_buffers(pack(batch, np.ones(rows, bool), buffer_tokens=256), mesh):
         totals, _ = programs["add_gradient"](

@@ -19,7 +19,7 @@ from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.rewards import calls
 from qerl_jax.run import ownership
-from qerl_jax.run.folder import RunFolder, open_run, record, record_places
+from qerl_jax.run.folder import RunFolder, open_run, record_fact, record_places
 from qerl_jax.system import user_key
 
 TOKEN = "TEST_OWNERSHIP_TOKEN"
@@ -207,7 +207,7 @@ def test_what_begins_a_run_signs_it_and_what_continues_it_adds_no_tag(tiny, tmp_
     config = tiny.config()
     with open_run(tmp_path / "run", config) as folder:
         assert ownership.is_own(folder.path)
-        record(folder, "fact", {"a": 1})
+        record_fact(folder, "fact", {"a": 1})
         assert ownership.is_own(folder.path)
         assert saved(folder.path)["fact"] == {"a": 1}
     (folder.path / "checkpoints" / "1").mkdir(parents=True)
@@ -221,7 +221,7 @@ def test_what_begins_a_run_signs_it_and_what_continues_it_adds_no_tag(tiny, tmp_
     with open_run(folder.path, config) as again:  # The command changes a field back.
         assert again.resumed
         assert "tag" not in saved(folder.path)
-        record(again, "other", {"b": 2})
+        record_fact(again, "other", {"b": 2})
         assert not ownership.is_own(folder.path)
         record_places(again, config)
         assert not ownership.is_own(folder.path)

@@ -10,12 +10,12 @@ import scipy.stats
 from qerl_jax.data.order import (
     Cursor,
     Order,
-    Place,
     Source,
+    SourcePosition,
     draw,
     order_metrics,
     read_cursor,
-    record,
+    record_results,
     source_metrics,
 )
 from qerl_jax.errors import UserError
@@ -41,7 +41,7 @@ def test_every_epoch_has_every_problem_once_for_any_sizes(sizes):
         cursor = stored(cursor)
         taken += part
     assert taken == whole
-    assert cursor == end == Cursor({"": Place(3, 0)})
+    assert cursor == end == Cursor({"": SourcePosition(3, 0)})
     for epoch in range(3):
         assert set(taken[7 * epoch : 7 * epoch + 7]) == set(range(7))
 
@@ -55,14 +55,14 @@ def test_the_order_of_one_source_is_a_permutation_by_seed_and_epoch():
     first, second = taken[:30], taken[30:]
     assert first != second
     order = single(30, seed=2**32 - 1)
-    at = Cursor({"": Place(1, 10)})
-    assert draw(order, at, 5) == (second[10:15], Cursor({"": Place(1, 15)}))
+    at = Cursor({"": SourcePosition(1, 10)})
+    assert draw(order, at, 5) == (second[10:15], Cursor({"": SourcePosition(1, 15)}))
     assert draw(order, at, 0) == ([], at)
 
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_cursor_beyond_the_data_is_refused(count):
-    at = Cursor({"": Place(0, 3)})
+    at = Cursor({"": SourcePosition(0, 3)})
     with pytest.raises(UserError, match=f"at problem 3 of {count}: the training data is not what"):
         draw(single(count), at, 1)
 
@@ -109,7 +109,7 @@ def measured(order, rates, of=10):
     correct = np.array(
         [[1.0] * round(rate * of) + [0.0] * (of - round(rate * of)) for rate in rates]
     )
-    return record(order, Cursor(), range(len(rates)), correct)
+    return record_results(order, Cursor(), range(len(rates)), correct)
 
 
 def test_the_curriculum_draws_in_proportion_to_p_times_1_minus_p():
@@ -152,7 +152,7 @@ def test_problems_that_are_sometimes_solved_are_drawn_more_often():
         taken, cursor = draw(order, cursor, 8)
         visits[taken] += 1
         correct = (rng.random((8, 8)) < rates[taken][:, None]).astype(float)
-        cursor = record(order, stored(cursor), taken, correct)
+        cursor = record_results(order, stored(cursor), taken, correct)
     epochs = cursor.places[""].epoch
     for rate in (0.0, 1.0):
         # Once an epoch, and once more where the present epoch has reached it.
@@ -170,7 +170,7 @@ def test_draws_of_the_curriculum_follow_from_the_cursor():
             part, cursor = draw(order, cursor, 6)
             taken += part
             correct = np.array([[place % 2, 0.0, 1.0] for place in part])
-            cursor = record(order, cursor, part, correct)
+            cursor = record_results(order, cursor, part, correct)
         return taken, cursor
 
     whole, end = run(Cursor(), 12)
@@ -186,21 +186,23 @@ def test_draws_of_the_curriculum_follow_from_the_cursor():
 def test_a_record_holds_the_last_group_and_no_missing_scores():
     order = Order((Source("a", 2), Source("b", 2)), curriculum_share=0.5)
     nan = np.nan
-    cursor = record(order, Cursor(), [0, 3, 2], np.array([[1, 0, nan], [1, 1, 1], [nan] * 3]))
+    cursor = record_results(
+        order, Cursor(), [0, 3, 2], np.array([[1, 0, nan], [1, 1, 1], [nan] * 3])
+    )
     assert {name: place.scored for name, place in cursor.places.items()} == {
         "a": {0: (1, 2)},
         "b": {1: (3, 3)},
     }
-    later = record(order, cursor, [0], np.array([[0.0, 0.0, 0.0]]))
+    later = record_results(order, cursor, [0], np.array([[0.0, 0.0, 0.0]]))
     assert later.places["a"].scored == {0: (0, 3)}
-    assert record(Order(order.sources), Cursor(), [0], np.ones((1, 2))) == Cursor()
-    assert cursor.without_scores() == Cursor({"a": Place(), "b": Place()})
+    assert record_results(Order(order.sources), Cursor(), [0], np.ones((1, 2))) == Cursor()
+    assert cursor.without_scores() == Cursor({"a": SourcePosition(), "b": SourcePosition()})
 
 
 def test_metrics_of_the_curriculum():
     order = single(10, curriculum_share=0.5)
     before = measured(order, [0.5, 0.0, 1.0])
-    after = record(order, before, [0, 1, 5], np.ones((3, 2)))
+    after = record_results(order, before, [0, 1, 5], np.ones((3, 2)))
     found = order_metrics(order, before, after, [0, 1, 5])
     assert found == {
         "curriculum/success_rate": 0.25,

@@ -26,7 +26,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding
 from qerl_jax.processes import folder as folder_lib
 from qerl_jax.processes.group import Processes
-from qerl_jax.processes.launch import Place, local_devices, place_of
+from qerl_jax.processes.launch import Rank, local_devices, read_rank
 from qerl_jax.run.metrics import read_steps
 from qerl_jax.system.signals import StoppedError
 from qerl_jax.training.loop import train
@@ -376,19 +376,19 @@ SLURM = {
     ("environment", "place"),
     [
         ({}, None),
-        (PLAIN, Place("node1:1234", 4, 3)),
-        (SLURM, Place("node07:61443", 2, 1)),
-        (SLURM | PLAIN, Place("node1:1234", 4, 3)),
+        (PLAIN, Rank("node1:1234", 4, 3)),
+        (SLURM, Rank("node07:61443", 2, 1)),
+        (SLURM | PLAIN, Rank("node1:1234", 4, 3)),
         (SLURM | {"JAX_NUM_PROCESSES": "1"}, None),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
-        (SLURM | {"SLURM_STEP_NODELIST": "a-b7,a-b9"}, Place("a-b7:61443", 2, 1)),
-        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3,5]"}, Place("gpu3:61443", 2, 1)),
-        (SLURM | {"SLURM_JOB_ID": str(2**31 + 4097)}, Place("node07:61443", 2, 1)),  # a federation
+        (SLURM | {"SLURM_STEP_NODELIST": "a-b7,a-b9"}, Rank("a-b7:61443", 2, 1)),
+        (SLURM | {"SLURM_STEP_NODELIST": "gpu[3,5]"}, Rank("gpu3:61443", 2, 1)),
+        (SLURM | {"SLURM_JOB_ID": str(2**31 + 4097)}, Rank("node07:61443", 2, 1)),  # a federation
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # a batch script
     ],
 )
 def test_the_environment_names_the_processes(environment, place):
-    assert place_of(environment, devices=4) == place
+    assert read_rank(environment, devices=4) == place
 
 
 def test_the_environment_lists_the_devices_of_a_process():
@@ -399,7 +399,7 @@ def test_the_environment_lists_the_devices_of_a_process():
 
 
 def test_runs_on_one_device_do_not_connect_under_slurm():
-    assert place_of(SLURM, devices=1) is None
+    assert read_rank(SLURM, devices=1) is None
 
 
 @pytest.mark.parametrize(
@@ -414,7 +414,7 @@ def test_runs_on_one_device_do_not_connect_under_slurm():
 )
 def test_an_environment_that_is_wrong_is_refused(changes, devices, message):
     with pytest.raises(UserError, match=message):
-        place_of(PLAIN | changes, devices=devices)
+        read_rank(PLAIN | changes, devices=devices)
 
 
 def test_a_mesh_of_all_processes_names_both_numbers():

@@ -14,7 +14,7 @@ import pytest
 from tiny_rollout import compiled, policy, rollout
 
 from qerl_jax.compile import executable_cache, program_cache
-from qerl_jax.compile.run_cache import cached_in, programs_in
+from qerl_jax.compile.run_cache import keep_programs, set_cache_folder
 from qerl_jax.system import user_key
 
 
@@ -25,7 +25,7 @@ def as_on_a_gpu(monkeypatch):
 
 @contextlib.contextmanager
 def cache_set_to(folder):
-    """Sets what `cached_in` cannot set: no folder, or a folder that is not on this machine."""
+    """Sets what `set_cache_folder` cannot set: no folder, or one that is not on this machine."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", folder)
     try:
@@ -116,7 +116,7 @@ def test_stopped_while_compiling(tmp_path):
 
 @pytest.mark.slow  # 7 s
 def test_a_program_from_the_cache_of_jax_is_not_written_again(tmp_path):
-    with cached_in(tmp_path):
+    with set_cache_folder(tmp_path):
         for _ in range(2):
             expected = complete()
             jax.clear_caches()
@@ -249,7 +249,7 @@ def test_the_names_of_files_are_those_of_another_process():
 def test_a_run_does_not_need_the_folder_of_the_cache_of_jax(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     (tmp_path / "file").touch()
-    with cached_in(tmp_path / "file"), programs_in(tmp_path / "run"):
+    with set_cache_folder(tmp_path / "file"), keep_programs(tmp_path / "run"):
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "run")
 
 
@@ -258,7 +258,7 @@ def test_a_run_without_the_cache_of_jax_has_its_own_folder(common, tmp_path, mon
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     of_xla = jax.config.jax_persistent_cache_enable_xla_caches
     with cache_set_to(common):
-        with programs_in(tmp_path):
+        with keep_programs(tmp_path):
             assert jax.config.jax_compilation_cache_dir == str(tmp_path)
             # Files that XLA reads by itself would have no signature.
             assert not jax.config.jax_persistent_cache_enable_xla_caches
@@ -280,7 +280,7 @@ class Bomb:
 
 def in_a_run(common, run, **options):
     """What `compiled` returns with a folder of a run beside the common one."""
-    with cached_in(common), programs_in(run, **options):
+    with set_cache_folder(common), keep_programs(run, **options):
         return compiled(None)
 
 
@@ -334,7 +334,7 @@ def compile_one(common, run, **options):
     jax.clear_caches()
     jax.monitoring.register_event_listener(listen)
     try:
-        with cached_in(common), programs_in(run, **options):
+        with set_cache_folder(common), keep_programs(run, **options):
             jax.jit(lambda x: jnp.sin(x) @ x)(np.ones((8, 8), np.float32))
     finally:
         jax.monitoring.unregister_event_listener(listen)
@@ -354,7 +354,7 @@ def test_what_a_process_compiles_is_in_both_folders(tmp_path, monkeypatch):
     assert (run / name).read_bytes().endswith((common / name).read_bytes())
     # It is there at once: a run that is killed resumes with what it executed.
     jax.clear_caches()
-    with cached_in(tmp_path / "killed"), programs_in(tmp_path / "of_killed"):
+    with set_cache_folder(tmp_path / "killed"), keep_programs(tmp_path / "of_killed"):
         jax.jit(lambda x: jnp.sin(x) @ x)(np.ones((8, 8), np.float32))
         for folder in (tmp_path / "killed", tmp_path / "of_killed"):
             assert entries(folder) == {name}
@@ -366,7 +366,7 @@ def test_what_a_process_compiles_is_in_both_folders(tmp_path, monkeypatch):
     assert entries(tmp_path / "elsewhere") == set()
     # JAX's own cache reads what is in the common folder.
     jax.clear_caches()
-    with cached_in(common):
+    with set_cache_folder(common):
         jax.jit(lambda x: jnp.sin(x) @ x)(np.ones((8, 8), np.float32))
     assert entries(common) == {name}
 

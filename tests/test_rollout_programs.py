@@ -12,7 +12,7 @@ import tiny_rollout
 from tiny_rollout import KEY, TinyTokenizer
 
 from pallas_kernels.decode import to_cache
-from qerl_jax.compile.operation import committed
+from qerl_jax.compile.operation import commit
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout import decode, programs, shapes
@@ -143,7 +143,7 @@ def test_a_cache_of_fewer_bits_changes_the_logprobs_a_little(dtype, least, most)
 def test_only_arrays_without_a_device_of_their_own_are_committed():
     (first, *_) = jax.devices()
     loose, held = jnp.arange(3), jax.device_put(jnp.arange(4), first)
-    found = committed({"loose": loose, "held": held, "host": np.arange(2)})
+    found = commit({"loose": loose, "held": held, "host": np.arange(2)})
     assert found["held"] is held
     assert (loose.committed, found["loose"].committed) == (False, True)
     assert {name: x.tolist() for name, x in found.items()} == {

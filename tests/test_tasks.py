@@ -12,7 +12,7 @@ from problem_sets import load_problems
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.data.prompts import Problem
-from qerl_jax.data.splits import fingerprint
+from qerl_jax.data.splits import digest_of_problems
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import (
     BENCHMARKS,
@@ -182,7 +182,7 @@ def test_the_problems_that_a_run_held_out_are_the_same(run, file, tmp_path):
     (task,) = make(run=run)
     assert [problem.answer for problem in task.problems] == ["18", "19"]
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
-        for meta in ({}, {"problems": {"train": "x", "eval": fingerprint(task.problems)}}):
+        for meta in ({}, {"problems": {"train": "x", "eval": digest_of_problems(task.problems)}}):
             checkpoints.save(len(meta), {"x": np.zeros(1)}, meta)
             checkpoints.wait()
             assert make(run=run, folder=tmp_path)[0].problems == task.problems

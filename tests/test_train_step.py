@@ -12,7 +12,7 @@ from row_batch import row_batch
 from tiny_model import random_lora, random_tokens, tiny_policy
 
 from qerl_jax.compile.aot import compile_operations
-from qerl_jax.compile.operation import MissingProgramError, Programs, committed
+from qerl_jax.compile.operation import MissingProgramError, Programs, commit
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable
@@ -240,7 +240,7 @@ def test_the_operations_are_those_of_a_run():
     assert {name for name in table if table[name].key != other[name].key} == {"apply_gradient"}
     assert set(table) == {"zero_totals", "add_gradient", "apply_gradient", "buffer_logprobs"}
     assert len({operation.key for operation in table.values()}) == 4
-    programs = Programs(table, compile_operations(committed((params, lora)), table.values()))
+    programs = Programs(table, compile_operations(commit((params, lora)), table.values()))
     (buffer,) = buffers_of()
     state = jax.device_put(jax.tree.map(jnp.array, state), jax.devices()[0])
     totals, _ = programs["add_gradient"](

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 import jax
 from tiny_model import random_lora, random_tokens, tiny_policy
 
-from qerl_jax.compile.run_cache import cached_in
+from qerl_jax.compile.run_cache import set_cache_folder
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.progress import RolloutProgress
@@ -119,7 +119,7 @@ def compiled(
     made = sampler(**options, **changes)
     if clear:
         jax.clear_caches()
-    with contextlib.nullcontext() if folder is None else cached_in(folder):
+    with contextlib.nullcontext() if folder is None else set_cache_folder(folder):
         return made.compiled(
             KEY, tiny_policy, num_prompts=prompts, on_progress=on_progress
         ).executables

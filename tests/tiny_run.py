@@ -15,7 +15,7 @@ import tiny_checkpoints
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.run.metrics import read_evaluations, read_steps
-from qerl_jax.system.atomic import replaced
+from qerl_jax.system.atomic import replace_file
 from qerl_jax.weights import names
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -172,7 +172,7 @@ def save_sketch(figure, path):
         axes.axis("off")
         if legend := axes.get_legend():
             legend.remove()
-    with replaced(path) as temporary:
+    with replace_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=10)
 
 

@@ -293,11 +293,11 @@ def save_row(
         "device": ours["device"],
         **{name: source[name] for name in ("commit", "date", "command")},
     }
-    print(describe(merged), flush=True)
+    print(format_row(merged), flush=True)
     merge(arguments.out, merged, KEYS)
 
 
-def describe(row: Mapping[str, Any]) -> str:
+def format_row(row: Mapping[str, Any]) -> str:
     """A row as one line of text."""
     times = [
         f"{name} {row[f'{name}_s']:.2f} s (ours {row[f'our_{name}_s']:.2f})"

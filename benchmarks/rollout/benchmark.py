@@ -40,7 +40,7 @@ import jax
 import numpy as np
 
 from benchmarks.rollout.peak_memory import PeakMemory
-from benchmarks.rollout.results import describe, merge, origin, table
+from benchmarks.rollout.results import format_row, merge, origin, table
 from benchmarks.rollout.startup import measure_startup
 from benchmarks.rollout.step_breakdown import step_parts
 from benchmarks.rollout.subject import (
@@ -49,23 +49,23 @@ from benchmarks.rollout.subject import (
     Subject,
     check,
     check_fits,
-    described,
     engine_of,
     first_problems,
     make_subject,
     plan_of,
     random_prompts,
+    row_settings,
     sampling_of,
     with_adapter,
 )
 from pallas_kernels.gpu_lock import sole_use
 from qerl_jax.compile.aot import compile_operations
-from qerl_jax.compile.operation import Executables, committed
+from qerl_jax.compile.operation import Executables, commit
 from qerl_jax.data.prompts import encode_prompts
 from qerl_jax.errors import memory_errors
 from qerl_jax.policy.lora import FUSED, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.policy.sharding import beside, of_one_device
+from qerl_jax.policy.sharding import replicate_like, shard_config
 from qerl_jax.rollout import decode, shapes
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.rollout.programs import operations
@@ -101,7 +101,7 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
     def keep(row: dict) -> None:
         """Prints and writes a row; the caller has sole use of the device and the file."""
         rows.append(row | where)
-        print(describe(row), flush=True)
+        print(format_row(row), flush=True)
         merge(path, device.device_kind, rows[-1:])
 
     for model in config.models if not config.source else (config.source,):
@@ -182,7 +182,7 @@ def measure_decoding(
         cost = run(new_tokens, watched)
     seconds = min(prefill() for _ in range(_REPEATS))
     ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
-    return described(subject, "decode", config) | {
+    return row_settings(subject, "decode", config) | {
         "batch": batch,
         "prompt": config.prompt,
         "new_tokens": config.new_tokens,
@@ -239,7 +239,7 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
     rates = [r.tokens / t for r, t in zip(runs, times, strict=True)]
     best = int(np.argmax(rates))
     rollout, cost = runs[best].rollout, runs[best].statistics
-    return described(subject, "gsm8k", config) | {
+    return row_settings(subject, "gsm8k", config) | {
         "prompts": config.prompts,
         "group": config.group,
         "max_new_tokens": config.max_new_tokens,
@@ -271,7 +271,7 @@ def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
             on_compiled=on_compiled,
         )
     return (
-        described(subject, "startup", config)
+        row_settings(subject, "startup", config)
         | measured
         | {
             "prompts": config.prompts,
@@ -322,7 +322,7 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
         The number of bytes.
     """
     params, dtype = subject.params, subject.params["embed_tokens"].dtype
-    config = of_one_device(subject.config, params)
+    config = shard_config(subject.config, params)
     shapes_of = projection_shapes(config)
 
     def weight_bytes(weight: Any, rows: int, columns: int) -> float:
@@ -366,9 +366,9 @@ def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
     needed = []
-    key = beside(jax.random.key(config.seed), subject.params)
-    key, policy = committed((key, subject.policy))
-    own = of_one_device(subject.config, policy.params)
+    key = replicate_like(jax.random.key(config.seed), subject.params)
+    key, policy = commit((key, subject.policy))
+    own = shard_config(subject.config, policy.params)
     for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
         plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
         # No row ends early and all prompts have one length, so fewer programs are enough.

@@ -15,7 +15,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, Lora, projection_shapes
 from qerl_jax.policy.quant import QuantTensor
-from qerl_jax.policy.sharding import placed_params
+from qerl_jax.policy.sharding import shard_params
 
 _WEIGHT_SIZE = 0.02  # standard deviation of random weights
 _ADAPTER_SIZE = 1e-3  # standard deviation of B: small beside the weights, and not zero
@@ -45,11 +45,11 @@ def random_params(
         for index, name in enumerate(names)
     }
     params["norm"] = _norm_scale(jax.random.fold_in(key, 2), config.embed_dim)
-    params = placed_params(params, config, mesh=mesh)
+    params = shard_params(params, config, mesh=mesh)
     params["layers"] = []
     for number in range(config.num_layers):
         layer = _random_layer(jax.random.fold_in(key, 3 + number), config, format, dtype)
-        params["layers"].append(placed_params(layer, config, mesh=mesh))
+        params["layers"].append(shard_params(layer, config, mesh=mesh))
     return params
 
 

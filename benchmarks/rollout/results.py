@@ -118,7 +118,7 @@ def numbers_of(row: dict) -> str:
     return text
 
 
-def describe(row: dict) -> str:
+def format_row(row: dict) -> str:
     """A row as one line of text."""
     name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
     if row["kind"] == "startup":

@@ -19,7 +19,7 @@ from benchmarks.rollout.subject import (
     plan_of,
     sampling_of,
 )
-from qerl_jax.compile.operation import Programs, committed
+from qerl_jax.compile.operation import Programs, commit
 from qerl_jax.policy.dequantize import dequantized
 from qerl_jax.rollout import decode
 from qerl_jax.rollout.programs import operations
@@ -37,7 +37,7 @@ class Chunk:
         self._config, self._rows = subject.config, batch
         self._sharding = subject.params["embed_tokens"].sharding
         key = jax.random.key(config.seed)
-        key, policy = committed((key, subject.policy))
+        key, policy = commit((key, subject.policy))
         static = decode.decode_config(
             subject.config, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
         )

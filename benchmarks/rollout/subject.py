@@ -12,18 +12,18 @@ from jax.sharding import Mesh
 
 from benchmarks.rollout.random_policy import random_lora, random_params
 from qerl_jax.data.prompts import Problem
-from qerl_jax.data.splits import ProblemConfig, load_problems
+from qerl_jax.data.splits import ProblemConfig, load_split
 from qerl_jax.errors import UserError, check_limits
 from qerl_jax.policy.architectures import ARCHITECTURES
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
-from qerl_jax.policy.sharding import make_mesh, of_one_device, placed, placed_params
+from qerl_jax.policy.sharding import make_mesh, shard, shard_config, shard_params
 from qerl_jax.policy.tensor_parallel import shard_of
 from qerl_jax.rollout import shapes
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import check_head_format, rollout_head
-from qerl_jax.weights.compact import compacted
+from qerl_jax.weights.compact import compact_layers
 from qerl_jax.weights.load import FORMATS, LoadedModel, load
 
 
@@ -192,7 +192,7 @@ def first_problems(path: str, count: int) -> list[Problem]:
     Raises:
         UserError: the file cannot be read, or holds fewer problems than --prompts.
     """
-    problems = load_problems(ProblemConfig(path=path))
+    problems = load_split(ProblemConfig(path=path))
     if len(problems) < count:
         raise UserError(f"{path}: holds {len(problems)} problems; pass --prompts={len(problems)}")
     return problems[:count]
@@ -209,7 +209,7 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
     key = jax.random.key(config.seed, impl="rbg")  # the fastest generator
     mesh = make_mesh(1, config.tensor, jax.devices()[: config.tensor])
     if config.source:
-        place = functools.partial(placed_params, mesh=mesh)
+        place = functools.partial(shard_params, mesh=mesh)
         loaded = load(config.source, format=format, place=place)
         name = model_name(config.source)
         architecture, params = loaded.config, loaded.params
@@ -217,9 +217,9 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
         loaded, name, architecture = None, model, ARCHITECTURES[model]
         shard_of(architecture, config.tensor, format=format)  # Raises an error before the work.
         params = random_params(key, architecture, format=format, mesh=mesh)
-        params |= {"layers": compacted(params["layers"])}
-    params = placed(params, mesh) if mesh else params
-    place = functools.partial(placed_params, config=architecture, mesh=mesh)
+        params |= {"layers": compact_layers(params["layers"])}
+    params = shard(params, mesh) if mesh else params
+    place = functools.partial(shard_params, config=architecture, mesh=mesh)
     params = params | rollout_head(params, config.head_format, place)
     jax.block_until_ready(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
@@ -242,11 +242,11 @@ def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
     lora = None
     if rank:
         lora = random_lora(jax.random.key(seed, impl="rbg"), subject.config, rank=rank)
-        lora = placed(lora, subject.mesh) if subject.mesh else lora
+        lora = shard(lora, subject.mesh) if subject.mesh else lora
     return dataclasses.replace(subject, lora_rank=rank, lora=jax.block_until_ready(lora))
 
 
-def described(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
+def row_settings(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
     """The fields of a row that describe the policy and the options."""
     return {
         "kind": kind,
@@ -294,7 +294,7 @@ def plan_of(
         num_prompts=len(lengths),
         longest=max(lengths),
         group_size=group,
-        model_config=of_one_device(subject.config, subject.params),
+        model_config=shard_config(subject.config, subject.params),
         sampling=sampling_of(new_tokens),
         engine=engine_of(config, max_rows),
     )
@@ -310,7 +310,7 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
     batch = max(config.batches)
     plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    own = of_one_device(subject.config, subject.params)
+    own = shard_config(subject.config, subject.params)
     prefill = shapes.prefill_bytes(
         own,
         num_prompts=plan.prefill_batch,

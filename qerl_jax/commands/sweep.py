@@ -44,7 +44,7 @@ from qerl_jax.config.experiments import config_file, installed_file
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.sweep import ConfigOverrides
 from qerl_jax.errors import UserError, visible
-from qerl_jax.run.folder import RunFolder, config_dict, find_runs, fingerprint, flatten
+from qerl_jax.run.folder import RunFolder, config_dict, config_digest, find_runs, flatten
 from qerl_jax.run.jobs import devices_of
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.sweep import (
@@ -152,7 +152,7 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
         fields = config_dict(config)
         # Fields that may change in a run count only where the sweep itself varies them.
         varied = {k: v for k, v in flatten(fields).items() if k in swept}
-        settings = [fingerprint(config), varied | {"steps": config.steps}]
+        settings = [config_digest(config), varied | {"steps": config.steps}]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         if digest in runs:
             raise UserError(

@@ -180,7 +180,7 @@ class _Compiler:
 
     def _copies(self, content: bytes) -> list[jax.stages.Compiled]:
         own = self._devices
-        return [executable_cache.loads_on(content, own, other) for other in self._others]
+        return [executable_cache.load_for_devices(content, own, other) for other in self._others]
 
 
 @contextlib.contextmanager

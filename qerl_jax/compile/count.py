@@ -45,7 +45,7 @@ class Compilations:
 
 
 @contextlib.contextmanager
-def counted() -> Generator[Compilations]:
+def count_compilations() -> Generator[Compilations]:
     """Counts the compilations of this process while the block runs."""
     found = Compilations()
 

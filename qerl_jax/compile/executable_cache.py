@@ -154,7 +154,7 @@ def load(content: bytes, name: str, devices: list[jax.Device]) -> jax.stages.Com
         return None
 
 
-def loads_on(
+def load_for_devices(
     content: bytes, own: Sequence[jax.Device], devices: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
     """Returns a serialized program for other devices of the same kind and number.

@@ -125,7 +125,7 @@ class Programs(Mapping[Hashable, Callable[..., Any]]):
         return len(self.table)
 
 
-def described(tree: Any) -> str:
+def tree_signature(tree: Any) -> str:
     """Returns the structure, the shapes and the dtypes of a tree as text."""
     leaves, treedef = jax.tree.flatten(tree)
     return f"{treedef} {[(leaf.shape, str(leaf.dtype)) for leaf in leaves]}"
@@ -133,7 +133,7 @@ def described(tree: Any) -> str:
 
 def digest(tree: Any) -> str:
     """Returns a short identity of the structure, the shapes and the dtypes of a tree."""
-    return hashlib.sha256(described(tree).encode()).hexdigest()[:8]
+    return hashlib.sha256(tree_signature(tree).encode()).hexdigest()[:8]
 
 
 def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
@@ -143,7 +143,7 @@ def abstract(tree: Any, sharding: jax.sharding.Sharding | None = None) -> Any:
     )
 
 
-def committed(tree: Any) -> Any:
+def commit(tree: Any) -> Any:
     """Returns a tree with its arrays committed to their devices.
 
     Committed and uncommitted arrays would compile to two programs.

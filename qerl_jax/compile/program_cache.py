@@ -149,7 +149,7 @@ _installed: contextvars.ContextVar[ProgramCache | None] = contextvars.ContextVar
 
 
 @contextlib.contextmanager
-def installed(
+def install(
     folder: Path, *, common: Path | None, trusted: bool = False, replaces: bool = True
 ) -> Generator[None]:
     """Makes the folder of a run and the common one JAX's cache while the block runs.
@@ -177,7 +177,7 @@ def installed(
 
 
 def current() -> ProgramCache:
-    """Returns the cache that is `installed`, or else one of the folder that JAX has."""
+    """Returns the cache that is `install`, or else one of the folder that JAX has."""
     cache = _installed.get()
     if cache is not None:
         return cache

@@ -15,7 +15,7 @@ from qerl_jax.compile import program_cache
 
 
 @contextlib.contextmanager
-def programs_in(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
+def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
     """On a GPU, keeps compiled programs in a folder while the block runs.
 
     Programs that are in JAX's cache are executed and copied to the folder, and new ones go to both,
@@ -32,9 +32,9 @@ def programs_in(path: Path, *, trusted: bool = False, writes: bool = True) -> Ge
         return
     common = _common_folder()
     with (
-        cached_in(common or path),
+        set_cache_folder(common or path),
         _no_files_of_xla() if common is None else contextlib.nullcontext(),
-        program_cache.installed(path, common=common, trusted=trusted, replaces=writes),
+        program_cache.install(path, common=common, trusted=trusted, replaces=writes),
     ):
         yield
 
@@ -52,7 +52,7 @@ def _common_folder() -> Path | None:
 
 
 @contextlib.contextmanager
-def cached_in(path: Path) -> Generator[None]:
+def set_cache_folder(path: Path) -> Generator[None]:
     """Makes a folder JAX's cache of compiled programs while the block runs.
 
     Programs that compile in less than JAX's default of one second are cached too.

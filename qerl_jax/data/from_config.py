@@ -7,7 +7,7 @@ from ml_collections import ConfigDict
 from qerl_jax.data.mixture import MixtureSource, read_mixture
 from qerl_jax.data.order import Order, Source
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
-from qerl_jax.data.splits import ProblemConfig, fingerprint, load_mixture, load_splits
+from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_splits
 from qerl_jax.errors import UserError
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.calls import check_columns, columns_read
@@ -132,7 +132,7 @@ def encode_problems(
     }
 
 
-def fingerprints(
+def problem_digests(
     prompts: Mapping[str, Iterable[Prompt]], rewards: Mapping[str, tuple[Reward, float]]
 ) -> dict[str, str]:
     """Digests of the problems by split, with the columns that the rewards read.
@@ -144,12 +144,12 @@ def fingerprints(
     read = {split: [prompt.problem for prompt in found] for split, found in prompts.items()}
     functions = [reward for reward, _ in rewards.values()]
     return {
-        split: fingerprint(problems, columns_read(functions, [p.columns for p in problems]))
+        split: digest_of_problems(problems, columns_read(functions, [p.columns for p in problems]))
         for split, problems in read.items()
     }
 
 
-def training_fingerprints(found: Mapping[str, str]) -> dict[str, str]:
+def training_digests(found: Mapping[str, str]) -> dict[str, str]:
     """The digests of the training problems among those of all splits."""
     return {split: digest for split, digest in found.items() if split != EVAL}
 

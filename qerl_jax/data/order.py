@@ -60,7 +60,7 @@ class Order:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class SourcePosition:
     """How far the training is in one source.
 
     Attributes:
@@ -94,13 +94,13 @@ class Cursor:
         places: the place in each source by its name; a source without one is at its beginning.
     """
 
-    places: Mapping[str, Place] = dataclasses.field(default_factory=dict)
+    places: Mapping[str, SourcePosition] = dataclasses.field(default_factory=dict)
 
-    def place(self, source: Source) -> Place:
+    def place(self, source: Source) -> SourcePosition:
         """The place in a source."""
-        return self.places.get(source.name, Place())
+        return self.places.get(source.name, SourcePosition())
 
-    def at(self, source: Source, place: Place) -> "Cursor":
+    def at(self, source: Source, place: SourcePosition) -> "Cursor":
         """The cursor with another place in a source."""
         return Cursor({**self.places, source.name: place})
 
@@ -115,7 +115,7 @@ class Cursor:
     def to_json(self) -> dict[str, Any]:
         """The cursor as a JSON object: that of the place of the only source, or by name."""
         if self.places.keys() <= {""}:
-            return self.places.get("", Place()).to_json()
+            return self.places.get("", SourcePosition()).to_json()
         return {"sources": {name: place.to_json() for name, place in self.places.items()}}
 
 
@@ -125,8 +125,8 @@ def read_cursor(saved: Mapping[str, Any]) -> Cursor:
     return Cursor({name: _read_place(place) for name, place in sources.items()})
 
 
-def _read_place(saved: Mapping[str, Any]) -> Place:
-    place = Place(**{name: value for name, value in saved.items() if name != "scored"})
+def _read_place(saved: Mapping[str, Any]) -> SourcePosition:
+    place = SourcePosition(**{name: value for name, value in saved.items() if name != "scored"})
     scored = {problem: (correct, of) for problem, correct, of in saved.get("scored", [])}
     return dataclasses.replace(place, scored=scored)
 
@@ -175,7 +175,9 @@ def draw(
     return drawn, cursor
 
 
-def record(order: Order, cursor: Cursor, problems: Sequence[int], correct: np.ndarray) -> Cursor:
+def record_results(
+    order: Order, cursor: Cursor, problems: Sequence[int], correct: np.ndarray
+) -> Cursor:
     """Remembers how the policy did on problems, for the curriculum.
 
     Args:
@@ -270,8 +272,8 @@ def _divide(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:
 
 
 def _go_on(
-    source: Source, place: Place, n: int, *, seed: tuple[int, int]
-) -> tuple[list[int], Place]:
+    source: Source, place: SourcePosition, n: int, *, seed: tuple[int, int]
+) -> tuple[list[int], SourcePosition]:
     """The next n problems of a source in its epochs.
 
     Args:
@@ -303,7 +305,7 @@ def _of(source: Source) -> str:
 
 
 def _learnable(
-    place: Place, n: int, rng: np.random.Generator, without: Collection[int]
+    place: SourcePosition, n: int, rng: np.random.Generator, without: Collection[int]
 ) -> list[int]:
     """At most n different problems, each with a probability in proportion to p (1 - p)."""
     known = {i: a * (b - a) / b**2 for i, (a, b) in sorted(place.scored.items()) if 0 < a < b}

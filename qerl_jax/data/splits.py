@@ -110,7 +110,7 @@ class ProblemConfig:
         return problem_sources.read_rows(rows, f"{source}[test]", self.evaluation)
 
 
-def load_problems(
+def load_split(
     config: ProblemConfig, *, split: Literal["train", "eval"] = "train"
 ) -> list[Problem]:
     """Loads the training or the evaluation problems.
@@ -194,7 +194,7 @@ def load_mixture(
     apart = evaluates_apart(config.eval_source, config.eval_path)
     size_of_all, evaluation = config.eval_size, list[Problem]()
     if apart and size_of_all != 0:
-        evaluation = load_problems(config, split="eval")
+        evaluation = load_split(config, split="eval")
     shares = divide(MOST_HELD_OUT if size_of_all is None else size_of_all, sources)
     train = {}
     for name, source in sources.items():
@@ -289,7 +289,7 @@ def _load_hub(config: ProblemConfig, held_out: int | None) -> tuple[list[Problem
     return not_held_out(problems, evaluation), evaluation
 
 
-def fingerprint(problems: Iterable[Problem], columns: Iterable[str] = ()) -> str:
+def digest_of_problems(problems: Iterable[Problem], columns: Iterable[str] = ()) -> str:
     """SHA-256 of all questions and answers in their order, and of columns that rewards read."""
     names = sorted(columns)
 

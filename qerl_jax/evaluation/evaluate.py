@@ -20,11 +20,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.compile.run_cache import programs_in
+from qerl_jax.compile.run_cache import keep_programs
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError, memory_errors, visible
 from qerl_jax.evaluation import results_folder
-from qerl_jax.evaluation.greedy import passed, score_completions
+from qerl_jax.evaluation.greedy import is_correct, score_completions
 from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.prompts import encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
@@ -45,7 +45,7 @@ from qerl_jax.system.live_line import LiveLine
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_tree, open_to_write
 from qerl_jax.system.signals import StoppedError, stop_signals
-from qerl_jax.weights.chat_template import as_of
+from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.checkpoint import read_architecture
 
 _CPU_ROWS = 32
@@ -90,7 +90,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     table = []
     with (
         stop_signals() as received,
-        programs_in(_programs(source) if run else _user_cache(), trusted=trusts(config.trust)),
+        keep_programs(_programs(source) if run else _user_cache(), trusted=trusts(config.trust)),
     ):
         for adapter in config.adapters:
             policy = open_policy(
@@ -100,9 +100,9 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 format=config.format,
                 dtype=config.dtype,
             )
-            name, folder = results_folder.place_of(policy, config)
+            name, folder = results_folder.results_place(policy, config)
             # The prompts of the training, or else of the first start, also where they have a date.
-            with as_of(policy.created or results_folder.first_start(folder)):
+            with template_date(policy.created or results_folder.first_start(folder)):
                 encoded = {t.name: encode_task(policy.model, t, config.limit) for t in tasks}
             digests = {task: found.digest for task, found in encoded.items()}
             results = results_folder.open_folder(folder, policy, tasks, digests, config)
@@ -396,7 +396,7 @@ def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int])
     for i, draft in enumerate(drafts):
         outcomes: dict[str, bool | None] = {"correct": None, "format": None}
         for name, values in scores.parts.items():
-            outcomes[name] = None if np.isnan(values[i]) else bool(passed(values[i]))
+            outcomes[name] = None if np.isnan(values[i]) else bool(is_correct(values[i]))
         answer = extracted_answer(draft["completion"], job.task.scorer)
         rows[draft["problem"], draft["sample"]] = {**draft, "extracted": answer, **outcomes}
     return rows

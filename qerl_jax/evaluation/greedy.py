@@ -80,7 +80,7 @@ def greedy_accuracy(
             time_limit=time_limit,
             on_wait=on_wait,
         )
-        right, finished = passed(scores.parts["correct"]), rollout.finished
+        right, finished = is_correct(scores.parts["correct"]), rollout.finished
     told = processes.exchange({"right": right, "finished": finished})
     return GreedyScore(
         accuracy=float(np.concatenate([share["right"] for share in told]).mean()),
@@ -128,6 +128,6 @@ def score_completions(
     return scores
 
 
-def passed(values: np.ndarray) -> np.ndarray:
+def is_correct(values: np.ndarray) -> np.ndarray:
     """Returns which scores are more than 0.5; a missing score (NaN) is not."""
     return np.nan_to_num(values) > 0.5

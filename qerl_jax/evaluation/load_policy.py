@@ -61,7 +61,7 @@ class LoadedPolicy:
 
     @property
     def created(self) -> str:
-        """When its run was first started, as `chat_template.as_of` takes it; '' without a run."""
+        """When its run was first started, as `template_date` takes it; '' without a run."""
         return (self.run or {}).get("created", "")
 
 

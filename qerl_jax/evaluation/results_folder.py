@@ -120,7 +120,7 @@ def time_limit_of(config: EvaluateConfig, run: Mapping[str, Any] | None) -> floa
     return _SECONDS if run is None else run["config"].get("reward_time_limit", _SECONDS)
 
 
-def place_of(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Path]:
+def results_place(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Path]:
     """Returns the name of a policy and its folder, which need not exist.
 
     Args:

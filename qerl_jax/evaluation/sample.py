@@ -18,7 +18,7 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
-from qerl_jax.weights.chat_template import as_of
+from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -133,7 +133,7 @@ def _name(base: LoadedPolicy) -> str:
 
 def _answer(config: SampleConfig, policy: LoadedPolicy, lora: Lora | None) -> None:
     model, run = policy.model, {} if policy.run is None else policy.run["config"]
-    with as_of(policy.created):
+    with template_date(policy.created):
         prompt, limit = _prompt(config, model, run)
     rollout_settings = run.get("rollout", {})
     engine = EngineConfig(

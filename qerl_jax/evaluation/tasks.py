@@ -16,7 +16,7 @@ from qerl_jax.config.fields import has_own_evaluation
 from qerl_jax.data.mixture import read_mixture
 from qerl_jax.data.prompts import Problem
 from qerl_jax.data.sources import FILE_TYPES
-from qerl_jax.data.splits import ProblemConfig, fingerprint, load_mixture, load_problems
+from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_split
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.evaluation.flags import template_arguments
 from qerl_jax.evaluation.scorers import check_scorers, reader, run_scorers
@@ -106,7 +106,7 @@ class Task:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of all questions and answers."""
-        return fingerprint(self.problems)
+        return digest_of_problems(self.problems)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,7 +263,7 @@ def _make_task(
     if file is not None:
         source = file
         where = ProblemConfig(eval_path=file, eval_size=_ALL, rewards=scorers)
-        problems = load_problems(where, split="eval")
+        problems = load_split(where, split="eval")
     elif benchmark is not None:
         source, problems = benchmark.hub, _load_hub(name, benchmark, scorers)
     else:
@@ -289,7 +289,7 @@ def _all_numbers(problems: Sequence[Problem]) -> bool:
 def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None) -> list[Problem]:
     where = ProblemConfig(eval_source=benchmark.hub, eval_size=_ALL, rewards=scorers)
     try:
-        return load_problems(where, split="eval")
+        return load_split(where, split="eval")
     except UserError as error:
         reason = first_line(error.__cause__ or error)
         raise UserError(
@@ -338,7 +338,7 @@ def _held_out(
         if sources := {} if has_own_evaluation(data) else read_mixture(data):
             _, problems = load_mixture(sources, where)
         else:
-            problems = load_problems(where, split="eval")
+            problems = load_split(where, split="eval")
     except UserError as error:
         raise UserError(
             f"the problems that the run held out cannot be loaded ({first_line(error)}); pass "
@@ -348,7 +348,7 @@ def _held_out(
         saved = read_latest_meta(RunFolder(folder).checkpoints).get("problems", {}).get("eval")
         # A run without evaluations has the fingerprint of no problems.
         columns = columns_read(readers, [problem.columns for problem in problems])
-        if run["eval"]["every"] and saved not in (None, fingerprint(problems, columns)):
+        if run["eval"]["every"] and saved not in (None, digest_of_problems(problems, columns)):
             raise UserError(
                 f"the problems that {folder} held out have changed since, so that it may have "
                 "trained on some of them; restore them, or pass them as a file: "

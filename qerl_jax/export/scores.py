@@ -25,7 +25,7 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.system.live_line import LiveLine
-from qerl_jax.weights.chat_template import as_of
+from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 
 _PROBE_PROMPTS = 8
@@ -115,7 +115,7 @@ def open_held_out_set(
         return None
     assert run is not None
     announce_hosts([correctness])
-    with as_of(policy.created):
+    with template_date(policy.created):
         prompts = encode_prompts(
             task.problems[:limit],
             policy.model.tokenizer,

@@ -111,7 +111,7 @@ def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int |
     return max(0, free // row_bytes(model, positions=rollout.positions, dtype=dtype))
 
 
-def describe(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
+def format_plan(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
     """Returns a plan as lines of text.
 
     Args:

@@ -137,7 +137,7 @@ def sigma_of_step(level: optax.Schedule | KlTarget, state: SigmaState, step: int
     return min(max(sigma, _SMALLEST_SIGMA * level.sigma_max), level.sigma_max)
 
 
-def measured(
+def update_state(
     level: optax.Schedule | KlTarget, state: SigmaState, *, sigma: float, kl: float
 ) -> SigmaState:
     """Returns the state after a step with noise in which the KL was measured.

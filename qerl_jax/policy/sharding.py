@@ -188,7 +188,7 @@ def on_mesh(
     )
 
 
-def located(tree: Any, mesh: Mesh) -> Any:
+def abstract_on(tree: Any, mesh: Mesh) -> Any:
     """Returns the shapes of a tree of arrays, or of shapes, with their shardings on a mesh."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
@@ -197,10 +197,10 @@ def located(tree: Any, mesh: Mesh) -> Any:
     )
 
 
-def placed(tree: Any, mesh: Mesh | None) -> Any:
+def shard(tree: Any, mesh: Mesh | None) -> Any:
     """Returns a tree whose arrays lie on a mesh by the rules; without a mesh, on the first device.
 
-    Fused weights are cut by `placed_params`, which interleaves their rows; here they must lie on
+    Fused weights are cut by `shard_params`, which interleaves their rows; here they must lie on
     the mesh already. The copy on a device that already holds an array is that array itself. An
     array that occurs twice in the tree is copied once.
     """
@@ -209,13 +209,13 @@ def placed(tree: Any, mesh: Mesh | None) -> Any:
     leaves, treedef = jax.tree.flatten(tree)
     targets = jax.tree.leaves(shardings(tree, mesh))
     copies = {
-        id(leaf): put(leaf, target)
+        id(leaf): put_on(leaf, target)
         for leaf, target in {id(x): (x, t) for x, t in zip(leaves, targets, strict=True)}.values()
     }
     return jax.tree.unflatten(treedef, [copies[id(leaf)] for leaf in leaves])
 
 
-def put(array: Any, target: NamedSharding) -> jax.Array:
+def put_on(array: Any, target: NamedSharding) -> jax.Array:
     """Returns an array on the devices of a sharding, those of other processes included.
 
     Args:
@@ -235,7 +235,7 @@ def put(array: Any, target: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 
 
-def placed_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dict:
+def shard_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dict:
     """Returns arrays of one layer, or some beside the layers, in the order of this machine.
 
     Args:
@@ -268,25 +268,25 @@ def placed_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> di
     return jax.tree.map(joined, specs(parts[0], shards), *parts)
 
 
-def dealt(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Returns the sharding of arrays [D, ...] with one entry for each of the D shares of `data`."""
     return NamedSharding(mesh, P(DATA))
 
 
-def of_heads(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
+def head_sharding(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
     """Returns the sharding of keys and values [R, K, S, H] beside arrays of another sharding."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape[TENSOR] == 1:
         return sharding
     return NamedSharding(sharding.mesh, HEADS)
 
 
-def beside(tree: Any, params: dict) -> Any:
+def replicate_like(tree: Any, params: dict) -> Any:
     """Returns a tree on the devices of a policy, replicated if its weights are cut."""
     mesh = mesh_of(params)
     return tree if mesh is None else jax.device_put(tree, NamedSharding(mesh, WHOLE))
 
 
-def of_one_device(config: ModelConfig, params: dict) -> ModelConfig:
+def shard_config(config: ModelConfig, params: dict) -> ModelConfig:
     """Returns the architecture that each device of a policy computes."""
     mesh = mesh_of(params)
     return config if mesh is None else shard_of(config, mesh.shape[TENSOR])
@@ -310,7 +310,7 @@ def groups_of(tree: Any) -> list[tuple[jax.Device, ...]]:
     return [tuple(row) for row in sharding.mesh.devices if row[0].process_index == own]
 
 
-def on_group(tree: Any, group: Sequence[jax.Device]) -> Any:
+def take_group(tree: Any, group: Sequence[jax.Device]) -> Any:
     """Returns a tree as one group of devices holds it. Nothing is copied that the group has.
 
     A group of several devices is a mesh of its own, on which other arrays are replicated.
@@ -336,6 +336,6 @@ def on_group(tree: Any, group: Sequence[jax.Device]) -> Any:
     return jax.tree.map(local, tree)
 
 
-def bytes_of_a_device(tree: Any) -> int:
+def bytes_per_device(tree: Any) -> int:
     """Returns the bytes that the first device has of a tree of arrays."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))

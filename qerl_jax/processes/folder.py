@@ -52,7 +52,7 @@ def open_run_together(
                 "resumed": folder.resumed,
                 "moved": folder.moved,
             }
-        found = processes.of_first(shown)
+        found = processes.broadcast_from_first(shown)
         mark = Path(found.pop("mark"))
         sees = processes.exchange_json(_sees(mark))
         marked.close()

@@ -119,7 +119,7 @@ class Processes:
         shares = self.exchange({"json": np.array(json.dumps(value))})
         return [json.loads(str(share["json"])) for share in shares]
 
-    def of_first(self, value: Any) -> Any:
+    def broadcast_from_first(self, value: Any) -> Any:
         """Returns the value of process 0, which is JSON; the values of the others do not count."""
         return self.exchange_json(value if self.index == 0 else None)[0]
 

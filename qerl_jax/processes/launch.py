@@ -8,7 +8,7 @@ One process serves all devices that it sees. Plain variables name the processes,
     srun --ntasks=N ...                 SLURM names all three
     JAX_LOCAL_DEVICE_IDS=0,1            of this process, where it should not serve all that it sees
 
-`connected` brings the processes together while a run lasts.
+`connect` brings the processes together while a run lasts.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ _CONNECT_SECONDS = 300
 _FIRST_PORT, _PORTS = 61440, 4096
 
 
-class Place(NamedTuple):
+class Rank(NamedTuple):
     """One process among all: HOST:PORT of process 0, their number, its own."""
 
     address: str
@@ -41,7 +41,7 @@ class Place(NamedTuple):
     index: int
 
 
-def place_of(environment: Mapping[str, str], *, devices: int) -> Place | None:
+def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
     """Returns the place of this process, or None where it runs alone.
 
     A run on one device is a run of one process, so that SLURM may start several such runs at once.
@@ -80,7 +80,7 @@ def place_of(environment: Mapping[str, str], *, devices: int) -> Place | None:
         return None
     if index >= count:
         raise UserError(f"process {index} of {count} processes: they are numbered from 0")
-    return Place(address, count, index)
+    return Rank(address, count, index)
 
 
 def local_devices(environment: Mapping[str, str]) -> list[int]:
@@ -97,7 +97,7 @@ def local_devices(environment: Mapping[str, str]) -> list[int]:
 
 
 @contextlib.contextmanager
-def connected(*, devices: int) -> Generator[Processes]:
+def connect(*, devices: int) -> Generator[Processes]:
     """Connects the processes of a run; an error in one of them ends all.
 
     A process that is lost ends the others within a minute, with a line that names it. Process 0
@@ -110,9 +110,9 @@ def connected(*, devices: int) -> Generator[Processes]:
         The processes, as this one sees them.
 
     Raises:
-        UserError: as in `place_of`, or the processes cannot connect.
+        UserError: as in `read_rank`, or the processes cannot connect.
     """
-    place = place_of(os.environ, devices=devices)
+    place = read_rank(os.environ, devices=devices)
     if place is None:
         yield Processes()
         return
@@ -135,7 +135,7 @@ def connected(*, devices: int) -> Generator[Processes]:
         processes.end()
 
 
-def _initialize(place: Place) -> None:
+def _initialize(place: Rank) -> None:
     """Connects this process to the others."""
     # JAX would take SIGTERM, which is a request to save here.
     jax.config.update("jax_enable_preemption_service", False)
@@ -176,7 +176,7 @@ def _bind_address(address: str, environment: Mapping[str, str]) -> str | None:
         return None
 
 
-def _unconnected(place: Place) -> str:
+def _unconnected(place: Rank) -> str:
     return (
         f"process {place.index} of {place.count} was not connected at {place.address}: "
         "start all of them with the same address and different numbers, and see the lines before"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Generator, Mapping
 
 from qerl_jax.errors import visible
-from qerl_jax.processes.launch import ADDRESS, COUNT, DEVICES, INDEX, place_of
+from qerl_jax.processes.launch import ADDRESS, COUNT, DEVICES, INDEX, read_rank
 from qerl_jax.system.device_memory import number_of_gpus
 from qerl_jax.system.signals import after_parent
 
@@ -48,7 +48,7 @@ def environments(
     """
     if data == 1 or not gpus or any(environment.get(name) for name in _DECIDED):
         return []
-    if place_of(environment, devices=data * tensor):
+    if read_rank(environment, devices=data * tensor):
         return []
     named = [str(number) for number in range(gpus)]
     if _VISIBLE in environment:

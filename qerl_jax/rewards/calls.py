@@ -178,7 +178,7 @@ def _print_once(line: str) -> None:
     print(line, flush=True)
 
 
-def described(reward: Reward) -> dict[str, Any]:
+def reward_entry(reward: Reward) -> dict[str, Any]:
     """Returns what a config would say about a reward, from which `resolve` makes it again.
 
     Its `function` is '' where no import path leads to it, such as that of a lambda.

@@ -11,7 +11,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from qerl_jax.errors import UserError, check_limits
-from qerl_jax.rewards.calls import described, resolve
+from qerl_jax.rewards.calls import resolve, reward_entry
 from qerl_jax.rewards.functions import Reward
 
 # The optional keys of a reward, as in `calls.resolve`, with their defaults.
@@ -115,7 +115,7 @@ def rewards_of(
     return given
 
 
-def described_rewards(
+def reward_entries(
     given: Mapping[str, tuple[Reward, float]] | None,
 ) -> dict[str, dict[str, Any]]:
     """Returns rewards that were given in Python as the table of a config; {} where none were.
@@ -124,7 +124,7 @@ def described_rewards(
         given: function and weight by name, or None.
     """
     return {
-        name: described(reward) | {"weight": float(weight)}
+        name: reward_entry(reward) | {"weight": float(weight)}
         for name, (reward, weight) in (given or {}).items()
     }
 

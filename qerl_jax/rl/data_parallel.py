@@ -25,7 +25,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from qerl_jax.policy.sharding import DATA, dealt, on_mesh, put, shardings, specs
+from qerl_jax.policy.sharding import DATA, batch_sharding, on_mesh, put_on, shardings, specs
 from qerl_jax.policy.tensor_parallel import TENSOR, shard_of
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rl import train_step
@@ -81,13 +81,17 @@ def deal_buffers(buffers: Sequence[PackedBuffer], mesh: Mesh | None) -> list[Pac
     padding = empty_buffer(len(buffers[0].tokens))
     filled = [*buffers, *[padding] * (-len(buffers) % count)]
     rounds = [filled[start : start + count] for start in range(0, len(filled), count)]
-    return [jax.tree.map(lambda x: put(x, dealt(mesh)), _stack(found)) for found in rounds]
+    return [
+        jax.tree.map(lambda x: put_on(x, batch_sharding(mesh)), _stack(found)) for found in rounds
+    ]
 
 
 def abstract_buffer(buffer: PackedBuffer, mesh: Mesh) -> PackedBuffer:
     """Returns the shapes of a buffer as `deal_buffers` makes them."""
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((mesh.shape[DATA], *x.shape), x.dtype, sharding=dealt(mesh)),
+        lambda x: jax.ShapeDtypeStruct(
+            (mesh.shape[DATA], *x.shape), x.dtype, sharding=batch_sharding(mesh)
+        ),
         buffer,
     )
 

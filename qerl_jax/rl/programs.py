@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh
 
 from pallas_kernels import device
-from qerl_jax.compile.operation import Operation, abstract, committed, described
+from qerl_jax.compile.operation import Operation, abstract, commit, tree_signature
 from qerl_jax.policy import aqn, transformer
 from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
 from qerl_jax.policy.policy import Policy
@@ -79,7 +79,7 @@ def operations(
         optimizer: options of the optimizer.
         mesh: mesh of the run, on which all arrays lie, or None for one device.
     """
-    state, params, noise, reference = abstract(committed((state, params, noise, reference)))
+    state, params, noise, reference = abstract(commit((state, params, noise, reference)))
     dequantize = dequantization(params) if mesh is None and _widens(params) else None
     table = {}
     if dequantize is not None:
@@ -112,7 +112,7 @@ def operations(
             *(params, params, state.trainable.lora),
             *(bare, temperature),
         )
-    identity: tuple = config, buffer_tokens, described((state, noise, reference))
+    identity: tuple = config, buffer_tokens, tree_signature((state, noise, reference))
     if names_function(config.loss.objective):
         identity = *identity, custom_loss_digest(config.loss.objective)
     if mesh is not None:

@@ -19,7 +19,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import KVCache
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora
-from qerl_jax.policy.sharding import of_heads
+from qerl_jax.policy.sharding import head_sharding
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.sampling import row_keys, sample
 
@@ -147,7 +147,7 @@ def empty_state(
             uncommitted arrays would compile to two programs.
     """
     shape = (slots, config.shards * config.num_kv_heads, cache_positions, config.head_dim)
-    layers, cache = range(config.num_layers), of_heads(sharding)
+    layers, cache = range(config.num_layers), head_sharding(sharding)
     return DecodeState(
         keys=[jnp.zeros(shape, dtype, device=cache) for _ in layers],
         values=[jnp.zeros(shape, dtype, device=cache) for _ in layers],

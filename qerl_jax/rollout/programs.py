@@ -25,7 +25,7 @@ from qerl_jax.policy import transformer
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.dequantize import DEQUANTIZE, dequantization
 from qerl_jax.policy.policy import Policy
-from qerl_jax.policy.sharding import located, mesh_of
+from qerl_jax.policy.sharding import abstract_on, mesh_of
 from qerl_jax.rollout import decode, tensor_parallel
 from qerl_jax.rollout.decode import DecodeConfig
 from qerl_jax.rollout.shapes import RolloutShapes
@@ -149,7 +149,7 @@ def operations(
 
 def _placed(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:
     """Returns the shapes of a tree on a mesh, or with one sharding for all arrays."""
-    return abstract(tree, sharding) if mesh is None else located(tree, mesh)
+    return abstract(tree, sharding) if mesh is None else abstract_on(tree, mesh)
 
 
 def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decode.DecodeState:

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from qerl_jax.compile.aot import compile_operations
-from qerl_jax.compile.operation import Executables, Operation, Programs, committed
+from qerl_jax.compile.operation import Executables, Operation, Programs, commit
 from qerl_jax.errors import UserError
 from qerl_jax.policy import sharding
 from qerl_jax.policy.config import ModelConfig
@@ -110,7 +110,7 @@ class Sampler:
         samplers = self._of_groups(len(groups), largest_share(len(prompts), len(groups)))
 
         def steps_on(number: int) -> Generator[RolloutProgress, None, Rollout]:
-            own_key, own_policy = sharding.on_group((key, policy), groups[number])
+            own_key, own_policy = sharding.take_group((key, policy), groups[number])
             own_prompts = [prompts[i] for i in shares[number]]
             return samplers[number]._steps_on_group(
                 own_key, own_policy, own_prompts, identities[shares[number]]
@@ -144,7 +144,7 @@ class Sampler:
         Raises:
             UserError: as in `steps`.
         """
-        key, policy = committed((sharding.beside(key, policy.params), policy))
+        key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         shapes, config = self._plan(policy, num_prompts, self.engine.prompt_width)
         return list(programs.operations(key, policy, shapes, config).values())
 
@@ -171,8 +171,8 @@ class Sampler:
             UserError: as in `steps`.
         """
         groups = sharding.groups_of(policy.params)
-        key, policy = sharding.on_group((key, policy), groups[0])
-        key, policy = committed((sharding.beside(key, policy.params), policy))
+        key, policy = sharding.take_group((key, policy), groups[0])
+        key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         needed = self.operations(key, policy, num_prompts=largest_share(num_prompts, len(groups)))
         executables = compile_operations((key, *policy), needed, on_progress, others=groups[1:])
         return dataclasses.replace(self, executables=executables)
@@ -194,7 +194,7 @@ class Sampler:
         self, policy: Policy, num_prompts: int, longest: int
     ) -> tuple[RolloutShapes, DecodeConfig]:
         """Returns the shapes of a rollout on one group of devices, and its static arguments."""
-        model_config = sharding.of_one_device(self.model_config, policy.params)
+        model_config = sharding.shard_config(self.model_config, policy.params)
         shapes = plan_shapes(
             policy.params,
             num_prompts=num_prompts,
@@ -216,7 +216,7 @@ class Sampler:
         """Samples as `steps` does, on one group of devices that hold the policy together."""
         longest = _longest(prompts, self.engine.prompt_width)
         shapes, config = self._plan(policy, len(prompts), longest)
-        key, policy = committed((sharding.beside(key, policy.params), policy))
+        key, policy = commit((sharding.replicate_like(key, policy.params), policy))
         table = Programs(programs.operations(key, policy, shapes, config), self.executables)
         identities = rows_of(ids, self.group_size).astype(np.int32)
         completions = Completions(len(identities), self.sampling, self.tokenizer)

@@ -180,7 +180,7 @@ def config_dict(config: ConfigDict) -> dict[str, Any]:
     return _plain(config.to_dict(), "config")
 
 
-def fingerprint(config: ConfigDict) -> str:
+def config_digest(config: ConfigDict) -> str:
     """Eight hex digits that identify the config, without the fields that may change in a run."""
     fields = _fixed(flatten(config_dict(config)), config)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
@@ -196,7 +196,7 @@ def default_folder(config: ConfigDict) -> Path:
         UserError: several folders with other digits hold such a run.
     """
     name = f"{config.experiment}-{config.preset}"
-    folder = Path("runs") / f"{name}-{fingerprint(config)}"
+    folder = Path("runs") / f"{name}-{config_digest(config)}"
     earlier = [] if folder.exists() else find_runs(folder.parent, f"{name}-*", config)
     if len(earlier) > 1:
         raise UserError(
@@ -295,7 +295,7 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
     target |= {last: source[last]} if last in source else {}
 
 
-def record(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
+def record_fact(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
     """Records a fact in config.json beside the config, such as where the run began from."""
     saved = json.loads(read_bytes(folder.config))
     write_config(folder.config, saved | {name: fact}, signs=has_own_tag(saved))

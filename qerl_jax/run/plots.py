@@ -9,7 +9,7 @@ import numpy as np
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.run.statistics import half_interval
-from qerl_jax.system.atomic import replaced
+from qerl_jax.system.atomic import replace_file
 from qerl_jax.system.jsonl import is_number
 
 # Label, keys with the style of each, and scale of a panel of a run.
@@ -127,7 +127,7 @@ def _over_runs(
 
 
 def _save(figure: Any, path: Path) -> None:
-    with replaced(path) as temporary:
+    with replace_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=150)
 
 

@@ -16,7 +16,7 @@ TEMPORARY = ".tmp"  # the end of the names of files that are being written
 
 def write_atomic(path: Path, text: str) -> None:
     """Replaces the content of a file by `text`, through a temporary file that is renamed."""
-    with replaced(path) as temporary, open_to_write(temporary, "x", encoding="utf-8") as file:
+    with replace_file(path) as temporary, open_to_write(temporary, "x", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -29,7 +29,7 @@ def write_json(path: Path, value: Any, *, indent: int = 2) -> None:
 
 
 @contextlib.contextmanager
-def replaced(path: Path) -> Generator[Path]:
+def replace_file(path: Path) -> Generator[Path]:
     """Yields the path of a temporary file, which replaces `path` when the block succeeds.
 
     Processes that write the same file at the same time each have a temporary file, and the last

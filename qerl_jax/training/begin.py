@@ -10,13 +10,13 @@ from ml_collections import ConfigDict
 from qerl_jax.compile.count import Compilations
 from qerl_jax.config.fields import has_own_evaluation
 from qerl_jax.data.from_config import EVAL, TRAIN, by_source, mixture_of
-from qerl_jax.data.from_config import fingerprints as problem_fingerprints
+from qerl_jax.data.from_config import problem_digests as problem_fingerprints
 from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import warn_of_another_base
 from qerl_jax.evaluation.prompts import check_prompts, digest_of_prompts
 from qerl_jax.policy.kl_control import SigmaState
-from qerl_jax.policy.sharding import placed
+from qerl_jax.policy.sharding import shard
 from qerl_jax.processes.group import Processes
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rl.losses import custom_loss_digest
@@ -26,7 +26,7 @@ from qerl_jax.run.folder import OpenRun, config_dict, flatten, record_places
 from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.provenance import versions
 from qerl_jax.system.import_path import names_function
-from qerl_jax.training.init_from import begin_from, of_origin
+from qerl_jax.training.init_from import begin_from, restore_origin
 from qerl_jax.training.initial_policy import check_reference, first_trainable
 from qerl_jax.training.run import Run
 from qerl_jax.training.saving import save_checkpoint
@@ -88,17 +88,17 @@ def begin(
             state = init_state(trainable, setup.method.optimizer)
             progress = Progress(step=0, state=state, cursor=Cursor())
         # Committed to its devices, as a restored state is: both compile to the same programs.
-        state = placed(progress.state, setup.mesh)
+        state = shard(progress.state, setup.mesh)
         progress = dataclasses.replace(progress, state=state)
     else:
-        setup = of_origin(setup, folder)
+        setup = restore_origin(setup, folder)
         step, state, meta = restored
         if meta["fingerprint"] != setup.model.fingerprint:
             raise UserError(
                 f"the weights of {setup.config.model.source} are not the weights that this run "
                 "began with; restore them or pass another --workdir"
             )
-        check_reference(setup.config, meta.get("reference"), setup.reference_fingerprint)
+        check_reference(setup.config, meta.get("reference"), setup.reference_digest)
         _check_problems(setup.config, meta.get("problems", {}), fingerprints)
         check_prompts(
             meta.get("prompts", rendered),
@@ -117,7 +117,7 @@ def begin(
     if processes.writes and folder.metrics.exists():
         evaluations = read_evaluations(folder.metrics)
     if processes.count > 1:
-        evaluations = dict(processes.of_first(list(evaluations.items())))
+        evaluations = dict(processes.broadcast_from_first(list(evaluations.items())))
     if processes.writes and folder.moved:
         record_places(folder, setup.config)
     digests = fingerprints, rendered
@@ -139,7 +139,7 @@ def _check_processes(
         "step of the checkpoint": step,
         "weights": setup.model.fingerprint[:16],
         "prompts as token ids": prompts[:16],
-        "reference policy": setup.reference_fingerprint,
+        "reference policy": setup.reference_digest,
         "buffer_tokens of the memory plan": setup.memory.buffer_tokens,
         "recompute of the memory plan": list(setup.update.recompute),
     }

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data.order import Cursor, Order, draw, order_metrics, record, source_metrics
+from qerl_jax.data.order import Cursor, Order, draw, order_metrics, record_results, source_metrics
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
@@ -180,7 +180,7 @@ def collect(
             experience, drawn, places, shares, tokenizer=tokenizer, processes=processes
         )
         scores = _penalized(experience.scores, experience.rollout, config)
-        cursor = record(config.order, cursor, places, _correct(scores, config))
+        cursor = record_results(config.order, cursor, places, _correct(scores, config))
         return dataclasses.replace(experience, scores=scores), cursor
 
     rounds, informative, cursor = _sample_rounds(sample, cursor, config)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.compile.aot import compile_operations
-from qerl_jax.compile.operation import Executables, Operation, Programs, committed
+from qerl_jax.compile.operation import Executables, Operation, Programs, commit
 from qerl_jax.policy import aqn, sharding
 from qerl_jax.policy.lora import Lora
 from qerl_jax.policy.policy import Policy
@@ -42,7 +42,7 @@ def compile_programs(
     updates = _update_operations(setup, state) if trains else {}
     groups = sharding.groups_of(setup.params)  # those of this process
     arrays = setup.key, *policy, setup.rollout_head
-    local = committed(sharding.on_group(arrays, groups[0]))
+    local = commit(sharding.take_group(arrays, groups[0]))
     rollouts = _rollout_operations(setup, local, trains=trains, evaluates=evaluates)
     if setup.mesh is None:
         executables = compile_operations(local, [*updates.values(), *rollouts], on_progress)
@@ -53,7 +53,7 @@ def compile_programs(
     def after(number: int) -> Callable[[int, int], None] | None:
         return on_progress and (lambda done, _: on_progress(number + done, total))
 
-    on_mesh = compile_operations(committed(arrays), updates.values(), after(0))
+    on_mesh = compile_operations(commit(arrays), updates.values(), after(0))
     executables = compile_operations(local, rollouts, after(len(updates)), others=groups[1:])
     executables.compiled += on_mesh.compiled
     executables.update(on_mesh)
@@ -103,7 +103,7 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
             final_norm=config.aqn.final_norm,
         )
         if setup.mesh is not None:
-            noise = sharding.placed(noise, setup.mesh)
+            noise = sharding.shard(noise, setup.mesh)
     return rl_programs.operations(
         state,
         setup.params,

@@ -20,7 +20,7 @@ from qerl_jax.data.from_config import (
 )
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompts import Prompt
-from qerl_jax.memory.report import check_fits, describe
+from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.rewards.from_config import rewards_of
@@ -71,7 +71,7 @@ def dry_run(
     first = training_prompts(prompts)[0]
     width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
     plan = plan_run(config, architecture, this_device(), prompt=width)
-    write(describe(plan, config, architecture))
+    write(format_plan(plan, config, architecture))
     check_fits(plan, config, architecture)
     write(f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n")
     write("dry run: nothing was started and no folder was made")

@@ -17,18 +17,18 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from qerl_jax.data.from_config import training_fingerprints
+from qerl_jax.data.from_config import training_digests
 from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
-from qerl_jax.policy.sharding import placed
+from qerl_jax.policy.sharding import shard
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
-from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record
+from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_fact
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import read_bytes
-from qerl_jax.training.initial_policy import fingerprint_of
+from qerl_jax.training.initial_policy import policy_digest
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
@@ -137,7 +137,7 @@ def begin_from(
     )
     checksum = _checksum(state.trainable)
     if setup.processes.writes:
-        record(
+        record_fact(
             folder,
             "init_from",
             {
@@ -157,7 +157,7 @@ def begin_from(
                 base_model=setup.model.source,
             )
     setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _SETTLED)
-    return of_origin(setup, folder, checksum), Progress(step=0, state=state, cursor=cursor)
+    return restore_origin(setup, folder, checksum), Progress(step=0, state=state, cursor=cursor)
 
 
 def _checksum(trainable: Trainable) -> int:
@@ -168,7 +168,7 @@ def _checksum(trainable: Trainable) -> int:
     return crc
 
 
-def of_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> Setup:
+def restore_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> Setup:
     """The setup of a run that began from another one: its own key, and its reference policy.
 
     The reference policy is the one that training starts from, whose adapter lies in the folder of
@@ -195,9 +195,9 @@ def of_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> S
     start = load_peft_adapter(folder.first_adapter, setup.model.config, setup.method.lora_config)
     reference = Policy(current_policy(setup.model.params, start), start.lora)
     if setup.mesh is not None:
-        reference = placed(reference, setup.mesh)
+        reference = shard(reference, setup.mesh)
     return dataclasses.replace(
-        setup, reference=reference, reference_fingerprint=fingerprint_of(reference)
+        setup, reference=reference, reference_digest=policy_digest(reference)
     )
 
 
@@ -234,7 +234,7 @@ def _cursor(
     setup: Setup, origin: RunFolder, meta: Mapping[str, Any], fingerprints: Mapping[str, str]
 ) -> tuple[Cursor, str]:
     """Where the new run begins in its data, and what to say about it."""
-    old, new = training_fingerprints(meta.get("problems", {})), training_fingerprints(fingerprints)
+    old, new = training_digests(meta.get("problems", {})), training_digests(fingerprints)
     if old != new:
         return Cursor(), "the training problems are others, so they start at the first"
     if _saved_config(origin).get("seed") != setup.config.seed:

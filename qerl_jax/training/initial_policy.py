@@ -75,7 +75,7 @@ def reference_policy(
     return Policy(current_policy(model.params, start), start.lora)
 
 
-def reference_fingerprint(config: ConfigDict, reference: Policy) -> str | None:
+def reference_digest(config: ConfigDict, reference: Policy) -> str | None:
     """Returns the identity of a reference policy that is not the model itself, else None.
 
     Args:
@@ -84,10 +84,10 @@ def reference_fingerprint(config: ConfigDict, reference: Policy) -> str | None:
     """
     if not _starts_from_an_adapter(config):
         return None
-    return fingerprint_of(reference)
+    return policy_digest(reference)
 
 
-def fingerprint_of(policy: Policy) -> str:
+def policy_digest(policy: Policy) -> str:
     """Digest of the norms and the adapter of a policy."""
     digest = hashlib.sha256()
     for leaf in jax.tree.leaves((trained_params(policy.params, "lora+norms"), policy.lora)):

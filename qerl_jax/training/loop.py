@@ -19,9 +19,9 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from qerl_jax.compile.count import counted
+from qerl_jax.compile.count import count_compilations
 from qerl_jax.compile.operation import MissingProgramError, Programs
-from qerl_jax.compile.run_cache import programs_in
+from qerl_jax.compile.run_cache import keep_programs
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.memory.report import out_of_memory
@@ -29,12 +29,12 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import current_policy
 from qerl_jax.processes.folder import open_run_together
 from qerl_jax.processes.group import Processes
-from qerl_jax.processes.launch import connected
+from qerl_jax.processes.launch import connect
 from qerl_jax.rewards.calls import announce_hosts
-from qerl_jax.rewards.from_config import PYTHON_REWARDS, described_rewards, rewards_of
+from qerl_jax.rewards.from_config import PYTHON_REWARDS, reward_entries, rewards_of
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.checkpoints import Checkpoints
-from qerl_jax.run.folder import OpenRun, fingerprint, record
+from qerl_jax.run.folder import OpenRun, config_digest, record_fact
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.terminal import format_row
@@ -58,7 +58,7 @@ from qerl_jax.training.saving import (
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step
 from qerl_jax.training.validate import check_extension, validate
-from qerl_jax.weights.chat_template import as_of
+from qerl_jax.weights.chat_template import template_date
 
 _SKIPS_THAT_STOP = 3
 
@@ -93,9 +93,9 @@ def train(
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
-    given, rewards = described_rewards(rewards), rewards_of(config, rewards)
+    given, rewards = reward_entries(rewards), rewards_of(config, rewards)
     with (
-        connected(devices=config.mesh.data * config.mesh.tensor) as processes,
+        connect(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
     ):
         check_starts(config, rewards, processes)
@@ -121,7 +121,7 @@ def _train_in(
     with Checkpoints(folder.checkpoints, keep=keep, exchange=exchange) as checkpoints:
         last = checkpoints.steps[-1] if checkpoints.steps else -1
         finished = last >= config.steps and folder.finished_steps() == last
-        last, finished = processes.of_first([last, finished])
+        last, finished = processes.broadcast_from_first([last, finished])
         if finished:
             announce_finished(folder, last, config)
             return
@@ -130,21 +130,21 @@ def _train_in(
         if last < 0:
             check_origin(config)
         saved = json.loads(read_bytes(folder.config)) if processes.writes else {}
-        created = processes.of_first(saved.get("created", ""))
-        with as_of(created):  # A resumed run has the same prompts.
+        created = processes.broadcast_from_first(saved.get("created", ""))
+        with template_date(created):  # A resumed run has the same prompts.
             steps = folder.schedule_steps
             setup = prepare(config, rewards, schedule_steps=steps, processes=processes)
         with (
             memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
-            programs_in(folder.programs, trusted=trust, writes=processes.writes),
+            keep_programs(folder.programs, trusted=trust, writes=processes.writes),
             _metrics_log(folder, config, processes) as log,
             stop_signals() as received,
-            counted() as compilations,
+            count_compilations() as compilations,
         ):
             processes.received = received
             run = begin(setup, folder, checkpoints, log, compilations)
             if processes.writes and given != saved.get(PYTHON_REWARDS, {}):
-                record(folder, PYTHON_REWARDS, given)
+                record_fact(folder, PYTHON_REWARDS, given)
             try:
                 _train_steps(run)
             except (StoppedError, MissingProgramError, NoRewardError) as error:
@@ -176,7 +176,7 @@ def _metrics_log(
         trackio=config.log.trackio,
         project=config.log.project,
         group=config.log.group,
-        run_name=f"{folder.path.name}-{fingerprint(config)}",
+        run_name=f"{folder.path.name}-{config_digest(config)}",
     )
 
 

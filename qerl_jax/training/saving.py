@@ -72,7 +72,7 @@ def save_checkpoint(run: Run) -> None:
             "cursor": run.progress.cursor.to_json(),
             "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
-            "reference": run.setup.reference_fingerprint,
+            "reference": run.setup.reference_digest,
             "problems": run.fingerprints,
             "prompts": run.prompts,
         },

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from qerl_jax.compile.operation import Programs
 from qerl_jax.data.order import Cursor
 from qerl_jax.errors import UserError
-from qerl_jax.policy.sharding import placed
+from qerl_jax.policy.sharding import shard
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rewards.calls import announce_hosts
 from qerl_jax.rewards.from_config import rewards_of
@@ -72,7 +72,7 @@ def open_session(
     announce_hosts(reward for reward, _ in rewards.values())
     setup = prepare(config, rewards, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.method.lora_config, setup.key)
-    state = placed(init_state(trainable, setup.method.optimizer), setup.mesh)
+    state = shard(init_state(trainable, setup.method.optimizer), setup.mesh)
     setup, programs = compile_programs(setup, state, trains=True, evaluates=False)
     return Session(setup, Progress(step=0, state=state, cursor=Cursor()), programs)
 

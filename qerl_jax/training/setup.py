@@ -27,7 +27,7 @@ from qerl_jax.memory.run_plan import RunPlan, plan_run, this_device
 from qerl_jax.policy import kl_control
 from qerl_jax.policy.kl_control import noise_level
 from qerl_jax.policy.lora import LoraConfig
-from qerl_jax.policy.sharding import bytes_of_a_device, located, make_mesh, placed, placed_params
+from qerl_jax.policy.sharding import abstract_on, bytes_per_device, make_mesh, shard, shard_params
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward, overlong_penalty
 from qerl_jax.rewards.score import Scoring
@@ -47,7 +47,7 @@ from qerl_jax.system.import_path import names_function
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.initial_policy import (
     first_trainable,
-    reference_fingerprint,
+    reference_digest,
     reference_policy,
 )
 from qerl_jax.training.step import Method, StepSetup
@@ -64,7 +64,7 @@ class Setup(StepSetup):
         processes: processes of the run.
         rewards: function and weight by name.
         model: architecture, parameters before training and tokenizer.
-        reference_fingerprint: identity of `reference` if it is not the model itself, else None.
+        reference_digest: identity of `reference` if it is not the model itself, else None.
         eval_prompts: held-out prompts; empty without evaluations.
         eval_sampler: samples the completions of an evaluation, greedily.
         memory: the plan of the memory: how many rows decode together, the size of the buffers.
@@ -74,7 +74,7 @@ class Setup(StepSetup):
     processes: Processes
     rewards: Mapping[str, tuple[Reward, float]]
     model: LoadedModel
-    reference_fingerprint: str | None
+    reference_digest: str | None
     eval_prompts: list[Prompt]
     eval_sampler: Sampler
     memory: RunPlan
@@ -111,7 +111,7 @@ def prepare(
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
     setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
-    key = placed(setup.key, mesh) if mesh is not None and processes.count > 1 else setup.key
+    key = shard(setup.key, mesh) if mesh is not None and processes.count > 1 else setup.key
     return dataclasses.replace(setup, processes=processes, key=key)
 
 
@@ -175,7 +175,7 @@ def assemble(
         UserError: the config asks for something that cannot be done.
     """
     lora_config, optimizer = method.lora_config, method.optimizer
-    place = functools.partial(placed_params, config=model.config, mesh=mesh)
+    place = functools.partial(shard_params, config=model.config, mesh=mesh)
     head = rollout_head(model.params, config.rollout.head_format, place)
     key = jax.random.key(config.seed, impl="threefry2x32")
     state_shapes = jax.eval_shape(
@@ -183,10 +183,10 @@ def assemble(
     )
     reference = reference_policy(config, model, lora_config, key)
     if mesh is not None:
-        params, head, reference = placed((model.params, head, reference), mesh)
+        params, head, reference = shard((model.params, head, reference), mesh)
         model = dataclasses.replace(model, params=params)
-        state_shapes = located(state_shapes, mesh)
-    size = bytes_of_a_device(model.params)
+        state_shapes = abstract_on(state_shapes, mesh)
+    size = bytes_per_device(model.params)
     plan = plan_run(
         config, model.config, this_device(), prompt=_longest_prompt(prompts), weights=size
     )
@@ -211,7 +211,7 @@ def assemble(
         processes=ALONE,
         rewards=rewards,
         model=model,
-        reference_fingerprint=reference_fingerprint(config, reference),
+        reference_digest=reference_digest(config, reference),
         eval_prompts=prompts.get(EVAL, []),
         eval_sampler=eval_sampler,
         memory=plan,
@@ -263,7 +263,7 @@ def _load_model(config: ConfigDict, mesh: Mesh | None) -> LoadedModel:
         config.model.source,
         format=config.model.format,
         dtype=config.model.dtype,
-        place=functools.partial(placed_params, mesh=mesh),
+        place=functools.partial(shard_params, mesh=mesh),
     )
     check_positions(config, model.config)
     return model

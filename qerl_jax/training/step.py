@@ -301,7 +301,7 @@ def _measure_noise(
     metrics: dict[str, Any] = {"sigma": sigma}
     if every and progress.step % every == 0:
         metrics["noise_kl"] = kl = noise_kl() if sigma > 0 else 0.0
-        state = kl_control.measured(setup.method.sigma, state, sigma=sigma, kl=kl)
+        state = kl_control.update_state(setup.method.sigma, state, sigma=sigma, kl=kl)
     return state, metrics | kl_control.control_metrics(
         setup.method.sigma, state, sigma=sigma, step=progress.step
     )

@@ -18,7 +18,7 @@ _now: contextvars.ContextVar[datetime.datetime | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def as_of(created: str) -> Generator[None]:
+def template_date(created: str) -> Generator[None]:
     """Lets templates that write the date, such as Llama 3.2's, write that of a run's first start.
 
     Args:

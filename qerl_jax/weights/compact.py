@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from qerl_jax.errors import UserError, memory_errors
-from qerl_jax.policy.sharding import bytes_of_a_device
+from qerl_jax.policy.sharding import bytes_per_device
 
 # Bytes of the layers that are copied at once. Larger pieces end in fewer holes, and a run should
 # not need its most memory here.
 _BATCH = 4 * 10**9
 
 
-def compacted(layers: list[dict]) -> list[dict]:
+def compact_layers(layers: list[dict]) -> list[dict]:
     """Moves the layers of a policy to memory of their own size.
 
     Args:
@@ -47,7 +47,7 @@ def _copies(layers: list[dict]) -> list[dict]:
     if (free := _free_bytes()) is None:
         return []
     limit = min(_BATCH, free // 3)
-    sizes = itertools.accumulate(map(bytes_of_a_device, layers))
+    sizes = itertools.accumulate(map(bytes_per_device, layers))
     number = sum(size <= limit for size in sizes)
     try:
         with memory_errors("the layers stay where they are"):

@@ -30,7 +30,7 @@ from qerl_jax.system.live_line import progress_line
 from qerl_jax.system.threads import available_cores, run_within
 from qerl_jax.weights import names, packed, safetensors, tokenizer
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
-from qerl_jax.weights.compact import compacted
+from qerl_jax.weights.compact import compact_layers
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 
@@ -201,7 +201,7 @@ def read_params(
             (params if part.layer < 0 else layers[part.layer]).update(arrays)
             finite[part.layer + 1].update(found)
         _check_finite(checkpoint, finite)
-    return params | {"layers": compacted(layers)}
+    return params | {"layers": compact_layers(layers)}
 
 
 def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Part]:
