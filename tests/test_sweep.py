@@ -352,7 +352,7 @@ def test_killed_and_started_again(tiny, tmp_path, monkeypatch):
     assert code == 1
     assert out.count(": is finished") == 2
     assert "FAILED aqn.schedule=unheard_of" in err
-    assert "unknown noise schedule 'unheard_of'" in err
+    assert "unknown aqn.schedule 'unheard_of'" in err
     assert "1 of 3 runs failed" in err
     assert first.read_text().count("resuming after step 1\n") == 1
     assert log.read_text().count("resuming after step 1\n") == 1
