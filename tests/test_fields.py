@@ -7,7 +7,15 @@ import pytest
 
 from qerl_jax.config import describe, resume
 from qerl_jax.config.experiments import dapo_math, grpo_gsm8k
-from qerl_jax.config.fields import FIELDS, ROWS, OfModel, SameAs, Section, keys_of, row_of
+from qerl_jax.config.fields import (
+    FIELDS,
+    ROWS,
+    LinkedDefault,
+    ModelDefault,
+    Section,
+    keys_of,
+    row_of,
+)
 from qerl_jax.config.models import MODELS
 from qerl_jax.data import mixture
 from qerl_jax.errors import UserError, check_limits
@@ -110,7 +118,7 @@ def test_a_row_has_a_meaning_and_its_default_is_allowed():
         assert row.help, row.name
         value = row.default
         if row.limits:
-            value = math.inf if isinstance(value, SameAs) else value
+            value = math.inf if isinstance(value, LinkedDefault) else value
             assert row.limits[0] <= value, row.name
         if row.choices:
             items = value if isinstance(value, tuple) else (value,)
@@ -148,7 +156,9 @@ def test_what_may_change_when_a_run_goes_on():
 
 @pytest.mark.parametrize("experiment", [grpo_gsm8k, dapo_math])
 def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
-    special = {row.name for row in ROWS.values() if isinstance(row.default, OfModel | SameAs)}
+    special = {
+        row.name for row in ROWS.values() if isinstance(row.default, ModelDefault | LinkedDefault)
+    }
     assert special == {"model.source", "data.chat_template_args", "eval.max_new_tokens"}
     assert {ROWS["model.source"].default.value(model) for model in MODELS}
     config = experiment.get_config("qwen3-8b")

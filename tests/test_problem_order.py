@@ -75,8 +75,8 @@ def test_sources_are_drawn_by_their_weights():
         more, cursor = draw(order, stored(cursor), 4)
         assert sum(place < 5 for place in more) == 3
     # 33 draws of 5 problems, 11 of 50; each source in the order that it has alone.
-    assert (cursor.places["a"].epoch, cursor.places["a"].index) == (6, 3)
-    assert (cursor.places["b"].epoch, cursor.places["b"].index) == (0, 11)
+    assert (cursor.positions["a"].epoch, cursor.positions["a"].index) == (6, 3)
+    assert (cursor.positions["b"].epoch, cursor.positions["b"].index) == (0, 11)
     whole, _ = draw(order, Cursor(), 44)
     ours = [place for place in whole if place < 5]
     assert ours == draw(single(5, seed=2), Cursor(), 33)[0]
@@ -118,7 +118,7 @@ def test_the_curriculum_draws_in_proportion_to_p_times_1_minus_p():
     for seed in range(3000):
         order = single(6, seed=seed, curriculum_share=1.0)
         (place,), after = draw(order, measured(order, rates), 1)
-        assert (after.places[""].epoch, after.places[""].index) == (0, 0)
+        assert (after.positions[""].epoch, after.positions[""].index) == (0, 0)
         counts[place] += 1
     expected = rates * (1 - rates)
     assert counts[expected == 0].sum() == 0
@@ -132,14 +132,14 @@ def test_the_share_of_the_curriculum_and_of_the_epoch():
     start = measured(order, [0.5] * 200)
     taken, cursor = draw(order, start, 160)
     assert len(set(taken)) == 160
-    in_order = cursor.places[""].index
+    in_order = cursor.positions[""].index
     assert taken[:in_order] == draw(single(400, seed=1), Cursor(), in_order)[0]
     assert abs(160 - in_order - 40) < 3 * np.sqrt(160 * 0.25 * 0.75)
     assert all(place < 200 for place in taken[in_order:])
     # A draw for which no such problem is left goes on in the epoch; so does an unmeasured run.
     few = measured(order, [0.5, 0.0])
-    taken, cursor = draw(order, few, 100, without=[0])
-    assert cursor.places[""].index == 100
+    taken, cursor = draw(order, few, 100, exclude=[0])
+    assert cursor.positions[""].index == 100
     assert draw(order, Cursor(), 100)[0] == draw(single(400, seed=1), Cursor(), 100)[0]
 
 
@@ -153,7 +153,7 @@ def test_problems_that_are_sometimes_solved_are_drawn_more_often():
         visits[taken] += 1
         correct = (rng.random((8, 8)) < rates[taken][:, None]).astype(float)
         cursor = record_results(order, stored(cursor), taken, correct)
-    epochs = cursor.places[""].epoch
+    epochs = cursor.positions[""].epoch
     for rate in (0.0, 1.0):
         # Once an epoch, and once more where the present epoch has reached it.
         assert set(visits[rates == rate].tolist()) <= {epochs, epochs + 1}
@@ -178,7 +178,7 @@ def test_draws_of_the_curriculum_follow_from_the_cursor():
     second, other_end = run(stored(middle), 7)
     assert first + second == whole
     assert end == other_end == stored(end)
-    assert middle.places["b"].scored
+    assert middle.positions["b"].results
     alone = draw(Order(order.sources, seed=8, curriculum_share=0.5), middle, 6)[0]
     assert alone != draw(order, middle, 6)[0]
 
@@ -189,12 +189,12 @@ def test_a_record_holds_the_last_group_and_no_missing_scores():
     cursor = record_results(
         order, Cursor(), [0, 3, 2], np.array([[1, 0, nan], [1, 1, 1], [nan] * 3])
     )
-    assert {name: place.scored for name, place in cursor.places.items()} == {
+    assert {name: place.results for name, place in cursor.positions.items()} == {
         "a": {0: (1, 2)},
         "b": {1: (3, 3)},
     }
     later = record_results(order, cursor, [0], np.array([[0.0, 0.0, 0.0]]))
-    assert later.places["a"].scored == {0: (0, 3)}
+    assert later.positions["a"].results == {0: (0, 3)}
     assert record_results(Order(order.sources), Cursor(), [0], np.ones((1, 2))) == Cursor()
     assert cursor.without_scores() == Cursor({"a": SourcePosition(), "b": SourcePosition()})
 

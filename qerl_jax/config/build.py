@@ -20,7 +20,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import FIELDS, Field, OfModel, SameAs, Section
+from qerl_jax.config.fields import FIELDS, Field, LinkedDefault, ModelDefault, Section
 from qerl_jax.config.models import MODELS, SOURCES, STAND_IN
 from qerl_jax.config.recipes import RECIPES
 from qerl_jax.errors import UserError
@@ -56,15 +56,15 @@ def build(
             f"unknown preset {preset!r}: write MODEL or MODEL,RECIPE with a model from "
             f"{', '.join(MODELS)} and a recipe from {', '.join(RECIPES)}"
         )
-    c = _defaults(model)
-    c.experiment = experiment
-    c.preset = f"{model}-{recipe}"
-    c.rewards.update({name: dict(reward) for name, reward in rewards.items()})
-    c.update_from_flattened_dict(dict(settings))
-    c.update_from_flattened_dict(RECIPES[recipe])
+    config = _defaults(model)
+    config.experiment = experiment
+    config.preset = f"{model}-{recipe}"
+    config.rewards.update({name: dict(reward) for name, reward in rewards.items()})
+    config.update_from_flattened_dict(dict(settings))
+    config.update_from_flattened_dict(RECIPES[recipe])
     if model == STAND_IN:
-        c.update_from_flattened_dict(dict(stand_in))
-    return c.lock()
+        config.update_from_flattened_dict(dict(stand_in))
+    return config.lock()
 
 
 def _defaults(model: str) -> ConfigDict:
@@ -79,9 +79,9 @@ def _defaults(model: str) -> ConfigDict:
 
 def _default(row: Section | Field, config: ConfigDict, model: str) -> Any:
     default = {} if isinstance(row, Section) else row.default
-    if isinstance(default, SameAs):
+    if isinstance(default, LinkedDefault):
         section, _, name = default.field.rpartition(".")
         return config[section].get_oneway_ref(name)
-    if isinstance(default, OfModel):
+    if isinstance(default, ModelDefault):
         default = default.value(model)
     return ConfigDict(default) if isinstance(default, dict) else default

@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.fields import FIELDS, Field, OfModel, SameAs, Section, row_of
+from qerl_jax.config.fields import FIELDS, Field, LinkedDefault, ModelDefault, Section, row_of
 from qerl_jax.errors import UserError
 
 _TABLES = ("data.options", "data.chat_template_args")
@@ -65,15 +65,15 @@ def explain(name: str, config: ConfigDict) -> str:
     if not rows and (row := row_of(name)):  # the key of an entry, such as 'rewards.short.weight'
         rows = [row]
     if not rows:
-        near = difflib.get_close_matches(name, [row.name for row in FIELDS], cutoff=0.5)
-        hint = f"did you mean {', '.join(near)}? " if near else ""
+        matches = difflib.get_close_matches(name, [row.name for row in FIELDS], cutoff=0.5)
+        hint = f"did you mean {', '.join(matches)}? " if matches else ""
         raise UserError(
             f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
         )
-    return "\n".join(_explained(row, config) for row in rows)
+    return "\n".join(_explain_row(row, config) for row in rows)
 
 
-def _explained(row: Section | Field, config: ConfigDict) -> str:
+def _explain_row(row: Section | Field, config: ConfigDict) -> str:
     if isinstance(row, Section):
         title, lines = f"{row.name}:", [row.help]
     else:
@@ -97,9 +97,9 @@ def describe_row(row: Field) -> list[str]:
         each = "Items: " if isinstance(row.default, tuple) else "One of "
         lines.append(f"{each}{choices}{', or a function' if row.function else ''}.")
     if row.limits:
-        least, *most = row.limits
-        bounded = most and most[0] < math.inf
-        lines.append(f"From {least:,} to {most[0]:,}." if bounded else f"At least {least:,}.")
+        lower, *upper = row.limits
+        has_upper = upper and upper[0] < math.inf
+        lines.append(f"From {lower:,} to {upper[0]:,}." if has_upper else f"At least {lower:,}.")
     if row.read_if:
         lines.append(f"Needs {row.read_if.text}.")
     if row.resume != "fixed":
@@ -111,9 +111,9 @@ def describe_row(row: Field) -> list[str]:
 def describe_default(row: Field) -> str:
     """The default of a field in words."""
     match row.default:
-        case OfModel():
+        case ModelDefault():
             return row.default.text
-        case SameAs():
+        case LinkedDefault():
             return f"the value of {row.default.field}"
         case dict() if not row.default:
             return "no entry"

@@ -33,7 +33,7 @@ class Condition:
 
 
 @dataclasses.dataclass(frozen=True)
-class OfModel:
+class ModelDefault:
     """A default that depends on the model.
 
     Attributes:
@@ -46,7 +46,7 @@ class OfModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class SameAs:
+class LinkedDefault:
     """A default that is the value of another field, also after that one is set.
 
     Attributes:
@@ -104,7 +104,7 @@ class Field:
     fixed_if: Condition | None = None
 
 
-def evaluates_apart(eval_source: str, eval_path: str) -> bool:
+def evaluates_separately(eval_source: str, eval_path: str) -> bool:
     """Whether the evaluation problems have a source of their own, and none is held out."""
     return bool(eval_path) or eval_source not in ("", HELD_OUT)
 
@@ -115,7 +115,7 @@ def has_own_evaluation(data: Mapping[str, Any]) -> bool:
     Args:
         data: the section `data` of a config.
     """
-    return evaluates_apart(data.get("eval_source", ""), data["eval_path"])
+    return evaluates_separately(data.get("eval_source", ""), data["eval_path"])
 
 
 _ADAPTER = Condition(
@@ -189,7 +189,7 @@ FIELDS: tuple[Section | Field, ...] = (
     Section("model"),
     Field(
         "model.source",
-        OfModel("the hub id of the preset's model", lambda model: SOURCES[model]),
+        ModelDefault("the hub id of the preset's model", lambda model: SOURCES[model]),
         "'package:NAME', a GGUF file, a Hugging Face folder, or a hub id.",
         resume="place",
     ),
@@ -350,7 +350,7 @@ FIELDS: tuple[Section | Field, ...] = (
     Field("data.question_suffix", "", "appended to every question"),
     Field(
         "data.chat_template_args",
-        OfModel(
+        ModelDefault(
             "{'enable_thinking': True} of Qwen3, {} of others",
             lambda model: TEMPLATE_ARGS.get(model.partition("-")[0], {}),
         ),
@@ -860,7 +860,7 @@ FIELDS: tuple[Section | Field, ...] = (
     ),
     Field(
         "eval.max_new_tokens",
-        SameAs("rollout.max_new_tokens"),
+        LinkedDefault("rollout.max_new_tokens"),
         "as in training",
         limits=(1,),
         read_if=_EVALUATION,
@@ -914,9 +914,9 @@ FIELDS: tuple[Section | Field, ...] = (
 # The fields without the sections, by name.
 ROWS: dict[str, Field] = {row.name: row for row in FIELDS if isinstance(row, Field)}
 
-_NAMED = ".NAME."
+_ENTRY_KEY = ".NAME."
 # The tables whose entries have fields of their own, under names that the user chooses.
-_TABLES = tuple(sorted({name.partition(_NAMED)[0] for name in ROWS if _NAMED in name}))
+_TABLES = tuple(sorted({name.partition(_ENTRY_KEY)[0] for name in ROWS if _ENTRY_KEY in name}))
 _ENTRY = re.compile(rf"({'|'.join(map(re.escape, _TABLES))})\.[^.]+")
 
 
@@ -934,5 +934,5 @@ def row_of(field: str) -> Field | None:
 
 def keys_of(table: str) -> dict[str, Field]:
     """The rows of the keys of a table's entries, such as those of 'rewards', by key."""
-    prefix = f"{table}{_NAMED}"
+    prefix = f"{table}{_ENTRY_KEY}"
     return {name.removeprefix(prefix): row for name, row in ROWS.items() if name.startswith(prefix)}

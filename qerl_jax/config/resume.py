@@ -29,27 +29,27 @@ def moves_only_memory(field: str, config: ConfigDict) -> bool:
 
 
 def differences(
-    old: dict[str, Any], new: dict[str, Any], config: ConfigDict
+    saved: dict[str, Any], current: dict[str, Any], config: ConfigDict
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Compares two configs by flattened name.
 
     Args:
-        old: fields of the saved config.
-        new: fields of the new config.
+        saved: fields of the saved config.
+        current: fields of the new config.
         config: the new config.
 
     Returns:
         The fields that move only memory or time, and all other fields that may not change, each
         with a text such as '8 -> 4'.
     """
-    allowed: dict[str, str] = {}
-    refused: dict[str, str] = {}
-    for field in sorted(old.keys() | new.keys()):
-        same = field in old and field in new and old[field] == new[field]
+    memory_changes: dict[str, str] = {}
+    other_changes: dict[str, str] = {}
+    for field in sorted(saved.keys() | current.keys()):
+        same = field in saved and field in current and saved[field] == current[field]
         if not same and not is_free(field):
-            changes = allowed if moves_only_memory(field, config) else refused
-            changes[field] = f"{_show(old, field)} -> {_show(new, field)}"
-    return allowed, refused
+            changes = memory_changes if moves_only_memory(field, config) else other_changes
+            changes[field] = f"{_show(saved, field)} -> {_show(current, field)}"
+    return memory_changes, other_changes
 
 
 def _show(fields: dict[str, Any], key: str) -> str:

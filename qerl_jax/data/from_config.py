@@ -40,9 +40,9 @@ def load_problems(
         raise UserError("an evaluation needs a reward named 'correctness'; or pass eval.every=0")
     problems = train | ({EVAL: evaluation} if config.eval.every else {})
     for name, (reward, _) in rewards.items():
-        for split, found in problems.items():
+        for split, split_problems in problems.items():
             if split != EVAL or name == "correctness":
-                check_columns(name, reward, [problem.columns for problem in found])
+                check_columns(name, reward, [problem.columns for problem in split_problems])
     return problems
 
 
@@ -64,7 +64,9 @@ def _load(
     )
     if sources := mixture_of(config):
         by_name, evaluation = load_mixture(sources, problems)
-        return {f"{TRAIN}/{name}": found for name, found in by_name.items()}, evaluation
+        return {
+            f"{TRAIN}/{name}": source_problems for name, source_problems in by_name.items()
+        }, evaluation
     train, evaluation = load_splits(problems)
     return {TRAIN: train}, evaluation
 
@@ -76,7 +78,12 @@ def mixture_of(config: ConfigDict) -> dict[str, MixtureSource]:
 
 def training_prompts(prompts: Mapping[str, list[Prompt]]) -> list[Prompt]:
     """The prompts of all sources in one list."""
-    return [prompt for split, found in prompts.items() if split != EVAL for prompt in found]
+    return [
+        prompt
+        for split, split_prompts in prompts.items()
+        if split != EVAL
+        for prompt in split_prompts
+    ]
 
 
 def order_of(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> Order:
@@ -88,12 +95,12 @@ def order_of(config: ConfigDict, prompts: Mapping[str, list[Prompt]]) -> Order:
     """
     mixture = mixture_of(config)
     sources = []
-    for split, found in prompts.items():
+    for split, split_prompts in prompts.items():
         if split != EVAL:
             name = split.removeprefix(TRAIN).removeprefix("/")
-            sources.append(Source(name, len(found), mixture[name].weight if name else 1.0))
-    on = config.data.curriculum != "off"
-    share = config.data.curriculum_share if on else 0.0
+            sources.append(Source(name, len(split_prompts), mixture[name].weight if name else 1.0))
+    curriculum = config.data.curriculum != "off"
+    share = config.data.curriculum_share if curriculum else 0.0
     return Order(tuple(sources), config.seed, share)
 
 
@@ -120,7 +127,7 @@ def encode_problems(
     """
     return {
         split: encode_prompts(
-            found,
+            split_problems,
             tokenizer,
             system_prompt=config.data.system_prompt,
             question_suffix=config.data.question_suffix,
@@ -128,7 +135,7 @@ def encode_problems(
             max_prompt_tokens=config.data.max_prompt_tokens,
             what=f"prompts of {split.removeprefix(f'{TRAIN}/')}" if "/" in split else "prompts",
         )
-        for split, found in problems.items()
+        for split, split_problems in problems.items()
     }
 
 
@@ -141,17 +148,22 @@ def problem_digests(
         prompts: prompts by split.
         rewards: function and weight by name.
     """
-    read = {split: [prompt.problem for prompt in found] for split, found in prompts.items()}
+    problems = {
+        split: [prompt.problem for prompt in split_prompts]
+        for split, split_prompts in prompts.items()
+    }
     functions = [reward for reward, _ in rewards.values()]
     return {
-        split: digest_of_problems(problems, columns_read(functions, [p.columns for p in problems]))
-        for split, problems in read.items()
+        split: digest_of_problems(
+            split_problems, columns_read(functions, [p.columns for p in split_problems])
+        )
+        for split, split_problems in problems.items()
     }
 
 
-def training_digests(found: Mapping[str, str]) -> dict[str, str]:
+def training_digests(digests: Mapping[str, str]) -> dict[str, str]:
     """The digests of the training problems among those of all splits."""
-    return {split: digest for split, digest in found.items() if split != EVAL}
+    return {split: digest for split, digest in digests.items() if split != EVAL}
 
 
 def check_positions(config: ConfigDict, architecture: ModelConfig) -> None:

@@ -70,8 +70,8 @@ def name_sources(config: ConfigDict, fields: Iterable[str]) -> None:
         name, key, inner = parts[2], parts[3], ".".join(parts[4:])
         _check_keys(name, [key])
         if inner and (key != "fields" or inner not in _FIELDS):
-            known = ", ".join(f"fields.{name}" for name in _FIELDS)
-            raise UserError(f"data.mixture.{name} has no '{key}.{inner}'; it has {known}")
+            choices = ", ".join(f"fields.{name}" for name in _FIELDS)
+            raise UserError(f"data.mixture.{name} has no '{key}.{inner}'; it has {choices}")
         with table.unlocked():
             if name not in table:
                 table[name] = ConfigDict()
@@ -108,29 +108,29 @@ def divide(total: int, sources: Mapping[str, MixtureSource]) -> dict[str, int]:
     """Divides a number among the sources by their weights, largest remainders first."""
     weights = sum(source.weight for source in sources.values())
     exact = {name: total * source.weight / weights for name, source in sources.items()}
-    whole = {name: int(value) for name, value in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: whole[name] - exact[name])
-    for name in by_remainder[: total - sum(whole.values())]:
-        whole[name] += 1
-    return whole
+    counts = {name: int(value) for name, value in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: total - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
-def _read_source(name: str, found: Any) -> MixtureSource:
+def _read_source(name: str, entry: Any) -> MixtureSource:
     where = f"data.mixture.{name}"
     if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
         raise UserError(f"{where}: a name has letters, digits, '_' and '-', as metrics have it")
-    if not isinstance(found, dict):
+    if not isinstance(entry, dict):
         raise UserError(
-            f"{where}={found!r:.60}: give it a path or a source, {{'path': 'FILE.jsonl', "
+            f"{where}={entry!r:.60}: give it a path or a source, {{'path': 'FILE.jsonl', "
             "'weight': 1.0}"
         )
-    _check_keys(name, found)
-    for key, value in found.items():
-        expected = (int, float) if key == "weight" else type(_KEYS[key])
-        expected = (tuple, list) if key == "levels" else expected
-        if not isinstance(value, expected) or isinstance(value, bool):
+    _check_keys(name, entry)
+    for key, value in entry.items():
+        types = (int, float) if key == "weight" else type(_KEYS[key])
+        types = (tuple, list) if key == "levels" else types
+        if not isinstance(value, types) or isinstance(value, bool):
             raise UserError(f"{where}.{key}={value!r:.60} must be of the kind of {_KEYS[key]!r}")
-    source = MixtureSource(**found)
+    source = MixtureSource(**entry)
     if not 0 < source.weight < math.inf:
         raise UserError(
             f"{where}.weight={source.weight}: it must be positive and finite; leave out a source "
@@ -144,7 +144,7 @@ def _read_source(name: str, found: Any) -> MixtureSource:
         raise UserError(
             f"{where}.fields has no {', '.join(sorted(unknown))}; it has {', '.join(_FIELDS)}"
         )
-    _check_read(where, source, found)
+    _check_read(where, source, entry)
     return source
 
 

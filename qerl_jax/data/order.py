@@ -3,7 +3,7 @@
 Within a source, an epoch is a permutation of the problems. Several sources take turns by their
 weights. With a curriculum, a part of the draws goes to problems that the policy solves in some
 attempts and not in others. Every draw follows from the seed and the cursor, which is in the
-checkpoints, so a resumed run goes on exactly.
+checkpoints, so a resumed run draws the same problems as an uninterrupted one.
 """
 
 import dataclasses
@@ -54,7 +54,7 @@ class Order:
 
     @property
     def starts(self) -> list[int]:
-        """The place of the first problem of each source in the list of all problems."""
+        """The index of the first problem of each source in the list of all problems."""
         ends = np.cumsum([source.size for source in self.sources])
         return [0, *ends[:-1].tolist()]
 
@@ -68,22 +68,22 @@ class SourcePosition:
         index: number of problems of this epoch that were drawn.
         credit: number of draws by which the source lags behind its share.
         decided: number of draws that were divided between the epoch and the curriculum.
-        scored: by problem, how many completions of its last group were correct, and of how many.
+        results: by problem, how many completions of its last group were correct, and of how many.
     """
 
     epoch: int = 0
     index: int = 0
     credit: float = 0.0
     decided: int = 0
-    scored: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    results: Mapping[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The place as a JSON object, without what no draw has changed."""
-        found: dict[str, Any] = {"epoch": self.epoch, "index": self.index}
-        found |= {"credit": self.credit} if self.credit else {}
-        found |= {"decided": self.decided} if self.decided else {}
-        scored = [[problem, *counts] for problem, counts in sorted(self.scored.items())]
-        return found | ({"scored": scored} if scored else {})
+        """The position as a JSON object, without the fields that no draw has changed."""
+        fields: dict[str, Any] = {"epoch": self.epoch, "index": self.index}
+        fields |= {"credit": self.credit} if self.credit else {}
+        fields |= {"decided": self.decided} if self.decided else {}
+        results = [[problem, *counts] for problem, counts in sorted(self.results.items())]
+        return fields | ({"scored": results} if results else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,48 +91,49 @@ class Cursor:
     """How far the training is in all sources.
 
     Attributes:
-        places: the place in each source by its name; a source without one is at its beginning.
+        positions: the position in each source by its name; a source without a position is at its
+            beginning.
     """
 
-    places: Mapping[str, SourcePosition] = dataclasses.field(default_factory=dict)
+    positions: Mapping[str, SourcePosition] = dataclasses.field(default_factory=dict)
 
-    def place(self, source: Source) -> SourcePosition:
-        """The place in a source."""
-        return self.places.get(source.name, SourcePosition())
+    def position(self, source: Source) -> SourcePosition:
+        """The position in a source."""
+        return self.positions.get(source.name, SourcePosition())
 
-    def at(self, source: Source, place: SourcePosition) -> "Cursor":
-        """The cursor with another place in a source."""
-        return Cursor({**self.places, source.name: place})
+    def at(self, source: Source, position: SourcePosition) -> "Cursor":
+        """The cursor with another position in a source."""
+        return Cursor({**self.positions, source.name: position})
 
     def without_scores(self) -> "Cursor":
         """The cursor without what a curriculum remembers."""
-        kept = {
-            name: dataclasses.replace(place, decided=0, scored={})
-            for name, place in self.places.items()
+        positions = {
+            name: dataclasses.replace(position, decided=0, results={})
+            for name, position in self.positions.items()
         }
-        return Cursor(kept)
+        return Cursor(positions)
 
     def to_json(self) -> dict[str, Any]:
-        """The cursor as a JSON object: that of the place of the only source, or by name."""
-        if self.places.keys() <= {""}:
-            return self.places.get("", SourcePosition()).to_json()
-        return {"sources": {name: place.to_json() for name, place in self.places.items()}}
+        """The cursor as a JSON object: the only source's position, or the positions by name."""
+        if self.positions.keys() <= {""}:
+            return self.positions.get("", SourcePosition()).to_json()
+        return {"sources": {name: position.to_json() for name, position in self.positions.items()}}
 
 
 def read_cursor(saved: Mapping[str, Any]) -> Cursor:
     """Returns the cursor that `Cursor.to_json` gave."""
     sources = saved.get("sources", {"": saved})
-    return Cursor({name: _read_place(place) for name, place in sources.items()})
+    return Cursor({name: _read_position(position) for name, position in sources.items()})
 
 
-def _read_place(saved: Mapping[str, Any]) -> SourcePosition:
-    place = SourcePosition(**{name: value for name, value in saved.items() if name != "scored"})
-    scored = {problem: (correct, of) for problem, correct, of in saved.get("scored", [])}
-    return dataclasses.replace(place, scored=scored)
+def _read_position(saved: Mapping[str, Any]) -> SourcePosition:
+    position = SourcePosition(**{name: value for name, value in saved.items() if name != "scored"})
+    results = {problem: (correct, total) for problem, correct, total in saved.get("scored", [])}
+    return dataclasses.replace(position, results=results)
 
 
 def draw(
-    order: Order, cursor: Cursor, n: int, *, without: Collection[int] = ()
+    order: Order, cursor: Cursor, n: int, *, exclude: Collection[int] = ()
 ) -> tuple[list[int], Cursor]:
     """Draws the next n problems.
 
@@ -143,14 +144,14 @@ def draw(
     problem with a probability in proportion to its learnability p (1 - p), where p is the part of
     the last group of the problem that was correct: sampling for learnability (arXiv 2502.12272,
     which measures p by rollouts of its own and keeps the best problems in a buffer). All other
-    draws, and those for which no such problem is left, go on in the epoch, so that problems that
+    draws, and those for which no such problem is left, continue the epoch, so that problems that
     were always or never solved are drawn once an epoch, and every problem is measured.
 
     Args:
         order: the rule.
         cursor: where the last call ended.
         n: number of problems. They may reach into the next epochs of a source.
-        without: problems that the curriculum does not take, as the step has them already.
+        exclude: problems that the curriculum does not take, as the step has them already.
 
     Returns:
         Places of n problems in the list of all problems, and the cursor for the next call.
@@ -158,21 +159,29 @@ def draw(
     Raises:
         UserError: the cursor lies past the end of a source, or a source has no problems.
     """
-    drawn: list[int] = []
+    places: list[int] = []
     counts, cursor = _divide(order, cursor, n)
     for number, (source, start) in enumerate(zip(order.sources, order.starts, strict=True)):
-        place, count = cursor.place(source), counts[number]
-        taken = {problem - start for problem in without}
-        rng = np.random.default_rng((order.seed, place.decided, number, _KEY_CURRICULUM))
-        wanted = int(rng.binomial(count, order.curriculum_share)) if order.curriculum_share else 0
-        next_ones, place = _go_on(source, place, count - wanted, seed=(order.seed, number))
-        chosen = _learnable(place, wanted, rng, taken.union(next_ones))
-        more, place = _go_on(source, place, wanted - len(chosen), seed=(order.seed, number))
+        position, count = cursor.position(source), counts[number]
+        excluded = {problem - start for problem in exclude}
+        rng = np.random.default_rng((order.seed, position.decided, number, _KEY_CURRICULUM))
+        curriculum_count = (
+            int(rng.binomial(count, order.curriculum_share)) if order.curriculum_share else 0
+        )
+        epoch_problems, position = _draw_epoch(
+            source, position, count - curriculum_count, seed=(order.seed, number)
+        )
+        curriculum_problems = _draw_learnable(
+            position, curriculum_count, rng, excluded.union(epoch_problems)
+        )
+        fill, position = _draw_epoch(
+            source, position, curriculum_count - len(curriculum_problems), seed=(order.seed, number)
+        )
         if order.curriculum_share:
-            place = dataclasses.replace(place, decided=place.decided + count)
-        drawn += [start + problem for problem in (*next_ones, *chosen, *more)]
-        cursor = cursor.at(source, place)
-    return drawn, cursor
+            position = dataclasses.replace(position, decided=position.decided + count)
+        places += [start + problem for problem in (*epoch_problems, *curriculum_problems, *fill)]
+        cursor = cursor.at(source, position)
+    return places, cursor
 
 
 def record_results(
@@ -185,18 +194,20 @@ def record_results(
         cursor: the cursor after the problems were drawn.
         problems: P places in the list of all problems.
         correct: float [P, G], 1 where a completion is correct, 0 where it is not, and NaN where
-            that is not known. A group of which nothing is known is not remembered.
+            the score is missing. A group without any score is not remembered.
     """
     if not order.curriculum_share:
         return cursor
     for source, start in zip(order.sources, order.starts, strict=True):
-        place = cursor.place(source)
-        new = {
+        position = cursor.position(source)
+        results = {
             problem - start: (int(np.nansum(row)), int(np.sum(~np.isnan(row))))
             for problem, row in zip(problems, correct, strict=True)
             if start <= problem < start + source.size and not np.isnan(row).all()
         }
-        cursor = cursor.at(source, dataclasses.replace(place, scored={**place.scored, **new}))
+        cursor = cursor.at(
+            source, dataclasses.replace(position, results={**position.results, **results})
+        )
     return cursor
 
 
@@ -220,12 +231,12 @@ def order_metrics(
         return {}
     rates, sizes = [], [source.size for source in order.sources]
     for source, start in zip(order.sources, order.starts, strict=True):
-        scored = before.place(source).scored
-        rates += [scored[i - start] for i in problems if i - start in scored]
+        results = before.position(source).results
+        rates += [results[i - start] for i in problems if i - start in results]
     return {
         "curriculum/success_rate": float(np.mean([a / b for a, b in rates])) if rates else np.nan,
         "curriculum/measured": len(rates) / len(problems),
-        "curriculum/seen": sum(len(after.place(source).scored) for source in order.sources)
+        "curriculum/seen": sum(len(after.position(source).results) for source in order.sources)
         / sum(sizes),
     }
 
@@ -245,73 +256,77 @@ def source_metrics(
         the step's problems.
     """
     places = np.asarray(problems)
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for source, start in zip(order.sources, order.starts, strict=True):
         if not source.name:
             continue
-        ours = (start <= places) & (places < start + source.size)
+        mask = (start <= places) & (places < start + source.size)
         for name, rows in values.items():
-            present = rows[ours][~np.isnan(rows[ours])]
-            found[f"source/{source.name}/{name}"] = present.mean() if present.size else np.nan
-        found[f"source/{source.name}/share"] = ours.mean()
-    return {name: float(value) for name, value in found.items()}
+            present = rows[mask][~np.isnan(rows[mask])]
+            metrics[f"source/{source.name}/{name}"] = present.mean() if present.size else np.nan
+        metrics[f"source/{source.name}/share"] = mask.mean()
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _divide(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:
     """How many of n draws go to each source; the cursor has the new credits."""
     shares, counts = order.shares, [0] * len(order.sources)
-    credits = [cursor.place(source).credit for source in order.sources]
+    credits = [cursor.position(source).credit for source in order.sources]
     for _ in range(n):
         credits = [credit + share for credit, share in zip(credits, shares, strict=True)]
-        most = int(np.argmax(credits))
-        credits[most] -= 1.0
-        counts[most] += 1
+        largest = int(np.argmax(credits))
+        credits[largest] -= 1.0
+        counts[largest] += 1
     for source, credit in zip(order.sources, credits, strict=True):
-        cursor = cursor.at(source, dataclasses.replace(cursor.place(source), credit=credit))
+        cursor = cursor.at(source, dataclasses.replace(cursor.position(source), credit=credit))
     return counts, cursor
 
 
-def _go_on(
-    source: Source, place: SourcePosition, n: int, *, seed: tuple[int, int]
+def _draw_epoch(
+    source: Source, position: SourcePosition, n: int, *, seed: tuple[int, int]
 ) -> tuple[list[int], SourcePosition]:
     """The next n problems of a source in its epochs.
 
     Args:
         source: the source.
-        place: where the last call ended.
+        position: where the last call ended.
         n: number of problems.
         seed: seed of the run, and number of the source.
     """
-    epoch, index = place.epoch, place.index
+    epoch, index = position.epoch, position.index
     if index >= source.size:
         raise UserError(
-            f"the data cursor is at problem {index} of {source.size}{_of(source)}: the training "
-            "data is not what the run began with"
+            f"the data cursor is at problem {index} of {source.size}{_source_phrase(source)}: the "
+            "training data is not what the run began with"
         )
-    taken: list[int] = []
-    while len(taken) < n:
+    problems: list[int] = []
+    while len(problems) < n:
         # A 0 at the end leaves a seed as it is, so the first source has the order of a run alone.
         rng = np.random.default_rng((seed[0], epoch, seed[1]))
-        part = rng.permutation(source.size)[index : index + n - len(taken)].tolist()
-        taken += part
+        part = rng.permutation(source.size)[index : index + n - len(problems)].tolist()
+        problems += part
         index += len(part)
         if index == source.size:
             epoch, index = epoch + 1, 0
-    return taken, dataclasses.replace(place, epoch=epoch, index=index)
+    return problems, dataclasses.replace(position, epoch=epoch, index=index)
 
 
-def _of(source: Source) -> str:
+def _source_phrase(source: Source) -> str:
     return f" of the source {source.name!r}" if source.name else ""
 
 
-def _learnable(
-    place: SourcePosition, n: int, rng: np.random.Generator, without: Collection[int]
+def _draw_learnable(
+    position: SourcePosition, n: int, rng: np.random.Generator, exclude: Collection[int]
 ) -> list[int]:
     """At most n different problems, each with a probability in proportion to p (1 - p)."""
-    known = {i: a * (b - a) / b**2 for i, (a, b) in sorted(place.scored.items()) if 0 < a < b}
-    left = {problem: value for problem, value in known.items() if problem not in without}
-    count = min(n, len(left))
+    learnability = {
+        i: a * (b - a) / b**2 for i, (a, b) in sorted(position.results.items()) if 0 < a < b
+    }
+    candidates = {
+        problem: value for problem, value in learnability.items() if problem not in exclude
+    }
+    count = min(n, len(candidates))
     if not count:
         return []
-    weights = np.array(list(left.values()))
-    return rng.choice(list(left), count, replace=False, p=weights / weights.sum()).tolist()
+    weights = np.array(list(candidates.values()))
+    return rng.choice(list(candidates), count, replace=False, p=weights / weights.sum()).tolist()

@@ -137,11 +137,11 @@ def encode_prompts(
         )
         prompts.append(Prompt(problem, text, tuple(tokenizer.encode(text))))
     lengths = [len(prompt.ids) for prompt in prompts]
-    over = sum(length > max_prompt_tokens for length in lengths)
-    if over:
+    too_long = sum(length > max_prompt_tokens for length in lengths)
+    if too_long:
         advice = remedy.format(limit=max_prompt_tokens, longest=max(lengths))
         raise UserError(
-            f"{over} of {len(prompts)} {what} are over {max_prompt_tokens} tokens, the longest "
+            f"{too_long} of {len(prompts)} {what} are over {max_prompt_tokens} tokens, the longest "
             f"has {max(lengths)}; {advice}, or take them out"
         )
     return prompts

@@ -64,7 +64,7 @@ class Selection:
             UserError: the row is malformed.
             _LeftOutError: the problem is not kept.
         """
-        name, value = self._find(row, "question", _QUESTION_FIELDS, where)
+        name, value = self._read_field(row, "question", _QUESTION_FIELDS, where)
         chat = isinstance(value, list | tuple)
         messages = _messages(value, f"{where}: {name}") if chat else ()
         question = _as_text(messages) if chat else _text(value, f"{where}: {name}")
@@ -73,7 +73,7 @@ class Selection:
         if not question.strip():
             raise UserError(f"{where}: the question is empty")
         needed = bool(self.scorers)
-        name, value = self._find(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
+        name, value = self._read_field(row, "answer", _ANSWER_FIELDS, where, optional=not needed)
         answer = _text(value, f"{where}: {name}")
         self._check_level(row, where)
         answer = _short_answer(answer, name != self.fields.get("answer", "answer"), needed)
@@ -90,40 +90,40 @@ class Selection:
                 raise _LeftOutError(f"an answer that {plain(scorer).__name__} cannot read")
         return problem
 
-    def _find(
+    def _read_field(
         self,
         row: Mapping[str, Any],
         field: str,
-        usual: Sequence[str],
+        usual_names: Sequence[str],
         where: str,
         *,
         optional: bool = False,
     ) -> tuple[str, Any]:
         """Returns name and value of a field; ('', '') if it is optional and absent."""
-        named = self.fields.get(field)
-        for name in [named] if named else usual:
+        field_name = self.fields.get(field)
+        for name in [field_name] if field_name else usual_names:
             value = column(row, name)
             if value is not None or name in row:
                 return name, value
-        if optional and not named:
+        if optional and not field_name:
             return "", ""
-        missing = f"{named} (data.fields.{field})" if named else " or ".join(usual)
+        expected = f"{field_name} (data.fields.{field})" if field_name else " or ".join(usual_names)
         raise UserError(
-            f"{where}: no field {missing}; it has {', '.join(row) or 'none'}"
-            + ("" if named else f": name it, --config.data.fields.{field}=NAME")
+            f"{where}: no field {expected}; it has {', '.join(row) or 'none'}"
+            + ("" if field_name else f": name it, --config.data.fields.{field}=NAME")
         )
 
     def _check_level(self, row: Mapping[str, Any], where: str) -> None:
         if not self.levels:
             return
         level = column(row, self.fields.get("level") or "level")
-        found = re.fullmatch(r"(?:Level )?([0-9]+)", str(level))
-        if found is None:
+        match = re.fullmatch(r"(?:Level )?([0-9]+)", str(level))
+        if match is None:
             raise UserError(
                 f"{where}: data.levels={sorted(self.levels)}, but the level of this problem is "
                 f"{level!r}: a number or 'Level NUMBER' is needed"
             )
-        if int(found[1]) not in self.levels:
+        if int(match[1]) not in self.levels:
             raise _LeftOutError(f"a level other than {', '.join(map(str, sorted(self.levels)))}")
 
 
@@ -235,11 +235,11 @@ def read_problems(path: str, selection: Selection, *, split: str = "train") -> l
     Raises:
         UserError: a file cannot be read, there are no problems, or a row is malformed.
     """
-    found = user_path(path)
+    location = user_path(path)
     rows = [
-        (f"{file if found.is_dir() else path}:{number}", row)
-        for file in (_files(found, split) if found.is_dir() else [found])
-        for number, row in _file_rows(file, str(file) if found.is_dir() else path)
+        (f"{file if location.is_dir() else path}:{number}", row)
+        for file in (_files(location, split) if location.is_dir() else [location])
+        for number, row in _file_rows(file, str(file) if location.is_dir() else path)
     ]
     if not rows:
         raise UserError(f"{path}: no problems: the file is empty")
@@ -251,10 +251,10 @@ def _files(folder: Path, split: str) -> list[Path]:
     if any(file.name.startswith(("train", "test", split)) for file in files):
         files = [file for file in files if file.name.startswith(split)]
     if not files:
-        inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
+        listing = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
         raise UserError(
             f"{folder}: no file of problems for {split} ({', '.join(FILE_TYPES)}); the folder has "
-            f"{inside or 'no files'}"
+            f"{listing or 'no files'}"
         )
     return files
 
@@ -269,11 +269,11 @@ def _file_rows(file: Path, name: str) -> Iterable[tuple[int, Mapping[str, Any]]]
         reason = error.strerror or first_line(error)
         raise UserError(f"{name}: cannot read the problems: {reason}") from error
     if file.suffix == ".json" and content.lstrip(b"\xef\xbb\xbf \r\n\t").startswith(b"["):
-        found = enumerate(_json(content, name), 1)
+        entries = enumerate(_json(content, name), 1)
     else:
         lines = enumerate(content.splitlines(), 1)
-        found = [(i, _json(line, f"{name}:{i}")) for i, line in lines if line.strip()]
-    rows = list(found)
+        entries = [(i, _json(line, f"{name}:{i}")) for i, line in lines if line.strip()]
+    rows = list(entries)
     for number, row in rows:
         if not isinstance(row, dict):
             raise UserError(f"{name}:{number}: a JSON object is needed, not {type(row).__name__}")
@@ -362,16 +362,16 @@ def load_hub_splits(source: str, local_field: str, *needed: str) -> Any:
     name, _, configuration = source.partition(":")
     if user_path(name).exists():
         name = str(user_path(name))
-        asking: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        request: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     elif mistake := hub.local_mistake(name):
         raise UserError(
             f"{source}: {mistake}; pass a file as --config.{local_field}=FILE.jsonl, or the hub id "
             "of a dataset"
         )
     else:
-        asking = hub.asking(name)
+        request = hub.asking(name)
     try:
-        with asking:
+        with request:
             splits = datasets.load_dataset(name, configuration or _HUB_CONFIGURATIONS.get(name))
     except Exception as error:
         reason = first_line(error) or type(error).__name__
@@ -397,10 +397,10 @@ def read_rows(rows: Iterable[Any], where: str, selection: Selection) -> list[Pro
 
 def questions_of(rows: Iterable[Mapping[str, Any]], selection: Selection) -> set[str]:
     """Returns the questions of a split whose rows may lack answers."""
-    named = selection.fields.get("question")
+    field_name = selection.fields.get("question")
     questions = set()
     for row in rows:
-        values = (column(row, name) for name in ([named] if named else _QUESTION_FIELDS))
+        values = (column(row, name) for name in ([field_name] if field_name else _QUESTION_FIELDS))
         value = next((value for value in values if value is not None), None)
         if isinstance(value, list | tuple):
             value = _as_text(_messages(value, "the test split"))

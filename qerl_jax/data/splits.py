@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from qerl_jax.config.fields import GENERATED, HELD_OUT, evaluates_apart
+from qerl_jax.config.fields import GENERATED, HELD_OUT, evaluates_separately
 from qerl_jax.data import sources as problem_sources
 from qerl_jax.data.mixture import MixtureSource, divide
 from qerl_jax.data.prompts import Problem
@@ -92,8 +92,8 @@ class ProblemConfig:
 
     def separate_evaluation(self) -> list[Problem]:
         """Returns the evaluation problems that have a source of their own; [] without one."""
-        apart = evaluates_apart(self.eval_source, self.eval_path)
-        if self.eval_size == 0 or not apart:
+        separate = evaluates_separately(self.eval_source, self.eval_path)
+        if self.eval_size == 0 or not separate:
             return []
         count = self.eval_most if self.eval_size is None else self.eval_size
         if self.eval_path:
@@ -191,28 +191,28 @@ def load_mixture(
     Raises:
         UserError: as in `load_splits`; no source is empty.
     """
-    apart = evaluates_apart(config.eval_source, config.eval_path)
+    separate = evaluates_separately(config.eval_source, config.eval_path)
     size_of_all, evaluation = config.eval_size, list[Problem]()
-    if apart and size_of_all != 0:
+    if separate and size_of_all != 0:
         evaluation = load_split(config, split="eval")
     shares = divide(MOST_HELD_OUT if size_of_all is None else size_of_all, sources)
     train = {}
     for name, source in sources.items():
         size = None if size_of_all is None and shares[name] else shares[name]
-        of_source = dataclasses.replace(
+        source_config = dataclasses.replace(
             config,
             source=source.source,
             path=source.path,
             train_split=source.split,
-            eval_source="" if apart else config.eval_source,
+            eval_source="" if separate else config.eval_source,
             eval_path="",
-            eval_size=0 if apart else size,
+            eval_size=0 if separate else size,
             eval_most=shares[name],
             levels=source.levels,
             fields=source.fields,
             options=source.options,
         )
-        train[name], held_out = load_splits(of_source)
+        train[name], held_out = load_splits(source_config)
         evaluation += held_out
     for name, source in sources.items():
         train[name] = _nonempty(
@@ -231,59 +231,63 @@ def _nonempty[T](problems: list[T], message: str) -> list[T]:
 
 def not_held_out(problems: list[Problem], held_out: Iterable[Problem]) -> list[Problem]:
     """Returns the problems whose question is not held out; prints how many are left out."""
-    return _without(problems, {problem.question for problem in held_out})
+    return _remove_questions(problems, {problem.question for problem in held_out})
 
 
-def _without(
+def _remove_questions(
     problems: list[Problem], questions: set[str], place: str = "held out for evaluation"
 ) -> list[Problem]:
-    kept = [problem for problem in problems if problem.question not in questions]
-    if len(kept) < len(problems):
-        problem_sources.print_left_out(len(problems) - len(kept), f"whose question is {place}")
-    return kept
+    remaining = [problem for problem in problems if problem.question not in questions]
+    if len(remaining) < len(problems):
+        problem_sources.print_left_out(len(problems) - len(remaining), f"whose question is {place}")
+    return remaining
 
 
-def _held_out_size(asked: int | None, available: int, most: int) -> int:
-    if asked is not None:
-        return asked
-    return max(1, min(most, available // _LARGEST_PART))
+def _held_out_size(size: int | None, available: int, limit: int) -> int:
+    if size is not None:
+        return size
+    return max(1, min(limit, available // _LARGEST_PART))
 
 
 def _hold_out_last(
-    problems: list[Problem], asked: int | None, most: int
+    problems: list[Problem], size: int | None, limit: int
 ) -> tuple[list[Problem], list[Problem]]:
-    cut = max(len(problems) - _held_out_size(asked, len(problems), most), 0)
+    cut = max(len(problems) - _held_out_size(size, len(problems), limit), 0)
     return not_held_out(problems[:cut], problems[cut:]), problems[cut:]
 
 
-def _generate(config: ProblemConfig, held_out: int | None) -> tuple[list[Problem], list[Problem]]:
+def _generate(
+    config: ProblemConfig, held_out_size: int | None
+) -> tuple[list[Problem], list[Problem]]:
     if config.training.levels:
         raise UserError(
             f"{config.source}: data.levels={sorted(config.training.levels)}, but generated "
             "problems have no level"
         )
-    drawn = config.size + (config.eval_most if held_out is None else held_out)
+    size = config.size + (config.eval_most if held_out_size is None else held_out_size)
     problems = problem_sources.generate_problems(
-        config.source, config.options, seed=config.seed, size=drawn
+        config.source, config.options, seed=config.seed, size=size
     )
-    cut = _held_out_size(held_out, len(problems), config.eval_most)
+    cut = _held_out_size(held_out_size, len(problems), config.eval_most)
     return (
         problem_sources.select_generated(config.source, problems[cut:], config.training),
         problem_sources.select_generated(config.source, problems[:cut], config.evaluation),
     )
 
 
-def _load_hub(config: ProblemConfig, held_out: int | None) -> tuple[list[Problem], list[Problem]]:
-    source, split, most = config.source, config.train_split, config.eval_most
+def _load_hub(
+    config: ProblemConfig, held_out_size: int | None
+) -> tuple[list[Problem], list[Problem]]:
+    source, split, limit = config.source, config.train_split, config.eval_most
     splits = problem_sources.load_hub_splits(source, "data.path", split)
     problems = problem_sources.read_rows(splits[split], f"{source}[{split}]", config.training)
     if "test" not in splits or split == "test":
-        return _hold_out_last(problems, held_out, most)
+        return _hold_out_last(problems, held_out_size, limit)
     if config.eval_source == HELD_OUT:
         test = problem_sources.questions_of(splits["test"], config.training)
-        problems = _without(problems, test, "in the test split")
-        return _hold_out_last(problems, held_out, most)
-    count = most if held_out is None else held_out
+        problems = _remove_questions(problems, test, "in the test split")
+        return _hold_out_last(problems, held_out_size, limit)
+    count = limit if held_out_size is None else held_out_size
     rows = itertools.islice(splits["test"], count)
     evaluation = problem_sources.read_rows(rows, f"{source}[test]", config.evaluation)
     return not_held_out(problems, evaluation), evaluation
@@ -294,8 +298,8 @@ def digest_of_problems(problems: Iterable[Problem], columns: Iterable[str] = ())
     names = sorted(columns)
 
     def identity(problem: Problem) -> list[Any]:
-        found = [[name, problem.columns.get(name)] for name in names]
-        return [problem.question, problem.answer, *([found] if found else [])]
+        values = [[name, problem.columns.get(name)] for name in names]
+        return [problem.question, problem.answer, *([values] if values else [])]
 
     text = json.dumps([identity(problem) for problem in problems], default=_as_text)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -142,7 +142,7 @@ def collect(
     before, taken = cursor, list[int]()
 
     def sample(index: int, cursor: Cursor, tokens: int) -> tuple[Experience, Cursor]:
-        places, cursor = draw(config.order, cursor, config.prompts_per_step, without=taken)
+        places, cursor = draw(config.order, cursor, config.prompts_per_step, exclude=taken)
         taken.extend(places)
         drawn = [prompts[place] for place in places]
         shares = deal([len(prompt.ids) for prompt in drawn], processes.count)
