@@ -25,7 +25,7 @@ from qerl_jax.policy.trainable import PARAMETERS
 from qerl_jax.rewards import from_config
 from qerl_jax.rl.advantages import ADVANTAGES, SCALES
 from qerl_jax.rl.losses import AGGREGATIONS, KL_GRADS, LOSSES
-from qerl_jax.rl.train_step import make_optimizer
+from qerl_jax.rl.train_step import OptimizerConfig, make_optimizer
 from qerl_jax.rollout.head import HEAD_FORMATS
 from qerl_jax.rollout.shapes import _CACHE_DTYPES
 from qerl_jax.run.folder import config_dict, flatten
@@ -43,16 +43,18 @@ def choices_in_error(call):
 
 def optimizer(schedule):
     return make_optimizer(
-        learning_rate=1e-3,
-        schedule=schedule,
-        final_fraction=0.1,
-        warmup_updates=0,
-        total_updates=4,
-        b1=0.9,
-        b2=0.9,
-        eps=1e-8,
-        weight_decay=0.0,
-        max_grad_norm=1.0,
+        OptimizerConfig(
+            learning_rate=1e-3,
+            schedule=schedule,
+            final_fraction=0.1,
+            warmup_updates=0,
+            total_updates=4,
+            b1=0.9,
+            b2=0.9,
+            eps=1e-8,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+        )
     )
 
 
