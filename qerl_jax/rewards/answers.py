@@ -81,8 +81,8 @@ def last_boxed(text: str) -> str | None:
     counts.
     Example: `\boxed{1}. Then \boxed{2} or \boxed{\frac{1}{2}}` gives `2, \frac{1}{2}`.
     """
-    found = _last_boxes(text)
-    return None if found is None else found[0]
+    answer = _last_boxes(text)
+    return None if answer is None else answer[0]
 
 
 def last_tagged(text: str) -> str | None:
@@ -127,21 +127,23 @@ def _boxes(text: str) -> list[tuple[int, str, int]]:
     if name is None:
         return []
     boxes = []
-    opened: list[tuple[int, int] | None] = []  # per open brace: beginning and content of its box
-    dollars = counted = 0
+    open_boxes: list[
+        tuple[int, int] | None
+    ] = []  # per open brace: beginning and content of its box
+    dollars = position = 0
     for token in _BOX_TOKEN[name].finditer(text):
         if token["open"]:
-            opened.append((token.start(), token.end()))
+            open_boxes.append((token.start(), token.end()))
         elif token[0].startswith(f"\\{name}"):
-            span = counted, token.start()
-            dollars, counted = dollars + text.count("$", *span) - text.count("\\$", *span), span[1]
+            span = position, token.start()
+            dollars, position = dollars + text.count("$", *span) - text.count("\\$", *span), span[1]
             content = _bare_content(text, token.end(), in_formula=dollars % 2 == 1)
             if content:
                 boxes.append((token.start(), content, token.end() + len(content)))
         elif token[0] == "{":
-            opened.append(None)
-        elif token[0] == "}" and opened:
-            box = opened.pop()
+            open_boxes.append(None)
+        elif token[0] == "}" and open_boxes:
+            box = open_boxes.pop()
             if box is not None:
                 while boxes and boxes[-1][0] > box[0]:
                     boxes.pop()
@@ -175,7 +177,7 @@ def last_number(text: str) -> Decimal | None:
         pass
     if last is None or last["fraction"]:
         return None
-    if not _grouped(last):  # `1,2,3` lists numbers.
+    if not _has_valid_groups(last):  # `1,2,3` lists numbers.
         return Decimal(f"{last['digits'].rpartition(',')[2]}{last['exponent'] or ''}")
     return _value(last)
 
@@ -186,7 +188,11 @@ def whole_number(text: str) -> Decimal | None:
     The notations are the notations of `last_number`.
     """
     match = _NUMBER.fullmatch(_plain(text).strip())
-    return None if match is None or match["fraction"] or not _grouped(match) else _value(match)
+    return (
+        None
+        if match is None or match["fraction"] or not _has_valid_groups(match)
+        else _value(match)
+    )
 
 
 def marked_number(text: str) -> Decimal | None:
@@ -204,7 +210,7 @@ def marked_number(text: str) -> Decimal | None:
     if not numbers:
         return None
     last = numbers[-1]
-    if last["fraction"] or not _grouped(last) or "frac" in text:
+    if last["fraction"] or not _has_valid_groups(last) or "frac" in text:
         return None
     if len(numbers) > 1 and _LIST.fullmatch(text, numbers[-2].end(), last.start()):
         return None
@@ -222,10 +228,10 @@ def completion_number(text: str) -> Decimal | None:
     The marked answer counts; without a mark the line after the last `####`; and without `####` the
     last number in the text.
     """
-    found = last_marked(text)
-    if found is None and "####" in text:
-        found = text.rpartition("####")[2].strip().partition("\n")[0]
-    return last_number(text) if found is None else marked_number(found)
+    answer = last_marked(text)
+    if answer is None and "####" in text:
+        answer = text.rpartition("####")[2].strip().partition("\n")[0]
+    return last_number(text) if answer is None else marked_number(answer)
 
 
 def join_digits(text: str) -> str:
@@ -243,7 +249,7 @@ def _without_words(text: str) -> str:
     return _WORD_WITH_DIGITS.sub("w", text)
 
 
-def _grouped(match: re.Match[str]) -> bool:
+def _has_valid_groups(match: re.Match[str]) -> bool:
     """Returns whether every comma of a number separates a group of digits."""
     return _GROUPS.fullmatch(match["digits"].partition(".")[0]) is not None
 

@@ -77,9 +77,9 @@ class Call:
 
     def columns_of_all(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
         """Returns the columns as lists over the rows; None where a row lacks one."""
-        found = [self.columns(row) for row in rows]
-        names = dict.fromkeys(name for columns in found for name in columns)
-        return {name: [columns.get(name) for columns in found] for name in names}
+        row_columns = [self.columns(row) for row in rows]
+        names = dict.fromkeys(name for columns in row_columns for name in columns)
+        return {name: [columns.get(name) for columns in row_columns] for name in names}
 
 
 def plain(reward: Reward) -> Reward:
@@ -94,21 +94,21 @@ def call_of(reward: Reward) -> Call:
         parameters = list(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):  # some functions in C have no signature
         parameters = []
-    named = [parameter for parameter in parameters if parameter.kind in _NAMED]
-    takes_lists = any(parameter.name == "completions" for parameter in named)
+    keywords = [parameter for parameter in parameters if parameter.kind in _NAMED]
+    takes_lists = any(parameter.name == "completions" for parameter in keywords)
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     if takes_lists:
-        names = {parameter.name for parameter in named}
+        names = {parameter.name for parameter in keywords}
         lists = tuple(name for name in LISTS if name in names or takes_all)
         reserved = frozenset(LISTS)
     else:
-        keyword_only = [p for p in named if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        keyword_only = [p for p in keywords if p.kind is inspect.Parameter.KEYWORD_ONLY]
         positional = [
             p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
         ]
         lists, reserved = (), frozenset(parameter.name for parameter in positional[:5])
-        named = [p for p in positional[5:] if p.kind in _NAMED] + keyword_only
-    columns = [parameter for parameter in named if parameter.name not in reserved]
+        keywords = [p for p in positional[5:] if p.kind in _NAMED] + keyword_only
+    columns = [parameter for parameter in keywords if parameter.name not in reserved]
     return Call(
         function=function,
         takes_lists=takes_lists,
@@ -185,11 +185,11 @@ def reward_entry(reward: Reward) -> dict[str, Any]:
     """
     function = plain(reward)
     if isinstance(function, UrlReward):
-        found = {"function": function.url, "retries": function.retries}
-        found |= {"token_env": function.token_env} if function.token_env else {}
+        entry = {"function": function.url, "retries": function.retries}
+        entry |= {"token_env": function.token_env} if function.token_env else {}
     else:
-        found = {"function": path_of(function)}
-    return found | ({"time_limit": reward.time_limit} if isinstance(reward, Timed) else {})
+        entry = {"function": path_of(function)}
+    return entry | ({"time_limit": reward.time_limit} if isinstance(reward, Timed) else {})
 
 
 def _check_arguments(path: str, function: Reward) -> None:

@@ -95,37 +95,37 @@ def _check_weights(weights: Mapping[str, float]) -> None:
 
 
 def rewards_of(
-    config: ConfigDict, given: Mapping[str, tuple[Reward, float]] | None
+    config: ConfigDict, python_rewards: Mapping[str, tuple[Reward, float]] | None
 ) -> Mapping[str, tuple[Reward, float]]:
     """Returns the rewards of a run: those given in Python, or those that the config names.
 
     Args:
         config: the resolved config.
-        given: function and weight by name, or None.
+        python_rewards: function and weight by name, or None.
 
     Raises:
         UserError: as in `check_rewards` and `configured_rewards`.
     """
-    if not given:
+    if not python_rewards:
         return configured_rewards(config)
-    for name, (_, weight) in given.items():
+    for name, (_, weight) in python_rewards.items():
         _check_name(name)
         check_limits({f"the weight of the reward {name}": (weight, -1e6, 1e6)})
-    _check_weights({name: weight for name, (_, weight) in given.items()})
-    return given
+    _check_weights({name: weight for name, (_, weight) in python_rewards.items()})
+    return python_rewards
 
 
 def reward_entries(
-    given: Mapping[str, tuple[Reward, float]] | None,
+    python_rewards: Mapping[str, tuple[Reward, float]] | None,
 ) -> dict[str, dict[str, Any]]:
     """Returns rewards that were given in Python as the table of a config; {} where none were.
 
     Args:
-        given: function and weight by name, or None.
+        python_rewards: function and weight by name, or None.
     """
     return {
         name: reward_entry(reward) | {"weight": float(weight)}
-        for name, (reward, weight) in (given or {}).items()
+        for name, (reward, weight) in (python_rewards or {}).items()
     }
 
 

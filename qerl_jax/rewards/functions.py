@@ -37,12 +37,12 @@ _THINK = re.compile(r"<think>.*</think>\s*<answer>.*</answer>", re.DOTALL)
 
 
 def _same_number(number: Decimal | None, answer: str) -> float:
-    expected = marked_number(answer)
-    if expected is None:
+    reference = marked_number(answer)
+    if reference is None:
         raise ValueError(
             f"the answer {answer[:50]!r} is not a number: use exact_answer or math_answer"
         )
-    return float(number is not None and abs(number - expected) <= _TOLERANCE)
+    return float(number is not None and abs(number - reference) <= _TOLERANCE)
 
 
 def numeric_answer(
@@ -88,8 +88,8 @@ def exact_answer(
     Without a mark, the whole completion is compared. Both texts are stripped.
     Example: ` yes ` is right for `yes`; `yes, it is` is wrong, `<answer>yes</answer>` is right.
     """
-    found = last_marked(completion)
-    return float((completion if found is None else found).strip() == answer.strip())
+    prediction = last_marked(completion)
+    return float((completion if prediction is None else prediction).strip() == answer.strip())
 
 
 def math_answer(
@@ -102,17 +102,17 @@ def math_answer(
     error, and the reward is missing.
     Example: `\boxed{\frac{1}{2}}`, `<answer>1/2</answer>` and `It is $0.5$.` are right for `0.5`.
     """
-    found, expected = last_marked(completion), _formula(answer)
-    if found is None:
-        return float(math_process.verify(expected, completion[-500:]))
-    found = _formula(found)
-    number, value = whole_number(found), whole_number(expected)
+    prediction, reference = last_marked(completion), _formula(answer)
+    if prediction is None:
+        return float(math_process.verify(reference, completion[-500:]))
+    prediction = _formula(prediction)
+    number, value = whole_number(prediction), whole_number(reference)
     if number is not None and value is not None:
         return float(abs(number - value) <= _TOLERANCE)
     # An empty text only makes math-verify refuse a reference that it cannot read.
-    equal = found == expected
-    text = f"\\boxed{{{found}}}" if found and not equal else ""
-    return float(math_process.verify(expected, text) or equal)
+    equal = prediction == reference
+    text = f"\\boxed{{{prediction}}}" if prediction and not equal else ""
+    return float(math_process.verify(reference, text) or equal)
 
 
 def _formula(text: str) -> str:

@@ -52,10 +52,10 @@ def verify(answer: str, text: str) -> bool:
                 _stop(worker)
     if not reply:
         raise TimeoutError(f"math-verify did not end within {SECONDS:g} s and 4 GiB")
-    found = json.loads(reply)
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+    result = json.loads(reply)
+    if isinstance(result, str):
+        raise ValueError(result)
+    return result
 
 
 @functools.cache
@@ -102,9 +102,9 @@ def _serve() -> None:
 
     @functools.lru_cache(maxsize=1024)
     def parse_reference(answer: str) -> list:
-        found = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
+        expressions = math_verify.parse(f"\\boxed{{{answer}}}", parsing_timeout=0)
         # Where math-verify reads no expression, it returns nothing or only the text.
-        return [] if all(isinstance(value, str) for value in found) else found
+        return [] if all(isinstance(value, str) for value in expressions) else expressions
 
     for line in sys.stdin:
         answer, text = json.loads(line)

@@ -70,9 +70,9 @@ def score(
     """
     lengths, flags = np.asarray(num_tokens).tolist(), np.asarray(finished).tolist()
     rows = [{}] * len(prompts) if columns is None else columns
-    together = zip(prompts, completions, answers, lengths, flags, rows, strict=True)
+    records = zip(prompts, completions, answers, lengths, flags, rows, strict=True)
     with Scoring(rewards, len(prompts), time_limit=time_limit, on_wait=on_wait) as scoring:
-        scoring.add(dict(enumerate(map(Completion._make, together))))
+        scoring.add(dict(enumerate(map(Completion._make, records))))
         return scoring.finish()
 
 
@@ -145,14 +145,14 @@ class Scoring:
         for name, call in sorted(self._calls.items(), key=lambda item: not item[1].waits):
             if call.takes_lists and self._completions:
                 indices = sorted(self._completions)
-                found = [self._completions[index] for index in indices]
-                named: dict[str, list[Any]] = {
-                    plural: [completion[place] for completion in found]
+                completions = [self._completions[index] for index in indices]
+                keywords: dict[str, list[Any]] = {
+                    plural: [completion[place] for completion in completions]
                     for place, plural in enumerate(LISTS)
                     if plural in call.lists
                 }
-                named |= call.columns_of_all([completion.columns for completion in found])
-                self._start(name, call, indices, (), named)
+                keywords |= call.columns_of_all([completion.columns for completion in completions])
+                self._start(name, call, indices, (), keywords)
         self._wait()
         self._seconds += time.perf_counter() - began
         # A reward of weight 0 is only logged: it does not make up for a missing reward.
@@ -172,20 +172,22 @@ class Scoring:
         )
 
     def _start(
-        self, name: str, call: Call, indices: list[int], arguments: Sequence[Any], named: dict
+        self, name: str, call: Call, indices: list[int], arguments: Sequence[Any], keywords: dict
     ) -> None:
         """Calls a reward for some completions, or begins to wait for it."""
         limit = self._limits[name]
         if call.waits:
-            waiting = _bounded(functools.partial(call.function, *arguments, **named), limit)
-            future = asyncio.run_coroutine_threadsafe(waiting, _event_loop())
+            coroutine = _await_within(
+                functools.partial(call.function, *arguments, **keywords), limit
+            )
+            future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
             ends = time.monotonic() + (limit + _GRACE if limit else math.inf)
             self._waiting[future] = name, indices, ends
             return
         try:
             # A reward may leave the working directory, to which the run folder may be relative.
-            with contextlib.chdir("."), _limited(limit, self._on_wait):
-                value = call.function(*arguments, **named)
+            with contextlib.chdir("."), _time_limit(limit, self._on_wait):
+                value = call.function(*arguments, **keywords)
         except (_OutOfTimeError, Exception, SystemExit) as error:
             value = error
         if isinstance(value, _OutOfTimeError):
@@ -195,10 +197,10 @@ class Scoring:
     def _wait(self) -> None:
         """Takes the results of the rewards that wait, each until its time limit at the latest."""
         while self._waiting:
-            done, _ = concurrent.futures.wait(self._waiting, timeout=_TICK)
+            ready, _ = concurrent.futures.wait(self._waiting, timeout=_TICK)
             now = time.monotonic()
             for future, (name, indices, ends) in list(self._waiting.items()):
-                if future in done:
+                if future in ready:
                     self._take(name, indices, _result(future))
                 elif now > ends:
                     future.cancel()
@@ -226,11 +228,11 @@ class Scoring:
                     )
             except (TypeError, ValueError) as error:
                 values = [error] * len(indices)
-        for index, found in zip(indices, values, strict=True):
+        for index, reward in zip(indices, values, strict=True):
             try:
-                if isinstance(found, BaseException):
-                    raise found
-                self._parts[name][index] = np.nan if found is None else _finite(found)
+                if isinstance(reward, BaseException):
+                    raise reward
+                self._parts[name][index] = np.nan if reward is None else _finite(reward)
             except (_OutOfTimeError, Exception, SystemExit) as error:
                 kind, message = _cause(error, self._limits[name])
                 self._failures[name].setdefault(kind, message)
@@ -265,7 +267,7 @@ def _place(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _limited(seconds: float, on_wait: Callable[[], None]) -> Generator[None]:
+def _time_limit(seconds: float, on_wait: Callable[[], None]) -> Generator[None]:
     """Raises _OutOfTimeError in the block after `seconds` (0: never) or when `on_wait` raises."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -296,7 +298,7 @@ def _limited(seconds: float, on_wait: Callable[[], None]) -> Generator[None]:
         signal.setitimer(signal.ITIMER_REAL, *timer)
 
 
-async def _bounded(call: Callable[[], Any], seconds: float) -> Any:
+async def _await_within(call: Callable[[], Any], seconds: float) -> Any:
     """Awaits a call; returns an exception as a value, as it must not end the event loop."""
     limit = asyncio.timeout(seconds or None)
     try:

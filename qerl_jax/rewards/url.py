@@ -60,11 +60,11 @@ def without_keys(text: str) -> str:
     """
     text = re.sub(r"(?<=://)[^\s/\"'@]+@", "***@", text)
 
-    def hidden(parameter: re.Match[str]) -> str:
+    def mask(parameter: re.Match[str]) -> str:
         name = urllib.parse.unquote_plus(parameter[2])
         return f"{parameter[1]}{parameter[2]}=***" if is_key(name) else parameter[0]
 
-    return re.sub(r"([?&;])([^\s=&;?\"']+)=([^\s&;#\"'\\]+)", hidden, text)
+    return re.sub(r"([?&;])([^\s=&;?\"']+)=([^\s&;#\"'\\]+)", mask, text)
 
 
 def _parameters(query: str) -> list[str]:
@@ -235,16 +235,16 @@ def _clean(text: str, token: str) -> str:
 def _read(content: bytes, count: int) -> list[Any]:
     """Reads an answer: numbers, and RewardErrors in place of what is none."""
     try:
-        found = json.loads(content)
+        answer = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise RewardError("its answer is not JSON") from error
-    if isinstance(found, dict):
-        found = found.get("rewards")
-    if not isinstance(found, list):
+    if isinstance(answer, dict):
+        answer = answer.get("rewards")
+    if not isinstance(answer, list):
         raise RewardError('its answer is neither a JSON list nor {"rewards": [...]}')
-    if len(found) != count:
-        raise RewardError(f"its answer has {len(found)} rewards for {count} completions")
-    return [_number(value) for value in found]
+    if len(answer) != count:
+        raise RewardError(f"its answer has {len(answer)} rewards for {count} completions")
+    return [_number(value) for value in answer]
 
 
 def _number(value: Any) -> float | RewardError:
