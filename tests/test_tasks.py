@@ -210,7 +210,7 @@ def test_overrides_are_for_all_tasks_or_one(hub, file):
 def test_the_fingerprint_is_of_the_problems(file):
     (one,), (same,) = make(file("1", "2")), make(file("1", "2", name="other.jsonl"))
     (other,) = make(file("1", "3"))
-    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert one.problems_digest == same.problems_digest != other.problems_digest
 
 
 @pytest.mark.parametrize(

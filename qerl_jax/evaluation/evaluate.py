@@ -75,7 +75,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     if not source.exists():
         read_architecture(config.source)  # A mistake in the name, before problems are loaded.
     run = read_run(source)
-    trusted = trusts_run(source, run, asked=config.trust)
+    trusted = trusts_run(source, run, trust=config.trust)
     tasks = make_tasks(
         config.tasks,
         run=run and run["config"],
@@ -83,14 +83,16 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
         folder=source,
         trusted=trusted,
     )
-    scorers = {task.name: _resolve(task) for task in tasks}
-    announce_hosts(scorer for of_task in scorers.values() for scorer in of_task.values())
+    scorers = {task.name: _resolve_scorers(task) for task in tasks}
+    announce_hosts(scorer for task_scorers in scorers.values() for scorer in task_scorers.values())
     folders: list[Path] = []
-    first: dict[str, np.ndarray] = {}
+    baseline: dict[str, np.ndarray] = {}
     table = []
     with (
         stop_signals() as received,
-        keep_programs(_programs(source) if run else _user_cache(), trusted=trusts(config.trust)),
+        keep_programs(
+            _program_folder(source) if run else _user_cache(), trusted=trusts(config.trust)
+        ),
     ):
         for adapter in config.adapters:
             policy = open_policy(
@@ -100,25 +102,25 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 format=config.format,
                 dtype=config.dtype,
             )
-            name, folder = results_folder.results_place(policy, config)
+            name, folder = results_folder.locate_results(policy, config)
             # The prompts of the training, or else of the first start, also where they have a date.
             with template_date(policy.created or results_folder.first_start(folder)):
-                encoded = {t.name: encode_task(policy.model, t, config.limit) for t in tasks}
-            digests = {task: found.digest for task, found in encoded.items()}
+                prompts = {t.name: encode_task(policy.model, t, config.limit) for t in tasks}
+            digests = {task: task_prompts.digest for task, task_prompts in prompts.items()}
             results = results_folder.open_folder(folder, policy, tasks, digests, config)
             print(visible(f"{name or config.source}: {folder}"), flush=True)
             for task in tasks:
-                job = _Job(policy, task, encoded[task.name].prompts, scorers[task.name], config)
+                job = _Job(policy, task, prompts[task.name].prompts, scorers[task.name], config)
                 entry = results["tasks"][task.name]
-                entry["max_rows"] = entry.get("max_rows") or _fitting_rows(job)
+                entry["max_rows"] = entry.get("max_rows") or _estimate_rows(job)
                 results_folder.save_results(folder, results)
                 path = folder / f"{task.name}.jsonl"
                 rows = _complete(job, path, max_rows=entry["max_rows"], received=received)
                 figures, values = task_figures(rows)
                 if folders:
-                    difference = paired_difference(values, first[task.name])
+                    difference = paired_difference(values, baseline[task.name])
                     figures["difference"] = {"to": str(folders[0])} | bounds(*difference)
-                first.setdefault(task.name, values)
+                baseline.setdefault(task.name, values)
                 entry |= figures
                 results_folder.save_results(folder, results)
                 table.append((name, task.name, figures))
@@ -128,7 +130,7 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
     return folders
 
 
-def _programs(run: Path) -> Path:
+def _program_folder(run: Path) -> Path:
     """Returns the folder of the compiled programs of a run, in which nothing leads elsewhere."""
     programs = RunFolder(run).programs
     check_tree(programs)
@@ -140,13 +142,15 @@ def _user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "qerl_jax", "programs")
 
 
-def _resolve(task: Task) -> dict[str, Reward]:
+def _resolve_scorers(task: Task) -> dict[str, Reward]:
     scorers = {"correct": resolve(task.scorer, **task.options.get("scorer", {}))}
     if task.format_scorer:
         options = task.options.get("format_scorer", {})
         scorers["format"] = resolve(task.format_scorer, **options)
     for name, scorer in scorers.items():
-        check_columns(f"{task.name}: {name}", scorer, [found.columns for found in task.problems])
+        check_columns(
+            f"{task.name}: {name}", scorer, [problem.columns for problem in task.problems]
+        )
     return scorers
 
 
@@ -192,22 +196,24 @@ def _complete(
     Returns:
         The lines of the file for P prompts, with S samples each.
     """
-    samples, longest_first = job.config.samples, _longest_first(job.prompts)
-    size = min(_most_problems(job), len(longest_first))
+    samples, order = job.config.samples, _sort_by_length(job.prompts)
+    size = min(_max_problems(job), len(order))
     engine = dataclasses.replace(
         _engine(job),
         max_rows=min(max_rows, size * samples),
-        prompt_width=len(job.prompts[longest_first[0]].ids),
+        prompt_width=len(job.prompts[order[0]].ids),
         num_prompts=size,
         compact="once",
     )
-    wanted = {(problem, sample) for problem in longest_first for sample in range(samples)}
-    found = read_jsonl(path) if path.exists() else []
-    rows: _Rows = {_place(path, row): row for row in found}
-    rows |= _scored(job, [row for place, row in rows.items() if place in wanted], received)
+    sample_ids = {(problem, sample) for problem in order for sample in range(samples)}
+    lines = read_jsonl(path) if path.exists() else []
+    rows: _Rows = {_sample_id(path, row): row for row in lines}
+    rows |= _score(
+        job, [row for sample_id, row in rows.items() if sample_id in sample_ids], received
+    )
     _write_rows(path, rows)  # This drops an incomplete last line.
-    incomplete = {problem for problem, _ in wanted - rows.keys()}
-    problems = [problem for problem in longest_first if problem in incomplete]
+    incomplete = {problem for problem, _ in sample_ids - rows.keys()}
+    problems = [problem for problem in order if problem in incomplete]
     live = LiveLine()
     with memory_errors(
         f"{engine.max_rows} rows do not fit; lower --max-rows={engine.max_rows}, "
@@ -217,18 +223,20 @@ def _complete(
         if problems:
             sampler = _compile(job, sampler, live, received)
         for first in range(0, len(problems), size):
-            began, before = time.perf_counter(), len(wanted & rows.keys())
-            watch = _watch(live, job.task.name, before, len(wanted), received)
-            together = problems[first : first + size]
-            for drafts in _completions(job, together, sampler, watch):
-                new = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
-                rows |= _append(job, path, new, received)
-                correct = [rows[place]["correct"] is True for place in wanted & rows.keys()]
+            began, num_before = time.perf_counter(), len(sample_ids & rows.keys())
+            watch = _watch(live, job.task.name, num_before, len(sample_ids), received)
+            batch = problems[first : first + size]
+            for drafts in _completions(job, batch, sampler, watch):
+                additions = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
+                rows |= _append(job, path, additions, received)
+                correct = [
+                    rows[sample_id]["correct"] is True for sample_id in sample_ids & rows.keys()
+                ]
                 rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
                 began = time.perf_counter()
                 live.clear()
                 print(
-                    f"{visible(job.task.name)} {len(correct)}/{len(wanted)} completions, "
+                    f"{visible(job.task.name)} {len(correct)}/{len(sample_ids)} completions, "
                     f"{100 * np.mean(correct):.1f} % correct so far, {rate:.0f} tok/s",
                     flush=True,
                 )
@@ -236,10 +244,10 @@ def _complete(
     return [[rows[problem, s] for s in range(samples)] for problem in range(len(job.prompts))]
 
 
-def _place(path: Path, row: Any) -> tuple[int, int]:
+def _sample_id(path: Path, row: Any) -> tuple[int, int]:
     """Returns the numbers of problem and sample of a line; refuses what no evaluation wrote."""
-    found = (row.get("problem"), row.get("sample")) if isinstance(row, dict) else ()
-    match found:
+    numbers = (row.get("problem"), row.get("sample")) if isinstance(row, dict) else ()
+    match numbers:
         case (int(problem), int(sample)):
             return problem, sample
     raise UserError(f"{path} is damaged: a line names no problem and sample; pass another --out")
@@ -249,26 +257,26 @@ def _append(
     job: _Job, path: Path, drafts: Sequence[Mapping[str, Any]], received: list[int]
 ) -> _Rows:
     """Scores completions and appends them to the file, without scores where a signal arrives."""
-    new: _Rows = {(draft["problem"], draft["sample"]): dict(draft) for draft in drafts}
+    rows: _Rows = {(draft["problem"], draft["sample"]): dict(draft) for draft in drafts}
     try:
-        new = _scored(job, drafts, received)
+        rows = _score(job, drafts, received)
     finally:
         with open_to_write(path, "a", encoding="utf-8") as file:
-            file.write(_lines(new))
-    return new
+            file.write(_lines(rows))
+    return rows
 
 
-def _most_problems(job: _Job) -> int:
+def _max_problems(job: _Job) -> int:
     """Returns the number of problems whose completions the host holds in one rollout."""
     return max(1, _ROLLOUT_TOKENS // (job.config.samples * job.task.max_new_tokens))
 
 
-def _longest_first(prompts: Sequence[Prompt]) -> list[int]:
+def _sort_by_length(prompts: Sequence[Prompt]) -> list[int]:
     return sorted(range(len(prompts)), key=lambda i: -len(prompts[i].ids))
 
 
 def _watch(
-    live: LiveLine, name: str, before: int, total: int, received: list[int]
+    live: LiveLine, name: str, num_before: int, total: int, received: list[int]
 ) -> Callable[[int, int], None]:
     """Returns a callback that shows the progress of a batch and ends it after a signal."""
     began = time.perf_counter()
@@ -279,7 +287,7 @@ def _watch(
             print("the same command continues", flush=True)
             raise StoppedError(received[0])
         rate = tokens / (time.perf_counter() - began)
-        live.update(f"{name} {before + ended}/{total} completions, {rate:.0f} tok/s")
+        live.update(f"{name} {num_before + ended}/{total} completions, {rate:.0f} tok/s")
 
     return on_progress
 
@@ -288,10 +296,10 @@ def _compile(job: _Job, sampler: Sampler, live: LiveLine, received: list[int]) -
     """Compiles the programs of a task, or loads them from the cache."""
     began = time.perf_counter()
 
-    def on_progress(done: int, total: int) -> None:
+    def on_progress(count: int, total: int) -> None:
         if received:
             raise StoppedError(received[0])
-        live.update(f"{job.task.name} programs {done}/{total}")
+        live.update(f"{job.task.name} programs {count}/{total}")
 
     policy, size = job.policy.policy, sampler.engine.num_prompts
     sampler = sampler.compiled(_key(job), policy, num_prompts=size, on_progress=on_progress)
@@ -320,9 +328,9 @@ def _completions(
     yielded = np.zeros(len(problems) * samples, bool)
 
     def take(rollout: Rollout) -> list[dict[str, Any]]:
-        new = np.flatnonzero((rollout.finished | (rollout.lengths == limit)) & ~yielded)
-        yielded[new] = True
-        return [_draft(job, problems, rollout, row) for row in new.tolist()]
+        indices = np.flatnonzero((rollout.finished | (rollout.lengths == limit)) & ~yielded)
+        yielded[indices] = True
+        return [_draft(job, problems, rollout, row) for row in indices.tolist()]
 
     prompts = [job.prompts[problem].ids for problem in problems]
     for step in sampler.steps(_key(job), job.policy.policy, prompts, ids=problems):
@@ -343,11 +351,11 @@ def _completions(
 
 def _draft(job: _Job, problems: list[int], rollout: Rollout, row: int) -> dict[str, Any]:
     """Returns a completion of a rollout of these problems, without its scores."""
-    place, sample = divmod(row, job.config.samples)
-    prompt, length = job.prompts[problems[place]], int(rollout.lengths[row])
+    index, sample = divmod(row, job.config.samples)
+    prompt, length = job.prompts[problems[index]], int(rollout.lengths[row])
     return {
         "task": job.task.name,
-        "problem": problems[place],
+        "problem": problems[index],
         "sample": sample,
         "question": prompt.problem.question,
         "gold": prompt.problem.answer,
@@ -372,7 +380,7 @@ def _sampler(job: _Job, engine: EngineConfig) -> Sampler:
     return Sampler(model.config, model.tokenizer, sampling, engine, job.config.samples)
 
 
-def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) -> _Rows:
+def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) -> _Rows:
     """Returns completions with their extracted answer and their scores.
 
     The scores 'correct' and 'format' are True, False, or None where the score is missing. A signal
@@ -402,7 +410,7 @@ def _scored(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int])
     return rows
 
 
-def _fitting_rows(job: _Job) -> int:
+def _estimate_rows(job: _Job) -> int:
     """Estimates how many rows fit into the memory of the device, `_CPU_ROWS` if it is unknown.
 
     The result is at least 1: the estimate is rough, so one row may fit even if it says otherwise.

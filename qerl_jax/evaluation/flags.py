@@ -42,12 +42,12 @@ def template_arguments(text: str) -> dict[str, Any]:
         UserError: the text is no JSON object.
     """
     try:
-        found = json.loads(text)
+        arguments = json.loads(text)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        arguments = None
+    if not isinstance(arguments, dict):
         raise UserError(
             f"--chat-template-args={text}: a JSON object is needed, such as "
             """'{"enable_thinking": false}'"""
         )
-    return found
+    return arguments

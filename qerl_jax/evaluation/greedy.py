@@ -62,10 +62,10 @@ def greedy_accuracy(
         on_wait: as in `score.Scoring`.
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
-    own = [prompts[i] for i in shares[processes.index]]
-    right, finished = np.zeros(0, bool), np.zeros(0, bool)
-    if own:  # There may be fewer prompts than processes.
-        key, ids = jax.random.key(0, impl="threefry2x32"), [prompt.ids for prompt in own]
+    own_prompts = [prompts[i] for i in shares[processes.index]]
+    correct, finished = np.zeros(0, bool), np.zeros(0, bool)
+    if own_prompts:  # There may be fewer prompts than processes.
+        key, ids = jax.random.key(0, impl="threefry2x32"), [prompt.ids for prompt in own_prompts]
         with contextlib.closing(sampler.greedy().steps(key, policy, ids)) as steps:
             for step in steps:
                 if on_progress is not None and step.ended_rows < step.rows:
@@ -73,18 +73,18 @@ def greedy_accuracy(
         rollout = step.rollout
         scores = score_completions(
             {"correct": correctness},
-            own,
+            own_prompts,
             detokenize(rollout, sampler.tokenizer.decode),
             rollout.lengths,
             rollout.finished,
             time_limit=time_limit,
             on_wait=on_wait,
         )
-        right, finished = is_correct(scores.parts["correct"]), rollout.finished
-    told = processes.exchange({"right": right, "finished": finished})
+        correct, finished = is_correct(scores.parts["correct"]), rollout.finished
+    results = processes.exchange({"right": correct, "finished": finished})
     return GreedyScore(
-        accuracy=float(np.concatenate([share["right"] for share in told]).mean()),
-        truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in told]))),
+        accuracy=float(np.concatenate([share["right"] for share in results]).mean()),
+        truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in results]))),
     )
 
 

@@ -37,7 +37,7 @@ class LoadedPolicy:
         model: base with the norms that were trained together with the adapter, if any.
         lora: LoRA of the policy, or None.
         lora_config: options of the LoRA, or None.
-        trained: the adapter as it was read, with the norms that were trained with it, or None.
+        trainable: the adapter as it was read, with the norms that were trained with it, or None.
         adapter: folder of the adapter, or None.
         adapter_sha256: digest of the adapter's weights as they were read, or None; a run under way
             replaces them with every checkpoint.
@@ -49,7 +49,7 @@ class LoadedPolicy:
     model: LoadedModel
     lora: Lora | None
     lora_config: LoraConfig | None
-    trained: Trainable | None
+    trainable: Trainable | None
     adapter: pathlib.Path | None
     adapter_sha256: str | None
     run: dict[str, Any] | None
@@ -93,29 +93,29 @@ def open_policy(
         raise UserError("the source is empty; pass a run, an adapter folder or a model")
     path = user_path(source)
     run = read_run(path)
-    folder, named_base, settings = None, source, {}
+    folder, base_source, settings = None, source, {}
     names_base = True
     if run is not None:
         settings = run["config"]["model"]
-        folder, named_base = _trained_folder(path, adapter), _base_of_run(path, settings["source"])
+        folder, base_source = _adapter_folder(path, adapter), _base_of_run(path, settings["source"])
         if folder is not None and not (folder / peft.CONFIG_FILE).exists():
-            folder, named_base, names_base = None, str(folder), False
+            folder, base_source, names_base = None, str(folder), False
     elif adapter not in ("", "none"):
         folder, names_base = user_path(adapter), False
     elif (path / peft.CONFIG_FILE).exists():
         folder = None if adapter == "none" else path
-        named_base = base or peft.read_peft_base(path)
+        base_source = base or peft.read_peft_base(path)
     else:
         names_base = False
     if base and not names_base:
         raise UserError(
-            f"--base={base}: {named_base} is itself the model, and no adapter names another one; "
+            f"--base={base}: {base_source} is itself the model, and no adapter names another one; "
             "leave out --base"
         )
     if run is None and folder is not None:
         settings = {"format": _format_of_run(folder)}
     model = load(
-        base or named_base,
+        base or base_source,
         format=format or settings.get("format", "stored"),
         dtype=dtype or settings.get("dtype", "bfloat16"),
     )
@@ -125,26 +125,28 @@ def open_policy(
             model=model,
             lora=None,
             lora_config=None,
-            trained=None,
+            trainable=None,
             adapter=None,
             adapter_sha256=None,
             run=run,
         )
-    lora_config, its_base, trained, digest = _read_adapter(folder, model.config)
-    warn_of_another_base(folder, its_base, (base or named_base, model.source))
+    lora_config, adapter_base, trainable, digest = _read_adapter(folder, model.config)
+    warn_of_another_base(folder, adapter_base, (base or base_source, model.source))
     return LoadedPolicy(
         base=model,
-        model=dataclasses.replace(model, params=current_policy(model.params, trained)),
-        lora=trained.lora,
+        model=dataclasses.replace(model, params=current_policy(model.params, trainable)),
+        lora=trainable.lora,
         lora_config=lora_config,
-        trained=trained,
+        trainable=trainable,
         adapter=folder,
         adapter_sha256=digest,
         run=run,
     )
 
 
-def warn_of_another_base(folder: pathlib.Path | str, its_base: str, models: Sequence[str]) -> None:
+def warn_of_another_base(
+    folder: pathlib.Path | str, adapter_base: str, models: Sequence[str]
+) -> None:
     """Prints a warning where an adapter names another base model than the one it is used on.
 
     Equal shapes do not tell models apart, such as a model and its instruct version. Only the last
@@ -152,12 +154,12 @@ def warn_of_another_base(folder: pathlib.Path | str, its_base: str, models: Sequ
 
     Args:
         folder: the adapter.
-        its_base: the base that it names, as hub id or path; '' for none.
+        adapter_base: the base that it names, as hub id or path; '' for none.
         models: names of the model that it is used on, as hub id or path; the last one is printed.
     """
-    if its_base and _last_part(its_base) not in map(_last_part, models):
+    if adapter_base and _last_part(adapter_base) not in map(_last_part, models):
         _print_once(
-            f"warning: the adapter {folder} names the base {its_base}, and is used on "
+            f"warning: the adapter {folder} names the base {adapter_base}, and is used on "
             f"{models[-1]}: on other weights it is another policy"
         )
 
@@ -188,38 +190,38 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
     config_path = RunFolder(path).config
     if not config_path.exists() or not path.is_dir():
         return None
-    found = json_file.read_object(config_path)
-    if "schedule_steps" not in found:
+    content = json_file.read_object(config_path)
+    if "schedule_steps" not in content:
         return None
-    model = found["config"].get("model") if isinstance(found.get("config"), dict) else None
+    model = content["config"].get("model") if isinstance(content.get("config"), dict) else None
     fields = ("source", "format", "dtype")
     if not isinstance(model, dict) or not all(isinstance(model.get(f), str) for f in fields):
         raise UserError(
             f"{config_path}: not the config of a run: model.source, model.format or "
             "model.dtype is missing"
         )
-    found[OWN] = has_own_tag(found)
-    if given := found.get(PYTHON_REWARDS):
-        found["config"]["rewards"] = given
-    return found
+    content[OWN] = has_own_tag(content)
+    if python_rewards := content.get(PYTHON_REWARDS):
+        content["config"]["rewards"] = python_rewards
+    return content
 
 
-def trusts_run(path: pathlib.Path, run: Mapping[str, Any] | None, *, asked: bool) -> bool:
+def trusts_run(path: pathlib.Path, run: Mapping[str, Any] | None, *, trust: bool) -> bool:
     """Returns whether a command may call what a run names, and adopts the run where it is asked to.
 
     Args:
         path: the run folder.
         run: its content, as `read_run` returns it; None where the path is no run.
-        asked: whether the command has --trust.
+        trust: whether the command has --trust.
 
     Raises:
         UserError: --trust for something else than a run.
     """
     if run is None:
-        if asked:
+        if trust:
             raise UserError(f"--trust: {path} is not a run folder, and only a run names functions")
         return False
-    if trusts(asked):
+    if trusts(trust):
         adopt(path)
         return True
     return run[OWN]
@@ -241,7 +243,7 @@ def _base_of_run(run: pathlib.Path, source: str) -> str:
 
 
 def _read_adapter(
-    folder: pathlib.Path, config: ModelConfig
+    folder: pathlib.Path, model_config: ModelConfig
 ) -> tuple[LoraConfig, str, Trainable, str]:
     """Reads an adapter, its base and the digest of its weights, once more if they change meanwhile.
 
@@ -250,11 +252,11 @@ def _read_adapter(
     weights = folder / peft.WEIGHTS_FILE
     for last in (False, False, True):
         try:
-            before = _sha256(weights)
-            lora_config, its_base = peft.read_peft_config(folder)
-            trained = peft.load_peft_adapter(folder, config, lora_config)
-            if last or _sha256(weights) == before:
-                return lora_config, its_base, trained, before
+            digest = _sha256(weights)
+            lora_config, adapter_base = peft.read_peft_config(folder)
+            trainable = peft.load_peft_adapter(folder, model_config, lora_config)
+            if last or _sha256(weights) == digest:
+                return lora_config, adapter_base, trainable, digest
         except (UserError, OSError):
             if last:
                 raise
@@ -283,19 +285,19 @@ def _format_of_run(adapter: pathlib.Path) -> str:
     return "stored"
 
 
-def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
+def _adapter_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
     """Returns the folder of an adapter, or of a model if all parameters were trained."""
     if adapter == "none":
         return None
     folder = RunFolder(run)
     # In the order of preference: adapters, then models where all parameters were trained.
-    trained = [make(best=best) for make in (folder.adapter, folder.model) for best in (True, False)]
+    folders = [make(best=best) for make in (folder.adapter, folder.model) for best in (True, False)]
     if adapter:
-        named = [path for path in trained if path.name == adapter]
-        if not named:
-            return _other_adapter(adapter, trained)
-        trained = named
-    for path in trained:
+        matches = [path for path in folders if path.name == adapter]
+        if not matches:
+            return _user_adapter(adapter, folders)
+        folders = matches
+    for path in folders:
         if path.is_dir():
             return path
     raise UserError(
@@ -305,13 +307,13 @@ def _trained_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:
     )
 
 
-def _other_adapter(adapter: str, trained: Sequence[pathlib.Path]) -> pathlib.Path:
+def _user_adapter(adapter: str, folders: Sequence[pathlib.Path]) -> pathlib.Path:
     """Returns the folder of an adapter that is none of those that a run writes."""
     folder = user_path(adapter)
     if not folder.is_dir():
-        names = [path.name for path in trained if path.is_dir()]
+        names = [path.name for path in folders if path.is_dir()]
         raise UserError(
-            f"--adapter={adapter}: there is no such folder, and {trained[0].parent} has "
+            f"--adapter={adapter}: there is no such folder, and {folders[0].parent} has "
             f"{', '.join(names) or 'no adapter yet'}; none is the base alone"
         )
     return folder

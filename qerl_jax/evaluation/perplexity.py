@@ -99,7 +99,7 @@ def window_losses(model: LoadedModel, lora: Lora | None, tokens: np.ndarray) -> 
     Returns:
         float32 [B] losses in nats per token.
     """
-    logprobs = jax.jit(
+    compute_logprobs = jax.jit(
         functools.partial(
             completion_logprobs, width=tokens.shape[1] - 1, config=model.config, temperature=1.0
         )
@@ -109,8 +109,10 @@ def window_losses(model: LoadedModel, lora: Lora | None, tokens: np.ndarray) -> 
         # The last rows are filled up, so that one program is compiled.
         rows = np.resize(tokens[start : start + _ROWS], (_ROWS, tokens.shape[1]))
         first = jnp.ones(_ROWS, jnp.int32)
-        found, _ = logprobs(model.params, lora, jnp.asarray(rows), first, first * rows.shape[1])
-        losses.append(-np.asarray(found).mean(axis=1))
+        logprobs, _ = compute_logprobs(
+            model.params, lora, jnp.asarray(rows), first, first * rows.shape[1]
+        )
+        losses.append(-np.asarray(logprobs).mean(axis=1))
     return np.concatenate(losses)[: len(tokens)]
 
 

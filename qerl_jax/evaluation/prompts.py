@@ -1,4 +1,4 @@
-"""The prompts of an evaluation, and how a run or an evaluation that goes on knows its own again."""
+"""The prompts of an evaluation, and the check that a continued evaluation or run has the same."""
 
 import hashlib
 import sys
@@ -36,7 +36,7 @@ def encode_task(model: LoadedModel, task: Task, limit: int) -> TaskPrompts:
     Raises:
         UserError: a prompt and a completion exceed the positions of the model.
     """
-    found = encode_prompts(
+    all_prompts = encode_prompts(
         task.problems,
         model.tokenizer,
         system_prompt=task.system_prompt,
@@ -44,16 +44,16 @@ def encode_task(model: LoadedModel, task: Task, limit: int) -> TaskPrompts:
         chat_template_args=task.chat_template_args,
         max_prompt_tokens=sys.maxsize,
     )
-    prompts = found[: limit or None]
+    prompts = all_prompts[: limit or None]
     positions, lengths = model.config.max_position, [len(prompt.ids) for prompt in prompts]
-    over = sum(length + task.max_new_tokens > positions for length in lengths)
-    if over:
+    too_long = sum(length + task.max_new_tokens > positions for length in lengths)
+    if too_long:
         raise UserError(
-            f"{task.name}: {over} of {len(prompts)} prompts (up to {max(lengths)} tokens) with "
+            f"{task.name}: {too_long} of {len(prompts)} prompts (up to {max(lengths)} tokens) with "
             f"{task.max_new_tokens} new tokens exceed the model's {positions} positions: pass "
             f"--max-new-tokens={max(1, positions - max(lengths))}, or leave out these problems"
         )
-    return TaskPrompts(prompts, digest_of_prompts(found))
+    return TaskPrompts(prompts, digest_of_prompts(all_prompts))
 
 
 def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
@@ -64,20 +64,20 @@ def digest_of_prompts(prompts: Iterable[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def check_prompts(saved: str, found: str, *, model: str, what: str, option: str) -> None:
-    """Refuses prompts that are not those of the beginning, though the problems are.
+def check_prompts(saved: str, current: str, *, model: str, what: str, option: str) -> None:
+    """Refuses prompts that differ from those of the first start although the problems are the same.
 
     Args:
-        saved: digest of the prompts at the beginning.
-        found: digest of the prompts of this start.
+        saved: digest of the prompts of the first start.
+        current: digest of the prompts of this start.
         model: source of the model.
-        what: what began with the prompts, for the message.
+        what: name of the run or evaluation, for the message.
         option: option that names another folder.
 
     Raises:
         UserError: the digests differ.
     """
-    if saved != found:
+    if saved != current:
         raise UserError(
             f"the tokenizer or the chat template of {model} makes other prompts of the problems "
             f"than when {what} began; restore its files, or pass another {option}"

@@ -34,9 +34,9 @@ _SAME_TASK = (
     "problems_sha256", "system_prompt", "question_suffix", "max_new_tokens", "stop",
     "kv_cache_dtype", "chat_template_args",
 )  # fmt: skip
-_OVERRIDDEN = _SAME_TASK[1:4]  # the settings of a task that `TaskOverrides` has
+_OVERRIDE_KEYS = _SAME_TASK[1:4]  # the settings of a task that `TaskOverrides` has
 # Settings of a task in results of earlier versions, which did not save them.
-_EARLIER = {"stop": [], "kv_cache_dtype": "", "chat_template_args": {}}
+_EARLIER_DEFAULTS = {"stop": [], "kv_cache_dtype": "", "chat_template_args": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def time_limit_of(config: EvaluateConfig, run: Mapping[str, Any] | None) -> floa
     return _SECONDS if run is None else run["config"].get("reward_time_limit", _SECONDS)
 
 
-def results_place(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Path]:
+def locate_results(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Path]:
     """Returns the name of a policy and its folder, which need not exist.
 
     Args:
@@ -128,11 +128,11 @@ def results_place(policy: LoadedPolicy, config: EvaluateConfig) -> tuple[str, Pa
         config: settings of the evaluation.
     """
     name = _policy_name(policy, config)
-    return name, _named_folder(name, policy, _settings(policy, config), config)
+    return name, _folder_path(name, policy, _settings(policy, config), config)
 
 
 def first_start(folder: Path) -> str:
-    """Returns when an evaluation began, as `as_of` takes it; '' for a folder without one."""
+    """Returns when an evaluation began, as `template_date` takes it; '' in a new folder."""
     file = folder / _RESULTS
     return _created(json_file.read_object(file)) if file.exists() else ""
 
@@ -183,10 +183,10 @@ def open_folder(
             other files, or cannot be created.
     """
     settings = _settings(policy, config)
-    asked: dict[str, dict[str, Any]] = {
+    task_entries: dict[str, dict[str, Any]] = {
         task.name: {
             "source": task.source,
-            "problems_sha256": task.fingerprint,
+            "problems_sha256": task.problems_digest,
             "prompts_sha256": digests[task.name],
             "system_prompt": task.system_prompt,
             "question_suffix": task.question_suffix,
@@ -201,16 +201,16 @@ def open_folder(
         for task in tasks
     }
     check_inside(user_path(config.out or config.source), folder)
-    done: dict[str, Any] = {}
-    began: dict[str, str] = {}
+    saved_tasks: dict[str, Any] = {}
+    creation: dict[str, str] = {}
     if (folder / _RESULTS).exists():
-        found = json_file.read_object(folder / _RESULTS)
-        done = _object(found, "tasks", folder)
-        saved = _object(found, "settings", folder)
-        _check_same(folder, "", saved, settings, _SAME_SETTINGS)
-        for task in asked.keys() & done.keys():
-            entry: dict[str, Any] = _EARLIER | _object(done, task, folder)
-            _check_same(folder, f"{task}.", entry, asked[task], _SAME_TASK)
+        saved_results = json_file.read_object(folder / _RESULTS)
+        saved_tasks = _object(saved_results, "tasks", folder)
+        saved_settings = _object(saved_results, "settings", folder)
+        _check_same(folder, "", saved_settings, settings, _SAME_SETTINGS)
+        for task in task_entries.keys() & saved_tasks.keys():
+            entry: dict[str, Any] = _EARLIER_DEFAULTS | _object(saved_tasks, task, folder)
+            _check_same(folder, f"{task}.", entry, task_entries[task], _SAME_TASK)
             check_prompts(
                 entry.get("prompts_sha256", digests[task]),  # Earlier versions did not save it.
                 digests[task],
@@ -219,8 +219,9 @@ def open_folder(
                 option="--out",
             )
             # A continued evaluation has the batches that it began with.
-            asked[task] = {"max_rows": done[task].get("max_rows", 0)} | asked[task]
-        began = {"created": created} if (created := _created(found)) else {}
+            max_rows = saved_tasks[task].get("max_rows", 0)
+            task_entries[task] = {"max_rows": max_rows} | task_entries[task]
+        creation = {"created": created} if (created := _created(saved_results)) else {}
     elif folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder}: it holds other files but no {_RESULTS}; pass another --out")
     try:
@@ -229,7 +230,12 @@ def open_folder(
         raise UserError(
             f"{folder}: cannot create it: {error.strerror}; pass another --out"
         ) from error
-    results = {"settings": settings, **provenance(), **began, "tasks": done | asked}
+    results = {
+        "settings": settings,
+        **provenance(),
+        **creation,
+        "tasks": saved_tasks | task_entries,
+    }
     save_results(folder, results)
     return results
 
@@ -243,16 +249,16 @@ def _policy_name(policy: LoadedPolicy, config: EvaluateConfig) -> str:
     return "base" if policy.run is not None or "none" in config.adapters else ""
 
 
-def _named_folder(
+def _folder_path(
     name: str, policy: LoadedPolicy, settings: Mapping[str, Any], config: EvaluateConfig
 ) -> Path:
     if config.out:
         return user_path(config.out) / (name if len(config.adapters) > 1 else "")
-    same = {key: settings[key] for key in _SAME_SETTINGS}
-    same |= {key: getattr(config.overrides, key) for key in ("data", *_OVERRIDDEN)}
+    identity = {key: settings[key] for key in _SAME_SETTINGS}
+    identity |= {key: getattr(config.overrides, key) for key in ("data", *_OVERRIDE_KEYS)}
     if config.overrides.chat_template_args:
-        same["chat_template_args"] = config.overrides.chat_template_args
-    digest = hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()[:8]
+        identity["chat_template_args"] = config.overrides.chat_template_args
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:8]
     mode = "greedy" if settings["temperature"] == 0 else f"samples{config.samples}"
     if policy.run is not None:
         run = RunFolder(user_path(config.source))
@@ -262,8 +268,8 @@ def _named_folder(
     return Path("evaluations") / "-".join(filter(None, parts))
 
 
-def _object(found: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
-    value = found.get(name)
+def _object(results: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]:
+    value = results.get(name)
     if not isinstance(value, dict):
         raise UserError(
             f"{folder / _RESULTS}: {name!r} is not an object, so this is not the result of an "
@@ -273,12 +279,16 @@ def _object(found: Mapping[str, Any], name: str, folder: Path) -> dict[str, Any]
 
 
 def _check_same(
-    folder: Path, what: str, old: Mapping[str, Any], new: Mapping[str, Any], keys: Sequence[str]
+    folder: Path,
+    prefix: str,
+    saved: Mapping[str, Any],
+    current: Mapping[str, Any],
+    keys: Sequence[str],
 ) -> None:
     changes = [
-        f"{what}{key}: {json.dumps(old.get(key))} -> {json.dumps(new[key])}"
+        f"{prefix}{key}: {json.dumps(saved.get(key))} -> {json.dumps(current[key])}"
         for key in keys
-        if key not in old or old[key] != new[key]
+        if key not in saved or saved[key] != current[key]
     ]
     if changes:
         raise UserError(

@@ -114,13 +114,15 @@ def _write(text: str) -> None:
 
 def _policies(config: SampleConfig) -> list[tuple[str, LoadedPolicy, Lora | None]]:
     """Returns the policies to show, with name and LoRA: the named one, or base and trained one."""
-    opened = functools.partial(open_policy, config.source, base=config.base, format=config.format)
-    policy = opened(adapter=config.adapter)
-    all_trained = policy.lora is None and policy.run is not None
-    if config.adapter or (policy.lora is None and not all_trained):
+    open_source = functools.partial(
+        open_policy, config.source, base=config.base, format=config.format
+    )
+    policy = open_source(adapter=config.adapter)
+    trains_all = policy.lora is None and policy.run is not None
+    if config.adapter or (policy.lora is None and not trains_all):
         return [("", policy, policy.lora)]
-    if all_trained:
-        base = opened(adapter="none")
+    if trains_all:
+        base = open_source(adapter="none")
         return [(_name(base), base, None), (policy.base.path.name, policy, None)]
     assert policy.adapter is not None
     base = dataclasses.replace(policy, model=policy.base)

@@ -21,25 +21,25 @@ FLAGS = {"scorer": "--judge", "format_scorer": "--format-judge"}
 
 def run_scorers(run: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the scorers of a run as settings of a task: their names, and `options` of each."""
-    of_run = {field: run["rewards"].get(name, {}) for field, name in FIELDS.items()}
-    named: dict[str, Any] = {field: reward.get("function", "") for field, reward in of_run.items()}
+    rewards = {field: run["rewards"].get(name, {}) for field, name in FIELDS.items()}
+    names: dict[str, Any] = {field: reward.get("function", "") for field, reward in rewards.items()}
     options = {
         field: {key: reward[key] for key in reward if key not in ("function", "weight")}
-        for field, reward in of_run.items()
+        for field, reward in rewards.items()
     }
-    return named | {"options": options}
+    return names | {"options": options}
 
 
 def check_scorers(
-    settings: Mapping[str, Any], chosen: Mapping[str, str], *, trusted: bool
+    settings: Mapping[str, Any], overrides: Mapping[str, str], *, trusted: bool
 ) -> dict[str, dict[str, Any]]:
     """Refuses scorers that the folder of another person names, and tokens that no command names.
 
     Args:
         settings: the scorers of a task; its `options` are those of the run's scorers.
-        chosen: settings of the command line, which take precedence: its `token_env` holds names of
-            variables, separated by commas. A reward of the run gets the variable that it names; a
-            name that no reward of the run has is that of all other URLs.
+        overrides: settings of the command line, which take precedence: its `token_env` holds names
+            of variables, separated by commas. A reward of the run gets the variable that it names;
+            a name that no reward of the run has is that of all other URLs.
         trusted: whether the run is the user's own, or its folder is trusted.
 
     Returns:
@@ -48,23 +48,23 @@ def check_scorers(
     Raises:
         UserError: a scorer must not be called, or a name of a variable is missing or not used.
     """
-    found: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
     for field in FIELDS:
-        function = chosen.get(field, settings.get(field, ""))
-        theirs = field not in chosen and field in settings.get("options", {})
-        if theirs and function and not trusted and not is_built_in(function):
+        function = overrides.get(field, settings.get(field, ""))
+        from_run = field not in overrides and field in settings.get("options", {})
+        if from_run and function and not trusted and not is_built_in(function):
             raise UserError(
                 f"the reward {function!r} is named by the folder of a run that is not yours, so it "
                 f"is neither imported nor asked: name it by {FLAGS[field]} to call it, or pass "
                 "--trust if you trust all that the folder names"
             )
-        found[field] = dict(settings["options"][field]) if theirs else {}
+        options[field] = dict(settings["options"][field]) if from_run else {}
     urls = {
-        field: found[field].get("token_env", "")
+        field: options[field].get("token_env", "")
         for field in FIELDS
-        if is_url(chosen.get(field, settings.get(field, "")))
+        if is_url(overrides.get(field, settings.get(field, "")))
     }
-    names = [name for name in chosen.get("token_env", "").split(",") if name]
+    names = [name for name in overrides.get("token_env", "").split(",") if name]
     if names and not urls:
         raise UserError(f"--token-env={','.join(names)}: no scorer is a URL; leave it out")
     spare = [name for name in names if name not in urls.values()]
@@ -72,18 +72,18 @@ def check_scorers(
         raise UserError(
             f"--token-env={','.join(names)}: no reward names {spare[0]!r}; leave it out"
         )
-    for field, own in urls.items():
-        if own and own in names:
+    for field, variable in urls.items():
+        if variable and variable in names:
             continue
-        if spare or (field in chosen and len(names) == 1):
-            found[field]["token_env"] = (spare or names)[0]
-        elif own:
+        if spare or (field in overrides and len(names) == 1):
+            options[field]["token_env"] = (spare or names)[0]
+        elif variable:
             raise UserError(
                 f"the reward {settings[field]!r} of the run asks for the token in the variable "
-                f"{own!r}, which is sent only if the command names it: name it by --token-env, or "
-                f"another reward by {FLAGS[field]}"
+                f"{variable!r}, which is sent only if the command names it: name it by "
+                f"--token-env, or another reward by {FLAGS[field]}"
             )
-    return found
+    return options
 
 
 def reader(scorer: str, *, imports: bool = True) -> Reward:

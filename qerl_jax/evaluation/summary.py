@@ -61,14 +61,14 @@ def format_table(table: Sequence[tuple[str, str, Mapping[str, Any]]]) -> str:
         table: rows (policy, task, figures).
     """
     names = list(dict.fromkeys(key for *_, figures in table for key in figures))
-    measured = [key for key in names if any(isinstance(f.get(key), Mapping) for *_, f in table)]
+    keys = [key for key in names if any(isinstance(f.get(key), Mapping) for *_, f in table)]
     samples = table[0][2]["samples"]
     average = "accuracy" if samples == 1 else f"avg@{samples}"
-    titles = [average if key == "accuracy" else key for key in measured]
+    titles = [average if key == "accuracy" else key for key in keys]
     lines = [["", "problems", *titles, "finished", "tokens"]]
     for policy, task, figures in table:
         cells = [f"{policy} {task}".strip(), str(figures["problems"])]
-        cells += [_cell(figures.get(key)) for key in measured]
+        cells += [_cell(figures.get(key)) for key in keys]
         cells += [f"{100 * figures['finished']:.0f} %", f"{figures['mean_tokens']:.0f}"]
         lines.append(cells)
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

@@ -104,7 +104,7 @@ class Task:
     options: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property
-    def fingerprint(self) -> str:
+    def problems_digest(self) -> str:
         """SHA-256 of all questions and answers."""
         return digest_of_problems(self.problems)
 
@@ -175,42 +175,42 @@ def make_tasks(
     """
     names = names or ([RUN] if run is not None else ["gsm8k"])
     files = {Path(name).stem: name for name in names if name.endswith(FILE_TYPES)}
-    short = [Path(name).stem if name.endswith(FILE_TYPES) else name for name in names]
-    for name in short:
-        if short.count(name) > 1:
+    short_names = [Path(name).stem if name.endswith(FILE_TYPES) else name for name in names]
+    for name in short_names:
+        if short_names.count(name) > 1:
             raise UserError(f"--tasks={','.join(names)}: {name} occurs twice; rename a file")
         if name not in files and name not in (*BENCHMARKS, RUN):
             raise UserError(
                 f"--tasks={name}: no such task; choose from {', '.join(BENCHMARKS)}, {RUN} (the "
                 "problems that a run held out), and local files FILE.jsonl"
             )
-    chosen = {
-        field.name: _by_task(field.name, given, short)
+    by_field = {
+        field.name: _by_task(field.name, values, short_names)
         for field in dataclasses.fields(overrides)
-        if (given := getattr(overrides, field.name))
+        if (values := getattr(overrides, field.name))
     }
-    files |= chosen.pop("data", {})
+    files |= by_field.pop("data", {})
     return [
         _make_task(
             name,
             files.get(name),
             run,
             folder,
-            {field: by[name] for field, by in chosen.items() if name in by},
+            {field: by_task[name] for field, by_task in by_field.items() if name in by_task},
             trusted=trusted,
         )
-        for name in short
+        for name in short_names
     ]
 
 
-def _by_task(setting: str, given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+def _by_task(setting: str, values: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Returns the values of a setting by task; TASK=VALUE takes precedence over VALUE."""
-    common, named = {}, {}
-    for text in given:
+    common, specific = {}, {}
+    for text in values:
         name, equals, value = text.partition("=")
         several = setting == "token_env"
         if equals and name in names:
-            named[name] = f"{named[name]},{value}" if several and name in named else value
+            specific[name] = f"{specific[name]},{value}" if several and name in specific else value
         elif setting == "data":
             raise UserError(
                 f"--data={text}: write it as TASK=FILE.jsonl, where TASK is one of "
@@ -219,7 +219,7 @@ def _by_task(setting: str, given: Sequence[str], names: Sequence[str]) -> dict[s
         else:
             text = ",".join([*list(common.values())[:1], text]) if several else text
             common = dict.fromkeys(names, text)
-    return common | named
+    return common | specific
 
 
 def _make_task(
@@ -227,7 +227,7 @@ def _make_task(
     file: str | None,
     run: Mapping[str, Any] | None,
     folder: Path | None,
-    chosen: Mapping[str, str],
+    overrides: Mapping[str, str],
     *,
     trusted: bool,
 ) -> Task:
@@ -246,28 +246,31 @@ def _make_task(
             "max_new_tokens": str(benchmark.max_new_tokens),
         }
         settings.get("options", {}).pop("scorer", None)  # those of the run's own scorer
-    options = check_scorers(settings, chosen, trusted=trusted)
-    settings |= {field: value for field, value in chosen.items() if field != "token_env"}
+    options = check_scorers(settings, overrides, trusted=trusted)
+    settings |= {field: value for field, value in overrides.items() if field != "token_env"}
     settings["options"] = options
-    if "chat_template_args" in chosen:
-        settings["chat_template_args"] = template_arguments(chosen["chat_template_args"])
+    if "chat_template_args" in overrides:
+        settings["chat_template_args"] = template_arguments(overrides["chat_template_args"])
     if settings.get("scorer") == "":
-        given = {} if run is None else run["rewards"].get("correctness", {})
-        lost = given.get("function") == ""
-        why = " that can be imported, the run's was given in Python" if lost else ""
+        reward = {} if run is None else run["rewards"].get("correctness", {})
+        from_python = reward.get("function") == ""
+        reason = " that can be imported, the run's was given in Python" if from_python else ""
         raise UserError(
-            f"{name}: it has no scorer{why}; experiments.evaluate takes --judge=MODULE:FUNCTION"
+            f"{name}: it has no scorer{reason}; experiments.evaluate takes --judge=MODULE:FUNCTION"
         )
     # Without a scorer, the answers decide.
     scorers = [reader(settings["scorer"])] if "scorer" in settings else None
     if file is not None:
         source = file
-        where = ProblemConfig(eval_path=file, eval_size=_ALL, rewards=scorers)
-        problems = load_split(where, split="eval")
+        problem_config = ProblemConfig(eval_path=file, eval_size=_ALL, rewards=scorers)
+        problems = load_split(problem_config, split="eval")
     elif benchmark is not None:
         source, problems = benchmark.hub, _load_hub(name, benchmark, scorers)
     else:
-        source, problems = RUN, _held_out(run, folder, named=None if trusted else chosen.values())
+        source, problems = (
+            RUN,
+            _held_out_problems(run, folder, flag_values=None if trusted else overrides.values()),
+        )
     if scorers is None:
         settings["scorer"] = _NUMBER if _all_numbers(problems) else _MATH
     max_new_tokens = settings.pop("max_new_tokens")
@@ -287,9 +290,9 @@ def _all_numbers(problems: Sequence[Problem]) -> bool:
 
 
 def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None) -> list[Problem]:
-    where = ProblemConfig(eval_source=benchmark.hub, eval_size=_ALL, rewards=scorers)
+    problem_config = ProblemConfig(eval_source=benchmark.hub, eval_size=_ALL, rewards=scorers)
     try:
-        return load_split(where, split="eval")
+        return load_split(problem_config, split="eval")
     except UserError as error:
         reason = first_line(error.__cause__ or error)
         raise UserError(
@@ -298,16 +301,16 @@ def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None)
         ) from error
 
 
-def _held_out(
-    run: Mapping[str, Any] | None, folder: Path | None, *, named: Collection[str] | None
+def _held_out_problems(
+    run: Mapping[str, Any] | None, folder: Path | None, *, flag_values: Collection[str] | None
 ) -> list[Problem]:
     """Returns the evaluation problems of a run, the same as during its training.
 
     Args:
         run: config of the run.
         folder: its folder, as in `make_tasks`.
-        named: values of the command line; of a run that is not trusted, only rewards that are among
-            them, or built in, are imported. None imports all.
+        flag_values: values of the command line; of a run that is not trusted, only rewards that
+            are among them, or built in, are imported. None imports all.
     """
     if run is None:
         raise UserError(
@@ -319,9 +322,9 @@ def _held_out(
             "the run held out no problems (eval.every=0); pass a benchmark or a file with --tasks"
         )
     functions = [reward["function"] for reward in run["rewards"].values()]
-    imported = [named is None or f in named or is_built_in(f) for f in functions]
-    readers = [reader(f, imports=yes) for f, yes in zip(functions, imported, strict=True)]
-    where = ProblemConfig(
+    may_import = [flag_values is None or f in flag_values or is_built_in(f) for f in functions]
+    readers = [reader(f, imports=imports) for f, imports in zip(functions, may_import, strict=True)]
+    problem_config = ProblemConfig(
         source=data["source"],
         path=data["path"],
         eval_source=data.get("eval_source", ""),
@@ -334,17 +337,17 @@ def _held_out(
         options=data["options"] or {},
     )
     try:
-        # Problems with a place of their own are found without the sources of the training.
+        # Problems with a source of their own are loaded without the sources of the training.
         if sources := {} if has_own_evaluation(data) else read_mixture(data):
-            _, problems = load_mixture(sources, where)
+            _, problems = load_mixture(sources, problem_config)
         else:
-            problems = load_split(where, split="eval")
+            problems = load_split(problem_config, split="eval")
     except UserError as error:
         raise UserError(
             f"the problems that the run held out cannot be loaded ({first_line(error)}); pass "
             f"these problems as a file: --data={RUN}=FILE.jsonl"
         ) from error
-    if folder is not None and all(imported):  # else nothing tells which columns they read
+    if folder is not None and all(may_import):  # else nothing tells which columns they read
         saved = read_latest_meta(RunFolder(folder).checkpoints).get("problems", {}).get("eval")
         # A run without evaluations has the fingerprint of no problems.
         columns = columns_read(readers, [problem.columns for problem in problems])
@@ -399,12 +402,12 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
         case "exact_answer":
             return (completion if marked is None else marked).strip()
         case "math_answer":
-            found = marked or ""
+            answer = marked or ""
         case _:
-            found = completion.strip().rpartition("\n")[2] if marked is None else marked
-    if functions.number_only_format("", found, "", 0, True):
-        return _digits(marked_number(found))
-    return "".join(found.replace("$", "").split()).removesuffix(".") or None
+            answer = completion.strip().rpartition("\n")[2] if marked is None else marked
+    if functions.number_only_format("", answer, "", 0, True):
+        return _digits(marked_number(answer))
+    return "".join(answer.replace("$", "").split()).removesuffix(".") or None
 
 
 def _digits(number: Decimal | None) -> str | None:

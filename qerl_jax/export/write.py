@@ -153,7 +153,7 @@ def _with_trust(config: ExportConfig) -> ExportConfig:
     """
     source = user_path(config.source)
     run = read_run(source)
-    trusted = trusts_run(source, run, asked=config.trust)
+    trusted = trusts_run(source, run, trust=config.trust)
     if run is not None and config.score_problems != 0:
         chosen = {"token_env": ",".join(config.token_env), "format_scorer": ""}
         chosen |= {"scorer": config.judge} if config.judge else {}
@@ -248,7 +248,7 @@ def _export_adapter(
     config: ExportConfig, policy: LoadedPolicy, out: Path, base_out: Path | None
 ) -> Card:
     assert policy.lora_config is not None
-    base, trained = policy.base, policy.trained
+    base, trained = policy.base, policy.trainable
     assert trained is not None
     base_model = config.base_name or base.source
     if base_out is not None:
@@ -319,7 +319,7 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
 def _norms(policy: LoadedPolicy) -> str:
     """Returns the dtype of the norms in a written model: float32 where they were trained."""
     # Without an adapter, all parameters were trained.
-    trained = policy.trained is None or policy.trained.params
+    trained = policy.trainable is None or policy.trainable.params
     return "float32" if trained else ""
 
 
