@@ -57,7 +57,7 @@ def page(
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     title = html.escape(visible(", ".join(view.name for view in views)))
     heads = "".join(_head(number, view) for number, view in enumerate(views))
-    told = "".join(f"<p class=note>{html.escape(visible(note))}</p>" for note in notes)
+    note_lines = "".join(f"<p class=note>{html.escape(visible(note))}</p>" for note in notes)
     return (
         f'{_FIRST_LINES}<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
@@ -66,7 +66,7 @@ def page(
         f"<header><h1>{title}</h1>{heads}</header>\n"
         f"<main><details open><summary><h2>Curves</h2></summary>"
         f"<div class=curves>{figures or _NO_STEP}</div></details>\n"
-        f"<h2>Completions</h2>{told}<noscript><p>Completions need JavaScript.</p></noscript>"
+        f"<h2>Completions</h2>{note_lines}<noscript><p>Completions need JavaScript.</p></noscript>"
         "<form id=controls hidden></form><div id=completions></div></main>\n"
         f'<script type="application/json" id="data">{_script_safe(runs)}</script>\n'
         f"<script>{script}</script></body></html>\n"
@@ -88,8 +88,8 @@ def write_page(path: str, views: Sequence[View], **options: Any) -> Path:
     try:
         if target.exists():
             with open_to_read(target) as file:
-                ours = file.read(len(_FIRST_LINES)) == _FIRST_LINES.encode()
-            if not ours:
+                is_page = file.read(len(_FIRST_LINES)) == _FIRST_LINES.encode()
+            if not is_page:
                 raise UserError(f"--html={path} exists and is not such a page; choose another name")
         write_atomic(target.resolve(), page(views, **options))
     except OSError as error:
@@ -116,50 +116,51 @@ def _completions(
     conditions: Sequence[Condition],
     steps: tuple[int, int] | None,
     limit: int,
-    room: int,
+    budget: int,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The completions that fit, by run and step, and notes on what is not there."""
-    found: list[dict[int, list[dict[str, Any]]]] = []
+    samples: list[dict[int, list[dict[str, Any]]]] = []
     for view in views:
         by_step: dict[int, list[dict[str, Any]]] = {}
         for sample in view.completions:
-            inside = steps is None or steps[0] <= sample["step"] <= steps[1]
-            if inside and all(condition.holds(sample) for condition in conditions):
+            in_range = steps is None or steps[0] <= sample["step"] <= steps[1]
+            if in_range and all(condition.holds(sample) for condition in conditions):
                 group = by_step.setdefault(sample["step"], [])
                 if not limit or len(group) < limit:
                     group.append(_plain(sample))
-        found.append(by_step)
+        samples.append(by_step)
     notes = [_note(view) for view in views if view.completions]
     if conditions:
-        told = " and ".join(f"{c.name} {c.comparison} {c.value:g}" for c in conditions)
-        notes.append(f"Only completions with {told} are on this page.")
-    logged = sorted({step for by_step in found for step in by_step})
-    if not logged:
+        condition_text = " and ".join(f"{c.name} {c.comparison} {c.value:g}" for c in conditions)
+        notes.append(f"Only completions with {condition_text} are on this page.")
+    logged_steps = sorted({step for by_step in samples for step in by_step})
+    if not logged_steps:
         notes.append("No completions to show: --config.log.completions=N logs N of each step.")
-    kept = logged
-    if _size(found, kept) > room:
-        shortened = sum(_shorten(s) for by_step in found for g in by_step.values() for s in g)
+    page_steps = logged_steps
+    if _size(samples, page_steps) > budget:
+        shortened = sum(_shorten(s) for by_step in samples for g in by_step.values() for s in g)
         if shortened:
             notes.append(
                 f"{shortened} completions or prompts are cut after {_LONGEST_TEXT:,} characters to "
                 "keep this page small; completions.jsonl holds them whole."
             )
-    every = 1
-    while kept and _size(found, kept) > room:
-        every *= 2
-        kept = logged[::-1][::every][::-1] if every < len(logged) else []
-    if len(kept) < len(logged):
+    stride = 1
+    while page_steps and _size(samples, page_steps) > budget:
+        stride *= 2
+        page_steps = logged_steps[::-1][::stride][::-1] if stride < len(logged_steps) else []
+    if len(page_steps) < len(logged_steps):
         notes.append(
-            f"Completions of {len(logged) - len(kept)} of {len(logged)} steps are left out to keep "
-            "this page small; completions.jsonl holds all, and --step=FROM:TO chooses others."
+            f"Completions of {len(logged_steps) - len(page_steps)} of {len(logged_steps)} steps "
+            "are left out to keep this page small; completions.jsonl holds all, and "
+            "--step=FROM:TO chooses others."
         )
     runs = [
         {
             "name": visible(view.name),
             "color": _COLORS[number % len(_COLORS)],
-            "steps": {str(step): by_step[step] for step in kept if step in by_step},
+            "steps": {str(step): by_step[step] for step in page_steps if step in by_step},
         }
-        for number, (view, by_step) in enumerate(zip(views, found, strict=True))
+        for number, (view, by_step) in enumerate(zip(views, samples, strict=True))
     ]
     return runs, notes
 
@@ -183,8 +184,8 @@ def _plain(sample: Mapping[str, Any]) -> dict[str, Any]:
         for key in ("reward", "advantage", "tokens")
         if key in sample
     }
-    done = {"finished": bool(sample["finished"])} if "finished" in sample else {}
-    return texts | numbers | done | {"parts": parts}
+    end = {"finished": bool(sample["finished"])} if "finished" in sample else {}
+    return texts | numbers | end | {"parts": parts}
 
 
 def _shorten(sample: dict[str, Any]) -> int:
@@ -195,9 +196,9 @@ def _shorten(sample: dict[str, Any]) -> int:
     return len(long)
 
 
-def _size(found: Sequence[Mapping[int, list[dict[str, Any]]]], steps: Sequence[int]) -> int:
-    chosen = [[by_step[step] for step in steps if step in by_step] for by_step in found]
-    return len(_script_safe(chosen).encode()) + 20 * len(steps) * len(found)
+def _size(samples: Sequence[Mapping[int, list[dict[str, Any]]]], steps: Sequence[int]) -> int:
+    selection = [[by_step[step] for step in steps if step in by_step] for by_step in samples]
+    return len(_script_safe(selection).encode()) + 20 * len(steps) * len(samples)
 
 
 def _script_safe(value: Any) -> str:
@@ -213,27 +214,27 @@ _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 360, 170, 52, 20, 10
 
 def _figure(key: str, views: Sequence[View]) -> str:
     """A metric of all runs over the steps, as SVG."""
-    series = [_thinned(view.series(key)) for view in views]
-    points = [point for one in series for point in one]
+    series = [_downsample(view.series(key)) for view in views]
+    points = [point for curve in series for point in curve]
     low, high = min(v for _, v in points), max(v for _, v in points)
     first, last = min(s for s, _ in points), max(s for s, _ in points)
 
-    def place(step: float, value: float) -> tuple[float, float]:
+    def project(step: float, value: float) -> tuple[float, float]:
         x = (step - first) / (last - first) if last > first else 0.5
         y = (value - low) / (high - low) if high > low else 0.5
         inner = _HEIGHT - _BOTTOM - _TOP
         return _LEFT + x * (_WIDTH - _LEFT - 8), _TOP + (1 - y) * inner
 
     lines = []
-    for number, one in enumerate(series):
+    for number, curve in enumerate(series):
         color = _COLORS[number % len(_COLORS)]
-        placed = [place(*point) for point in one]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        if len(placed) > 1:
+        positions = [project(*point) for point in curve]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
+        if len(positions) > 1:
             lines.append(f'<polyline points="{path}" stroke="{color}"/>')
-        if len(placed) <= 40:
+        if len(positions) <= 40:
             lines += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y in placed
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" fill="{color}"/>' for x, y in positions
             ]
     axis = f"M{_LEFT},{_TOP}V{_HEIGHT - _BOTTOM}H{_WIDTH - 8}"
     labels = [
@@ -253,7 +254,7 @@ def _figure(key: str, views: Sequence[View]) -> str:
     )
 
 
-def _thinned(series: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
+def _downsample(series: Sequence[tuple[int, float]]) -> list[tuple[float, float]]:
     """At most `_POINTS` points, each the mean of as many steps as needed."""
     size = -(-len(series) // _POINTS) or 1
     groups = [series[start : start + size] for start in range(0, len(series), size)]

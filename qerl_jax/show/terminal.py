@@ -57,14 +57,14 @@ def show(
     shared = set(logged).intersection(*(view.steps() for view in views))
     latest = max(shared or logged)
     first, last = steps or (latest, latest)
-    chosen = [step for step in logged if first <= step <= last]
-    if not chosen:
+    selection = [step for step in logged if first <= step <= last]
+    if not selection:
         say(f"no completions in the steps {first} to {last}; {_steps_with_completions(logged)}")
         return
-    shown = 0
-    for step in chosen:
-        shown += _show_step(views, say, step, conditions, limit, columns)
-    if conditions and not shown:
+    count = 0
+    for step in selection:
+        count += _show_step(views, say, step, conditions, limit, columns)
+    if conditions and not count:
         say("no completion fulfills --where in these steps")
     if steps is None and len(logged) > 1:
         say(f"--step=N, --step=FROM:TO and --step=all show more: {_steps_with_completions(logged)}")
@@ -78,8 +78,8 @@ def _steps_with_completions(logged: Sequence[int]) -> str:
 def _advice(views: Sequence[View]) -> str:
     counts = [view.setting("log.completions") for view in views]
     sampled = [view.sampled for view in views]
-    told = ", ".join(f"{count} of {total}" for count, total in zip(counts, sampled, strict=True))
-    return f" ({told} of a step); --config.log.completions=N logs more"
+    text = ", ".join(f"{count} of {total}" for count, total in zip(counts, sampled, strict=True))
+    return f" ({text} of a step); --config.log.completions=N logs more"
 
 
 def _curve_lines(views: Sequence[View], columns: int, blocks: str) -> list[str]:
@@ -88,14 +88,14 @@ def _curve_lines(views: Sequence[View], columns: int, blocks: str) -> list[str]:
     end = max((step for view in views for key in keys for step, _ in view.series(key)), default=0)
     for key in keys:
         series = [view.series(key) for view in views]
-        values = [value for one in series for _, value in one]
+        values = [value for curve in series for _, value in curve]
         low, high = min(values), max(values)
-        for number, one in enumerate(series):
+        for number, curve in enumerate(series):
             name = visible(key if len(views) == 1 else f"{key} ({number + 1})")
-            told = f"{_number(one[0][1])} -> {_number(one[-1][1])}" if one else "not logged"
-            head = f"{pad(name, _LABEL)} {pad(told, 20)} "
-            room = max(8, columns - width(head) - 1)
-            lines.append((head + _bars(one, end, room, (low, high), blocks)).rstrip())
+            text = f"{_number(curve[0][1])} -> {_number(curve[-1][1])}" if curve else "not logged"
+            head = f"{pad(name, _LABEL)} {pad(text, 20)} "
+            bar_columns = max(8, columns - width(head) - 1)
+            lines.append((head + _bars(curve, end, bar_columns, (low, high), blocks)).rstrip())
     if len(views) > 1 and lines:
         names = ", ".join(f"({number}) {visible(v.name)}" for number, v in enumerate(views, 1))
         lines.append(f"runs: {names}")
@@ -111,14 +111,18 @@ def _bars(
 ) -> str:
     """A character for each range of steps: the mean of its values; a space without values."""
     columns = min(columns, end + 1)
-    found: dict[int, list[float]] = {}
+    values_by_column: dict[int, list[float]] = {}
     for step, value in series:
-        found.setdefault(step * columns // (end + 1), []).append(value)
+        values_by_column.setdefault(step * columns // (end + 1), []).append(value)
     low, high = limits
     text = ""
     for column in range(columns):
-        if column in found:
-            level = (statistics.fmean(found[column]) - low) / (high - low) if high > low else 0.5
+        if column in values_by_column:
+            level = (
+                (statistics.fmean(values_by_column[column]) - low) / (high - low)
+                if high > low
+                else 0.5
+            )
             text += blocks[1 + min(7, int(level * 8))]
         else:
             text += " "
@@ -134,15 +138,15 @@ def _show_step(
     columns: int,
 ) -> int:
     """Writes the completions of a step, and returns their number."""
-    chosen = []
+    selection = []
     for view in views:
         samples = [
             sample
             for sample in view.completions
             if sample["step"] == step and all(c.holds(sample) for c in conditions)
         ]
-        chosen.append(samples[: limit or None])
-    count = sum(map(len, chosen))
+        selection.append(samples[: limit or None])
+    count = sum(map(len, selection))
     if conditions and not count:
         return 0
     for view in views:
@@ -150,14 +154,17 @@ def _show_step(
             if row["step"] == step:
                 write(format_row(row, view.setting("steps") or step))
     if len(views) == 2:
-        room = max(20, (columns - len(_GAP)) // 2)
-        for left, right in itertools.zip_longest(*chosen):
-            blocks = [_block(sample, step, room) if sample else [] for sample in (left, right)]
-            for one, other in itertools.zip_longest(*blocks, fillvalue=""):
-                write(f"{pad(one, room)}{_GAP}{other}".rstrip())
+        half = max(20, (columns - len(_GAP)) // 2)
+        for sample_left, sample_right in itertools.zip_longest(*selection):
+            blocks = [
+                _block(sample, step, half) if sample else []
+                for sample in (sample_left, sample_right)
+            ]
+            for line_left, line_right in itertools.zip_longest(*blocks, fillvalue=""):
+                write(f"{pad(line_left, half)}{_GAP}{line_right}".rstrip())
             write("")
         return count
-    for view, samples in zip(views, chosen, strict=True):
+    for view, samples in zip(views, selection, strict=True):
         if len(views) > 1 and samples:
             write(f"=== {visible(view.name)}")
         for sample in samples:

@@ -73,12 +73,12 @@ class View:
     @property
     def state(self) -> str:
         """How far the run is, such as '12 of 30 steps, last row 8 s ago'."""
-        done, wanted = _last_step(self.rows), self.setting("steps", "?")
+        last_step, total = _last_step(self.rows), self.setting("steps", "?")
         if self.finished:
-            return f"finished after step {done}"
+            return f"finished after step {last_step}"
         # A run that is extended keeps the number of its first start.
-        extended = is_number(wanted) and done > wanted
-        text = f"{done} steps" if extended else f"{done} of {wanted} steps"
+        extended = is_number(total) and last_step > total
+        text = f"{last_step} steps" if extended else f"{last_step} of {total} steps"
         return text if self.age is None else f"{text}, last row {_ago(self.age)} ago"
 
     @property
@@ -139,16 +139,16 @@ def _open(folder: RunFolder, name: str) -> View:
         ) from error
     if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
         raise UserError(f"{folder.path} is not a run folder: no run wrote {folder.config.name}")
-    logged, texts = folder.metrics.exists(), folder.completions.exists()
-    rows = _with_step(read_steps(folder.metrics)) if logged else []
+    has_metrics, has_completions = folder.metrics.exists(), folder.completions.exists()
+    rows = _valid_rows(read_steps(folder.metrics)) if has_metrics else []
     return View(
         name=name,
         config=saved["config"],
         rows=rows,
-        evaluations=_of_steps(read_evaluations(folder.metrics)) if logged else {},
-        completions=_with_step(read_jsonl(folder.completions)) if texts else [],
+        evaluations=_valid_evaluations(read_evaluations(folder.metrics)) if has_metrics else {},
+        completions=_valid_rows(read_jsonl(folder.completions)) if has_completions else [],
         finished=_finished_steps(folder) >= _last_step(rows),
-        age=time.time() - folder.metrics.stat().st_mtime if logged else None,
+        age=time.time() - folder.metrics.stat().st_mtime if has_metrics else None,
     )
 
 
@@ -165,13 +165,13 @@ def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:
     return max((row["step"] for row in rows), default=0)
 
 
-def _with_step(rows: Iterable[Any]) -> list[dict[str, Any]]:
+def _valid_rows(rows: Iterable[Any]) -> list[dict[str, Any]]:
     """The rows in the order of their steps, without what no run writes."""
-    found = [row for row in rows if isinstance(row, dict) and _is_step(row.get("step"))]
-    return sorted(found, key=lambda row: row["step"])
+    valid = [row for row in rows if isinstance(row, dict) and _is_step(row.get("step"))]
+    return sorted(valid, key=lambda row: row["step"])
 
 
-def _of_steps(evaluations: Mapping[int, float]) -> dict[int, float]:
+def _valid_evaluations(evaluations: Mapping[int, float]) -> dict[int, float]:
     return {step: value for step, value in evaluations.items() if _is_step(step)}
 
 
@@ -211,8 +211,8 @@ class Condition:
 
     def holds(self, sample: Mapping[str, Any]) -> bool:
         """Whether a completion fulfills it; one without the number does not."""
-        found = (parts_of(sample) | dict(sample)).get(self.name)
-        return is_number(found) and _COMPARISONS[self.comparison](float(found), self.value)
+        number = (parts_of(sample) | dict(sample)).get(self.name)
+        return is_number(number) and _COMPARISONS[self.comparison](float(number), self.value)
 
 
 def read_condition(text: str, views: Sequence[View]) -> Condition:
@@ -221,12 +221,12 @@ def read_condition(text: str, views: Sequence[View]) -> Condition:
     Raises:
         UserError: it has another form, or no completion has a number of this name.
     """
-    found = _CONDITION.fullmatch(text)
+    match = _CONDITION.fullmatch(text)
     try:
-        value = float(found[3]) if found else math.nan
+        value = float(match[3]) if match else math.nan
     except ValueError:
         value = math.nan
-    if found is None or math.isnan(value):
+    if match is None or math.isnan(value):
         raise UserError(
             f"--where={text}: write a name, a comparison and a number, such as "
             "--where='correctness<1' or --where='reward>=0.5'"
@@ -238,11 +238,11 @@ def read_condition(text: str, views: Sequence[View]) -> Condition:
         for name, number in (dict(sample) | parts_of(sample)).items()
         if is_number(number) and not name.startswith("reward/")
     )
-    if names and found[1] not in names:
+    if names and match[1] not in names:
         raise UserError(
-            f"--where={text}: completions have no number {found[1]!r}; they have {', '.join(names)}"
+            f"--where={text}: completions have no number {match[1]!r}; they have {', '.join(names)}"
         )
-    return Condition(found[1], found[2], value)
+    return Condition(match[1], match[2], value)
 
 
 def _ago(seconds: float) -> str:
