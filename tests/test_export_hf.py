@@ -167,7 +167,7 @@ def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
     run = finished_run.write_run(tmp_path / "run", tiny, size=size)
     kept = {}
     policy = open_policy(str(run))
-    list(merge.merged_layers(policy.model, policy.lora, packed=True, kept=kept))
+    list(merge.merged_layers(policy.model, policy.lora, packed=True, retention=kept))
     assert kept.keys() == projection_shapes(policy.model.config).keys()
     for part in kept.values():
         assert abs(part.kept_fraction - fraction) < 0.1
@@ -177,7 +177,7 @@ def test_what_four_bits_keep(size, fraction, tiny, tmp_path):
 def test_an_update_of_zero_changes_nothing(tiny, tmp_path):
     run = finished_run.write_run(tmp_path / "run", tiny, size=0.0)
     policy, kept = open_policy(str(run)), {}
-    layers = list(merge.merged_layers(policy.model, policy.lora, packed=True, kept=kept))
+    layers = list(merge.merged_layers(policy.model, policy.lora, packed=True, retention=kept))
     assert kept == {}
     for layer, before in zip(layers, policy.model.params["layers"], strict=True):
         np.testing.assert_array_equal(
@@ -192,8 +192,8 @@ def test_what_bfloat16_keeps_of_norms(tiny, tmp_path, capsys):
     assert "| norms      | 100.0 % | 0.000 |" in capsys.readouterr().out
     base = {"layers": [dict.fromkeys(("input_layernorm", "post_attention_layernorm"), np.ones(4))]}
     moved = {"layers": [{name: norm + 1e-3 for name, norm in base["layers"][0].items()}]}
-    assert merge.norms_kept(base, moved)["norms"].kept_fraction == 0.0
-    assert merge.norms_kept(base, base) == {}
+    assert merge.norm_retention(base, moved)["norms"].kept_fraction == 0.0
+    assert merge.norm_retention(base, base) == {}
 
 
 @pytest.mark.parametrize("form", ["merged", "nvfp4", "peft", "full"])

@@ -85,14 +85,14 @@ def scaled_layers(
         layer = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), dense)
         inputs = None
         for i, batch in enumerate(batches):
-            batches[i], found = _run_layer(layer, batch, config=config)
-            inputs = found if inputs is None else jax.tree.map(jnp.add, inputs, found)
-        found = _calibrate(layer, inputs, config=config, clip=clip)
-        arrays, errors, rounded_errors = jax.device_get(found)
-        yield ScaledLayer(arrays, _named(errors), _named(rounded_errors))
+            batches[i], sums = _run_layer(layer, batch, config=config)
+            inputs = sums if inputs is None else jax.tree.map(jnp.add, inputs, sums)
+        calibrated = _calibrate(layer, inputs, config=config, clip=clip)
+        arrays, errors, rounded_errors = jax.device_get(calibrated)
+        yield ScaledLayer(arrays, _by_projection(errors), _by_projection(rounded_errors))
 
 
-def _named(errors: dict) -> dict[str, float]:
+def _by_projection(errors: dict) -> dict[str, float]:
     return {
         member: float(error)
         for fused, members in FUSED.items()
@@ -132,8 +132,8 @@ def _calibrate(layer, inputs, *, config, clip):
         layer[name] = layer[name] * scales[name]
     values = scales["o_proj"].reshape(config.num_kv_heads, -1, config.head_dim)[:, 0].reshape(-1)
     rows = {
-        "qkv_proj": _last(values, layer["qkv_proj"]),
-        "gate_up_proj": _last(scales["down_proj"], layer["gate_up_proj"]),
+        "qkv_proj": _scale_last_rows(values, layer["qkv_proj"]),
+        "gate_up_proj": _scale_last_rows(scales["down_proj"], layer["gate_up_proj"]),
     }
     for name, divisors in rows.items():
         layer[name] = layer[name] / divisors[:, None]
@@ -144,11 +144,11 @@ def _calibrate(layer, inputs, *, config, clip):
         s = scales[name]
         if clip:
             layer[name] = _clip(layer[name], moment / (s[:, None] * s))
-        undone = _round(layer[name]) / s * rows.get(name, jnp.ones(1))[:, None]
+        restored = _round(layer[name]) / s * rows.get(name, jnp.ones(1))[:, None]
         measure = functools.partial(
             _errors, original[name], moment=moment, name=name, config=config
         )
-        errors[name], rounded_errors[name] = measure(undone), measure(_round(original[name]))
+        errors[name], rounded_errors[name] = measure(restored), measure(_round(original[name]))
     return layer, errors, rounded_errors
 
 
@@ -158,15 +158,15 @@ def _per_kv_head(size, config):
     return jnp.broadcast_to(heads.mean(axis=1, keepdims=True), heads.shape).reshape(-1)
 
 
-def _last(scales, weight):
+def _scale_last_rows(scales, weight):
     """Returns scales for all rows of a weight: `scales` for the last rows, 1 for the others."""
     return jnp.concatenate([jnp.ones(len(weight) - len(scales)), scales])
 
 
 def _errors(weight, rounded, *, moment, name, config):
     """Returns the relative output error of rounding for each member of a fused weight."""
-    changed, bounds = rounded - weight, member_bounds(name, config)
-    parts = [jnp.split(jnp.sum((x @ moment) * x, axis=1), bounds) for x in (changed, weight)]
+    difference, bounds = rounded - weight, member_bounds(name, config)
+    parts = [jnp.split(jnp.sum((x @ moment) * x, axis=1), bounds) for x in (difference, weight)]
     return [jnp.sqrt(a.sum() / jnp.maximum(b.sum(), 1e-30)) for a, b in zip(*parts, strict=True)]
 
 
@@ -179,8 +179,8 @@ def _best_scale(weight, size, moment):
 
     def error(alpha):
         s = scale(alpha)
-        changed = _round(weight * s) / s - weight
-        return jnp.sum((changed @ moment) * changed)
+        difference = _round(weight * s) / s - weight
+        return jnp.sum((difference @ moment) * difference)
 
     alphas = jnp.array(_ALPHAS)
     return scale(alphas[jnp.argmin(jax.lax.map(error, alphas))])
@@ -195,16 +195,16 @@ def _clip(weight, moment):
     amax = jnp.abs(blocks).max(axis=-1, keepdims=True)
     global_scale = _global_scale(weight)
 
-    def clipped(fraction):
+    def clip_to(fraction):
         return jnp.clip(blocks, -fraction * amax, fraction * amax)
 
     def error(fraction):
-        changed = _round_blocks(clipped(fraction), global_scale) - blocks
-        return jnp.einsum("nia,iab,nib->ni", changed, moments, changed)
+        difference = _round_blocks(clip_to(fraction), global_scale) - blocks
+        return jnp.einsum("nia,iab,nib->ni", difference, moments, difference)
 
     fractions = jnp.array(_CLIPS)
     best = fractions[jnp.argmin(jax.lax.map(error, fractions), axis=0)]
-    return clipped(best[..., None]).reshape(outputs, inputs)
+    return clip_to(best[..., None]).reshape(outputs, inputs)
 
 
 def _round(weight):

@@ -3,8 +3,8 @@
 A merged weight is W + scale * B A, summed in float32 and rounded once, to bfloat16 or to NVFP4. The
 update is small compared to the weights, so rounding can remove it. If the weights are on the 4-bit
 grid already, as the weights of an NVFP4 base are, an update of less than half the distance between
-two code points changes nothing at all. `Kept` measures what remains of the update in the weights;
-`scores.probe_kl` measures the effect on the policy.
+two code points changes nothing at all. `UpdateRetention` measures what remains of the update in the
+weights; `scores.probe_kl` measures the effect on the policy.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from qerl_jax.weights.load import LoadedModel
 
 
 @dataclasses.dataclass
-class Kept:
+class UpdateRetention:
     """Measures how much of the update dW of some weights is in the weights that are written.
 
     Let `change` be the difference that the update makes in the written weights.
@@ -56,7 +56,7 @@ class Kept:
 
 
 def merged_layers(
-    model: LoadedModel, lora: Lora | None, *, packed: bool, kept: dict[str, Kept]
+    model: LoadedModel, lora: Lora | None, *, packed: bool, retention: dict[str, UpdateRetention]
 ) -> Iterator[dict]:
     """Yields the layers of a model with the adapter merged into them, one at a time.
 
@@ -65,7 +65,7 @@ def merged_layers(
         lora: LoRA to merge; None if the weights themselves were trained.
         packed: whether the weights are rounded to NVFP4, as llm-compressor would round the merged
             bfloat16 weights, instead of to bfloat16.
-        kept: dictionary by projection, to which the measures of the kept update are added; a
+        retention: dictionary by projection, to which the measures of the kept update are added; a
             projection without an update is left out.
 
     Yields:
@@ -80,17 +80,17 @@ def merged_layers(
         merged, updates = merge(layer, {} if lora is None else lora.layers[number])
         for fused, members in FUSED.items():
             bounds = member_bounds(fused, model.config)
-            before = _rounded(layer[fused], bounds, packed=packed)
-            after = _rounded(merged[fused], bounds, packed=packed)
+            before = _round(layer[fused], bounds, packed=packed)
+            after = _round(merged[fused], bounds, packed=packed)
             sums = np.asarray(_row_sums(before, after, updates[fused]), np.float64)
             for member, rows in zip(members, np.split(sums, bounds, axis=1), strict=True):
                 if rows[1].any():
-                    kept.setdefault(member, Kept()).add(rows.sum(axis=1).tolist())
+                    retention.setdefault(member, UpdateRetention()).add(rows.sum(axis=1).tolist())
             merged[fused] = jax.device_get(after)
         yield merged
 
 
-def norms_kept(before: dict, after: dict) -> dict[str, Kept]:
+def norm_retention(before: dict, after: dict) -> dict[str, UpdateRetention]:
     """Measures how much of the update of trained norms bfloat16 keeps.
 
     Args:
@@ -100,18 +100,22 @@ def norms_kept(before: dict, after: dict) -> dict[str, Kept]:
     Returns:
         The measure under the key 'norms', or {} if no norm was trained.
     """
-    kept = Kept()
-    for old, new in zip(before["layers"], after["layers"], strict=True):
+    retention = UpdateRetention()
+    for layer_before, layer_after in zip(before["layers"], after["layers"], strict=True):
         for norm in LAYER_NORMS:
-            update = np.asarray(new[norm], np.float64) - np.asarray(old[norm], np.float64)
-            ends = [np.asarray(layer[norm], ml_dtypes.bfloat16) for layer in (old, new)]
+            update = np.asarray(layer_after[norm], np.float64) - np.asarray(
+                layer_before[norm], np.float64
+            )
+            ends = [
+                np.asarray(layer[norm], ml_dtypes.bfloat16) for layer in (layer_before, layer_after)
+            ]
             change = ends[1].astype(np.float64) - ends[0].astype(np.float64)
             sums = (change * update, update**2, (change - update) ** 2)
-            kept.add([x.sum() for x in sums])
-    return {"norms": kept} if kept.update else {}
+            retention.add([x.sum() for x in sums])
+    return {"norms": retention} if retention.update else {}
 
 
-def _rounded(
+def _round(
     weight: jax.Array | QuantTensor, bounds: Sequence[int], *, packed: bool
 ) -> np.ndarray | QuantTensor:
     """Rounds a fused weight to the written format; an NVFP4 weight stays as it is."""
@@ -130,7 +134,7 @@ def _dense(weight: QuantTensor) -> jax.Array:
 
 @jax.jit
 def _row_sums(before, after, update):
-    """Returns the sums of `Kept` over each row of weights [N, K], float32 [3, N]."""
+    """Returns the sums of `UpdateRetention` over each row of weights [N, K], float32 [3, N]."""
     before, after = (
         dequantize(weight, jnp.float32)
         if isinstance(weight, QuantTensor)

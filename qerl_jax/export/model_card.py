@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.export.merge import Kept
+from qerl_jax.export.merge import UpdateRetention
 from qerl_jax.rewards.url import without_keys
 from qerl_jax.run.provenance import without_folders
 from qerl_jax.run.statistics import wilson_interval
@@ -73,7 +73,7 @@ class Card:
         norms: dtype of the norms in the written model; '' is that of its other dense weights.
         problems: number of problems that the scores were measured on.
         scores: names of policies and their greedy pass@1.
-        kept: measures of the kept update by projection; empty if nothing was rounded.
+        retention: measures of the kept update by projection; empty if nothing was rounded.
         divergences: names of policies and the KL of the trained policy to them in nats per token.
     """
 
@@ -92,7 +92,7 @@ class Card:
     norms: str = ""
     problems: int = 0
     scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)
-    kept: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    retention: dict[str, UpdateRetention] = dataclasses.field(default_factory=dict)
     divergences: list[tuple[str, float]] = dataclasses.field(default_factory=list)
 
 
@@ -106,13 +106,13 @@ def model_card(card: Card) -> str:
             f"Greedy pass@1 on {card.problems} problems that the run held out:",
             _score_table(card),
         ]
-    if card.kept or card.norms or card.divergences:
+    if card.retention or card.norms or card.divergences:
         parts.append("## What is left of the update")
-    if card.kept:
-        parts += [_KEPT, kept_table(card.kept)]
+    if card.retention:
+        parts += [_KEPT, retention_table(card.retention)]
     if card.norms:
-        said = ", and keeps what the row `norms` says." if "norms" in card.kept else "."
-        parts.append(_NORMS + said)
+        suffix = ", and keeps what the row `norms` says." if "norms" in card.retention else "."
+        parts.append(_NORMS + suffix)
     if card.divergences:
         parts += [_DIVERGENCE, divergence_table(card.divergences)]
     if card.run is not None:
@@ -143,15 +143,15 @@ def vllm_rank(rank: int) -> int:
     return min((allowed for allowed in _VLLM_RANKS if allowed >= rank), default=rank)
 
 
-def kept_table(kept: Mapping[str, Kept]) -> str:
+def retention_table(retention: Mapping[str, UpdateRetention]) -> str:
     """Returns a table of what rounding keeps: a row per projection, and one for all together."""
-    total = Kept()
-    for part in kept.values():
+    total = UpdateRetention()
+    for part in retention.values():
         total.add((part.overlap, part.update, part.error))
     rows = [
         # Adding 0.0 makes -0.0 positive.
         (name, f"{round(100 * part.kept_fraction, 1) + 0.0} %", f"{part.relative_error:.3f}")
-        for name, part in [*kept.items(), ("all", total)]
+        for name, part in [*retention.items(), ("all", total)]
     ]
     return format_table(("projection", "kept", "error"), rows)
 
@@ -201,10 +201,12 @@ def _front_matter(card: Card) -> str:
 
 def _about(card: Card) -> list[str]:
     form = FORMAT_NAMES[card.base_format]
-    what = f"LoRA of rank {card.rank}" if card.rank else "all parameters"
+    parameters = f"LoRA of rank {card.rank}" if card.rank else "all parameters"
     if card.run is None:
         return _about_foreign(card)
-    lines = [f"{card.base}, trained with reinforcement learning on its weights in {form}: {what}."]
+    lines = [
+        f"{card.base}, trained with reinforcement learning on its weights in {form}: {parameters}."
+    ]
     match card.format, card.onto:
         case "peft", _ if card.base_format != "bf16":
             lines.append(
@@ -248,9 +250,10 @@ def _about_foreign(card: Card) -> list[str]:
     if card.format == "peft":
         return [f"{adapter}."]
     form = "bf16" if card.onto == "bf16" else FORMAT_NAMES[card.base_format]
-    written = {"merged": "bfloat16", "nvfp4": "NVFP4"}[card.format]
+    weight_format = {"merged": "bfloat16", "nvfp4": "NVFP4"}[card.format]
     return [
-        f"{adapter}, merged in float32 into its weights in {form}; the sum is rounded to {written}."
+        f"{adapter}, merged in float32 into its weights in {form}; the sum is rounded to "
+        f"{weight_format}."
     ]
 
 
@@ -277,28 +280,28 @@ def _python(card: Card) -> str:
 
 
 def _training(run: Mapping[str, Any], steps: int | None) -> list[str]:
-    done = "Not finished yet" if steps is None else f"{steps} steps"
+    state = "Not finished yet" if steps is None else f"{steps} steps"
     facts = []
     if git := run.get("git"):
         facts.append(f"commit {git['commit']}" + (" with changes" if git.get("dirty") else ""))
     facts.append(str(run["device"]["kind"]))
     facts += [f"{name} {run['versions'][name]}" for name in ("jax", "python")]
-    found = {name: _lookup(run["config"], name) for name in _SUMMARY}
+    fields = {name: _lookup(run["config"], name) for name in _SUMMARY}
     if mixture := _lookup(run["config"], "data.mixture"):
         total = sum(source.get("weight", 1.0) for source in mixture.values())
         for name, source in mixture.items():
             origin = source.get("path") or source.get("source")
             share = source.get("weight", 1.0) / total
-            found[f"data.mixture.{name}"] = f"{origin}, {share:.1%} of the draws"
-    if mixture or found["data.path"]:
-        del found["data.source"]  # because the others replace it
+            fields[f"data.mixture.{name}"] = f"{origin}, {share:.1%} of the draws"
+    if mixture or fields["data.path"]:
+        del fields["data.source"]  # because the others replace it
     # Folders of the training machine mean nothing elsewhere.
-    shown = {name: without_folders(_show(v)) for name, v in found.items() if v not in (None, "")}
+    cells = {name: without_folders(_show(v)) for name, v in fields.items() if v not in (None, "")}
     return [
         "## Training",
-        f"{done}: {', '.join(facts)}.",
+        f"{state}: {', '.join(facts)}.",
         _code("bash", without_folders(run["command"])),
-        format_table(("field", "value"), list(shown.items())),
+        format_table(("field", "value"), list(cells.items())),
         "<details><summary>Full config</summary>",
         _code("json", without_folders(json.dumps(run["config"], indent=2))),
         "</details>",

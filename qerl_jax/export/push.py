@@ -9,7 +9,7 @@ from qerl_jax.errors import UserError, first_line
 from qerl_jax.system import hub
 
 _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-_MADE_BY_THE_HUB = {".gitattributes"}
+_HUB_FILES = {".gitattributes"}
 _TEXT = {".json", ".md", ".jinja", ".txt", ".yaml", ".yml"}
 
 
@@ -52,18 +52,18 @@ def check_push(names: Sequence[str], *, public: bool = False) -> None:
         try:
             with hub.asking(name):
                 exists = api.repo_exists(name)
-                held = set(api.list_repo_files(name)) if exists else set()
-                hidden = not exists or api.repo_info(name).private is True
+                files = set(api.list_repo_files(name)) if exists else set()
+                private = not exists or api.repo_info(name).private is True
         # The hub's classes have no common one; a message is what there is to tell.
         except Exception as error:
-            raise _failed(name, error, "try again later, or leave out --push") from error
-        if others := sorted(held - _MADE_BY_THE_HUB):
+            raise _push_error(name, error, "try again later, or leave out --push") from error
+        if others := sorted(files - _HUB_FILES):
             raise UserError(
                 f"--push={name}: the repository exists and holds {others[0]}; choose another name, "
                 "or remove it on the hub"
             )
-        if not hidden and not public:
-            raise _is_public(name, "make it private on the hub")
+        if not private and not public:
+            raise _public_error(name, "make it private on the hub")
 
 
 def push(folder: Path, name: str, *, public: bool) -> str:
@@ -88,12 +88,12 @@ def push(folder: Path, name: str, *, public: bool) -> str:
         url = api.create_repo(name, private=not public, exist_ok=True)
         # An existing repository, or one of an organization, may have another visibility.
         if not public and api.repo_info(name).private is not True:
-            raise _is_public(name, "make it private on the hub; " + upload)
+            raise _public_error(name, "make it private on the hub; " + upload)
         api.upload_folder(repo_id=name, folder_path=str(folder), commit_message="Add the export")
     except UserError:
         raise
     except Exception as error:
-        raise _failed(name, error, upload) from error
+        raise _push_error(name, error, upload) from error
     return str(url)
 
 
@@ -109,9 +109,13 @@ def check_names_no_folder(folder: Path, name: str, folders: Iterable[Path]) -> N
     Raises:
         UserError: a file of text names one of them.
     """
-    own = {Path.home(), Path.cwd(), *folders}
-    own |= {path.absolute() for path in own} | {path.resolve() for path in own}
-    patterns = {path: _names(path) for path in sorted(own) if path.is_absolute() and path.name}
+    local_paths = {Path.home(), Path.cwd(), *folders}
+    local_paths |= {path.absolute() for path in local_paths} | {
+        path.resolve() for path in local_paths
+    }
+    patterns = {
+        path: _names(path) for path in sorted(local_paths) if path.is_absolute() and path.name
+    }
     for file in sorted(path for path in folder.rglob("*") if path.suffix in _TEXT):
         text = file.read_text(encoding="utf-8", errors="replace")
         for path, pattern in patterns.items():
@@ -127,17 +131,17 @@ def _names(path: Path) -> re.Pattern[str]:
 
     A vocabulary has tokens such as '/root', so that a folder of one part counts only within a path.
     """
-    written = {str(path), json.dumps(str(path))[1:-1]}
+    spellings = {str(path), json.dumps(str(path))[1:-1]}
     end = r"(?![\w.-])" if len(path.parts) > 2 else r"/\w"
-    return re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(written)))}){end}")
+    return re.compile(rf"(?<![\w.])(?:{'|'.join(map(re.escape, sorted(spellings)))}){end}")
 
 
-def _is_public(name: str, remedy: str) -> UserError:
+def _public_error(name: str, remedy: str) -> UserError:
     return UserError(
         f"--push={name}: everyone can see this repository; pass --public if that is wanted, or "
         f"{remedy}"
     )
 
 
-def _failed(name: str, error: Exception, remedy: str) -> UserError:
+def _push_error(name: str, error: Exception, remedy: str) -> UserError:
     return UserError(f"--push={name}: {type(error).__name__}: {first_line(error)}; {remedy}")

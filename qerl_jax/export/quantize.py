@@ -88,8 +88,8 @@ def pack_layer(
             where = f"layer {layer}, {'/'.join(members)}"
             raise UserError(f"{checkpoint.path}: {where}: {error}") from error
         sums = (np.split(rows, bounds) for rows in jax.device_get(_squares(weight, arrays[fused])))
-        for member, changed, whole in zip(members, *sums, strict=True):
-            errors[member] = float(np.sqrt(changed.sum() / max(whole.sum(), 1e-30)))
+        for member, error_squares, weight_squares in zip(members, *sums, strict=True):
+            errors[member] = float(np.sqrt(error_squares.sum() / max(weight_squares.sum(), 1e-30)))
     return PackedLayer(arrays, errors)
 
 
@@ -97,8 +97,8 @@ def pack_layer(
 def _squares(weight: jax.Array, packed: QuantTensor) -> tuple[jax.Array, jax.Array]:
     """Returns the sums of squares over each row [N] of the rounding error and of the weight."""
     weight = weight.astype(jnp.float32)
-    changed = weight - dequantize(packed, jnp.float32)
-    return jnp.sum(changed**2, axis=1), jnp.sum(weight**2, axis=1)
+    difference = weight - dequantize(packed, jnp.float32)
+    return jnp.sum(difference**2, axis=1), jnp.sum(weight**2, axis=1)
 
 
 def write_packed(

@@ -42,13 +42,13 @@ def best_scales(weight: jax.Array, default: jax.Array, divisor: jax.Array) -> ja
     def error(step: jax.Array) -> jax.Array:
         return jnp.sum((round_blocks(blocks, scales_of(step), divisor) - blocks) ** 2, axis=-1)
 
-    def better(best: tuple, step: jax.Array) -> tuple[tuple, None]:
-        found = error(step)
-        less = found < best[0]
-        return (jnp.where(less, found, best[0]), jnp.where(less, step, best[1])), None
+    def keep_better(best: tuple, step: jax.Array) -> tuple[tuple, None]:
+        candidate = error(step)
+        is_less = candidate < best[0]
+        return (jnp.where(is_less, candidate, best[0]), jnp.where(is_less, step, best[1])), None
 
     start = error(jnp.uint8(0)), jnp.zeros_like(first)
-    (_, steps), _ = jax.lax.scan(better, start, jnp.arange(1, _STEPS, dtype=jnp.uint8))
+    (_, steps), _ = jax.lax.scan(keep_better, start, jnp.arange(1, _STEPS, dtype=jnp.uint8))
     return scales_of(steps)
 
 

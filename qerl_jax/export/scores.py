@@ -172,9 +172,9 @@ def add_score(
     """
     live, total = LiveLine(), len(held_out.prompts)
 
-    def on_progress(done: int, tokens: int) -> None:
+    def on_progress(count: int, tokens: int) -> None:
         del tokens
-        live.update(f"scoring {name}: {done}/{total}")
+        live.update(f"scoring {name}: {count}/{total}")
 
     accuracy = held_out.accuracy(model, lora, on_progress=on_progress).accuracy
     live.clear()
@@ -223,8 +223,8 @@ def _probe_prompts(policy: LoadedPolicy, held_out: HeldOutSet | None) -> list[Se
 
 def add_divergence(card: Card, probe: Probe, name: str, model: LoadedModel) -> None:
     """Adds the KL of the trained policy to a model to the card, under the name of the model."""
-    others = host_logprobs(model, None, probe.prompts, probe.completions)
-    card.divergences.append((name, probe_kl(probe.logprobs, others)))
+    other_logprobs = host_logprobs(model, None, probe.prompts, probe.completions)
+    card.divergences.append((name, probe_kl(probe.logprobs, other_logprobs)))
 
 
 def host_logprobs(
@@ -245,13 +245,13 @@ def host_logprobs(
         An array float32 [C, V] per prompt, one row for each token of the completion.
     """
     texts = [[*pair[0], *pair[1]] for pair in zip(prompts, completions, strict=True)]
-    width, found = max(map(len, texts)), []
+    width, logprobs = max(map(len, texts)), []
     for prompt, text in zip(prompts, texts, strict=True):
         tokens = np.zeros((1, width), np.int32)
         tokens[0, : len(text)] = text
         logits = _forward(model.params, lora, tokens, config=model.config)
-        found.append(np.asarray(jax.nn.log_softmax(logits[0, len(prompt) - 1 : len(text) - 1])))
-    return found
+        logprobs.append(np.asarray(jax.nn.log_softmax(logits[0, len(prompt) - 1 : len(text) - 1])))
+    return logprobs
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -260,15 +260,17 @@ def _forward(params: dict, lora: Lora | None, tokens: jax.Array, *, config: Mode
     return transformer.forward(params, lora, tokens, lengths, config=config)
 
 
-def probe_kl(logprobs: Sequence[np.ndarray], others: Sequence[np.ndarray]) -> float:
+def probe_kl(logprobs: Sequence[np.ndarray], other_logprobs: Sequence[np.ndarray]) -> float:
     """Returns the mean KL(policy | other policy) over all tokens of some completions.
 
     Args:
         logprobs: log-probabilities of the policy, as in `host_logprobs`.
-        others: log-probabilities of the other policy for the same completions.
+        other_logprobs: log-probabilities of the other policy for the same completions.
 
     Returns:
         The mean KL in nats per token.
     """
-    kl = [np.sum(np.exp(p) * (p - q), axis=-1) for p, q in zip(logprobs, others, strict=True)]
+    kl = [
+        np.sum(np.exp(p) * (p - q), axis=-1) for p, q in zip(logprobs, other_logprobs, strict=True)
+    ]
     return float(np.concatenate(kl).mean())

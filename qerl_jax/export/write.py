@@ -20,13 +20,13 @@ from qerl_jax.errors import UserError, check_limits, visible
 from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run, trusts_run
 from qerl_jax.evaluation.scorers import check_scorers, run_scorers
 from qerl_jax.evaluation.tasks import TaskOverrides
-from qerl_jax.export.merge import merged_layers, norms_kept
+from qerl_jax.export.merge import merged_layers, norm_retention
 from qerl_jax.export.model_card import (
     FORMAT_NAMES,
     Card,
     divergence_table,
-    kept_table,
     model_card,
+    retention_table,
     serve_lines,
 )
 from qerl_jax.export.push import check_name, check_names_no_folder, check_push, push
@@ -129,15 +129,18 @@ def export(config: ExportConfig) -> Path:
         card = _export_adapter(config, policy, out, base_out)
     else:
         card = _export_model(config, policy, out)
-    if card.kept:
-        print(f"the part of the update that rounding keeps:\n{kept_table(card.kept)}", flush=True)
+    if card.retention:
+        print(
+            f"the part of the update that rounding keeps:\n{retention_table(card.retention)}",
+            flush=True,
+        )
     if card.divergences:
         print(f"KL of the trained policy to:\n{divergence_table(card.divergences)}", flush=True)
     print(visible(f"{out}: complete" if base_out is None else f"{out}, {base_out}: complete"))
     if config.push:
-        used = [user_path(config.source), policy.base.path, out]
+        local_folders = [user_path(config.source), policy.base.path, out]
         for folder, name in zip(filter(None, (out, base_out)), repositories, strict=True):
-            check_names_no_folder(folder, name, used)
+            check_names_no_folder(folder, name, local_folders)
         if base_out is not None:
             print(push(base_out, _base_name(config.push), public=config.public), flush=True)
         print(push(out, config.push, public=config.public), flush=True)
@@ -155,16 +158,16 @@ def _with_trust(config: ExportConfig) -> ExportConfig:
     run = read_run(source)
     trusted = trusts_run(source, run, trust=config.trust)
     if run is not None and config.score_problems != 0:
-        chosen = {"token_env": ",".join(config.token_env), "format_scorer": ""}
-        chosen |= {"scorer": config.judge} if config.judge else {}
+        overrides = {"token_env": ",".join(config.token_env), "format_scorer": ""}
+        overrides |= {"scorer": config.judge} if config.judge else {}
         try:
-            check_scorers(run_scorers(run["config"]), chosen, trusted=trusted)
+            check_scorers(run_scorers(run["config"]), overrides, trusted=trusted)
         except UserError as error:
             raise UserError(f"{error}; --score-problems=0 exports without scores") from error
     return dataclasses.replace(config, trust=trusted)
 
 
-def _held_out(config: ExportConfig, policy: LoadedPolicy) -> HeldOutSet | None:
+def _open_held_out(config: ExportConfig, policy: LoadedPolicy) -> HeldOutSet | None:
     overrides = TaskOverrides(
         scorer=(config.judge,) if config.judge else (),
         format_scorer=("",),
@@ -213,13 +216,13 @@ def _out_folder(config: ExportConfig) -> Path:
 
 
 def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
-    all_trained = policy.lora is None and policy.run is not None and config.adapter != "none"
-    if policy.lora is None and not all_trained:
+    trains_all = policy.lora is None and policy.run is not None and config.adapter != "none"
+    if policy.lora is None and not trains_all:
         raise UserError(
             f"{config.source}: there is no adapter to export; to write a model in NVFP4, use "
             "python -m experiments.quantize MODEL FOLDER"
         )
-    if all_trained and config.format == "peft":
+    if trains_all and config.format == "peft":
         raise UserError(
             f"{config.source}: all parameters were trained and there is no adapter: export the "
             "model with --format=merged or --format=nvfp4"
@@ -248,18 +251,18 @@ def _export_adapter(
     config: ExportConfig, policy: LoadedPolicy, out: Path, base_out: Path | None
 ) -> Card:
     assert policy.lora_config is not None
-    base, trained = policy.base, policy.trainable
-    assert trained is not None
+    base, trainable = policy.base, policy.trainable
+    assert trainable is not None
     base_model = config.base_name or base.source
     if base_out is not None:
         # The trained norms go into the base, so that vLLM accepts the adapter.
-        trained = dataclasses.replace(trained, params={})
+        trainable = dataclasses.replace(trainable, params={})
         base_model = _base_name(config.push) if config.push else str(base_out.resolve())
-    card = _new_card(config, policy, out, base_out, trained_norms=bool(trained.params))
+    card = _make_card(config, policy, out, base_out, trained_norms=bool(trainable.params))
     if base_out is not None:
         card.norms = _norms(policy)
-        card.kept |= norms_kept(base.params, policy.model.params)
-    held_out = _held_out(config, policy)
+        card.retention |= norm_retention(base.params, policy.model.params)
+    held_out = _open_held_out(config, policy)
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
         for format in ("nvfp4", "bf16"):
@@ -279,7 +282,7 @@ def _export_adapter(
                 checkpoint_tensors(policy.model.params, base.config, norms=card.norms),
                 files=base_files,
             )
-        peft.fill_peft_adapter(staged, trained, policy.lora_config, base_model=base_model)
+        peft.fill_peft_adapter(staged, trainable, policy.lora_config, base_model=base_model)
         for name, content in files.items():
             (staged / name).write_bytes(content)
     return card
@@ -289,9 +292,9 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
     packed = config.format == "nvfp4"
     # Weights on the 4-bit grid would be rounded back to their old values.
     onto = config.onto or ("bf16" if packed and not policy.base.packed else "trained")
-    card = _new_card(config, policy, out, None, onto=onto)
+    card = _make_card(config, policy, out, None, onto=onto)
     card.norms = _norms(policy)
-    held_out = _held_out(config, policy)
+    held_out = _open_held_out(config, policy)
     if held_out is not None:
         add_trained_scores(card, held_out, policy)
     probe = make_probe(policy, held_out) if config.score_problems != 0 else None
@@ -300,8 +303,8 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
         target = _open(config, "bf16")
         if held_out is not None:
             add_score(card, held_out, "bf16 base + adapter", target.model, target.lora)
-    card.kept |= norms_kept(target.base.params, target.model.params)
-    layers = merged_layers(target.model, policy.lora, packed=packed, kept=card.kept)
+    card.retention |= norm_retention(target.base.params, target.model.params)
+    layers = merged_layers(target.model, policy.lora, packed=packed, retention=card.retention)
     with staged_folder(out) as staged:
         fill_checkpoint(
             staged,
@@ -319,8 +322,8 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
 def _norms(policy: LoadedPolicy) -> str:
     """Returns the dtype of the norms in a written model: float32 where they were trained."""
     # Without an adapter, all parameters were trained.
-    trained = policy.trainable is None or policy.trainable.params
-    return "float32" if trained else ""
+    are_trained = policy.trainable is None or policy.trainable.params
+    return "float32" if are_trained else ""
 
 
 def _add_export_scores(
@@ -335,7 +338,7 @@ def _add_export_scores(
     add_divergence(card, probe, "this model", exported)
 
 
-def _new_card(
+def _make_card(
     config: ExportConfig,
     policy: LoadedPolicy,
     out: Path,
@@ -353,8 +356,10 @@ def _new_card(
     hides = config.push and Path(base.source).is_absolute()
     public = config.base_name or (Path(base.source).name if hides else base.source)
     served = public if base.format == "bf16" or base.packed else ""
-    named = policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
-    read_from = config.base or named
+    source_name = (
+        policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
+    )
+    read_from = config.base or source_name
     return Card(
         name=source.resolve().name,
         format=config.format,
