@@ -17,7 +17,7 @@ from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.training.initial_policy import first_trainable
 from qerl_jax.training.loop import train
-from qerl_jax.training.saving import save_trained
+from qerl_jax.training.saving import save_policy
 from qerl_jax.training.setup import prepare
 from qerl_jax.weights.load import load
 
@@ -130,7 +130,7 @@ def test_a_saved_model_is_the_policy_to_the_bit(tiny, tmp_path):
     model = load(str(tiny.model), format="bf16", dtype="bfloat16")
     trained = jax.tree.map(lambda leaf: leaf + 1e-4, trained_params(model.params, "full"))
     trainable, setup = Trainable(None, trained), types.SimpleNamespace(config=config, model=model)
-    save_trained(RunFolder(tmp_path), setup, trainable)
+    save_policy(RunFolder(tmp_path), setup, trainable)
     saved = load(str(tmp_path / "model"), format="bf16", dtype="bfloat16").params
     policy = current_policy(model.params, trainable)
     assert float(policy["norm"][0]) != 1

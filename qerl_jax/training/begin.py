@@ -1,4 +1,4 @@
-"""How a run begins: it starts anew, or goes on from its latest checkpoint."""
+"""How a run begins: at step 0, or at its latest checkpoint."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,8 +9,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.compile.count import Compilations
 from qerl_jax.config.fields import has_own_evaluation
-from qerl_jax.data.from_config import EVAL, TRAIN, by_source, mixture_of
-from qerl_jax.data.from_config import problem_digests as problem_fingerprints
+from qerl_jax.data.from_config import EVAL, TRAIN, by_source, mixture_of, problem_digests
 from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import warn_of_another_base
@@ -50,12 +49,12 @@ def check_starts(
     """
     if processes.count == 1:
         return
-    found = flatten(config_dict(config))
-    found |= {f"weight of the reward {name}": weight for name, (_, weight) in rewards.items()}
-    found |= {f"version of {name}": version for name, version in versions().items()}
+    facts = flatten(config_dict(config))
+    facts |= {f"weight of the reward {name}": weight for name, (_, weight) in rewards.items()}
+    facts |= {f"version of {name}": version for name, version in versions().items()}
     devices = jax.local_devices()
-    found |= {"number of devices": len(devices), "kind of device": devices[0].device_kind}
-    processes.check_same(found, "start all of them with the same command, versions and devices")
+    facts |= {"number of devices": len(devices), "kind of device": devices[0].device_kind}
+    processes.check_same(facts, "start all of them with the same command, versions and devices")
 
 
 def begin(
@@ -69,15 +68,15 @@ def begin(
     processes = setup.processes
     restored = checkpoints.restore_latest(setup.state_shapes)
     prompts = by_source(setup.collect.order, setup.train_prompts) | {EVAL: setup.eval_prompts}
-    fingerprints = problem_fingerprints(prompts, setup.rewards)
-    rendered = digest_of_prompts((*setup.train_prompts, *setup.eval_prompts))
-    _check_processes(setup, fingerprints, None if restored is None else restored[0], rendered)
+    digests = problem_digests(prompts, setup.rewards)
+    prompts_digest = digest_of_prompts((*setup.train_prompts, *setup.eval_prompts))
+    _check_processes(setup, digests, None if restored is None else restored[0], prompts_digest)
     if restored is None:
         if log is not None:
             log.truncate(-1)
             folder.best.unlink(missing_ok=True)
         if setup.config.init_from:
-            setup, progress = begin_from(setup, folder, fingerprints)
+            setup, progress = begin_from(setup, folder, digests)
         else:
             trainable = first_trainable(
                 setup.config, setup.model, setup.method.lora_config, setup.key
@@ -99,15 +98,15 @@ def begin(
                 "began with; restore them or pass another --workdir"
             )
         check_reference(setup.config, meta.get("reference"), setup.reference_digest)
-        _check_problems(setup.config, meta.get("problems", {}), fingerprints)
+        _check_problems(setup.config, meta.get("problems", {}), digests)
         check_prompts(
-            meta.get("prompts", rendered),
-            rendered,
+            meta.get("prompts", prompts_digest),
+            prompts_digest,
             model=setup.config.model.source,
             what="this run",
             option="--workdir",
         )
-        _check_moved(folder, meta)
+        _check_places(folder, meta)
         if log is not None:
             _truncate_log(log, folder, step, meta.get("unlogged"))
         print(f"resuming after step {step}", flush=True)
@@ -120,8 +119,17 @@ def begin(
         evaluations = dict(processes.broadcast_from_first(list(evaluations.items())))
     if processes.writes and folder.moved:
         record_places(folder, setup.config)
-    digests = fingerprints, rendered
-    run = Run(setup, folder, checkpoints, log, progress, evaluations, *digests, compilations)
+    run = Run(
+        setup,
+        folder,
+        checkpoints,
+        log,
+        progress,
+        evaluations,
+        digests,
+        prompts_digest,
+        compilations,
+    )
     if progress.step < setup.config.steps:
         checkpoints.require_space(progress.state)  # A full disk would cost the steps until a save.
     if setup.config.init_from and restored is None:
@@ -131,27 +139,27 @@ def begin(
 
 
 def _check_processes(
-    setup: Setup, fingerprints: Mapping[str, str], step: int | None, prompts: str = ""
+    setup: Setup, problem_digests: Mapping[str, str], step: int | None, prompts_digest: str = ""
 ) -> None:
-    """Refuses processes that have read other things, or have planned other programs."""
-    found = {f"{split} problems": digest[:16] for split, digest in fingerprints.items()}
-    found |= {
+    """Refuses processes that have other weights, problems or prompts, or plan other programs."""
+    facts = {f"{split} problems": digest[:16] for split, digest in problem_digests.items()}
+    facts |= {
         "step of the checkpoint": step,
         "weights": setup.model.fingerprint[:16],
-        "prompts as token ids": prompts[:16],
+        "prompts as token ids": prompts_digest[:16],
         "reference policy": setup.reference_digest,
         "buffer_tokens of the memory plan": setup.memory.buffer_tokens,
         "recompute of the memory plan": list(setup.update.recompute),
     }
     objective = setup.update.loss.objective
     if names_function(objective):  # Its path says nothing of the code that a host has under it.
-        found[f"code of {objective}"] = custom_loss_digest(objective)[:16]
+        facts[f"code of {objective}"] = custom_loss_digest(objective)[:16]
     remedy = "give all of them the same model, problems, code and GPU memory"
-    setup.processes.check_same(found, remedy)
+    setup.processes.check_same(facts, remedy)
 
 
-def _check_moved(folder: OpenRun, meta: Mapping[str, Any]) -> None:
-    """Refuses another place of the problems where the checkpoint cannot tell whether they agree."""
+def _check_places(folder: OpenRun, meta: Mapping[str, Any]) -> None:
+    """Refuses another path of the problems where the checkpoint has no digest to compare."""
     moved = [field for field in folder.moved if field.startswith("data.")]
     if moved and "problems" not in meta:
         raise UserError(
@@ -184,14 +192,16 @@ def _truncate_log(
     log.write_completions(step, samples)
 
 
-def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping[str, str]) -> None:
+def _check_problems(
+    config: ConfigDict, saved: Mapping[str, str], current: Mapping[str, str]
+) -> None:
     """Refuses problems that are not the problems of a checkpoint.
 
     Args:
         config: the resolved config.
-        saved: fingerprints of the problems by split when the checkpoint was saved; empty in a
+        saved: digests of the problems by split when the checkpoint was saved; empty in a
             checkpoint of an earlier version, whose problems are not compared.
-        found: fingerprints of the problems of this start.
+        current: digests of the problems of this start.
     """
     mixture = mixture_of(config)
     places = {f"{TRAIN}/{name}": source.origin for name, source in mixture.items()}
@@ -200,7 +210,7 @@ def _check_problems(config: ConfigDict, saved: Mapping[str, str], found: Mapping
         places[EVAL] = config.data.eval_path or config.data.eval_source
     else:
         places[EVAL] = "data.mixture" if mixture else places[TRAIN]
-    for split, digest in found.items():
+    for split, digest in current.items():
         if saved.get(split, digest) != digest:
             name, place = "evaluation" if split == EVAL else "training", places[split]
             raise UserError(

@@ -107,7 +107,7 @@ def collect(
     prompts: Sequence[Prompt],
     cursor: Cursor,
     *,
-    config: CollectConfig,
+    options: CollectConfig,
     processes: Peers,
     on_progress: Callable[[int, int], None] | None = None,
     on_wait: Callable[[], None] | None = None,
@@ -126,7 +126,7 @@ def collect(
         policy: the policy that samples, noise included, on one device or replicated.
         prompts: the training prompts.
         cursor: position in the prompts.
-        config: options.
+        options: options.
         processes: the processes of the run, each of which samples and scores a part.
         on_progress: called with the number of finished rows of a rollout and the number of tokens
             of all rounds, after every chunk but the last of a rollout.
@@ -139,26 +139,26 @@ def collect(
     Raises:
         NoRewardError: every reward of every completion of the step failed.
     """
-    before, taken = cursor, list[int]()
+    first_cursor, drawn_places = cursor, list[int]()
 
     def sample(index: int, cursor: Cursor, tokens: int) -> tuple[Experience, Cursor]:
-        places, cursor = draw(config.order, cursor, config.prompts_per_step, exclude=taken)
-        taken.extend(places)
-        drawn = [prompts[place] for place in places]
-        shares = deal([len(prompt.ids) for prompt in drawn], processes.count)
+        places, cursor = draw(options.order, cursor, options.prompts_per_step, exclude=drawn_places)
+        drawn_places.extend(places)
+        round_prompts = [prompts[place] for place in places]
+        shares = deal([len(prompt.ids) for prompt in round_prompts], processes.count)
         share = shares[processes.index]
-        own = [drawn[i] for i in share]
-        texts = _Texts(own, config.sampler)
+        own_prompts = [round_prompts[i] for i in share]
+        texts = _Texts(own_prompts, options.sampler)
         started = time.perf_counter()
-        steps = config.sampler.steps(
+        steps = options.sampler.steps(
             jax.random.fold_in(key, index),
             policy,
-            [prompt.ids for prompt in own],
+            [prompt.ids for prompt in own_prompts],
             ids=share.tolist(),
         )
         with (
             contextlib.closing(steps),
-            config.scoring(len(texts.prompts), on_wait=on_wait) as scoring,
+            options.scoring(len(texts.prompts), on_wait=on_wait) as scoring,
         ):
             for progress in steps:
                 if on_progress is not None and progress.ended_rows < progress.rows:
@@ -167,7 +167,7 @@ def collect(
             seconds = time.perf_counter() - started
             # The last progress has the whole rollout.
             experience = Experience(
-                prompts=own,
+                prompts=own_prompts,
                 places=[places[i] for i in share],
                 texts=[texts.by_row[row] for row in range(len(texts.prompts))],
                 rollout=progress.rollout,
@@ -175,25 +175,27 @@ def collect(
                 statistics=[progress.statistics],
                 seconds=seconds,
             )
-        tokenizer = config.sampler.tokenizer
+        tokenizer = options.sampler.tokenizer
         experience = gather(
-            experience, drawn, places, shares, tokenizer=tokenizer, processes=processes
+            experience, round_prompts, places, shares, tokenizer=tokenizer, processes=processes
         )
-        scores = _penalized(experience.scores, experience.rollout, config)
-        cursor = record_results(config.order, cursor, places, _correct(scores, config))
+        scores = _add_length_penalty(experience.scores, experience.rollout, options)
+        cursor = record_results(options.order, cursor, places, _correct(scores, options))
         return dataclasses.replace(experience, scores=scores), cursor
 
-    rounds, informative, cursor = _sample_rounds(sample, cursor, config)
+    rounds, informative, cursor = _sample_rounds(sample, cursor, options)
     sampled = concatenate(rounds)
     _check_rewards(sampled.scores)
     # Informative groups first, each kind in the order of sampling.
-    groups = np.sort(np.argsort(~informative, stable=True)[: config.prompts_per_step])
-    metrics = _metrics(sampled, config) | order_metrics(config.order, before, cursor, taken)
+    groups = np.sort(np.argsort(~informative, stable=True)[: options.prompts_per_step])
+    metrics = _metrics(sampled, options) | order_metrics(
+        options.order, first_cursor, cursor, drawn_places
+    )
     return choose(sampled, groups), metrics, cursor
 
 
 class _Texts:
-    """The completions of a rollout as text, each from when it has ended.
+    """The completions of a rollout as text, each decoded once it has ended.
 
     Attributes:
         prompts: the prompt of each row.
@@ -211,13 +213,13 @@ class _Texts:
         ended = rollout.finished | (rollout.lengths == self._limit)
         if progress.ended_rows == progress.rows:
             ended = np.ones(progress.rows, bool)
-        new = {}
+        completions = {}
         for row in np.flatnonzero(ended).tolist():
             if row in self.by_row:
                 continue
             length, prompt = int(rollout.lengths[row]), self.prompts[row]
             self.by_row[row] = self._tokenizer.decode(rollout.tokens[row, :length].tolist())
-            new[row] = Completion(
+            completions[row] = Completion(
                 prompt.text,
                 self.by_row[row],
                 prompt.problem.answer,
@@ -225,13 +227,13 @@ class _Texts:
                 bool(rollout.finished[row]),
                 prompt.problem.columns,
             )
-        return new
+        return completions
 
 
 def _sample_rounds(
     sample: Callable[[int, Cursor, int], tuple[Experience, Cursor]],
     cursor: Cursor,
-    config: CollectConfig,
+    options: CollectConfig,
 ) -> tuple[list[Experience], np.ndarray, Cursor]:
     """DAPO's dynamic sampling: samples until P groups are informative or the rounds are used up.
 
@@ -240,34 +242,34 @@ def _sample_rounds(
     Args:
         sample: samples a round from its index, the cursor and the number of tokens sampled so far.
         cursor: position of the next prompt.
-        config: options.
+        options: options.
 
     Returns:
         The rounds, bool [groups] that marks the informative groups, and the cursor.
     """
     rounds: list[Experience] = []
     informative = np.zeros(0, bool)
-    while informative.sum() < config.prompts_per_step and len(rounds) < config.rounds:
+    while informative.sum() < options.prompts_per_step and len(rounds) < options.rounds:
         tokens = sum(int(one.rollout.lengths.sum()) for one in rounds)
         experience, cursor = sample(len(rounds), cursor, tokens)
         rounds.append(experience)
-        informative = np.concatenate([_informative(one.scores, config) for one in rounds])
+        informative = np.concatenate([_is_informative(one.scores, options) for one in rounds])
     return rounds, informative, cursor
 
 
-def _informative(scores: Scores, config: CollectConfig) -> np.ndarray:
+def _is_informative(scores: Scores, options: CollectConfig) -> np.ndarray:
     """Returns bool [groups]: whether the metric of dynamic sampling differs within a group."""
-    if config.metric in scores.parts:
-        return _differ(scores.parts[config.metric], config.sampler.group_size)
-    return _total_differs(scores, config)
+    if options.metric in scores.parts:
+        return _differ(scores.parts[options.metric], options.sampler.group_size)
+    return _total_differs(scores, options)
 
 
-def _total_differs(scores: Scores, config: CollectConfig) -> np.ndarray:
+def _total_differs(scores: Scores, options: CollectConfig) -> np.ndarray:
     """Returns bool [groups]: whether the advantages of a group are not all 0."""
-    if config.advantage == "grpo":
-        return _differ(scores.total, config.sampler.group_size)
-    parts = [scores.parts[name] for name, weight in config.weights.items() if weight]
-    return np.any([_differ(part, config.sampler.group_size) for part in parts], axis=0)
+    if options.advantage == "grpo":
+        return _differ(scores.total, options.sampler.group_size)
+    parts = [scores.parts[name] for name, weight in options.weights.items() if weight]
+    return np.any([_differ(part, options.sampler.group_size) for part in parts], axis=0)
 
 
 def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
@@ -287,32 +289,32 @@ def _check_rewards(scores: Scores) -> None:
     scores.errors.append("no completion has a reward: every function with a weight returned None")
 
 
-def _penalized(scores: Scores, rollout: Rollout, config: CollectConfig) -> Scores:
+def _add_length_penalty(scores: Scores, rollout: Rollout, options: CollectConfig) -> Scores:
     """Adds the length penalty.
 
     A completion without a reward has none, which would be an advantage with GDPO.
     """
-    if config.length_penalty is None:
+    if options.length_penalty is None:
         return scores
-    penalty = np.array([config.length_penalty(int(length)) for length in rollout.lengths])
+    penalty = np.array([options.length_penalty(int(length)) for length in rollout.lengths])
     penalty = np.where(np.isnan(scores.total), np.nan, penalty)
     return dataclasses.replace(
         scores,
-        total=scores.total + config.length_penalty_weight * penalty,
+        total=scores.total + options.length_penalty_weight * penalty,
         parts=scores.parts | {"overlong": penalty},
     )
 
 
-def _correct(scores: Scores, config: CollectConfig) -> np.ndarray:
+def _correct(scores: Scores, options: CollectConfig) -> np.ndarray:
     """Returns float [P, G]: 1 where a completion is correct, NaN where its score is missing."""
-    found = scores.parts.get("correctness", np.full(len(scores.total), np.nan))
-    return np.where(np.isnan(found), np.nan, found > 0.5).reshape(-1, config.sampler.group_size)
+    values = scores.parts.get("correctness", np.full(len(scores.total), np.nan))
+    return np.where(np.isnan(values), np.nan, values > 0.5).reshape(-1, options.sampler.group_size)
 
 
-def _metrics(sampled: Experience, config: CollectConfig) -> dict[str, float]:
-    rollout, scores = sampled.rollout, sampled.scores
+def _metrics(experience: Experience, options: CollectConfig) -> dict[str, float]:
+    rollout, scores = experience.rollout, experience.scores
     tokens = max(1, int(rollout.lengths.sum()))
-    groups = scores.total.reshape(-1, config.sampler.group_size)
+    groups = scores.total.reshape(-1, options.sampler.group_size)
     metrics = {
         "reward": _mean(scores.total),
         "reward_std": float(np.mean([_std(group) for group in groups])),
@@ -321,18 +323,18 @@ def _metrics(sampled: Experience, config: CollectConfig) -> dict[str, float]:
         "length": float(rollout.lengths.mean()),
         "finished": float(rollout.finished.mean()),
         "entropy": float(rollout.entropies.sum() / tokens),
-        "advantage_zero_groups": float(np.mean(~_total_differs(scores, config))),
+        "advantage_zero_groups": float(np.mean(~_total_differs(scores, options))),
         "sampled_groups": len(groups),
         "rewards_missing": int(
-            sum(np.isnan(scores.parts[name]).sum() for name in config.reward_weights)
+            sum(np.isnan(scores.parts[name]).sum() for name in options.reward_weights)
         ),
     }
     metrics |= {
         "rollout_tokens": int(rollout.lengths.sum()),
-        "rollout_live_share": live_fraction(sampled.statistics),
-        "rollout_seconds": sampled.seconds,
+        "rollout_live_share": live_fraction(experience.statistics),
+        "rollout_seconds": experience.seconds,
         "reward_seconds": scores.seconds,
-        "rollout_tokens_per_second": float(rollout.lengths.sum()) / sampled.seconds,
+        "rollout_tokens_per_second": float(rollout.lengths.sum()) / experience.seconds,
     }
     metrics |= {f"reward/{name}": _mean(values) for name, values in scores.parts.items()}
     values = {"reward": groups} | (
@@ -340,7 +342,7 @@ def _metrics(sampled: Experience, config: CollectConfig) -> dict[str, float]:
         if "correctness" in scores.parts
         else {}
     )
-    return metrics | source_metrics(config.order, sampled.places, values)
+    return metrics | source_metrics(options.order, experience.places, values)
 
 
 def _mean(values: np.ndarray) -> float:

@@ -50,11 +50,13 @@ def compile_programs(
     # The updates run on the whole mesh, and each group has rollouts of its own.
     total = len(updates) + len({operation.key for operation in rollouts})
 
-    def after(number: int) -> Callable[[int, int], None] | None:
-        return on_progress and (lambda done, _: on_progress(number + done, total))
+    def offset_progress(number: int) -> Callable[[int, int], None] | None:
+        return on_progress and (lambda count, _: on_progress(number + count, total))
 
-    on_mesh = compile_operations(commit(arrays), updates.values(), after(0))
-    executables = compile_operations(local, rollouts, after(len(updates)), others=groups[1:])
+    on_mesh = compile_operations(commit(arrays), updates.values(), offset_progress(0))
+    executables = compile_operations(
+        local, rollouts, offset_progress(len(updates)), others=groups[1:]
+    )
     executables.compiled += on_mesh.compiled
     executables.update(on_mesh)
     return _with_executables(setup, executables), Programs(updates, executables)

@@ -1,4 +1,4 @@
-"""What a run would do, told without starting it: nothing is trained, loaded onto a device or kept.
+"""Says what a run would do without starting it: nothing is trained, loaded onto a device or kept.
 
 It refuses what a start refuses before its model is loaded, and a prompt that is too long.
 """
@@ -64,12 +64,12 @@ def dry_run(
     write(describe_config(config))
     write(_describe_folder(config, folder))
     problems = load_problems(config, rewards)
-    architecture, tokens = read_description(config.model.source)
+    architecture, model_tokenizer = read_description(config.model.source)
     check_positions(config, architecture)
-    prompts = encode_problems(config, tokens, problems)
+    prompts = encode_problems(config, model_tokenizer, problems)
     write(_describe_prompts(prompts, order_of(config, prompts)))
     first = training_prompts(prompts)[0]
-    width = max(len(prompt.ids) for found in prompts.values() for prompt in found)
+    width = max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
     plan = plan_run(config, architecture, this_device(), prompt=width)
     write(format_plan(plan, config, architecture))
     check_fits(plan, config, architecture)
@@ -97,14 +97,14 @@ def read_description(source: str) -> tuple[ModelConfig, Tokenizer]:
 def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]], order: Order) -> str:
     shares = dict(zip((source.name for source in order.sources), order.shares, strict=True))
     lines = []
-    for split, found in prompts.items():
-        lengths = [len(prompt.ids) for prompt in found]
+    for split, split_prompts in prompts.items():
+        lengths = [len(prompt.ids) for prompt in split_prompts]
         kind, _, name = split.partition("/")
         kind = "training" if kind == TRAIN else "held-out"
-        of = f" of {name}, {shares[name]:.1%} of the draws" if name else ""
+        source_text = f" of {name}, {shares[name]:.1%} of the draws" if name else ""
         lines.append(
-            f"{len(found):,} {kind} problems{of}; prompts have {min(lengths)} to {max(lengths)} "
-            f"tokens, {statistics.median(lengths):.0f} in the median"
+            f"{len(split_prompts):,} {kind} problems{source_text}; prompts have {min(lengths)} to "
+            f"{max(lengths)} tokens, {statistics.median(lengths):.0f} in the median"
         )
     return "\n".join(lines) + "\n"
 
@@ -112,5 +112,5 @@ def _describe_prompts(prompts: Mapping[str, Sequence[Prompt]], order: Order) -> 
 def _describe_folder(config: ConfigDict, folder: RunFolder) -> str:
     if not folder.metrics.exists():
         return f"run folder: {folder.path}, which would be new\n"
-    done = max((row["step"] for row in read_steps(folder.metrics)), default=0)
-    return f"run folder: {folder.path}, which holds {done} of {config.steps} steps\n"
+    last_step = max((row["step"] for row in read_steps(folder.metrics)), default=0)
+    return f"run folder: {folder.path}, which holds {last_step} of {config.steps} steps\n"

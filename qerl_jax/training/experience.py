@@ -1,8 +1,8 @@
-"""The scored completions of a step: put together from rollouts and from processes.
+"""The scored completions of a step, gathered from rollouts and from processes.
 
-Each process samples and scores its own prompts with all of their completions, and then tells the
-others what it has, so that advantages, buffers and metrics are those of the whole step and the same
-in every process. A completion of n tokens takes 12 n bytes.
+Each process samples and scores its own prompts with all of their completions, and then sends the
+results to the others, so that advantages, buffers and metrics are those of the whole step and the
+same in every process. A completion of n tokens takes 12 n bytes.
 """
 
 import dataclasses
@@ -116,8 +116,8 @@ def choose(experience: Experience, groups: np.ndarray) -> Experience:
 
 
 def gather(
-    own: Experience,
-    drawn: Sequence[Prompt],
+    local: Experience,
+    prompts: Sequence[Prompt],
     places: Sequence[int],
     shares: Sequence[np.ndarray],
     *,
@@ -127,67 +127,67 @@ def gather(
     """Returns the completions of all processes, in the order in which the prompts were drawn.
 
     Args:
-        own: the completions of this process.
-        drawn: P prompts of all processes.
+        local: the completions of this process.
+        prompts: P prompts of all processes.
         places: P places of the prompts among the training prompts.
         shares: indices among the P prompts of those that each process sampled.
         tokenizer: tokenizer of the policy.
         processes: the processes of the run.
     """
     if processes.count == 1:
-        return own
-    told = processes.exchange(_told(own))
-    rows = [rows_of(share, own.group_size) for share in shares]
-    size, width = len(drawn) * own.group_size, own.rollout.tokens.shape[1]
+        return local
+    parts = processes.exchange(_exchange_arrays(local))
+    rows = [rows_of(share, local.group_size) for share in shares]
+    size, width = len(prompts) * local.group_size, local.rollout.tokens.shape[1]
 
-    def together(name: str) -> np.ndarray:
-        whole = np.zeros(size, told[0][name].dtype)
-        for part, part_rows in zip(told, rows, strict=True):
-            whole[part_rows] = part[name]
-        return whole
+    def gather_rows(name: str) -> np.ndarray:
+        array = np.zeros(size, parts[0][name].dtype)
+        for part, part_rows in zip(parts, rows, strict=True):
+            array[part_rows] = part[name]
+        return array
 
-    def wide(name: str, fill: int) -> np.ndarray:
+    def gather_padded(name: str, fill: int) -> np.ndarray:
         """Rows [B, C] of what is exchanged without the padding."""
-        whole = np.full((size, width), fill, told[0][name].dtype)
-        for part, part_rows in zip(told, rows, strict=True):
-            padded = np.full((len(part_rows), width), fill, whole.dtype)
-            padded[np.arange(width) < part["lengths"][:, None]] = part[name]
-            whole[part_rows] = padded
-        return whole
+        array = np.full((size, width), fill, parts[0][name].dtype)
+        for part, part_rows in zip(parts, rows, strict=True):
+            part_array = np.full((len(part_rows), width), fill, array.dtype)
+            part_array[np.arange(width) < part["lengths"][:, None]] = part[name]
+            array[part_rows] = part_array
+        return array
 
-    others = [json.loads(str(part["told"])) for part in told]
+    facts = [json.loads(str(part["facts"])) for part in parts]
     rollout = Rollout(
-        tokens=wide("tokens", tokenizer.pad_id),
-        lengths=together("lengths"),
-        finished=together("finished"),
-        logprobs=wide("logprobs", 0),
-        entropies=wide("entropies", 0),
+        tokens=gather_padded("tokens", tokenizer.pad_id),
+        lengths=gather_rows("lengths"),
+        finished=gather_rows("finished"),
+        logprobs=gather_padded("logprobs", 0),
+        entropies=gather_padded("entropies", 0),
     )
     return Experience(
-        prompts=list(drawn),
+        prompts=list(prompts),
         places=list(places),
         texts=detokenize(rollout, tokenizer.decode),
         rollout=rollout,
         scores=Scores(
-            total=together("total"),
-            parts={name: together(f"part/{name}") for name in own.scores.parts},
-            errors=[error for one in others for error in one["errors"]],
-            seconds=max(one["reward_seconds"] for one in others),
+            total=gather_rows("total"),
+            parts={name: gather_rows(f"part/{name}") for name in local.scores.parts},
+            errors=[error for part_facts in facts for error in part_facts["errors"]],
+            seconds=max(part_facts["reward_seconds"] for part_facts in facts),
         ),
-        statistics=[Statistics(*work) for one in others for work in one["statistics"]],
-        seconds=max(one["seconds"] for one in others),
+        statistics=[Statistics(*work) for part_facts in facts for work in part_facts["statistics"]],
+        seconds=max(part_facts["seconds"] for part_facts in facts),
     )
 
 
-def _told(own: Experience) -> dict[str, np.ndarray]:
-    """What a process tells the others."""
-    rollout, scores = own.rollout, own.scores
+def _exchange_arrays(local: Experience) -> dict[str, np.ndarray]:
+    """The arrays of this process's completions that it sends to the other processes."""
+    rollout, scores = local.rollout, local.scores
     sampled = np.arange(rollout.tokens.shape[1]) < rollout.lengths[:, None]
-    told = {
+    facts = {
         "errors": scores.errors,
         "reward_seconds": scores.seconds,
-        "statistics": [dataclasses.astuple(work) for work in own.statistics],
-        "seconds": own.seconds,
+        "statistics": [dataclasses.astuple(work) for work in local.statistics],
+        "seconds": local.seconds,
     }
     arrays = {
         "tokens": rollout.tokens[sampled],
@@ -196,7 +196,7 @@ def _told(own: Experience) -> dict[str, np.ndarray]:
         "lengths": rollout.lengths,
         "finished": rollout.finished,
         "total": scores.total,
-        "told": np.array(json.dumps(told)),
+        "facts": np.array(json.dumps(facts)),
     }
     arrays |= {f"part/{name}": values for name, values in scores.parts.items()}
     return jax.tree.map(np.asarray, arrays)

@@ -38,10 +38,10 @@ BEST = ":best"
 # noise and the draws of the other run, whose seed is the same where the position in the data goes
 # on, are not drawn again.
 KEY_ORIGIN = 2**32 - 2
-_SETTLED = "begin from a run that has ended, or start again"
-# The fields that say what the trained parameters are. A scale of the adapter is one of them:
-# another one would be another policy.
-_SAME = (
+_REMEDY = "begin from a run that has ended, or start again"
+# The fields that say what the trained parameters are. The scale of the adapter is among them: the
+# same parameters with another scale are another policy.
+_SAME_FIELDS = (
     "model.format",
     "lora.rank",
     "lora.alpha",
@@ -64,22 +64,26 @@ def check_origin(config: ConfigDict) -> None:
         return
     folder, best = _origin(config.init_from)
     saved = _saved_config(folder)
-    old, new = flatten(saved), flatten(config_dict(config))
-    changed = {name: (old.get(name), new[name]) for name in _SAME if old.get(name) != new[name]}
-    if new["train.parameters"] == "full":
-        changed = {name: v for name, v in changed.items() if not name.startswith("lora.")}
-    if changed:
-        said = ", ".join(
-            f"{name}: {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in changed.items()
+    saved_fields, fields = flatten(saved), flatten(config_dict(config))
+    changes = {
+        name: (saved_fields.get(name), fields[name])
+        for name in _SAME_FIELDS
+        if saved_fields.get(name) != fields[name]
+    }
+    if fields["train.parameters"] == "full":
+        changes = {name: v for name, v in changes.items() if not name.startswith("lora.")}
+    if changes:
+        text = ", ".join(
+            f"{name}: {json.dumps(a)} -> {json.dumps(b)}" for name, (a, b) in changes.items()
         )
         raise UserError(
-            f"init_from={config.init_from}: the run trains other parameters ({said}); keep these "
+            f"init_from={config.init_from}: the run trains other parameters ({text}); keep these "
             "fields, or begin without its adapter"
         )
     if config.train.parameters == "full" and (best or config.rl.kl_coef):
-        what = BEST if best else f"rl.kl_coef={config.rl.kl_coef}"
+        reason = BEST if best else f"rl.kl_coef={config.rl.kl_coef}"
         raise UserError(
-            f"init_from={config.init_from} with train.parameters='full' and {what}: a run begins "
+            f"init_from={config.init_from} with train.parameters='full' and {reason}: a run begins "
             f"so from the model alone, --config.model.source={folder.model(best=best)}"
         )
     if best and not folder.adapter(best=True).is_dir():
@@ -90,14 +94,14 @@ def check_origin(config: ConfigDict) -> None:
 
 
 def begin_from(
-    setup: Setup, folder: OpenRun, fingerprints: Mapping[str, str]
+    setup: Setup, folder: OpenRun, problem_digests: Mapping[str, str]
 ) -> tuple[Setup, Progress]:
-    """Begins a run from another one: reads it, says what is taken over, and records the origin.
+    """Begins a run from another one: reads it, prints what it takes over, and records it.
 
     Args:
         setup: the parts of the new run.
         folder: the folder of the new run.
-        fingerprints: digests of its problems by split.
+        problem_digests: digests of its problems by split.
 
     Returns:
         The setup, whose reference policy is the one that training starts from, and the progress
@@ -108,31 +112,31 @@ def begin_from(
     """
     config = setup.config
     origin, best = _origin(config.init_from)
-    found = read_latest(origin.checkpoints, setup.state_shapes)
-    if found is None:
+    checkpoint = read_latest(origin.checkpoints, setup.state_shapes)
+    if checkpoint is None:
         raise UserError(
             f"init_from={config.init_from}: the run has no checkpoint yet; it writes one every "
             "checkpoint.every steps and when SIGTERM stops it"
         )
-    step, state, meta = found
+    step, state, meta = checkpoint
     if meta["fingerprint"] != setup.model.fingerprint:
         raise UserError(
             f"init_from={config.init_from}: the run was trained on other weights than those of "
             f"{config.model.source}; pass its --config.model.source"
         )
-    fresh = _why_a_fresh_optimizer(config, _saved_config(origin), best=best)
-    cursor, why = _cursor(setup, origin, meta, fingerprints)
+    reset_reason = _optimizer_reset_reason(config, _saved_config(origin), best=best)
+    cursor, cursor_note = _cursor(setup, origin, meta, problem_digests)
     if best:
         path = origin.adapter(best=True)
-        trained = load_peft_adapter(path, setup.model.config, setup.method.lora_config)
+        trainable = load_peft_adapter(path, setup.model.config, setup.method.lora_config)
         step = json.loads(read_bytes(origin.best))["step"]
-        state = dataclasses.replace(state, trainable=trained)
-    if fresh:
+        state = dataclasses.replace(state, trainable=trainable)
+    if reset_reason:
         state = init_state(state.trainable, setup.method.optimizer)
-    state = _at_step_0(state)
+    state = _reset_schedule(state)
     print(
         f"beginning from {'the best adapter' if best else 'the checkpoint'} of step {step} of "
-        f"{origin.path}; {fresh or 'its optimizer state goes on'}; {why}",
+        f"{origin.path}; {reset_reason or 'its optimizer state goes on'}; {cursor_note}",
         flush=True,
     )
     checksum = _checksum(state.trainable)
@@ -144,7 +148,7 @@ def begin_from(
                 "run": str(origin.path.resolve()),
                 "step": step,
                 "best": best,
-                "optimizer": not fresh,
+                "optimizer": not reset_reason,
                 "cursor": cursor.without_scores().to_json(),
                 "checksum": checksum,
             },
@@ -156,7 +160,7 @@ def begin_from(
                 setup.method.lora_config,
                 base_model=setup.model.source,
             )
-    setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _SETTLED)
+    setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _REMEDY)
     return restore_origin(setup, folder, checksum), Progress(step=0, state=state, cursor=cursor)
 
 
@@ -217,25 +221,32 @@ def _saved_config(folder: RunFolder) -> dict[str, Any]:
         ) from error
 
 
-def _why_a_fresh_optimizer(config: ConfigDict, saved: Mapping[str, Any], *, best: bool) -> str:
-    """Why the state of the optimizer is not taken over; '' if it is."""
+def _optimizer_reset_reason(config: ConfigDict, saved: Mapping[str, Any], *, best: bool) -> str:
+    """The reason why the optimizer starts anew; '' if it keeps the state of the other run."""
     if best:
         return "the optimizer starts anew, as its state is that of the last step"
-    old = saved.get("optimizer", {})
-    new = config_dict(config)["optimizer"]
-    changed = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
-    if not changed:
+    saved_options = saved.get("optimizer", {})
+    options = config_dict(config)["optimizer"]
+    changes = [
+        name
+        for name in sorted(saved_options.keys() | options.keys())
+        if saved_options.get(name) != options.get(name)
+    ]
+    if not changes:
         return ""
-    said = ", ".join(f"optimizer.{name}" for name in changed)
-    return f"the optimizer starts anew, as {said} changed"
+    text = ", ".join(f"optimizer.{name}" for name in changes)
+    return f"the optimizer starts anew, as {text} changed"
 
 
 def _cursor(
-    setup: Setup, origin: RunFolder, meta: Mapping[str, Any], fingerprints: Mapping[str, str]
+    setup: Setup, origin: RunFolder, meta: Mapping[str, Any], problem_digests: Mapping[str, str]
 ) -> tuple[Cursor, str]:
-    """Where the new run begins in its data, and what to say about it."""
-    old, new = training_digests(meta.get("problems", {})), training_digests(fingerprints)
-    if old != new:
+    """The position at which the new run begins in its data, and a line about it."""
+    saved_digests, digests = (
+        training_digests(meta.get("problems", {})),
+        training_digests(problem_digests),
+    )
+    if saved_digests != digests:
         return Cursor(), "the training problems are others, so they start at the first"
     if _saved_config(origin).get("seed") != setup.config.seed:
         return Cursor(), "their order has another seed, so the problems start at the first"
@@ -245,10 +256,10 @@ def _cursor(
     return cursor, "its position in the problems goes on"
 
 
-def _at_step_0(state: TrainState) -> TrainState:
+def _reset_schedule(state: TrainState) -> TrainState:
     """The state with the schedule of the learning rate at its beginning.
 
-    Adam's own count stays: it corrects the bias of moments that go on.
+    Adam's own count stays: it corrects the bias of the moments, which stay too.
     """
 
     def begin(part: Any) -> Any:

@@ -38,14 +38,14 @@ def first_trainable(
     if not config.lora.init:
         lora = lora_lib.init(jax.random.fold_in(key, KEY_LORA), model.config, lora_config)
         return Trainable(lora=lora, params=trained_params(model.params, parameters))
-    given = load_peft_adapter(config.lora.init, model.config, lora_config)
-    if given.params and parameters == "lora":
+    adapter = load_peft_adapter(config.lora.init, model.config, lora_config)
+    if adapter.params and parameters == "lora":
         raise UserError(
             f"{config.lora.init}: the adapter comes with trained norms: pass "
             "--config.train.parameters=lora+norms"
         )
-    policy = current_policy(model.params, given)
-    return Trainable(lora=given.lora, params=trained_params(policy, parameters))
+    policy = current_policy(model.params, adapter)
+    return Trainable(lora=adapter.lora, params=trained_params(policy, parameters))
 
 
 def reference_policy(
@@ -95,18 +95,18 @@ def policy_digest(policy: Policy) -> str:
     return digest.hexdigest()
 
 
-def check_reference(config: ConfigDict, saved: str | None, found: str | None) -> None:
+def check_reference(config: ConfigDict, saved: str | None, current: str | None) -> None:
     """Refuses a reference policy that is not the one of a checkpoint.
 
     Args:
         config: the resolved config.
-        saved: fingerprint of the reference policy when the checkpoint was saved.
-        found: fingerprint of the reference policy of this start.
+        saved: digest of the reference policy when the checkpoint was saved.
+        current: digest of the reference policy of this start.
 
     Raises:
-        UserError: the fingerprints differ.
+        UserError: the digests differ.
     """
-    if saved == found:
+    if saved == current:
         return
     if saved is None:
         raise UserError(

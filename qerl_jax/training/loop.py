@@ -3,7 +3,7 @@
 `step.py` is the method. Everything random follows from the seed and the step, so a run that is
 killed and started again repeats the lost steps bit for bit.
 
-After each step the loop logs the row of the step, evaluates where that is due, and then saves. An
+After each step the loop logs the row of the step, evaluates every `eval.every` steps, and saves. An
 evaluation that a signal interrupts is missing in metrics.jsonl, and the resumed run makes it.
 """
 
@@ -50,10 +50,10 @@ from qerl_jax.training.saving import (
     announce_finished,
     best_so_far,
     finish,
+    policy_folder,
     sample_rows,
     save,
     save_best,
-    trained_folder,
 )
 from qerl_jax.training.setup import prepare
 from qerl_jax.training.step import StepResult, take_step
@@ -93,7 +93,7 @@ def train(
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
     validate(config)
-    given, rewards = reward_entries(rewards), rewards_of(config, rewards)
+    python_rewards, rewards = reward_entries(rewards), rewards_of(config, rewards)
     with (
         connect(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),
@@ -104,7 +104,7 @@ def train(
         with open_run_together(workdir, config, processes) as folder:
             if trusts(trust) and processes.writes:
                 adopt(folder.path)
-            _train_in(folder, config, rewards, processes, given, trust=trusts(trust))
+            _train_in(folder, config, rewards, processes, python_rewards, trust=trusts(trust))
         return folder.path
 
 
@@ -113,7 +113,7 @@ def _train_in(
     config: ConfigDict,
     rewards: Mapping[str, tuple[Reward, float]],
     processes: Processes,
-    given: dict[str, dict[str, Any]],
+    python_rewards: dict[str, dict[str, Any]],
     *,
     trust: bool,
 ) -> None:
@@ -125,8 +125,8 @@ def _train_in(
         if finished:
             announce_finished(folder, last, config)
             return
-        trained = trained_folder(folder, config)
-        check_extension(config, schedule_steps=folder.schedule_steps, trained=trained)
+        target = policy_folder(folder, config)
+        check_extension(config, schedule_steps=folder.schedule_steps, target=target)
         if last < 0:
             check_origin(config)
         saved = json.loads(read_bytes(folder.config)) if processes.writes else {}
@@ -143,8 +143,8 @@ def _train_in(
         ):
             processes.received = received
             run = begin(setup, folder, checkpoints, log, compilations)
-            if processes.writes and given != saved.get(PYTHON_REWARDS, {}):
-                record_fact(folder, PYTHON_REWARDS, given)
+            if processes.writes and python_rewards != saved.get(PYTHON_REWARDS, {}):
+                record_fact(folder, PYTHON_REWARDS, python_rewards)
             try:
                 _train_steps(run)
             except (StoppedError, MissingProgramError, NoRewardError) as error:
@@ -185,13 +185,13 @@ def _train_steps(run: Run) -> None:
     programs = _compile(run)
     _evaluate(run)  # before training, or the evaluation that a signal interrupted
     durations: list[float] = []
-    first_traced = max(config.profile.start, run.progress.step + 1)
+    first_trace_step = max(config.profile.start, run.progress.step + 1)
     with contextlib.ExitStack() as trace:
         while run.progress.step < config.steps:
             began = time.perf_counter()
             number = run.progress.step + 1
             traces = config.profile.start and run.log is not None
-            if traces and number == first_traced <= config.profile.stop:
+            if traces and number == first_trace_step <= config.profile.stop:
                 trace.enter_context(jax.profiler.trace(str(run.folder.profile)))
             label = f"step {number}/{config.steps}"
             result = take_step(
@@ -241,7 +241,7 @@ def _evaluation_is_due(run: Run) -> bool:
 
 
 def _evaluate(run: Run) -> None:
-    """Measures and logs the greedy accuracy where that is due and is not logged yet.
+    """Measures and logs the greedy accuracy if the step has an evaluation that is not logged yet.
 
     A policy that is better than all before it is written as the best one.
     """
@@ -273,7 +273,7 @@ def _evaluate(run: Run) -> None:
 
 
 def _save_or_stop(run: Run) -> None:
-    """Saves a checkpoint where that is due; raises where the run must not go on."""
+    """Saves a checkpoint if the step has one; raises where the run must stop."""
     config, step = run.setup.config, run.progress.step
     skips = int(run.progress.state.skipped_in_a_row)
     due = step % config.checkpoint.every == 0 or step == config.steps
@@ -293,16 +293,16 @@ def _save_or_stop(run: Run) -> None:
 def _compile(run: Run) -> Programs:
     """Compiles the programs of the run: no step and no evaluation waits for the compiler.
 
-    Those of rollouts become part of the run's samplers.
+    The programs of rollouts become part of the run's samplers.
 
     Returns:
         The programs of updates.
     """
     began, trains = time.perf_counter(), run.progress.step < run.setup.config.steps
 
-    def on_progress(done: int, total: int) -> None:
+    def on_progress(count: int, total: int) -> None:
         run.stop_if_asked()
-        run.live.update(f"programs {done}/{total}")
+        run.live.update(f"programs {count}/{total}")
 
     run.setup, programs = compile_programs(
         run.setup,
@@ -323,9 +323,9 @@ def _watch(run: Run, label: str, total: int) -> Callable[[int, int], None]:
     """Shows the progress of a rollout of `total` rows, and ends it once a signal has arrived."""
     began = time.perf_counter()
 
-    def on_progress(done: int, tokens: int) -> None:
+    def on_progress(count: int, tokens: int) -> None:
         run.stop_if_asked()
         rate = tokens / (time.perf_counter() - began)
-        run.live.update(f"{label} {done}/{total} rows, {rate:.0f} tok/s")
+        run.live.update(f"{label} {count}/{total} rows, {rate:.0f} tok/s")
 
     return on_progress

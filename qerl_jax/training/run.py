@@ -23,12 +23,12 @@ class Run:
         log: writes the rows of metrics; None in a process that writes nothing.
         progress: the part that the steps change.
         evaluations: greedy accuracy by step, as logged; step 0 is before training.
-        fingerprints: digests of the training and the held-out problems.
-        prompts: digest of their prompts as token ids.
+        problem_digests: digests of the training and the held-out problems.
+        prompts_digest: digest of their prompts as token ids.
         compilations: what was compiled since the last row of metrics.
         live: the line of progress on the terminal.
-        written: step of the adapter that this process wrote last, -1 before the first one.
-        drawn: when the curves were drawn last, or the run began, by `time.monotonic`.
+        adapter_step: step of the adapter that this process wrote last, -1 before the first one.
+        picture_time: when the curves were drawn last, or the run began, by `time.monotonic`.
     """
 
     setup: Setup
@@ -37,12 +37,12 @@ class Run:
     log: MetricsLog | None
     progress: Progress
     evaluations: dict[int, float]
-    fingerprints: dict[str, str]
-    prompts: str
+    problem_digests: dict[str, str]
+    prompts_digest: str
     compilations: Compilations
     live: LiveLine = dataclasses.field(default_factory=LiveLine)
-    written: int = -1
-    drawn: float = dataclasses.field(default_factory=time.monotonic)
+    adapter_step: int = -1
+    picture_time: float = dataclasses.field(default_factory=time.monotonic)
 
     def stop_if_asked(self) -> None:
         """Raises a StoppedError once a signal has arrived, in any process of the run."""

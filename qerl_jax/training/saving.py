@@ -50,10 +50,10 @@ def save(run: Run, *, stops: bool = False) -> None:
         run.checkpoints.wait()
     if run.log is None:
         return
-    if run.written != step:
-        save_trained(run.folder, run.setup, run.progress.state.trainable)
-        run.written = step
-    if stops or time.monotonic() - run.drawn >= PICTURE_SECONDS:
+    if run.adapter_step != step:
+        save_policy(run.folder, run.setup, run.progress.state.trainable)
+        run.adapter_step = step
+    if stops or time.monotonic() - run.picture_time >= PICTURE_SECONDS:
         _draw(run)
 
 
@@ -73,8 +73,8 @@ def save_checkpoint(run: Run) -> None:
             "noise": dataclasses.asdict(run.progress.noise),
             "fingerprint": run.setup.model.fingerprint,
             "reference": run.setup.reference_digest,
-            "problems": run.fingerprints,
-            "prompts": run.prompts,
+            "problems": run.problem_digests,
+            "prompts": run.prompts_digest,
         },
     )
 
@@ -84,8 +84,8 @@ def finish(run: Run) -> None:
     run.checkpoints.wait()  # The adapter of a finished run never lies there without its checkpoint.
     if run.log is None:
         return
-    if run.written != run.progress.step:
-        save_trained(run.folder, run.setup, run.progress.state.trainable)
+    if run.adapter_step != run.progress.step:
+        save_policy(run.folder, run.setup, run.progress.state.trainable)
     _draw(run)
     memory = jax.local_devices()[0].memory_stats() or {}
     summary = {
@@ -108,38 +108,38 @@ def best_so_far(run: Run) -> float:
 
 def announce_finished(folder: OpenRun, steps: int, config: ConfigDict) -> None:
     """Prints where the results of a finished run lie, and how it could be trained on."""
-    trained = trained_folder(folder, config)
+    target = policy_folder(folder, config)
     advice = how_to_train_on(
-        config, steps, schedule_steps=folder.schedule_steps, workdir=folder.path, trained=trained
+        config, steps, schedule_steps=folder.schedule_steps, workdir=folder.path, target=target
     )
-    print(f"finished after step {steps}: {trained}, {folder.curves}; {advice}", flush=True)
+    print(f"finished after step {steps}: {target}, {folder.curves}; {advice}", flush=True)
 
 
 def _draw(run: Run) -> Path | None:
-    run.drawn = time.monotonic()
+    run.picture_time = time.monotonic()
     return plot_run(run.folder.path) if run.folder.metrics.exists() else None
 
 
 def sample_rows(result: StepResult, group_size: int, count: int) -> list[dict[str, Any]]:
     """The first `count` completions to show: the first of each group, then the second, ..."""
-    made, prompts = result.experience, result.experience.row_prompts
-    order = np.arange(len(made.texts)).reshape(-1, group_size).T.reshape(-1)[:count]
+    experience, prompts = result.experience, result.experience.row_prompts
+    order = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)[:count]
     return [
         {
             "prompt": prompts[row].text,
-            "completion": made.texts[row],
+            "completion": experience.texts[row],
             "answer": prompts[row].problem.answer,
-            "reward": float(made.scores.total[row]),
-            **{f"reward/{name}": float(v[row]) for name, v in made.scores.parts.items()},
+            "reward": float(experience.scores.total[row]),
+            **{f"reward/{name}": float(v[row]) for name, v in experience.scores.parts.items()},
             "advantage": float(result.advantages[row]),
-            "tokens": int(made.rollout.lengths[row]),
-            "finished": bool(made.rollout.finished[row]),
+            "tokens": int(experience.rollout.lengths[row]),
+            "finished": bool(experience.rollout.finished[row]),
         }
         for row in order.tolist()
     ]
 
 
-def save_trained(
+def save_policy(
     folder: RunFolder, setup: Setup, trainable: Trainable, *, best: bool = False
 ) -> None:
     """Writes a PEFT adapter, or the whole model where all parameters are trained.
@@ -153,7 +153,7 @@ def save_trained(
         trainable: the trained parameters.
         best: write the best policy instead of the last one.
     """
-    path, model = trained_folder(folder, setup.config, best=best), setup.model
+    path, model = policy_folder(folder, setup.config, best=best), setup.model
     if trainable.lora is not None:
         save_peft_adapter(path, trainable, setup.method.lora_config, base_model=model.source)
         return
@@ -171,7 +171,7 @@ def save_best(
     folder: RunFolder, setup: Setup, trainable: Trainable, *, step: int, accuracy: float
 ) -> None:
     """Writes the policy of a step as the best one, and records its accuracy."""
-    save_trained(folder, setup, trainable, best=True)
+    save_policy(folder, setup, trainable, best=True)
     write_atomic(folder.best, json.dumps({"step": step, "accuracy": accuracy}) + "\n")
 
 
@@ -182,8 +182,8 @@ def best_accuracy(folder: RunFolder) -> float:
     return json.loads(read_bytes(folder.best))["accuracy"]
 
 
-def trained_folder(folder: RunFolder, config: ConfigDict, *, best: bool = False) -> Path:
-    """The folder that `save_trained` writes."""
+def policy_folder(folder: RunFolder, config: ConfigDict, *, best: bool = False) -> Path:
+    """The folder that `save_policy` writes."""
     if config.train.parameters == "full":
         return folder.model(best=best)
     return folder.adapter(best=best)

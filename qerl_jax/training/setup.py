@@ -167,7 +167,7 @@ def assemble(
         config: the resolved config.
         rewards: function and weight by name.
         model: the model before training. If the mesh cuts weights, they lie on it already.
-        prompts: prompts by split, as `problems.load_problems` names them.
+        prompts: prompts by split, as `data.from_config.load_problems` names them.
         method: the parts that need no model, from `make_method`.
         mesh: devices of the run, as `config.mesh` describes them; None for one device.
 
@@ -326,7 +326,7 @@ def _samplers(
 
 
 def _longest_prompt(prompts: Mapping[str, list[Prompt]]) -> int:
-    return max(len(prompt.ids) for of_split in prompts.values() for prompt in of_split)
+    return max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
 
 
 def make_method(config: ConfigDict, schedule_steps: int) -> Method:

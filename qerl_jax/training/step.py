@@ -120,7 +120,7 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True)
 class StepResult:
-    """What a step made.
+    """The result of a step.
 
     Attributes:
         progress: the run after the step.
@@ -173,19 +173,19 @@ def take_step(
     )
     clean = current_policy(setup.params, trainable)
     noisy = aqn.add_noise(clean, noise)
-    perturbed = aqn.count_perturbed(clean, noisy)
-    if sigma > 0 and not perturbed:
+    perturbed_norms = aqn.count_perturbed(clean, noisy)
+    if sigma > 0 and not perturbed_norms:
         raise UserError(f"the noise of sigma={sigma} changed no norm: float32 rounds it away")
 
     # --- 3. Sample and score --------------------------------------------------------------------
     temperature = setup.method.temperature(progress.step)
     sampler = setup.collect.sampler.at_temperature(temperature)
-    experience, sampled, cursor = collect(
+    experience, sampling_metrics, cursor = collect(
         jax.random.fold_in(key, KEY_ROLLOUT),
         Policy(noisy | setup.rollout_head, trainable.lora),
         setup.train_prompts,
         progress.cursor,
-        config=dataclasses.replace(setup.collect, sampler=sampler),
+        options=dataclasses.replace(setup.collect, sampler=sampler),
         processes=setup.processes,
         on_progress=on_rollout,
         on_wait=on_wait,
@@ -198,8 +198,8 @@ def take_step(
 
     # --- 5. Batch -------------------------------------------------------------------------------
     batch = _batch(setup, experience, advantages)
-    teaching = rows_that_teach(batch, setup.update.loss)
-    packed = pack(batch, teaching, buffer_tokens=setup.buffer_tokens)
+    rows = rows_that_teach(batch, setup.update.loss)
+    packed = pack(batch, rows, buffer_tokens=setup.buffer_tokens)
     buffers = deal_buffers(packed, setup.mesh)
     divisor = np.float32(temperature)  # of the logits, an argument of every program
     params = dequantized(setup.params, programs)
@@ -222,10 +222,14 @@ def take_step(
         number=config.rl.updates_per_rollout,
     )
     seconds = time.perf_counter() - began
-    metrics |= sampled | updates | packing_metrics(batch, packed)
-    metrics |= {"perturbed_norms": perturbed, "temperature": temperature, "train_seconds": seconds}
-    trained = float(batch.lengths.sum()) * config.rl.updates_per_rollout
-    metrics["train_tokens_per_second"] = trained / seconds
+    metrics |= sampling_metrics | updates | packing_metrics(batch, packed)
+    metrics |= {
+        "perturbed_norms": perturbed_norms,
+        "temperature": temperature,
+        "train_seconds": seconds,
+    }
+    tokens = float(batch.lengths.sum()) * config.rl.updates_per_rollout
+    metrics["train_tokens_per_second"] = tokens / seconds
     progress = Progress(step=progress.step + 1, state=state, cursor=cursor, noise=noise_state)
     return StepResult(progress, experience, advantages, metrics)
 
@@ -268,10 +272,10 @@ def _update(
     for update in range(number):
         totals, first = programs["zero_totals"](state.trainable), np.bool_(update == 0)
         for i, buffer in enumerate(buffers):
-            totals, old = programs["add_gradient"](
+            totals, old_logprobs = programs["add_gradient"](
                 totals, state.trainable, params, noise, buffer, first, temperature
             )
-            buffers[i] = dataclasses.replace(buffer, old_logprobs=old)
+            buffers[i] = dataclasses.replace(buffer, old_logprobs=old_logprobs)
         state, metrics = programs["apply_gradient"](state, totals)
         history.append(jax.device_get(metrics))
         if history[-1]["update_skipped"]:
@@ -286,7 +290,7 @@ def _update(
 def _measure_noise(
     setup: StepSetup, progress: Progress, noise_kl: Callable[[], float], *, sigma: float
 ) -> tuple[SigmaState, dict[str, Any]]:
-    """Measures what the noise of a step did, where that is due.
+    """Measures the KL that the noise of a step causes, every `aqn.kl_every` steps.
 
     Args:
         setup: the parts of the run that do not change.
@@ -324,8 +328,8 @@ def _noise_kl(
     rows = np.zeros(len(batch.lengths), bool)
     rows[::stride][:count] = True
     buffers = pack(batch, rows, buffer_tokens=setup.buffer_tokens)
-    dealt = deal_buffers(buffers, setup.mesh)
+    shards = deal_buffers(buffers, setup.mesh)
     total = sum(
-        float(np.asarray(programs["buffer_kl"](*policies, x, temperature)).sum()) for x in dealt
+        float(np.asarray(programs["buffer_kl"](*policies, x, temperature)).sum()) for x in shards
     )
     return total / max(1.0, sum(float(buffer.mask.sum()) for buffer in buffers))

@@ -104,13 +104,13 @@ def validate(config: ConfigDict) -> None:
         raise UserError(f"profile.start={start}, profile.stop={stop}: 1 <= start <= stop, or 0, 0")
 
 
-def check_extension(config: ConfigDict, *, schedule_steps: int, trained: Path) -> None:
+def check_extension(config: ConfigDict, *, schedule_steps: int, target: Path) -> None:
     """Refuses steps after the end of a schedule that brings the learning rate to 0.
 
     Args:
         config: the resolved config.
         schedule_steps: number of steps that the schedule of the learning rate spans.
-        trained: folder of the adapter or model that the run writes when it is finished.
+        target: folder of the adapter or model that the run writes when it is finished.
 
     Raises:
         UserError: the run has steps that would train nothing.
@@ -122,12 +122,12 @@ def check_extension(config: ConfigDict, *, schedule_steps: int, trained: Path) -
         f"of this run decays to 0 (optimizer.schedule={config.optimizer.schedule!r}, "
         f"optimizer.final_fraction={config.optimizer.final_fraction}), and later steps would train "
         f"nothing: finish the run with --config.steps={schedule_steps}; then, to train on, begin a "
-        f"new run with {_begin_from(config, trained)}"
+        f"new run with {_begin_from(config, target)}"
     )
 
 
 def how_to_train_on(
-    config: ConfigDict, steps: int, *, schedule_steps: int, workdir: Path, trained: Path
+    config: ConfigDict, steps: int, *, schedule_steps: int, workdir: Path, target: Path
 ) -> str:
     """Returns the advice that a finished run prints, as part of a sentence.
 
@@ -136,15 +136,17 @@ def how_to_train_on(
         steps: number of steps that the run has taken.
         schedule_steps: number of steps that the schedule of the learning rate spans.
         workdir: the run folder.
-        trained: folder of the adapter or model that the run has written.
+        target: folder of the adapter or model that the run has written.
     """
-    more = 2 * steps
+    more_steps = 2 * steps
     if _decays_to_zero(config):
-        more = min(more, schedule_steps)
-    if more > steps:
-        return f"to train on, pass --workdir={shlex.quote(str(workdir))} --config.steps={more}"
-    anew = _begin_from(config, trained)
-    return f"its learning rate has decayed to 0; to train on, begin a new run with {anew}"
+        more_steps = min(more_steps, schedule_steps)
+    if more_steps > steps:
+        return (
+            f"to train on, pass --workdir={shlex.quote(str(workdir))} --config.steps={more_steps}"
+        )
+    options = _begin_from(config, target)
+    return f"its learning rate has decayed to 0; to train on, begin a new run with {options}"
 
 
 def _decays_to_zero(config: ConfigDict) -> bool:
@@ -155,10 +157,10 @@ def _decays_to_zero(config: ConfigDict) -> bool:
     return last < smallest <= rate
 
 
-def _begin_from(config: ConfigDict, trained: Path) -> str:
+def _begin_from(config: ConfigDict, target: Path) -> str:
     """The options of a new run that begins where another one ended."""
     name = "model.source" if config.train.parameters == "full" else "lora.init"
-    return f"--config.{name}={shlex.quote(str(trained))} and another --workdir"
+    return f"--config.{name}={shlex.quote(str(target))} and another --workdir"
 
 
 def _check_texts(value: Any, name: str) -> None:
