@@ -79,7 +79,7 @@ def main(
     if description:
         sys.modules["__main__"].__doc__ = description
     sys.excepthook = _print_traceback
-    _import_from_here()
+    _import_from_working_directory()
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
@@ -95,13 +95,15 @@ def main(
         except KeyboardInterrupt:
             _interrupted()
         except SystemExit as stopped:
-            asked = any(argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:])
-            sys.exit(0 if asked else stopped.code)  # absl exits with 1 after its help
+            wants_help = any(
+                argument.lstrip("-").startswith(("help", "?")) for argument in argv[1:]
+            )
+            sys.exit(0 if wants_help else stopped.code)  # absl exits with 1 after its help
 
-    def guarded(argv: Sequence[str]) -> None:
+    def execute(argv: Sequence[str]) -> None:
         del argv
         if not flags.FLAGS["verbosity"].present:
-            _quiet()
+            _silence_libraries()
         with _one_line_errors():
             if flags.FLAGS.explain is not None:
                 print(explain(flags.FLAGS.explain, flags.FLAGS.config), end="")
@@ -117,7 +119,7 @@ def main(
             else:
                 run(flags.FLAGS.config, flags.FLAGS.workdir)
 
-    app.run(guarded, flags_parser=parse)
+    app.run(execute, flags_parser=parse)
 
 
 @contextlib.contextmanager
@@ -132,16 +134,16 @@ def config_errors() -> Generator[None]:
 
 
 def _config_message(error: Exception) -> str:
-    told = f"{type(error).__name__}: {first_line(error)}"
+    text = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, SyntaxError):
-        return f"{error.filename}:{error.lineno}: {told}"
+        return f"{error.filename}:{error.lineno}: {text}"
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         if frame.f_globals.get("__name__") in _CONFIG_MODULES:
-            return f"{frame.f_code.co_filename}:{line}: {told}"
+            return f"{frame.f_code.co_filename}:{line}: {text}"
     if isinstance(error, OSError):
         # The flag's error for an unreadable config file ends with the system's message.
-        told = str(error).strip().splitlines()[-1].strip()
-        return f"cannot read the config: {told.removeprefix(_EARLIER_FAILURE)}"
+        text = str(error).strip().splitlines()[-1].strip()
+        return f"cannot read the config: {text.removeprefix(_EARLIER_FAILURE)}"
     if isinstance(error, AttributeError) and error.name == "get_config":
         return "the config file has no get_config(): experiments/grpo_gsm8k.py has one"
     if isinstance(error, AttributeError | KeyError):
@@ -168,9 +170,9 @@ def run_command(
         argv: the arguments; None takes the arguments of the process.
         tensor_of: number of GPUs that share the weights, by the arguments.
     """
-    _quiet()
+    _silence_libraries()
     sys.excepthook = _print_traceback
-    _import_from_here()
+    _import_from_working_directory()
     name = os.path.basename(sys.argv[0])
     if name.startswith("qerl-"):  # an installed command
         parser.prog = name
@@ -181,14 +183,14 @@ def run_command(
         run(arguments)
 
 
-def _import_from_here() -> None:
+def _import_from_working_directory() -> None:
     """Lets an installed command import rewards from the working directory, as `python -m` does."""
     with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
         if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
             sys.path.append(os.getcwd())
 
 
-def _quiet() -> None:
+def _silence_libraries() -> None:
     """Hides the log messages of libraries; warnings of Python and JAX stay."""
     # Orbax logs an error with its traceback, several times, and raises it.
     logging.get_absl_logger().setLevel("CRITICAL")
@@ -252,8 +254,8 @@ def _parse_flags(
     take_names(flags.FLAGS["config"], argv)
     flags.FLAGS.set_default("config", default_config)
     run_folder = "run folder (default: runs/EXPERIMENT-PRESET-HASH)"
-    other = "folder to write, for a command that writes one; see above"
-    flags.DEFINE_string("workdir", None, run_folder if trains else other)
+    other_folder = "folder to write, for a command that writes one; see above"
+    flags.DEFINE_string("workdir", None, run_folder if trains else other_folder)
     flags.DEFINE_bool("print_config", False, "print the resolved config and exit")
     flags.DEFINE_string("explain", None, "a field, a section or all: say what it means, and exit")
     names = ["config", "workdir", "print_config", "explain"]
@@ -283,8 +285,8 @@ def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
         config_flag: the flag, before it is parsed.
         argv: the command line, with flags such as --config.rewards.short.function=a:b.
     """
-    found = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
-    config_flag.parser = _ConfigParser(config_flag.parser, [match[1] for match in found if match])
+    matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
+    config_flag.parser = _ConfigParser(config_flag.parser, [match[1] for match in matches if match])
 
 
 class _ConfigParser(flags.ArgumentParser):
@@ -308,14 +310,14 @@ def with_files(argv: Sequence[str]) -> list[str]:
     Raises:
         UserError: --config names neither a file nor an installed config.
     """
-    done = []
+    arguments = []
     for argument in argv:
-        if done and done[-1] in ("--config", "-config"):
+        if arguments and arguments[-1] in ("--config", "-config"):
             argument = config_file(argument)
-        elif found := re.fullmatch(r"(--?config=)(.+)", argument, re.DOTALL):
-            argument = f"{found[1]}{config_file(found[2])}"
-        done.append(argument)
-    return done
+        elif match := re.fullmatch(r"(--?config=)(.+)", argument, re.DOTALL):
+            argument = f"{match[1]}{config_file(match[2])}"
+        arguments.append(argument)
+    return arguments
 
 
 def _fail(error: Exception | str) -> NoReturn:

@@ -102,13 +102,16 @@ def run(arguments: argparse.Namespace) -> None:
     from qerl_jax.evaluation.results_folder import EvaluateConfig
     from qerl_jax.evaluation.tasks import TaskOverrides
 
-    given = dict(vars(arguments))
-    given["scorer"], given["format_scorer"] = given.pop("judge"), given.pop("format_judge")
+    settings = dict(vars(arguments))
+    settings["scorer"], settings["format_scorer"] = (
+        settings.pop("judge"),
+        settings.pop("format_judge"),
+    )
     fields = [field.name for field in dataclasses.fields(TaskOverrides)]
-    overrides = TaskOverrides(**{name: tuple(given.pop(name)) for name in fields})
-    tasks = tuple(filter(None, given.pop("tasks").split(",")))
-    adapters = tuple(given.pop("adapter").split(","))
-    evaluate(EvaluateConfig(tasks=tasks, adapters=adapters, overrides=overrides, **given))
+    overrides = TaskOverrides(**{name: tuple(settings.pop(name)) for name in fields})
+    tasks = tuple(filter(None, settings.pop("tasks").split(",")))
+    adapters = tuple(settings.pop("adapter").split(","))
+    evaluate(EvaluateConfig(tasks=tasks, adapters=adapters, overrides=overrides, **settings))
 
 
 def main() -> None:

@@ -65,7 +65,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     rows = report.largest_rows(plan, config, model)
     length = report.largest_length(config, model, plan.device)
     if _JSON.value:
-        found = dataclasses.asdict(plan) | {
+        fields = dataclasses.asdict(plan) | {
             "card": name,
             "memory": memory,
             "usable": plan.device.usable,
@@ -76,7 +76,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
             "largest_rows": rows,
             "largest_new_tokens": length,
         }
-        print(json.dumps(found, indent=1))
+        print(json.dumps(fields, indent=1))
     else:
         devices = config.mesh.data * config.mesh.tensor
         card = name if _MEMORY.value is not None else f"{name}, {memory / 1e9:.1f} GB"
@@ -96,8 +96,8 @@ def _architecture(source: str) -> Any:
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.weights.checkpoint import read_architecture
 
-    known = {models.SOURCES[name]: name for name in models.MODELS}
-    return ARCHITECTURES[known[source]] if source in known else read_architecture(source)
+    presets = {models.SOURCES[name]: name for name in models.MODELS}
+    return ARCHITECTURES[presets[source]] if source in presets else read_architecture(source)
 
 
 def main() -> None:

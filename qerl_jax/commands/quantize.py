@@ -55,24 +55,24 @@ def run(arguments: argparse.Namespace) -> None:
     if checkpoint.packed:
         raise UserError(f"{checkpoint.path}: its weights are in NVFP4 already")
     calibration, held_out = _texts(arguments, checkpoint)
-    rounded: list[dict[str, float]] = []
+    rounded_errors: list[dict[str, float]] = []
 
-    def calibrated() -> Iterator[quantize.PackedLayer]:
+    def calibrated_layers() -> Iterator[quantize.PackedLayer]:
         for number, scaled in enumerate(calibrate.scaled_layers(checkpoint, calibration)):
-            rounded.append(scaled.rounded_errors)
+            rounded_errors.append(scaled.rounded_errors)
             packed = quantize.pack_layer(checkpoint, number, scaled.arrays)
             yield dataclasses.replace(packed, errors=scaled.errors)
 
     if calibration is None:
         layers = quantize.round_layers(checkpoint, search=arguments.search_scales)
     else:
-        layers = calibrated()
+        layers = calibrated_layers()
     errors = quantize.write_packed(arguments.out, checkpoint, layers)
-    print(f"relative rounding error of the {'outputs' if rounded else 'weights'}")
-    print(_table(errors, rounded))
-    before = 2 * sum(math.prod(shape) for shape in checkpoint.shapes.values())
-    after = sum(file.stat().st_size for file in arguments.out.glob("*.safetensors"))
-    print(f"\n{arguments.out}: {after / 1e6:.1f} MB, {before / 1e6:.1f} MB in bfloat16")
+    print(f"relative rounding error of the {'outputs' if rounded_errors else 'weights'}")
+    print(_table(errors, rounded_errors))
+    bytes_before = 2 * sum(math.prod(shape) for shape in checkpoint.shapes.values())
+    bytes_after = sum(file.stat().st_size for file in arguments.out.glob("*.safetensors"))
+    print(f"\n{arguments.out}: {bytes_after / 1e6:.1f} MB, {bytes_before / 1e6:.1f} MB in bfloat16")
     if held_out is not None:
         _print_perplexities(arguments, held_out, calibrated=calibration is not None)
 
@@ -82,16 +82,16 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
     from qerl_jax.errors import UserError, check_limits
     from qerl_jax.evaluation.perplexity import read_documents, windows
 
-    given = {"windows": arguments.windows, "width": arguments.width}
+    options = {"windows": arguments.windows, "width": arguments.width}
     if not arguments.calibrate and not arguments.perplexity:
-        for name, value in given.items():
+        for name, value in options.items():
             if value is not None:
                 raise UserError(f"--{name}={value}: it needs --calibrate=TEXT or --perplexity=TEXT")
         return None, None
     if checkpoint.tokenizer is None:
         raise UserError(f"{checkpoint.path}: a text needs a tokenizer, which the checkpoint lacks")
-    given = {n: _DEFAULTS[n] if value is None else value for n, value in given.items()}
-    count, width = given["windows"], given["width"]
+    options = {n: _DEFAULTS[n] if value is None else value for n, value in options.items()}
+    count, width = options["windows"], options["width"]
     check_limits({"--windows": (count, 1), "--width": (width, 8)})
     if width > checkpoint.config.max_position:
         raise UserError(
@@ -114,7 +114,7 @@ def _texts(arguments: argparse.Namespace, checkpoint: Any) -> tuple[Any, Any]:
     return cut(documents[:half]), cut(held_out)
 
 
-def _table(errors: list[dict[str, float]], rounded: list[dict[str, float]]) -> str:
+def _table(errors: list[dict[str, float]], rounded_errors: list[dict[str, float]]) -> str:
     """The errors of each layer, their means, and the means without calibration."""
 
     def line(start: Any, values: Iterable[Any]) -> str:
@@ -127,8 +127,8 @@ def _table(errors: list[dict[str, float]], rounded: list[dict[str, float]]) -> s
     for layer, row in enumerate(errors):
         lines.append(line(layer, (f"{value:.4f}" for value in row.values())))
     lines.append(line("mean", mean(errors)))
-    if rounded:
-        lines.append(line("uncalibrated", mean(rounded)))
+    if rounded_errors:
+        lines.append(line("uncalibrated", mean(rounded_errors)))
     worst, layer, name = max(
         (value, layer, name) for layer, row in enumerate(errors) for name, value in row.items()
     )

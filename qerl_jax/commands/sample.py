@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> None:
     """Asks."""
     from qerl_jax.evaluation.sample import SampleConfig, sample
 
-    given = dict(vars(arguments))
+    settings = dict(vars(arguments))
     if arguments.question == "-":
-        given["question"] = sys.stdin.read().strip()
-    sample(SampleConfig(**given))
+        settings["question"] = sys.stdin.read().strip()
+    sample(SampleConfig(**settings))
 
 
 def main() -> None:

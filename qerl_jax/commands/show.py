@@ -91,10 +91,10 @@ def _steps(text: str) -> tuple[int, int] | None:
         return None
     if text == "all":
         return 0, LAST_STEP
-    found = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
-    if not found:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
+    if not match:
         raise UserError(f"--step={text}: write a step, a range such as 1:20, or all")
-    first, last = int(found[1]), int(found[2] or found[1])
+    first, last = int(match[1]), int(match[2] or match[1])
     if last < first:
         raise UserError(f"--step={text}: the range ends before it begins, write {last}:{first}")
     return first, last

@@ -73,7 +73,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     """Trains the unfinished runs, and writes the table."""
     del config  # Each run has its own config, with the overrides of the sweep.
     flag = flags.FLAGS["config"]
-    file = _from_here(config_flags.get_config_filename(flag))
+    file = _relative_path(config_flags.get_config_filename(flag))
     common = config_flags.get_override_values(flag)
     stem, _, preset = file.partition(":")
     folder = user_path(workdir or "-".join(["runs/" + Path(stem).stem, *filter(None, [preset])]))
@@ -82,11 +82,13 @@ def run(config: ConfigDict, workdir: str | None) -> None:
     devices = devices_of(_GPUS.value, os.environ)
 
     _make_folder(folder)
-    for each in runs:
-        check_folder(each.folder)
-    whole = ["-m", "qerl_jax.commands.sweep", f"--config={file}", *_as_flags(common)]
-    whole.append(f"--workdir={folder}")
-    commands = [shlex.join(["python", *part]) for part in (whole, *(run.command for run in runs))]
+    for member in runs:
+        check_folder(member.folder)
+    sweep_command = ["-m", "qerl_jax.commands.sweep", f"--config={file}", *_as_flags(common)]
+    sweep_command.append(f"--workdir={folder}")
+    commands = [
+        shlex.join(["python", *part]) for part in (sweep_command, *(run.command for run in runs))
+    ]
     write_atomic(folder / "commands.sh", "# " + "\n".join(commands) + "\n")
     failures = {} if _TABLE.value else train_all(part, folder, devices)
     _write_results(runs, folder)
@@ -107,13 +109,13 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         # Another task of the same sweep may be writing its first file: the files are listed first.
         others = sorted(p.name for p in folder.iterdir() if not p.name.endswith(TEMPORARY))
-        ours = commands.exists() and _WHOLE.search(read_text(commands, errors="replace"))
+        is_sweep = commands.exists() and _WHOLE.search(read_text(commands, errors="replace"))
     except OSError as error:
         raise UserError(f"cannot use {folder} as the folder of a sweep: {error}") from error
     check_folder(folder / "logs")
     for programs in folder.glob("programs-*"):
         check_tree(programs)  # JAX writes through links in it.
-    if others and not ours:
+    if others and not is_sweep:
         raise UserError(
             f"{folder} is not the folder of a sweep: it holds {others[0]} but no commands.sh of "
             "one; pass a new or empty folder as --workdir"
@@ -138,27 +140,27 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
     runs: dict[str, Run] = {}
     file = config_file(file)
     sweep = _load_sweep(file)
-    swept = set().union(*sweep)
+    sweep_fields = set().union(*sweep)
     for overrides in sweep:
-        if both := sorted(overrides.keys() & common.keys()):
-            raise UserError(f"the sweep sets {', '.join(both)} itself: leave out the flag")
-        said = ", ".join(f"{field}={value}" for field, value in overrides.items())
+        if conflicts := sorted(overrides.keys() & common.keys()):
+            raise UserError(f"the sweep sets {', '.join(conflicts)} itself: leave out the flag")
+        text = ", ".join(f"{field}={value}" for field, value in overrides.items())
         arguments = [f"--config={file}", *_as_flags(common | overrides)]
         try:
             config = _parse(arguments)
             check_overrides(config, common | overrides)
         except UserError as error:
-            raise UserError(f"the run with {said or 'no overrides'}: {error}") from error
+            raise UserError(f"the run with {text or 'no overrides'}: {error}") from error
         fields = config_dict(config)
         # Fields that may change in a run count only where the sweep itself varies them.
-        varied = {k: v for k, v in flatten(fields).items() if k in swept}
-        settings = [config_digest(config), varied | {"steps": config.steps}]
+        varied_fields = {k: v for k, v in flatten(fields).items() if k in sweep_fields}
+        settings = [config_digest(config), varied_fields | {"steps": config.steps}]
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
         if digest in runs:
             raise UserError(
                 f"two runs have the same settings: {runs[digest].overrides} and {overrides}"
             )
-        name = re.sub(r"[^\w.,=+-]+", "_", said.replace(", ", ","))[:_LONGEST_NAME]
+        name = re.sub(r"[^\w.,=+-]+", "_", text.replace(", ", ","))[:_LONGEST_NAME]
         name = _folder_name(folder, name, digest, config)
         command = ("-m", "qerl_jax.commands.train", *arguments, f"--workdir={folder / name}")
         runs[digest] = Run(name, overrides, fields, folder / name, command)
@@ -167,9 +169,9 @@ def plan(file: str, common: ConfigOverrides, folder: Path) -> list[Run]:
 
 def _folder_name(folder: Path, name: str, digest: str, config: ConfigDict) -> str:
     """`NAME-DIGEST`, or the name with other digits that an earlier version gave the same run."""
-    found = f"{name}-{digest}".lstrip("-")
-    if (folder / found).exists():
-        return found
+    current_name = f"{name}-{digest}".lstrip("-")
+    if (folder / current_name).exists():
+        return current_name
     pattern = f"{glob.escape(name)}-{'[0-9a-f]' * 8}".lstrip("-")
     earlier = [
         path.name
@@ -178,7 +180,7 @@ def _folder_name(folder: Path, name: str, digest: str, config: ConfigDict) -> st
         == config.steps
         and saved["config"]["steps"] == config.steps
     ]
-    return earlier[0] if len(earlier) == 1 else found
+    return earlier[0] if len(earlier) == 1 else current_name
 
 
 def _load_sweep(file: str) -> list[ConfigOverrides]:
@@ -218,7 +220,7 @@ def _as_flags(overrides: ConfigOverrides) -> list[str]:
     return [f"--config.{field}={as_flag(field, value)}" for field, value in overrides.items()]
 
 
-def _from_here(file: str) -> str:
+def _relative_path(file: str) -> str:
     """A path below the working directory as a relative one."""
     path, colon, preset = file.partition(":")
     if Path(path).is_relative_to(Path.cwd()):
@@ -229,10 +231,10 @@ def _from_here(file: str) -> str:
 def _part(runs: list[Run], only: str | None) -> list[Run]:
     if only is None:
         return runs
-    found = re.fullmatch(r"(\d+)/(\d+)", only)
-    if not found or not 1 <= int(found[1]) <= int(found[2]):
+    match = re.fullmatch(r"(\d+)/(\d+)", only)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
         raise UserError(f"--only={only}: write it as I/N with I from 1 to N")
-    return runs[int(found[1]) - 1 :: int(found[2])]
+    return runs[int(match[1]) - 1 :: int(match[2])]
 
 
 def _write_results(runs: list[Run], folder: Path) -> None:
@@ -244,8 +246,8 @@ def _write_results(runs: list[Run], folder: Path) -> None:
         name: [run.folder for run in group if is_finished(run)]
         for name, group in settings(runs).items()
     }
-    drawn = plot_sweep(groups, folder / "curves.png")
-    files = ["table.json", "table.md", "commands.sh", *(["curves.png"] if drawn else [])]
+    picture = plot_sweep(groups, folder / "curves.png")
+    files = ["table.json", "table.md", "commands.sh", *(["curves.png"] if picture else [])]
     print(f"\n{text}\n{folder}: {', '.join(files)}", flush=True)
 
 
