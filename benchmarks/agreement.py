@@ -52,7 +52,7 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
         and the mean and the 99th percentile of the absolute differences.
     """
 
-    def sampled(temperature: float) -> TrainBatch:
+    def sample_batch(temperature: float) -> TrainBatch:
         sampling = SamplingConfig(max_new_tokens=new_tokens, temperature=temperature)
         sampler = Sampler(model.config, model.tokenizer, sampling)
         rollout = sampler.rollout(jax.random.key(seed), Policy(model.params, lora), prompts)
@@ -69,15 +69,15 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
     def gaps(params, lora, tokens, lengths):
         """The largest logit of every position minus the logit of the next token."""
         logits = transformer.forward(params, lora, tokens, lengths, config=model.config)
-        taken = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
-        return logits[:, :-1].max(axis=-1) - taken
+        token_logits = jnp.take_along_axis(logits[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+        return logits[:, :-1].max(axis=-1) - token_logits
 
-    batch = sampled(0.0)
+    batch = sample_batch(0.0)
     position = np.arange(1, batch.tokens.shape[1])
-    drawn = (position >= batch.prompt_lengths[:, None]) & (position < batch.lengths[:, None])
-    gap = np.asarray(gaps(model.params, lora, batch.tokens, batch.lengths))[drawn]
+    is_new_token = (position >= batch.prompt_lengths[:, None]) & (position < batch.lengths[:, None])
+    gap = np.asarray(gaps(model.params, lora, batch.tokens, batch.lengths))[is_new_token]
 
-    batch = sampled(1.0)
+    batch = sample_batch(1.0)
     mask = batch.loss_mask > 0
     logprobs, _ = completion_logprobs(
         model.params,
@@ -89,7 +89,7 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
     )
     difference = np.abs(np.asarray(logprobs) - batch.rollout_logprobs)[mask]
     return {
-        "greedy_tokens": int(drawn.sum()),
+        "greedy_tokens": int(is_new_token.sum()),
         "greedy_differ": int((gap > 0).sum()),
         "greedy_largest_gap": round(float(gap.max()), 4),
         "sampled_tokens": int(mask.sum()),

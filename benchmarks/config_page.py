@@ -29,8 +29,8 @@ def config_page() -> str:
         if isinstance(row, Field):
             parts.append(_wrapped(_entry(row), indent="  "))
         elif row.help:
-            named = f"`{row.name}`: " if "." in row.name else ""
-            parts.append(_wrapped(named + _escaped(row.help)))
+            name = f"`{row.name}`: " if "." in row.name else ""
+            parts.append(_wrapped(name + _escaped(row.help)))
     return "\n\n".join(parts)
 
 

@@ -45,11 +45,11 @@ Runs = dict[str, list[dict[str, Any]]]  # arm -> its runs, a row of gsm8k.json w
 
 def runs_by_arm(content: dict[str, Any]) -> Runs:
     """The rows of gsm8k.json by arm, each with what else is known of its run."""
-    found: Runs = {}
+    runs: Runs = {}
     for row in content["rows"]:
         about = content["runs"][run_name(row["arm"], row["seed"])]
-        found.setdefault(row["arm"], []).append(row | {"about": about})
-    return found
+        runs.setdefault(row["arm"], []).append(row | {"about": about})
+    return runs
 
 
 # --- Tables -------------------------------------------------------------------------------------
@@ -71,8 +71,8 @@ def accuracy_table(runs: Runs) -> str:
                 _mean([row["pass1_start"] for row in rows]),
                 _mean_and_interval([row["pass1_end"] for row in rows]),
                 _mean([row["ci95"] for row in rows]),
-                f"{_formed(starts, 'share')} -> {_formed(ends, 'share')}",
-                f"{_formed(starts, 'accuracy')} -> {_formed(ends, 'accuracy')}",
+                f"{_well_formed_mean(starts, 'share')} -> {_well_formed_mean(ends, 'share')}",
+                f"{_well_formed_mean(starts, 'accuracy')} -> {_well_formed_mean(ends, 'accuracy')}",
                 _mean([row["pass16"] for row in rows]),
                 _mean([end["mean_tokens"] for end in ends], ".0f"),
                 f"{max(present):.4f}" if present else "-",
@@ -234,9 +234,9 @@ def _mean_and_interval(values: list[float]) -> str:
     return f"{np.mean(values):.1f}{half}"
 
 
-def _formed(evaluations: list[dict[str, Any]], name: str) -> str:
-    found = [evaluation["well_formed"][name] for evaluation in evaluations]
-    return _mean([value for value in found if value is not None])
+def _well_formed_mean(evaluations: list[dict[str, Any]], name: str) -> str:
+    values = [evaluation["well_formed"][name] for evaluation in evaluations]
+    return _mean([value for value in values if value is not None])
 
 
 def _over_problems(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> str:
@@ -259,9 +259,9 @@ def _over_seeds(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> 
         return "one seed" if seeds == 1 else f"{seeds} seeds"
     from scipy import stats
 
-    new, old = ([row["pass1_end"] for row in part] for part in (rows, reference))
-    found = stats.ttest_ind(new, old, equal_var=False).confidence_interval(0.95)
-    return f"{np.mean(new) - np.mean(old):+.1f} [{found.low:+.1f}, {found.high:+.1f}]"
+    a, b = ([row["pass1_end"] for row in part] for part in (rows, reference))
+    interval = stats.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    return f"{np.mean(a) - np.mean(b):+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
 
 
 # --- Figures ------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def curves_data(content: dict[str, Any], results: pathlib.Path) -> dict[str, Any
             step["mixed_groups"] = 1.0 - step["advantage_zero_groups"]
         for panel in _PANELS:
             values = [step.get(panel) for step in steps]
-            rounded = [None if value is None else float(f"{value:.4g}") for value in values]
-            data[panel].setdefault(row["arm"], []).append(rounded)
+            series = [None if value is None else float(f"{value:.4g}") for value in values]
+            data[panel].setdefault(row["arm"], []).append(series)
     return data
 
 
@@ -304,13 +304,17 @@ def accuracy_data(content: dict[str, Any]) -> dict[str, Any]:
     for arm, rows in runs_by_arm(content).items():
         samples = [_evaluation(row, "samples") for row in rows]
         ks = sorted(int(name[5:]) for name in samples[0] if name.startswith("pass@"))
-        pass_at = {k: np.mean([found[f"pass@{k}"]["value"] for found in samples]) for k in ks}
+        pass_at = {
+            k: np.mean([evaluation[f"pass@{k}"]["value"] for evaluation in samples]) for k in ks
+        }
         data[arm] = {
             "start": round(float(np.mean([row["pass1_start"] for row in rows])), 2),
             "ends": [round(row["pass1_end"], 2) for row in rows],
             "ci95": round(float(np.mean([row["ci95"] for row in rows])), 2),
             "pass_at": {
-                "1": round(float(np.mean([found["accuracy"]["value"] for found in samples])), 2)
+                "1": round(
+                    float(np.mean([evaluation["accuracy"]["value"] for evaluation in samples])), 2
+                )
             }
             | {str(k): round(float(value), 2) for k, value in pass_at.items()},
         }
@@ -326,8 +330,8 @@ def draw_curves(data: dict[str, Any]) -> "Figure":
     for axes, (panel, label) in zip(all_axes, _PANELS.items(), strict=True):
         for number, (arm, seeds) in enumerate(data[panel].items()):
             length = max(map(len, seeds))
-            padded = [seed + [None] * (length - len(seed)) for seed in seeds]
-            values = np.array(padded, np.float64)  # None becomes NaN.
+            table = [seed + [None] * (length - len(seed)) for seed in seeds]
+            values = np.array(table, np.float64)  # None becomes NaN.
             measured = np.isfinite(values).any(axis=0)
             if not measured.any() or (panel == "noise_kl" and not np.nansum(values)):
                 continue

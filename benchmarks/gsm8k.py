@@ -119,17 +119,17 @@ def commands(arm: str, seed: int, args: argparse.Namespace) -> dict[str, list[st
     config = evidence.get_config(arm)
     run = args.workdir / run_name(arm, seed)
     folders = evaluation_folders(run, arm)
-    trained = "model" if config.train.parameters == "full" else "adapter"
-    found = {"train": train_command(arm, seed, run, args, args.rest)}
+    policy = "model" if config.train.parameters == "full" else "adapter"
+    by_part = {"train": train_command(arm, seed, run, args, args.rest)}
     for part, folder in folders.items():
-        adapter = "none" if part.startswith("start") else trained
-        found[part] = ["-m", "experiments.evaluate", str(run), f"--adapter={adapter}"]
-        found[part] += [f"--tasks={_TASK}", f"--max-new-tokens={_NEW_TOKENS}", f"--out={folder}"]
+        adapter = "none" if part.startswith("start") else policy
+        by_part[part] = ["-m", "experiments.evaluate", str(run), f"--adapter={adapter}"]
+        by_part[part] += [f"--tasks={_TASK}", f"--max-new-tokens={_NEW_TOKENS}", f"--out={folder}"]
         if args.test:
-            found[part].append(f"--data={_TASK}={args.test}")
+            by_part[part].append(f"--data={_TASK}={args.test}")
         if part.endswith("samples"):
-            found[part] += [f"--samples={_SAMPLES}", f"--limit={_SAMPLED_PROBLEMS}"]
-    return found
+            by_part[part] += [f"--samples={_SAMPLES}", f"--limit={_SAMPLED_PROBLEMS}"]
+    return by_part
 
 
 def run_parts(arm: str, seed: int, args: argparse.Namespace) -> None:
@@ -166,11 +166,11 @@ def _run(command: list[str], environment: dict[str, str]) -> int:
         signal.SIGTERM: lambda *_: process.send_signal(signal.SIGTERM),
         signal.SIGINT: lambda *_: None,
     }
-    before = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
+    old_handlers = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
     try:
         return process.wait()
     finally:
-        for signum, handler in before.items():
+        for signum, handler in old_handlers.items():
             signal.signal(signum, handler)
         process.kill()
         process.wait()
@@ -216,7 +216,7 @@ def well_formed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
     return {"share": share, "accuracy": 100 * sum(formed) / len(formed) if formed else None}
 
 
-def _described(folder: pathlib.Path) -> dict[str, Any] | None:
+def _evaluation_figures(folder: pathlib.Path) -> dict[str, Any] | None:
     """Figures of an evaluation, in percent."""
     results = finished_evaluation(folder)
     if results is None:
@@ -230,12 +230,12 @@ def _described(folder: pathlib.Path) -> dict[str, Any] | None:
     # A digit for each problem, in their order, from which arms are compared problem by problem.
     greedy = figures["samples"] == 1
     correct = "".join(str(int(row["correct"] is True)) for row in rows) if greedy else None
-    kept = [name for name in figures if name.startswith(("pass@", "maj@"))]
+    names = [name for name in figures if name.startswith(("pass@", "maj@"))]
     return {
         "problems": figures["problems"],
         "samples": figures["samples"],
         "max_new_tokens": figures["max_new_tokens"],
-        **{name: percent(name) for name in ("accuracy", *kept)},
+        **{name: percent(name) for name in ("accuracy", *names)},
         "well_formed": well_formed(rows),
         "finished": 100 * figures["finished"],
         "mean_tokens": figures["mean_tokens"],
@@ -260,10 +260,10 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     about = describe_run(run)
     config = about["config"]
     folders = evaluation_folders(run, config["preset"])
-    found = {part: _described(folder) for part, folder in folders.items()}
-    if None in found.values():
+    evaluations = {part: _evaluation_figures(folder) for part, folder in folders.items()}
+    if None in evaluations.values():
         return None
-    end, start, samples = (found[part] or {} for part in ("end", "start", "samples"))
+    end, start, samples = (evaluations[part] or {} for part in ("end", "start", "samples"))
     metrics = RunFolder(run).metrics
     steps = read_steps(metrics)
     summary = json.loads(RunFolder(run).summary.read_text(encoding="utf-8"))
@@ -289,7 +289,7 @@ def row_of(run: pathlib.Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
     about["largest_mismatch_without_noise"] = max(quiet, default=None)
     about["sampled_tokens"] = sum(step["rollout_tokens"] for step in steps)
     about["peak_memory_bytes"] = summary["peak_memory_bytes"]
-    return row, about | {"evaluations": found}
+    return row, about | {"evaluations": evaluations}
 
 
 def metrics_file(results: pathlib.Path, name: str) -> pathlib.Path:
@@ -330,9 +330,9 @@ def collect(workdir: pathlib.Path, results: pathlib.Path) -> list[str]:
     content, added = read_results(results), []
     seeds = {run_name(arm, seed): arm for arm in evidence.ARMS for seed in evidence.SEEDS}
     for name in seeds:
-        if name in content["runs"] or (made := row_of(workdir / name)) is None:
+        if name in content["runs"] or (result := row_of(workdir / name)) is None:
             continue
-        row, about = made
+        row, about = result
         content["rows"].append(row)
         content["runs"][name] = about
         compress_metrics(workdir / name, metrics_file(results, name))
@@ -354,13 +354,13 @@ def grid_of(sweep: pathlib.Path) -> tuple[str, list[dict[str, Any]]]:
     Raises:
         UserError: the folder has no finished run.
     """
-    found, arms = [], set()
+    rows, arms = [], set()
     for path in sorted(sweep.glob("*/summary.json")):
         about = describe_run(path.parent)
         config = about["config"]
         accuracy = read_evaluations(RunFolder(path.parent).metrics)
         arms.add(config["preset"])
-        found.append(
+        rows.append(
             {
                 "learning_rate": config["optimizer"]["learning_rate"],
                 "seed": config["seed"],
@@ -374,7 +374,7 @@ def grid_of(sweep: pathlib.Path) -> tuple[str, list[dict[str, Any]]]:
         )
     if len(arms) != 1:
         raise UserError(f"{sweep} holds finished runs of {sorted(arms)}, a grid is of one arm")
-    return arms.pop(), sorted(found, key=lambda row: row["learning_rate"])
+    return arms.pop(), sorted(rows, key=lambda row: row["learning_rate"])
 
 
 def add_grid(sweep: pathlib.Path, results: pathlib.Path) -> str:

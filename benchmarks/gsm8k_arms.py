@@ -72,13 +72,13 @@ def jobs(arms: list[str], seeds: list[int], arguments: argparse.Namespace) -> It
         seeds: the seeds of each arm.
         arguments: the parsed arguments.
     """
-    known = gsm8k.read_results(arguments.results)
+    content = gsm8k.read_results(arguments.results)
     for arm in arms:
-        if arm not in known["grids"]:
+        if arm not in content["grids"]:
             yield from _grid_jobs(arm, arguments)
     for seed, arm in itertools.product(seeds, arms):
-        if arm in known["grids"] and gsm8k.run_name(arm, seed) not in known["runs"]:
-            yield from _seed_jobs(arm, seed, best_rate(known["grids"][arm]), arguments)
+        if arm in content["grids"] and gsm8k.run_name(arm, seed) not in content["runs"]:
+            yield from _seed_jobs(arm, seed, best_rate(content["grids"][arm]), arguments)
 
 
 def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
@@ -90,10 +90,10 @@ def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
 
 
 def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) -> Iterator[Job]:
-    own = argparse.Namespace(**vars(arguments), rest=[f"--config.{_RATE}={rate}"])
+    job_arguments = argparse.Namespace(**vars(arguments), rest=[f"--config.{_RATE}={rate}"])
     run = arguments.workdir / gsm8k.run_name(arm, seed)
     folders = gsm8k.evaluation_folders(run, arm)
-    commands = gsm8k.commands(arm, seed, own)
+    commands = gsm8k.commands(arm, seed, job_arguments)
     training = _training(f"{run.name}-train", commands.pop("train"), run)
     yield training
     if training.is_finished():
@@ -144,16 +144,16 @@ def run(arguments: argparse.Namespace) -> None:
 def _seeds(text: str) -> list[int]:
     seeds = text.split(",") if text else []
     if unknown := [seed for seed in seeds if seed not in map(str, evidence.SEEDS)]:
-        known = ",".join(map(str, evidence.SEEDS))
-        raise UserError(f"--seeds={text}: {unknown[0]!r} is none of {known}")
+        choices = ",".join(map(str, evidence.SEEDS))
+        raise UserError(f"--seeds={text}: {unknown[0]!r} is none of {choices}")
     return [int(seed) for seed in seeds]
 
 
 def _publish(arms: list[str], arguments: argparse.Namespace) -> None:
     """Writes grids that are finished, and rows of runs that are, to gsm8k.json."""
-    known = gsm8k.read_results(arguments.results)["grids"]
+    grids = gsm8k.read_results(arguments.results)["grids"]
     for arm in arms:
-        if arm not in known and all(job.is_finished() for job in _grid_jobs(arm, arguments)):
+        if arm not in grids and all(job.is_finished() for job in _grid_jobs(arm, arguments)):
             gsm8k.add_grid(grid_folder(arguments.workdir, arm), arguments.results)
     for name in gsm8k.collect(arguments.workdir, arguments.results):
         print(f"new row {name}", flush=True)

@@ -30,10 +30,10 @@ from qerl_jax.system.jsonl import read_jsonl
 from qerl_jax.system.paths import user_path
 
 
-def welch_t(new: np.ndarray, old: np.ndarray) -> float:
-    """Welch's t statistic of mean(new) - mean(old), unequal variances."""
-    error = new.var(ddof=1) / new.size + old.var(ddof=1) / old.size
-    return float((new.mean() - old.mean()) / math.sqrt(error))
+def welch_t(a: np.ndarray, b: np.ndarray) -> float:
+    """Welch's t statistic of mean(a) - mean(b), unequal variances."""
+    error = a.var(ddof=1) / a.size + b.var(ddof=1) / b.size
+    return float((a.mean() - b.mean()) / math.sqrt(error))
 
 
 def summarize(folders: list[pathlib.Path]) -> dict:
@@ -69,8 +69,8 @@ def summarize(folders: list[pathlib.Path]) -> dict:
         }
     evaluations = [read_evaluations(path) for path in metrics]
     summary["eval_accuracy"] = {
-        "before": float(np.mean([found[0] for found in evaluations])),
-        "after": float(np.mean([found[summary["steps"]] for found in evaluations])),
+        "before": float(np.mean([accuracy[0] for accuracy in evaluations])),
+        "after": float(np.mean([accuracy[summary["steps"]] for accuracy in evaluations])),
     }
     summary["minutes"] = float(np.mean([_seconds(path) / 60 for path in metrics]))
     summary["by_step"] = {"reward": [[row["reward"] for row in rows] for rows in runs]}

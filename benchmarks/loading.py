@@ -104,7 +104,7 @@ def measure(folder: str, format: str) -> dict[str, Any]:
         show(meter)
 
     device = jax.block_until_ready(jax.device_put(0.0)).device
-    before = _resident()
+    bytes_before = _resident()
     began = time.perf_counter()
     with count_compilations() as compiled:
         checkpoint = open_checkpoint(folder)
@@ -122,7 +122,7 @@ def measure(folder: str, format: str) -> dict[str, Any]:
         "compile_s": compiled.take()["compile_seconds"],
         "gb": meter.total_bytes / 1e9,
         "shard_gb": max(path.stat().st_size for path in pathlib.Path(folder).iterdir()) / 1e9,
-        "host_before_gb": before / 1e9,
+        "host_before_gb": bytes_before / 1e9,
         "host_peak_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9,
         "device_gb": sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / 1e9,
         "device": device.device_kind,

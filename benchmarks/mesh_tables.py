@@ -39,9 +39,9 @@ def scaling_sentence(rows: Iterable[dict]) -> str:
     """
     best: dict[str, tuple[int, float]] = {}
     for row in rows:
-        if one := row.get("samples_per_s_of_one"):
-            found = row["devices"], row["samples_per_s"] / one
-            best[row["model"]] = max(found, best.get(row["model"], found))
+        if single_rate := row.get("samples_per_s_of_one"):
+            scaling = row["devices"], row["samples_per_s"] / single_rate
+            best[row["model"]] = max(scaling, best.get(row["model"], scaling))
     times = (f"{ratio:.2f} on {n} GPUs ({model})" for model, (n, ratio) in best.items())
     return f"Completions per second against one GPU: {', '.join(times)}."
 
@@ -56,11 +56,11 @@ def tensor_ratios(result: dict) -> str:
         (row["tensor"], row["model"], row["batch"]): row["ms_per_step"]
         for row in rows_of(result, "decode", STEPS | {"format": "nvfp4"})
     }
-    found: dict[tuple[int, str], list[str]] = {}
+    texts: dict[tuple[int, str], list[str]] = {}
     for (tensor, model, batch), time in sorted(times.items()):
         if tensor > 1 and (1, model, batch) in times:
             rows = f"{batch} {'row' if batch == 1 else 'rows'}"
             ratio = f"{time / times[1, model, batch]:.2f} at {rows}"
-            found.setdefault((tensor, model), []).append(ratio)
-    lines = (f"{model} on {n} GPUs {', '.join(ratios)}" for (n, model), ratios in found.items())
+            texts.setdefault((tensor, model), []).append(ratio)
+    lines = (f"{model} on {n} GPUs {', '.join(ratios)}" for (n, model), ratios in texts.items())
     return "; ".join(lines)

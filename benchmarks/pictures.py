@@ -71,9 +71,9 @@ def decode_data() -> dict[str, dict[str, dict[str, float]]]:
         ):
             data[row["model"]][row["format"]][str(row["batch"])] = row["ms_per_step"]
     for formats in data.values():
-        both = formats["nvfp4"].keys() & formats["bf16"].keys()
+        batches = formats["nvfp4"].keys() & formats["bf16"].keys()
         for form, times in formats.items():
-            formats[form] = {batch: time for batch, time in times.items() if batch in both}
+            formats[form] = {batch: time for batch, time in times.items() if batch in batches}
     return data
 
 
@@ -88,11 +88,11 @@ def peers_data() -> dict[str, dict]:
     path = _RESULTS / "peers.json"
     rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
     data = {}
-    for (model, batch, _, new_tokens, device), found in peer_steps(rows).items():  # ascending
-        ours = {name: found[0][f"our_{name}"] for name in _SECONDS}
-        engines = {"here, NVFP4": ours} | {
+    for (model, batch, _, new_tokens, device), peer_rows in peer_steps(rows).items():  # ascending
+        our_times = {name: peer_rows[0][f"our_{name}"] for name in _SECONDS}
+        engines = {"here, NVFP4": our_times} | {
             row["peer"]: {name: row[name] for name in _SECONDS}
-            for row in sorted(found, key=lambda row: row["step_s"])
+            for row in sorted(peer_rows, key=lambda row: row["step_s"])
         }
         data[model] = {"rows": batch, "new_tokens": new_tokens, "device": device, "steps": engines}
     return data
@@ -102,17 +102,17 @@ def draw_peers(data: dict) -> "Figure":
     """A bar for each engine, rollout and update one after the other, one panel for each model."""
     figure, panels = _figure(len(data))
     for axes, (model, part) in zip(panels, data.items(), strict=True):
-        names, left = list(part["steps"]), [0.0] * len(part["steps"])
+        names, starts = list(part["steps"]), [0.0] * len(part["steps"])
         for label, color in (("rollout", "#2166ac"), ("update", "#d6604d")):
             seconds = [times[f"{label}_s"] for times in part["steps"].values()]
-            axes.barh(names, seconds, left=left, color=color, label=label, height=0.6)
-            left = [begin + second for begin, second in zip(left, seconds, strict=True)]
-        for name, end in zip(names, left, strict=True):
+            axes.barh(names, seconds, left=starts, color=color, label=label, height=0.6)
+            starts = [begin + second for begin, second in zip(starts, seconds, strict=True)]
+        for name, end in zip(names, starts, strict=True):
             axes.annotate(f" {part['steps'][name]['step_s']:.1f} s", (end, name), va="center")
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set(
-            xlim=(0, 1.25 * max(left)),
+            xlim=(0, 1.25 * max(starts)),
             xlabel=f"seconds a step, {part['rows']} x {part['new_tokens']:,} tokens",
             title=f"{model} on one {short_name(part['device'])}",
         )
@@ -131,12 +131,12 @@ def draw_learning(data: dict) -> "Figure":
         mean = [statistics.mean(values) for values in zip(*part["reward"], strict=True)]
         axes.plot(steps, mean, color=color, linewidth=2.4, label=_LABELS[name])
     seeds = data["learning"]["seeds"]
-    drawn = "1 seed" if seeds == 1 else f"{seeds} seeds"
+    seed_text = "1 seed" if seeds == 1 else f"{seeds} seeds"
     axes.set(
         xlabel="step",
         ylabel="reward",
         ylim=(0, 1),
-        title=f"SmolLM2-135M learns one-digit sums on two CPU cores ({drawn})",
+        title=f"SmolLM2-135M learns one-digit sums on two CPU cores ({seed_text})",
     )
     axes.legend(frameon=False, loc="upper left")
     return figure

@@ -23,13 +23,13 @@ _THREADS = 8  # files that are written at a time
 
 
 def write_random(
-    folder: pathlib.Path, config: ModelConfig, *, packed: bool, shard_bytes: int = SHARD_BYTES
+    folder: pathlib.Path, model_config: ModelConfig, *, packed: bool, shard_bytes: int = SHARD_BYTES
 ) -> int:
     """Writes a model folder without a tokenizer; it appears complete or not at all.
 
     Args:
         folder: target path; must not exist or be an empty folder.
-        config: the architecture.
+        model_config: the architecture.
         packed: whether the projections are in NVFP4, as compressed-tensors stores them; everything
             else is in bfloat16.
         shard_bytes: largest number of tensor bytes in one file.
@@ -42,11 +42,11 @@ def write_random(
     """
     modules = [
         names.layer_module(layer, projection)
-        for layer in range(config.num_layers)
+        for layer in range(model_config.num_layers)
         for projection in PROJECTIONS
     ]
-    shapes = names.expected_shapes(config, packed=modules if packed else ())
-    hf = to_hf_config(config) | {"torch_dtype": "bfloat16"}
+    shapes = names.expected_shapes(model_config, packed=modules if packed else ())
+    hf = to_hf_config(model_config) | {"torch_dtype": "bfloat16"}
     if packed:
         hf["quantization_config"] = QUANTIZATION_CONFIG
     pools, weight_map = _pools(), {}
@@ -97,14 +97,14 @@ def _bytes(name: str, shape: tuple[int, ...]) -> int:
 
 def _shards(shapes: dict[str, tuple[int, ...]], limit: int) -> Iterator[dict]:
     """Yields the shapes by name of each file."""
-    shard, held = {}, 0
+    shard, total = {}, 0
     for name, shape in shapes.items():
         size = _bytes(name, shape)
-        if shard and held + size > limit:
+        if shard and total + size > limit:
             yield shard
-            shard, held = {}, 0
+            shard, total = {}, 0
         shard[name] = shape
-        held += size
+        total += size
     yield shard
 
 

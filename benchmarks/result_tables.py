@@ -70,10 +70,10 @@ def run_table(result: dict) -> str:
 def step_text(row: dict) -> str:
     """What a row of `benchmarks.step` measured, in words."""
     products = row["recompute"].replace(",", ", ")
-    again = "" if products == "none" else f"; recomputed: {products}"
+    suffix = "" if products == "none" else f"; recomputed: {products}"
     return (
         f"a step of {row['batch']} rows, {row['prompt']} + {row['new_tokens']:,} tokens each, "
-        f"random weights: rollout {row['rollout_s']:.1f} s, update {row['update_s']:.1f} s{again}"
+        f"random weights: rollout {row['rollout_s']:.1f} s, update {row['update_s']:.1f} s{suffix}"
     )
 
 
@@ -85,10 +85,10 @@ def kernel_part(result: dict) -> list[str]:
         f"On one {result['device']}, which copies {rows[0]['bandwidth'] / 1e12:.2f} TB/s "
         f"(commits {commits}, jax {rows[0]['versions']['jax']}):"
     )
-    found = [heading, kernel_table(result)]
+    paragraphs = [heading, kernel_table(result)]
     if between := slowest_between_columns(result):
-        found.append(f"Token counts between the columns, against the next column: {between}.")
-    return found
+        paragraphs.append(f"Token counts between the columns, against the next column: {between}.")
+    return paragraphs
 
 
 def kernel_table(result: dict) -> str:
@@ -118,11 +118,11 @@ def kernel_table(result: dict) -> str:
 
 def _equal_shapes(measured: set[str]) -> list[list[str]]:
     """The measured layers in the order of the models; layers of one shape are listed together."""
-    found: dict[tuple, list[str]] = {}
+    groups: dict[tuple, list[str]] = {}
     for layer, shape in benchmark.shapes(",".join(cases.MODELS)).items():
         if layer in measured:
-            found.setdefault((*shape, cases.rank_of(layer, 1)), []).append(layer)
-    return list(found.values())
+            groups.setdefault((*shape, cases.rank_of(layer, 1)), []).append(layer)
+    return list(groups.values())
 
 
 def slowest_between_columns(result: dict) -> str:
@@ -291,10 +291,10 @@ def loading_table(rows: Sequence[dict]) -> str:
     return markdown(header, lines)
 
 
-def rows_of(result: dict, kind: str, same: Mapping[str, Any]) -> list[dict]:
+def rows_of(result: dict, kind: str, values: Mapping[str, Any]) -> list[dict]:
     """The rows of one kind with these values."""
-    same = {"kind": kind, **same}
-    return [row for row in result["rows"] if same.items() <= row.items()]
+    values = {"kind": kind, **values}
+    return [row for row in result["rows"] if values.items() <= row.items()]
 
 
 def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:

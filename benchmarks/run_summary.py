@@ -115,11 +115,11 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("run", type=user_path, help="run folder to summarize")
     parser.add_argument("--out", type=user_path, required=True, help="JSON file to write")
-    own, command = list(arguments), []
+    options, command = list(arguments), []
     if "--" in arguments:
-        cut = own.index("--")
-        own, command = own[:cut], own[cut + 1 :]
-    args = parser.parse_args(own)
+        cut = options.index("--")
+        options, command = options[:cut], options[cut + 1 :]
+    args = parser.parse_args(options)
     try:
         seconds = {"total_seconds": timed(command)} if command else {}
         summary = seconds | summarize(args.run)

@@ -68,15 +68,17 @@ def result_of(run: pathlib.Path, *, seconds: float, cache: str, problems: int) -
     Raises:
         UserError: the run has no evaluation before or after training.
     """
-    about, found = describe_run(run), read_evaluations(RunFolder(run).metrics)
+    about, evaluations = describe_run(run), read_evaluations(RunFolder(run).metrics)
     steps = about["config"]["steps"]
-    if 0 not in found or steps not in found:
-        raise UserError(f"{run} has evaluations after steps {sorted(found)}, not 0 and {steps}")
+    if 0 not in evaluations or steps not in evaluations:
+        raise UserError(
+            f"{run} has evaluations after steps {sorted(evaluations)}, not 0 and {steps}"
+        )
     return {
         "seconds": seconds,
         "cache": cache,
-        "pass1_start": 100 * found[0],
-        "pass1_end": 100 * found[steps],
+        "pass1_start": 100 * evaluations[0],
+        "pass1_end": 100 * evaluations[steps],
         "n": problems,
         "device": about["device"]["kind"],
         "commit": about["git"]["commit"],
@@ -86,16 +88,16 @@ def result_of(run: pathlib.Path, *, seconds: float, cache: str, problems: int) -
     }
 
 
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def merged(content: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
     """The content of speedrun.json with a new result: the warm run, and `cold` beside it.
 
     Args:
-        old: the content so far, or {}.
-        new: a result.
+        content: the content so far, or {}.
+        result: a result.
     """
-    by_cache = {old.get("cache"): {k: v for k, v in old.items() if k != "cold"}}
-    by_cache |= {"cold": old["cold"]} if "cold" in old else {}
-    by_cache[new["cache"]] = new
+    by_cache = {content.get("cache"): {k: v for k, v in content.items() if k != "cold"}}
+    by_cache |= {"cold": content["cold"]} if "cold" in content else {}
+    by_cache[result["cache"]] = result
     if "warm" not in by_cache:
         return by_cache["cold"]
     return by_cache["warm"] | ({"cold": by_cache["cold"]} if "cold" in by_cache else {})
@@ -127,7 +129,7 @@ def main() -> None:
     run = new_folder(args.workdir)
     try:
         check_writable(args.out)
-        old = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
+        content = json.loads(args.out.read_text(encoding="utf-8")) if args.out.exists() else {}
         timed(training_command(args, run))
         seconds = time.perf_counter() - began
         problems = sum(bool(line.strip()) for line in args.test.read_bytes().splitlines())
@@ -135,7 +137,7 @@ def main() -> None:
         result = result_of(run, seconds=seconds, cache=cache, problems=problems)
     except UserError as error:
         sys.exit(f"error: {error}")
-    write_json(args.out, merged(old, result))
+    write_json(args.out, merged(content, result))
     print(
         f"{result['pass1_start']:.1f} -> {result['pass1_end']:.1f} % of {problems} problems in "
         f"{seconds:.0f} s ({cache} cache): {args.out}",

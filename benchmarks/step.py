@@ -293,7 +293,7 @@ def measure(
 
     groups = groups_of(setup.model.params)
     memory = [device.memory_stats() or {} for device in itertools.chain(*groups)]
-    peak = max((found["peak_bytes_in_use"] for found in memory if found), default=None)
+    peak = max((stats["peak_bytes_in_use"] for stats in memory if stats), default=None)
     update, updates = median("train_seconds"), arguments.updates
     batch, seconds = arguments.prompts * data * arguments.group, median("step_seconds")
     return {
@@ -340,9 +340,9 @@ def _save_and_read(folder: pathlib.Path, setup: Any, trainable: Any) -> None:
     from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
 
     save_peft_adapter(folder, trainable, setup.method.lora_config, base_model=setup.model.source)
-    read = load_peft_adapter(folder, setup.model.config, setup.method.lora_config)
-    pairs = zip(jax.tree.leaves(trainable), jax.tree.leaves(read), strict=True)
-    if not all(np.array_equal(saved, found) for saved, found in pairs):
+    loaded = load_peft_adapter(folder, setup.model.config, setup.method.lora_config)
+    pairs = zip(jax.tree.leaves(trainable), jax.tree.leaves(loaded), strict=True)
+    if not all(np.array_equal(saved, copy) for saved, copy in pairs):
         raise UserError(f"{folder}: the adapter that was read differs from the one that was saved")
     print(f"saved the adapter to {folder} and read the same values back", flush=True)
 
@@ -372,11 +372,17 @@ def merge(path: pathlib.Path, row: dict[str, Any], keys: Sequence[str] = KEYS) -
 
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
     if row.get("devices", 1) > 1:
-        alone = (old for old in rows if old["devices"] == 1 and old["commit"] == row["commit"])
-        speeds = (old["samples_per_s"] for old in alone if _per_device(old) == _per_device(row))
+        single_rows = (
+            other for other in rows if other["devices"] == 1 and other["commit"] == row["commit"]
+        )
+        speeds = (
+            other["samples_per_s"]
+            for other in single_rows
+            if _per_device(other) == _per_device(row)
+        )
         row = row | {"samples_per_s_of_one": next(speeds, None)}
-    found = {tuple((_ONE_PROCESS | old)[key] for key in keys): old for old in [*rows, row]}
-    ordered = [found[key] for key in sorted(found, key=str)]
+    by_key = {tuple((_ONE_PROCESS | other)[key] for key in keys): other for other in [*rows, row]}
+    ordered = [by_key[key] for key in sorted(by_key, key=str)]
     write_json(path, {"rows": ordered}, indent=1)
 
 
@@ -408,8 +414,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     meshes = arguments.mesh or [(1, 1)]
     with connect(devices=max(map(math.prod, meshes))) as processes:
-        asked = {name: str(value) for name, value in vars(arguments).items()}
-        processes.check_same(asked, "start all of them with the same command")
+        settings = {name: str(value) for name, value in vars(arguments).items()}
+        processes.check_same(settings, "start all of them with the same command")
         for data, tensor in meshes:
             _check_devices(data, tensor, processes)
         if processes.writes:
@@ -431,15 +437,16 @@ def _check_devices(data: int, tensor: int, processes: "Processes") -> None:
 
     from qerl_jax.errors import UserError
 
-    wanted, found = data * tensor, len(jax.devices())
-    if processes.count > 1 and wanted != found:
+    needed, available = data * tensor, len(jax.devices())
+    if processes.count > 1 and needed != available:
         raise UserError(
-            f"--mesh=data={data},tensor={tensor} has {wanted} devices, the {processes.count} "
-            f"processes have {found}: every mesh of several processes has all of their devices"
+            f"--mesh=data={data},tensor={tensor} has {needed} devices, the {processes.count} "
+            f"processes have {available}: every mesh of several processes has all of their devices"
         )
-    if wanted > found:
+    if needed > available:
         raise UserError(
-            f"--mesh=data={data},tensor={tensor} needs {wanted} devices, this process has {found}"
+            f"--mesh=data={data},tensor={tensor} needs {needed} devices, this process has "
+            f"{available}"
         )
 
 

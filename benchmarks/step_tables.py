@@ -62,10 +62,10 @@ def peer_steps(rows: Iterable[dict]) -> dict[tuple, list[dict]]:
     for row in rows:
         if row["step_s"] is not None:
             key = tuple(row[name] for name in ("model", "batch", "prompt", "new_tokens", "device"))
-            found = fastest.setdefault(key, {})
-            known = found.get(row["peer"])
-            if known is None or row["step_s"] < known["step_s"]:
-                found[row["peer"]] = row
+            by_peer = fastest.setdefault(key, {})
+            best = by_peer.get(row["peer"])
+            if best is None or row["step_s"] < best["step_s"]:
+                by_peer[row["peer"]] = row
     order = sorted(fastest, key=lambda key: (_billions(key[0]), *key[1:]))
     return {key: [fastest[key][name] for name in sorted(fastest[key])] for key in order}
 
@@ -76,36 +76,36 @@ def _billions(model: str) -> tuple[float, str]:
     return (float(size[:-1]) if size[:-1].replace(".", "").isdecimal() else 0.0, model)
 
 
-def peer_steps_table(rows: Iterable[dict], own: Iterable[dict]) -> str:
+def peer_steps_table(rows: Iterable[dict], our_rows: Iterable[dict]) -> str:
     """Steps here beside those of peers: seconds (rollout + update), peak memory, tokens/s.
 
     Args:
         rows: rows of peers.json.
-        own: rows of step.json, for bf16 LoRA in this engine.
+        our_rows: rows of step.json, for bf16 LoRA in this engine.
     """
     steps = peer_steps(rows)
-    names = sorted({row["peer"] for found in steps.values() for row in found})
-    both = ("model", "batch", "prompt", "new_tokens", "device")
+    names = sorted({row["peer"] for peer_rows in steps.values() for row in peer_rows})
+    names_of_key = ("model", "batch", "prompt", "new_tokens", "device")
     bf16 = {
-        tuple(row[name] for name in both): row
-        for row in own
+        tuple(row[name] for name in names_of_key): row
+        for row in our_rows
         if row["format"] == "bf16" and row["updates"] == 1 and not row["mean_length"]
     }
     lines = []
-    for key, found in steps.items():
+    for key, peer_rows in steps.items():
         model, batch, prompt, new_tokens, _ = key
-        ours = {name: found[0][f"our_{name}"] for name in _MEASURED}
-        by_peer = {row["peer"]: row for row in found}
+        our_step = {name: peer_rows[0][f"our_{name}"] for name in _MEASURED}
+        by_peer = {row["peer"]: row for row in peer_rows}
         lines.append(
             [
                 model,
                 f"{batch} x {prompt} + {new_tokens:,}",
-                _step_cell(ours, batch * new_tokens),
+                _step_cell(our_step, batch * new_tokens),
                 *(
-                    _step_cell(row, batch * new_tokens, ours["step_s"]) if row else ""
+                    _step_cell(row, batch * new_tokens, our_step["step_s"]) if row else ""
                     for row in (bf16.get(key), *map(by_peer.get, names))
                 ),
-                ", ".join(sorted({row["commit"][:8] for row in found})),
+                ", ".join(sorted({row["commit"][:8] for row in peer_rows})),
             ]
         )
     header = ["model", "completions", "here, NVFP4", "here, bf16 LoRA", *names, "commit"]
@@ -115,9 +115,9 @@ def peer_steps_table(rows: Iterable[dict], own: Iterable[dict]) -> str:
 _MEASURED = ("step_s", "rollout_s", "update_s", "peak_gb")
 
 
-def _step_cell(row: Mapping[str, Any], tokens: int, ours: float | None = None) -> str:
+def _step_cell(row: Mapping[str, Any], tokens: int, our_seconds: float | None = None) -> str:
     """A step as '13.2 s (11.0 + 2.2), 37.8 GB, 1,240 tokens/s', and its time by ours."""
-    times = "" if ours is None else f", **{row['step_s'] / ours:.2f}x**"
+    times = "" if our_seconds is None else f", **{row['step_s'] / our_seconds:.2f}x**"
     peak = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
     return (
         f"{row['step_s']:.1f} s ({row['rollout_s']:.1f} + {row['update_s']:.1f}){peak}, "
@@ -170,17 +170,18 @@ def adapter_sentence(rows: Iterable[dict]) -> str:
     Returns:
         A sentence, which is empty unless both were measured at the same size.
     """
-    both = ("model", "rollout_format", "batch", "prompt", "new_tokens", "device")
+    key_names = ("model", "rollout_format", "batch", "prompt", "new_tokens", "device")
     rows = sorted(rows, key=lambda row: _billions(row["model"]))
-    alone = {tuple(row[name] for name in both): row for row in rows if row["peer"] == "vLLM"}
+    alone = {tuple(row[name] for name in key_names): row for row in rows if row["peer"] == "vLLM"}
     pairs = [
         (row, alone[key])
         for row in rows
         if row["peer"] == "TRL (QLoRA) + vLLM"
-        and (key := tuple(row[name] for name in both)) in alone
+        and (key := tuple(row[name] for name in key_names)) in alone
     ]
-    found = [
-        f"{row['rollout_s'] - kept['rollout_s']:.1f} s ({row['model']})" for row, kept in pairs
+    texts = [
+        f"{row['rollout_s'] - alone_row['rollout_s']:.1f} s ({row['model']})"
+        for row, alone_row in pairs
     ]
     if not pairs:
         return ""
@@ -188,5 +189,5 @@ def adapter_sentence(rows: Iterable[dict]) -> str:
     return (
         "In a QLoRA step the trainer writes its adapter and vLLM reads it before each rollout: "
         f"{first['batch']} completions in {first['rollout_format']} then take "
-        f"{' and '.join(found)} longer than in vLLM with one adapter."
+        f"{' and '.join(texts)} longer than in vLLM with one adapter."
     )

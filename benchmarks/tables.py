@@ -60,7 +60,7 @@ def preset_table() -> str:
     learning, run = _read("learning_smollm2-135m.json")["learning"], _read(_GPU_RUN)
     speedrun = _read("speedrun.json")
     accuracy = learning["eval_accuracy"]
-    known = {
+    measured = {
         models.STAND_IN: (
             "two CPU cores",
             "not recorded",
@@ -91,10 +91,10 @@ def preset_table() -> str:
         )
     )  # fmt: skip
     steps = {row["model"]: row for row in rows}
-    rest, lines = [], []
+    unmeasured, lines = [], []
     for model in models.MODELS:
-        if model in known:
-            lines.append([f"`{model}`", *known[model]])
+        if model in measured:
+            lines.append([f"`{model}`", *measured[model]])
         elif model in steps:
             row = steps[model]
             cards = f"{row['devices']} x " if row["devices"] > 1 else ""
@@ -108,8 +108,8 @@ def preset_table() -> str:
                 ]
             )
         else:
-            rest.append(f"`{model}`")
-    lines.append([", ".join(rest), "", "not run yet", "not run yet", "not run yet"])
+            unmeasured.append(f"`{model}`")
+    lines.append([", ".join(unmeasured), "", "not run yet", "not run yet", "not run yet"])
     return markdown(("preset", "measured on", "peak memory", "a step", "result"), lines)
 
 
@@ -129,8 +129,8 @@ def peers_text() -> str:
     steps = peer_steps(rows)
     if not steps:
         return _DECODE_PICTURE % "docs/decode.svg" + "\n\n"
-    most = {key[0]: key[1] for key in steps}
-    rows = [row for row in rows if most.get(row["model"]) == row["batch"]]
+    most_rows = {key[0]: key[1] for key in steps}
+    rows = [row for row in rows if most_rows.get(row["model"]) == row["batch"]]
     devices = sorted({key[-1] for key in steps})
     sentence = (
         f"A GRPO step on one {', one '.join(devices)}: seconds (rollout + update), peak memory, "
@@ -431,9 +431,9 @@ def replace_part(
         ValueError: the page lacks the marks.
     """
     begin, end = f"<!-- {name}: python -m {command} -->", f"<!-- end of {name} -->"
-    before, found, rest = text.partition(begin)
+    before, mark, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed:
+    if not mark or not closed:
         raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
     return f"{before}{begin}\n{part}\n{end}{after}"
 

@@ -93,19 +93,19 @@ def installed(packages: Mapping[str, str]) -> str:
     Raises:
         UserError: a package is not installed.
     """
-    found, missing = [], []
+    versions, missing = [], []
     for name in packages:
         try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
+            versions.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     if missing:
-        wanted = " ".join(f"{name}=={version}" for name, version in packages.items())
+        requirements = " ".join(f"{name}=={version}" for name, version in packages.items())
         raise UserError(
             f"{', '.join(missing)}: not installed; this peer needs an environment with: pip "
-            f"install {wanted}"
+            f"install {requirements}"
         )
-    return ", ".join(found)
+    return ", ".join(versions)
 
 
 def our_rows(arguments: argparse.Namespace, counts: Sequence[int]) -> dict[int, dict[str, Any]]:
@@ -125,17 +125,17 @@ def our_rows(arguments: argparse.Namespace, counts: Sequence[int]) -> dict[int, 
         UserError: a measurement failed, or a row is from another card.
     """
     rows = {count: _our_row(arguments, count) for count in counts}
-    here, found = device_name(), {row["device"] for row in rows.values()}
-    if found - {here}:
+    device, devices = device_name(), {row["device"] for row in rows.values()}
+    if devices - {device}:
         raise UserError(
-            f"{arguments.ours}: holds rows of {', '.join(sorted(found))}, this is {here}; pass "
+            f"{arguments.ours}: holds rows of {', '.join(sorted(devices))}, this is {device}; pass "
             "another --ours"
         )
     return rows
 
 
 def _our_row(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
-    wanted = {
+    settings = {
         "model": arguments.model,
         "format": "nvfp4",
         "batch": count,
@@ -150,9 +150,9 @@ def _our_row(arguments: argparse.Namespace, count: int) -> dict[str, Any]:
     for _ in range(2):
         path = arguments.ours
         rows = json.loads(path.read_text())["rows"] if path.exists() else []
-        found = [row for row in rows if wanted.items() <= row.items()]
-        if found:
-            return found[-1]
+        matches = [row for row in rows if settings.items() <= row.items()]
+        if matches:
+            return matches[-1]
         command = [
             *(sys.executable, "-m", "benchmarks.step", "--format=nvfp4", f"--out={path}"),
             *(f"--model={arguments.model}", f"--group={count}", f"--prompt={arguments.prompt}"),
@@ -267,7 +267,7 @@ def reset_peak() -> None:
 
 
 def save_row(
-    arguments: argparse.Namespace, module: str, row: Mapping[str, Any], ours: Mapping[str, Any]
+    arguments: argparse.Namespace, module: str, row: Mapping[str, Any], our_row: Mapping[str, Any]
 ) -> None:
     """Prints a row beside ours and writes it to --out, in place of the row with the same keys.
 
@@ -276,7 +276,7 @@ def save_row(
         module: name of the running module.
         row: what the peer measured: `peer`, `packages`, `format`, `rollout_format`, `batch`,
             seconds, `peak_gb` and options. A time that the peer does not have is None.
-        ours: row of `benchmarks.step` of the same card.
+        our_row: row of `benchmarks.step` of the same card.
     """
     from benchmarks.rollout.results import origin
     from benchmarks.step import merge
@@ -288,9 +288,9 @@ def save_row(
         "new_tokens": arguments.new_tokens,
         "lora_rank": arguments.lora_rank,
         **row,
-        **{f"our_{name}": ours[name] for name in _OURS},
-        "our_commit": ours["commit"],
-        "device": ours["device"],
+        **{f"our_{name}": our_row[name] for name in _OURS},
+        "our_commit": our_row["commit"],
+        "device": our_row["device"],
         **{name: source[name] for name in ("commit", "date", "command")},
     }
     print(format_row(merged), flush=True)

@@ -77,11 +77,22 @@ def engine_fraction(model: str, format: str, *, rows: int, tokens: int) -> float
     from qerl_jax.policy.architectures import ARCHITECTURES
     from qerl_jax.policy.lora import projection_shapes
 
-    config = ARCHITECTURES[model]
-    linears = config.num_layers * sum(n * k for n, k in projection_shapes(config).values())
-    tables = config.vocab_size * config.embed_dim * (1 if config.tie_embeddings else 2)
+    model_config = ARCHITECTURES[model]
+    linears = model_config.num_layers * sum(
+        n * k for n, k in projection_shapes(model_config).values()
+    )
+    tables = (
+        model_config.vocab_size * model_config.embed_dim * (1 if model_config.tie_embeddings else 2)
+    )
     weights = linears * (2 if format == "bf16" else 0.6) + 2 * tables
-    caches = 4 * rows * tokens * config.num_layers * config.num_kv_heads * config.head_dim
+    caches = (
+        4
+        * rows
+        * tokens
+        * model_config.num_layers
+        * model_config.num_kv_heads
+        * model_config.head_dim
+    )
     if not torch.cuda.is_available():
         return 0.5
     total = torch.cuda.get_device_properties(0).total_memory
@@ -149,9 +160,9 @@ def write_adapter(folder: pathlib.Path, model: str, rank: int) -> pathlib.Path:
     from qerl_jax.policy.lora import projection_shapes
     from qerl_jax.weights.names import layer_module
 
-    config, tensors = ARCHITECTURES[model], {}
-    for layer in range(config.num_layers):
-        for name, (n, k) in projection_shapes(config).items():
+    model_config, tensors = ARCHITECTURES[model], {}
+    for layer in range(model_config.num_layers):
+        for name, (n, k) in projection_shapes(model_config).items():
             module = f"base_model.model.{layer_module(layer, name)}"
             for part, shape in (("A", (rank, k)), ("B", (n, rank))):
                 value = 0.01 * torch.randn(shape, dtype=torch.bfloat16)
@@ -206,14 +217,14 @@ def measure(
 
         for rows in counts:
             seconds(rows, _FEW)
-            few = statistics.median(seconds(rows, _FEW) for _ in range(arguments.steps))
-            whole = statistics.median(
+            few_seconds = statistics.median(seconds(rows, _FEW) for _ in range(arguments.steps))
+            rollout_seconds = statistics.median(
                 seconds(rows, arguments.new_tokens) for _ in range(arguments.steps)
             )
             between = arguments.new_tokens - _FEW
             results[rows] = {
-                "rollout_s": whole,
-                "ms_per_step": 1e3 * (whole - few) / between,
+                "rollout_s": rollout_seconds,
+                "ms_per_step": 1e3 * (rollout_seconds - few_seconds) / between,
                 "peak_gb": common.peak_gb(),
             }
     return results
@@ -229,11 +240,11 @@ def run(arguments: argparse.Namespace) -> None:
     counts, formats = common.check(arguments), arguments.format.split(",")
     check_limits({"--new-tokens": (arguments.new_tokens, _FEW + 1)})
     if not set(formats) <= set(FORMATS):
-        known = ", ".join(FORMATS)
-        raise UserError(f"--format={arguments.format}: choose from {known}, with commas between")
+        choices = ", ".join(FORMATS)
+        raise UserError(f"--format={arguments.format}: choose from {choices}, with commas between")
     needed = PACKAGES | ({"bitsandbytes": "0.50.2"} if "nf4" in formats else {})
     packages = common.installed(needed)
-    ours = common.our_rows(arguments, counts)
+    our_rows = common.our_rows(arguments, counts)
     set_environment()
     spawn = multiprocessing.get_context("spawn")
     for format in formats:
@@ -251,7 +262,7 @@ def run(arguments: argparse.Namespace) -> None:
                     "step_s": None,
                     **result,
                 }
-                common.save_row(arguments, "benchmarks.peers.decode", row, ours[rows])
+                common.save_row(arguments, "benchmarks.peers.decode", row, our_rows[rows])
 
 
 if __name__ == "__main__":

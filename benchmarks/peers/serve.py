@@ -163,9 +163,9 @@ def complete_with_vllm(
 
     adapter, options = None, {}
     if arguments.adapter is not None:
-        config = json.loads((arguments.adapter / "adapter_config.json").read_text())
+        adapter_config = json.loads((arguments.adapter / "adapter_config.json").read_text())
         adapter = LoRARequest("adapter", 1, str(arguments.adapter))
-        options = {"enable_lora": True, "max_lora_rank": vllm_rank(config["r"])}
+        options = {"enable_lora": True, "max_lora_rank": vllm_rank(adapter_config["r"])}
     limit = settings["max_new_tokens"]
     engine = LLM(
         model=str(arguments.base),
@@ -187,8 +187,11 @@ def complete_with_vllm(
         chat_template_kwargs=settings.get("chat_template_args") or None,
         use_tqdm=False,
     )
-    found = [output.outputs[0] for output in outputs]
-    return [(out.text, len(out.token_ids), out.finish_reason == "stop") for out in found]
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        (completion.text, len(completion.token_ids), completion.finish_reason == "stop")
+        for completion in completions
+    ]
 
 
 def complete_with_transformers(
@@ -218,7 +221,7 @@ def complete_with_transformers(
         model = PeftModel.from_pretrained(model, arguments.adapter)
     ends = model.generation_config.eos_token_id
     ends = torch.tensor(ends if isinstance(ends, list) else [ends], device=device)
-    found = []
+    completions = []
     for start in range(0, len(rows), _TRANSFORMERS_ROWS):
         prompts = tokenizer.apply_chat_template(
             [messages_of(settings, row["question"]) for row in rows[start:][:_TRANSFORMERS_ROWS]],
@@ -239,9 +242,9 @@ def complete_with_transformers(
             at = torch.isin(row, ends).nonzero().flatten().tolist()
             number = at[0] + 1 if at else len(row)
             text = tokenizer.decode(row[:number], skip_special_tokens=True)
-            found.append((text, number, bool(at)))
-        print(f"{len(found)} of {len(rows)} problems", flush=True)
-    return found
+            completions.append((text, number, bool(at)))
+        print(f"{len(completions)} of {len(rows)} problems", flush=True)
+    return completions
 
 
 ENGINES = {
@@ -264,8 +267,13 @@ def run(arguments: argparse.Namespace) -> None:
     correct = scored(settings, rows, served)
     result = compare(rows, [text for text, *_ in served], correct, engine=arguments.engine)
     source = origin("benchmarks.peers.serve")
-    kept = {name: source[name] for name in ("commit", "date", "command")}
-    result |= {"task": arguments.task, "packages": packages, "device": common.device_name(), **kept}
+    provenance = {name: source[name] for name in ("commit", "date", "command")}
+    result |= {
+        "task": arguments.task,
+        "packages": packages,
+        "device": common.device_name(),
+        **provenance,
+    }
     write_json(arguments.out, result)
     print(json.dumps(result), flush=True)
     if not result["agrees"]:

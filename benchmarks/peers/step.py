@@ -314,10 +314,10 @@ def measure(
             choices = [choice for choice in choices if rows % choice[0] == 0]
             while choices:
                 micro, checkpointing = choices[0]
-                found = measure_rows(arguments, make, rows, micro, checkpointing)
-                print(f"{rows} rows, {micro} per pass: {found or 'too large'}", flush=True)
-                if found:
-                    yield rows, found
+                result = measure_rows(arguments, make, rows, micro, checkpointing)
+                print(f"{rows} rows, {micro} per pass: {result or 'too large'}", flush=True)
+                if result:
+                    yield rows, result
                     break
                 choices = choices[1:]  # Steps of fewer rows begin with the choice that fits here.
             else:
@@ -336,7 +336,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError("--rollout-format=nf4 needs --format=nf4: TRL gives vLLM its own weights")
     quantized = {"bitsandbytes": "0.50.2"} if arguments.format == "nf4" else {}
     packages = common.installed(_PACKAGES | quantized)
-    ours = common.our_rows(arguments, counts)
+    our_rows = common.our_rows(arguments, counts)
     decode.set_environment()
     for rows, result in measure(arguments, counts):
         row = {
@@ -348,7 +348,7 @@ def run(arguments: argparse.Namespace) -> None:
             "attention": arguments.attention,
             **result,
         }
-        common.save_row(arguments, "benchmarks.peers.step", row, ours[rows])
+        common.save_row(arguments, "benchmarks.peers.step", row, our_rows[rows])
 
 
 if __name__ == "__main__":

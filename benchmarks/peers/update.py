@@ -95,11 +95,11 @@ def micros_of(arguments: argparse.Namespace, rows: int) -> list[int]:
     from qerl_jax.errors import UserError
 
     divisors = [count for count in range(1, rows + 1) if rows % count == 0]
-    wanted = arguments.micro.split(",") if arguments.micro else [str(count) for count in divisors]
-    found = [count for count in divisors if str(count) in wanted]
-    if not found:
+    names = arguments.micro.split(",") if arguments.micro else [str(count) for count in divisors]
+    micros = [count for count in divisors if str(count) in names]
+    if not micros:
         raise UserError(f"--micro={arguments.micro} names no number that divides {rows} rows")
-    return found
+    return micros
 
 
 def measure(
@@ -121,12 +121,12 @@ def measure(
     from qerl_jax.errors import UserError
 
     device = next(model.parameters()).device
-    trained = [value for value in model.parameters() if value.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+    parameters = [value for value in model.parameters() if value.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True)
     vocab = model.config.vocab_size
     tokens = torch.randint(1, vocab, (rows, arguments.prompt + arguments.new_tokens), device=device)
     advantages = torch.randn(rows, device=device)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for checkpointing in (True, False):
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -152,7 +152,7 @@ def measure(
             except torch.OutOfMemoryError:
                 optimizer.zero_grad(set_to_none=True)
                 break  # More rows per pass do not fit either.
-            found.append(
+            results.append(
                 {
                     "update_s": statistics.median(seconds[1:]),
                     "peak_gb": common.peak_gb(),
@@ -160,10 +160,10 @@ def measure(
                     "checkpointing": checkpointing,
                 }
             )
-            print(f"{rows} rows: {found[-1]}", flush=True)
-    if not found:
+            print(f"{rows} rows: {results[-1]}", flush=True)
+    if not results:
         raise UserError(f"--rows={rows}: not even one row per pass fits into the memory")
-    return min(found, key=lambda row: row["update_s"])
+    return min(results, key=lambda row: row["update_s"])
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -171,7 +171,7 @@ def run(arguments: argparse.Namespace) -> None:
     counts = common.check(arguments)
     micros = {rows: micros_of(arguments, rows) for rows in counts}
     packages = common.installed(_PACKAGES | (_QUANTIZED if arguments.format == "nf4" else {}))
-    ours = common.our_rows(arguments, counts)
+    our_rows = common.our_rows(arguments, counts)
     model = common.load_policy(
         common.model_folder(arguments),
         format=arguments.format,
@@ -192,7 +192,7 @@ def run(arguments: argparse.Namespace) -> None:
             "attention": arguments.attention,
             **measure(model, arguments, rows, micros[rows]),
         }
-        common.save_row(arguments, "benchmarks.peers.update", row, ours[rows])
+        common.save_row(arguments, "benchmarks.peers.update", row, our_rows[rows])
 
 
 if __name__ == "__main__":

@@ -108,17 +108,17 @@ def run(arguments: argparse.Namespace) -> None:
         except ValueError as error:
             raise UserError(f"{flag}={text}: numbers with commas, like 1,8,32") from error
 
-    given = dict(vars(arguments))
-    if given["system_prompt"] is None:
-        given["system_prompt"] = SYSTEM_PROMPT
+    options = dict(vars(arguments))
+    if options["system_prompt"] is None:
+        options["system_prompt"] = SYSTEM_PROMPT
     benchmark(
         BenchmarkConfig(
-            models=tuple(given.pop("model").split(",")),
-            formats=tuple(given.pop("format").split(",")),
-            batches=numbers("--batch", given.pop("batch")),
-            lora_ranks=numbers("--lora-rank", given.pop("lora_rank")),
+            models=tuple(options.pop("model").split(",")),
+            formats=tuple(options.pop("format").split(",")),
+            batches=numbers("--batch", options.pop("batch")),
+            lora_ranks=numbers("--lora-rank", options.pop("lora_rank")),
             began=_BEGAN,
-            **given,
+            **options,
         )
     )
 

@@ -84,40 +84,40 @@ _TOO_LARGE = (
 )
 
 
-def benchmark(config: BenchmarkConfig) -> list[dict]:
+def benchmark(options: BenchmarkConfig) -> list[dict]:
     """Measures, prints a line for each row and a table, and writes the rows.
 
     Raises:
         UserError: an option names something that does not exist, or that does not fit in memory.
     """
-    check(config)
+    check(options)
     device = jax.devices()[0]
     print(device.device_kind, flush=True)
-    where = origin("benchmarks.rollout")
-    path, rows = user_path(config.out), []
+    provenance = origin("benchmarks.rollout")
+    path, rows = user_path(options.out), []
     with sole_use():
         merge(path, device.device_kind, [])  # Reports a file of another device before the work.
 
     def keep(row: dict) -> None:
         """Prints and writes a row; the caller has sole use of the device and the file."""
-        rows.append(row | where)
+        rows.append(row | provenance)
         print(format_row(row), flush=True)
         merge(path, device.device_kind, rows[-1:])
 
-    for model in config.models if not config.source else (config.source,):
-        for format in config.formats:
-            explained = functools.partial(memory_errors, f"{model} in {format} {_TOO_LARGE}")
-            with explained(), sole_use() if not config.startup else contextlib.nullcontext():
-                subject = make_subject(config, model, format)
-            for rank in config.lora_ranks:
-                with explained():
-                    subject = with_adapter(subject, rank, config.seed)
-                    if config.startup or config.data:
-                        row = (_startup if config.startup else measure_rollouts)(subject, config)
+    for model in options.models if not options.source else (options.source,):
+        for format in options.formats:
+            memory_context = functools.partial(memory_errors, f"{model} in {format} {_TOO_LARGE}")
+            with memory_context(), sole_use() if not options.startup else contextlib.nullcontext():
+                subject = make_subject(options, model, format)
+            for rank in options.lora_ranks:
+                with memory_context():
+                    subject = with_adapter(subject, rank, options.seed)
+                    if options.startup or options.data:
+                        row = (_startup if options.startup else measure_rollouts)(subject, options)
                         with sole_use():
                             keep(row)
                     else:
-                        _measure_batches(subject, config, keep)
+                        _measure_batches(subject, options, keep)
                 for leaf in jax.tree.leaves(subject.lora):
                     leaf.delete()
                 jax.clear_caches()
@@ -130,27 +130,32 @@ def benchmark(config: BenchmarkConfig) -> list[dict]:
 
 
 def _measure_batches(
-    subject: Subject, config: BenchmarkConfig, keep: Callable[[dict], None]
+    subject: Subject, options: BenchmarkConfig, keep: Callable[[dict], None]
 ) -> None:
     """Measures and keeps the decode rows of a policy."""
-    check_fits(subject, config)
-    programs = _compile(subject, config)
-    for batch in config.batches:
+    check_fits(subject, options)
+    programs = _compile(subject, options)
+    for batch in options.batches:
         with sole_use():
-            row = measure_decoding(subject, batch, config, programs)
-            if config.parts:
-                row |= {"kind": "parts", "parts": step_parts(subject, batch, config)}
+            row = measure_decoding(subject, batch, options, programs)
+            if options.parts:
+                row |= {"kind": "parts", "parts": step_parts(subject, batch, options)}
             keep(row)
 
 
 def measure_decoding(
-    subject: Subject, batch: int, config: BenchmarkConfig, programs: Executables
+    subject: Subject, batch: int, options: BenchmarkConfig, programs: Executables
 ) -> dict:
     """A decode row, with the fields that the module explains."""
-    prompts, key = random_prompts(subject.config, batch, config), jax.random.key(config.seed)
-    plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
+    prompts, key = (
+        random_prompts(subject.model_config, batch, options),
+        jax.random.key(options.seed),
+    )
+    plan = plan_of(
+        subject, [options.prompt] * batch, options.new_tokens, 1, options, max_rows=batch
+    )
     sampler = Sampler(
-        subject.config, NO_TEXT, sampling_of(config.new_tokens), engine_of(config, batch)
+        subject.model_config, NO_TEXT, sampling_of(options.new_tokens), engine_of(options, batch)
     )
     drains: list[tuple[float, int]] = []  # time and received tokens per row, but for the last chunk
 
@@ -165,10 +170,10 @@ def measure_decoding(
         return step.statistics
 
     def step() -> float:
-        run(config.new_tokens)
+        run(options.new_tokens)
         end = time.perf_counter()
         began, tokens = next(drain for drain in drains if drain[1] > 1)
-        chunks = math.ceil((config.new_tokens - tokens) / plan.chunk_steps)
+        chunks = math.ceil((options.new_tokens - tokens) / plan.chunk_steps)
         return (end - began) / (chunks * plan.chunk_steps)
 
     def prefill() -> float:
@@ -178,42 +183,42 @@ def measure_decoding(
 
     peak = PeakMemory()
     watched = peak.watched(programs)
-    for new_tokens in (1, config.new_tokens):
+    for new_tokens in (1, options.new_tokens):
         cost = run(new_tokens, watched)
     seconds = min(prefill() for _ in range(_REPEATS))
     ms_per_step = 1e3 * min(step() for _ in range(_REPEATS))
-    return row_settings(subject, "decode", config) | {
+    return row_settings(subject, "decode", options) | {
         "batch": batch,
-        "prompt": config.prompt,
-        "new_tokens": config.new_tokens,
+        "prompt": options.prompt,
+        "new_tokens": options.new_tokens,
         "ms_per_step": round(ms_per_step, 4),
         "tokens_per_s": round(1e3 * batch / ms_per_step, 1),
-        "prefill_tokens_per_s": round(batch * config.prompt / seconds, 1),
-        "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.chunk_steps, config),
+        "prefill_tokens_per_s": round(batch * options.prompt / seconds, 1),
+        "roofline_share": _roofline_share(subject, batch, ms_per_step, plan.chunk_steps, options),
         "peak_gb": peak.gigabytes,
         "padding_waste": padding_waste([len(p) for p in prompts], plan, cost),
     }
 
 
-def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
+def measure_rollouts(subject: Subject, options: BenchmarkConfig) -> dict:
     """A gsm8k row, with the fields that the module explains."""
     model = subject.loaded
     assert model is not None
     prompts = [
         prompt.ids
         for prompt in encode_prompts(
-            first_problems(config.data, config.prompts),
+            first_problems(options.data, options.prompts),
             model.tokenizer,
-            system_prompt=config.system_prompt,
-            max_prompt_tokens=model.config.max_position - config.max_new_tokens,
+            system_prompt=options.system_prompt,
+            max_prompt_tokens=model.config.max_position - options.max_new_tokens,
             remedy="lower --max-new-tokens",
         )
     ]
     lengths = [len(prompt) for prompt in prompts]
-    plan, engine = _planned(subject, lengths, config)
-    key = jax.random.key(config.seed)
-    sampling = sampling_of(config.max_new_tokens)
-    sampler = Sampler(model.config, model.tokenizer, sampling, engine, config.group)
+    plan, engine = _plan_evaluation(subject, lengths, options)
+    key = jax.random.key(options.seed)
+    sampling = sampling_of(options.max_new_tokens)
+    sampler = Sampler(model.config, model.tokenizer, sampling, engine, options.group)
 
     def run(number: int, programs: Executables) -> RolloutProgress:
         steps = dataclasses.replace(sampler, executables=programs).steps(
@@ -239,10 +244,10 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
     rates = [r.tokens / t for r, t in zip(runs, times, strict=True)]
     best = int(np.argmax(rates))
     rollout, cost = runs[best].rollout, runs[best].statistics
-    return row_settings(subject, "gsm8k", config) | {
-        "prompts": config.prompts,
-        "group": config.group,
-        "max_new_tokens": config.max_new_tokens,
+    return row_settings(subject, "gsm8k", options) | {
+        "prompts": options.prompts,
+        "group": options.group,
+        "max_new_tokens": options.max_new_tokens,
         "rows": plan.batch_sizes[0],
         "tokens": int(rollout.lengths.sum()),
         "seconds": round(times[best], 3),
@@ -256,41 +261,41 @@ def measure_rollouts(subject: Subject, config: BenchmarkConfig) -> dict:
     }
 
 
-def _startup(subject: Subject, config: BenchmarkConfig) -> dict:
+def _startup(subject: Subject, options: BenchmarkConfig) -> dict:
     """The startup row of this process."""
-    prompts = random_prompts(subject.config, config.prompts, config)
-    _, engine = _planned(subject, [config.prompt] * len(prompts), config)
-    sampling = sampling_of(config.max_new_tokens)
+    prompts = random_prompts(subject.model_config, options.prompts, options)
+    _, engine = _plan_evaluation(subject, [options.prompt] * len(prompts), options)
+    sampling = sampling_of(options.max_new_tokens)
     with _progress() as on_compiled:
         measured = measure_startup(
-            config.began,
-            Sampler(subject.config, NO_TEXT, sampling, engine, config.group),
-            jax.random.key(config.seed),
+            options.began,
+            Sampler(subject.model_config, NO_TEXT, sampling, engine, options.group),
+            jax.random.key(options.seed),
             subject.policy,
             prompts,
             on_compiled=on_compiled,
         )
     return (
-        row_settings(subject, "startup", config)
+        row_settings(subject, "startup", options)
         | measured
         | {
-            "prompts": config.prompts,
-            "group": config.group,
-            "max_new_tokens": config.max_new_tokens,
-            "max_rows": config.max_rows,
+            "prompts": options.prompts,
+            "group": options.group,
+            "max_new_tokens": options.max_new_tokens,
+            "max_rows": options.max_rows,
             "warm": measured["kept"] == measured["programs"],
         }
     )
 
 
-def _planned(
-    subject: Subject, lengths: Sequence[int], config: BenchmarkConfig
+def _plan_evaluation(
+    subject: Subject, lengths: Sequence[int], options: BenchmarkConfig
 ) -> tuple[shapes.RolloutShapes, EngineConfig]:
     """The shapes of whole rollouts in an empty memory, and the settings that keep their rows."""
     plan = plan_of(
-        subject, lengths, config.max_new_tokens, config.group, config, max_rows=config.max_rows
+        subject, lengths, options.max_new_tokens, options.group, options, max_rows=options.max_rows
     )
-    return plan, engine_of(config, plan.batch_sizes[0], max(lengths))
+    return plan, engine_of(options, plan.batch_sizes[0], max(lengths))
 
 
 def padding_waste(lengths: Sequence[int], plan: shapes.RolloutShapes, cost: Statistics) -> float:
@@ -322,8 +327,8 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
         The number of bytes.
     """
     params, dtype = subject.params, subject.params["embed_tokens"].dtype
-    config = shard_config(subject.config, params)
-    shapes_of = projection_shapes(config)
+    model_config = shard_config(subject.model_config, params)
+    shapes_of = projection_shapes(model_config)
 
     def weight_bytes(weight: Any, rows: int, columns: int) -> float:
         packed = isinstance(weight, QuantTensor)
@@ -331,23 +336,23 @@ def step_bytes(subject: Subject, *, rows: int, tokens: int, kv_cache_dtype: str 
         return rows * columns * bits / 8
 
     head = params.get("lm_head", params["embed_tokens"])
-    moved = weight_bytes(head, config.vocab_size, config.embed_dim)
+    moved = weight_bytes(head, model_config.vocab_size, model_config.embed_dim)
     for layer, (fused, members) in itertools.product(params["layers"], FUSED.items()):
         outputs = sum(shapes_of[name][0] for name in members)
         moved += weight_bytes(layer[fused], outputs, shapes_of[members[0]][1])
-    position = shapes.position_bytes(config, shapes.cache_dtype(kv_cache_dtype, dtype))
+    position = shapes.position_bytes(model_config, shapes.cache_dtype(kv_cache_dtype, dtype))
     return moved + rows * tokens * position
 
 
-def _roofline_share(subject, batch, ms_per_step, steps, config) -> float | None:
-    bandwidth = config.bandwidth or BANDWIDTHS.get(jax.devices()[0].device_kind)
+def _roofline_share(subject, batch, ms_per_step, steps, options) -> float | None:
+    bandwidth = options.bandwidth or BANDWIDTHS.get(jax.devices()[0].device_kind)
     if not bandwidth:
         return None
     moved = step_bytes(
         subject,
         rows=batch,
-        tokens=config.prompt + (1 + steps + config.new_tokens) // 2,
-        kv_cache_dtype=config.kv_cache_dtype,
+        tokens=options.prompt + (1 + steps + options.new_tokens) // 2,
+        kv_cache_dtype=options.kv_cache_dtype,
     )
     return round(1e3 * moved / bandwidth / ms_per_step, 4)
 
@@ -357,27 +362,27 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     """A line on a terminal with the number of compiled programs."""
     live = LiveLine()
     try:
-        yield lambda done, total: live.update(f"rollout programs {done}/{total}")
+        yield lambda count, total: live.update(f"rollout programs {count}/{total}")
     finally:
         live.clear()
 
 
-def _compile(subject: Subject, config: BenchmarkConfig) -> Executables:
+def _compile(subject: Subject, options: BenchmarkConfig) -> Executables:
     """Compiles all programs, a few at a time."""
     began = time.perf_counter()
     needed = []
-    key = replicate_like(jax.random.key(config.seed), subject.params)
+    key = replicate_like(jax.random.key(options.seed), subject.params)
     key, policy = commit((key, subject.policy))
-    own = shard_config(subject.config, policy.params)
-    for batch, new_tokens in itertools.product(config.batches, (1, config.new_tokens)):
-        plan = plan_of(subject, [config.prompt] * batch, new_tokens, 1, config, max_rows=batch)
+    shard = shard_config(subject.model_config, policy.params)
+    for batch, new_tokens in itertools.product(options.batches, (1, options.new_tokens)):
+        plan = plan_of(subject, [options.prompt] * batch, new_tokens, 1, options, max_rows=batch)
         # No row ends early and all prompts have one length, so fewer programs are enough.
-        width = next(width for width in plan.prompt_widths if width >= config.prompt)
+        width = next(width for width in plan.prompt_widths if width >= options.prompt)
         plan = dataclasses.replace(
             plan, batch_sizes=plan.batch_sizes[:1], prompt_widths=(width, plan.prompt_widths[-1])
         )
         static = decode.decode_config(
-            own, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
+            shard, sampling_of(new_tokens), engine_of(options, batch), NO_TEXT
         )
         needed += operations(key, policy, plan, static).values()
     with _progress() as on_progress:

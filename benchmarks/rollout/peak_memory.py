@@ -32,8 +32,10 @@ class PeakMemory:
     def _run(self, program: Any, *arguments: Any) -> Any:
         sizes = program.memory_analysis()
         assert sizes is not None
-        own = sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
-        self._most = max(self._most, self._device.memory_stats()["bytes_in_use"] + own)
+        program_bytes = (
+            sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
+        )
+        self._most = max(self._most, self._device.memory_stats()["bytes_in_use"] + program_bytes)
         return program(*arguments)
 
     @property

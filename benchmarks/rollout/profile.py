@@ -37,14 +37,14 @@ def parts_of(hlo: str) -> dict[str, str]:
 
 
 def _part(path: str, packed: bool) -> str:
-    found = [scope for scope in path.split("/") if scope in PARTS]
-    if not found:
+    scopes = [scope for scope in path.split("/") if scope in PARTS]
+    if not scopes:
         return "other"
     # The kernel counts its slices in memory that starts at zero.
     kernel = _FP4 in path or path.endswith("/broadcast_in_dim")
-    if found[-1] == "linears" and packed and not kernel:
+    if scopes[-1] == "linears" and packed and not kernel:
         return "lora"
-    return found[-1]
+    return scopes[-1]
 
 
 def split(kernels: Iterable[tuple[str, float]], parts: Mapping[str, str]) -> dict[str, float]:
@@ -55,11 +55,11 @@ def split(kernels: Iterable[tuple[str, float]], parts: Mapping[str, str]) -> dic
             with underscores in place of dots and dashes.
         parts: part of each instruction, as `parts_of` returns it.
     """
-    known = {_as_kernel(name): part for name, part in parts.items()}
+    part_of_kernel = {_as_kernel(name): part for name, part in parts.items()}
     times = dict.fromkeys(PARTS, 0.0)
     for name, milliseconds in kernels:
         default = "linears" if _FP4 in name else "other"
-        times[known.get(_as_kernel(name), default)] += milliseconds
+        times[part_of_kernel.get(_as_kernel(name), default)] += milliseconds
     return times
 
 
@@ -109,7 +109,7 @@ def _profiles(run: Callable[[], Any], *, host_tracer_level: int) -> list[Profile
 
 def kernels_in(profile: ProfileData) -> Kernels:
     """The kernels of a profile in order of time, named by instruction where it is known."""
-    found: list[tuple[float, str, float]] = []
+    events: list[tuple[float, str, float]] = []
     for plane in profile.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -121,8 +121,8 @@ def kernels_in(profile: ProfileData) -> Kernels:
                 if "memcpy_details" in stats or "memset_details" in stats:
                     continue
                 name = str(stats.get("hlo_op", event.name))
-                found.append((event.start_ns, name, 1e-6 * event.duration_ns))
-    return [(name, milliseconds) for _, name, milliseconds in sorted(found)]
+                events.append((event.start_ns, name, 1e-6 * event.duration_ns))
+    return [(name, milliseconds) for _, name, milliseconds in sorted(events)]
 
 
 def _stats(event: ProfileEvent) -> dict[str | None, Any]:

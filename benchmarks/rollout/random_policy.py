@@ -23,7 +23,7 @@ _ADAPTER_SIZE = 1e-3  # standard deviation of B: small beside the weights, and n
 
 def random_params(
     key: jax.Array,
-    config: ModelConfig,
+    model_config: ModelConfig,
     *,
     format: str,
     dtype: jnp.dtype = jnp.bfloat16,
@@ -33,36 +33,36 @@ def random_params(
 
     Args:
         key: random key.
-        config: the architecture.
+        model_config: the architecture.
         format: weight format, as in `load.load`.
         dtype: dtype of everything that is neither packed nor a norm.
         mesh: devices that the weights are cut between, a layer at a time; None for one.
     """
-    table = (config.vocab_size, config.embed_dim)
-    names = ["embed_tokens"] + ([] if config.tie_embeddings else ["lm_head"])
+    table = (model_config.vocab_size, model_config.embed_dim)
+    names = ["embed_tokens"] + ([] if model_config.tie_embeddings else ["lm_head"])
     params: dict = {
         name: normal(jax.random.fold_in(key, index), table, dtype)
         for index, name in enumerate(names)
     }
-    params["norm"] = _norm_scale(jax.random.fold_in(key, 2), config.embed_dim)
-    params = shard_params(params, config, mesh=mesh)
+    params["norm"] = _norm_scale(jax.random.fold_in(key, 2), model_config.embed_dim)
+    params = shard_params(params, model_config, mesh=mesh)
     params["layers"] = []
-    for number in range(config.num_layers):
-        layer = _random_layer(jax.random.fold_in(key, 3 + number), config, format, dtype)
-        params["layers"].append(shard_params(layer, config, mesh=mesh))
+    for number in range(model_config.num_layers):
+        layer = _random_layer(jax.random.fold_in(key, 3 + number), model_config, format, dtype)
+        params["layers"].append(shard_params(layer, model_config, mesh=mesh))
     return params
 
 
-def random_lora(key: jax.Array, config: ModelConfig, *, rank: int) -> Lora:
+def random_lora(key: jax.Array, model_config: ModelConfig, *, rank: int) -> Lora:
     """An adapter of all projections with both factors random; B is small."""
-    keys = jax.random.split(key, config.num_layers)
-    return Lora(layers=[_random_adapters(key, config, rank) for key in keys], scale=1.0)
+    keys = jax.random.split(key, model_config.num_layers)
+    return Lora(layers=[_random_adapters(key, model_config, rank) for key in keys], scale=1.0)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_adapters(key: jax.Array, config: ModelConfig, rank: int) -> dict:
+def _random_adapters(key: jax.Array, model_config: ModelConfig, rank: int) -> dict:
     adapters = {}
-    for index, (name, (n, k)) in enumerate(projection_shapes(config).items()):
+    for index, (name, (n, k)) in enumerate(projection_shapes(model_config).items()):
         a, b = jax.random.split(jax.random.fold_in(key, index))
         bound = 1 / math.sqrt(k)
         adapters[name] = {
@@ -73,17 +73,20 @@ def _random_adapters(key: jax.Array, config: ModelConfig, rank: int) -> dict:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _random_layer(key: jax.Array, config: ModelConfig, format: str, dtype: jnp.dtype) -> dict:
+def _random_layer(key: jax.Array, model_config: ModelConfig, format: str, dtype: jnp.dtype) -> dict:
     keys = iter(jax.random.split(key, 16))
-    shapes = projection_shapes(config)
-    norms = {"input_layernorm": config.embed_dim, "post_attention_layernorm": config.embed_dim}
-    if config.qk_norm:
-        norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
+    shapes = projection_shapes(model_config)
+    norms = {
+        "input_layernorm": model_config.embed_dim,
+        "post_attention_layernorm": model_config.embed_dim,
+    }
+    if model_config.qk_norm:
+        norms |= {"q_norm": model_config.head_dim, "k_norm": model_config.head_dim}
     layer: dict = {name: _norm_scale(next(keys), size) for name, size in norms.items()}
     for fused, members in FUSED.items():
         rows = sum(shapes[name][0] for name in members)
         layer[fused] = _projection(next(keys), rows, shapes[members[0]][1], format, dtype)
-        if fused == "qkv_proj" and config.attention_bias:
+        if fused == "qkv_proj" and model_config.attention_bias:
             layer["qkv_bias"] = normal(next(keys), (rows,), dtype)
     return layer
 

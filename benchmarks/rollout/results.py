@@ -46,10 +46,10 @@ def check_out(path: pathlib.Path, keys: Collection[str] = ()) -> None:
     check_writable(path)
     try:
         rows = json.loads(path.read_bytes())["rows"] if keys and path.exists() else []
-        known = all(row.keys() >= set(keys) for row in rows)
+        is_valid = all(row.keys() >= set(keys) for row in rows)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        known = False
-    if not known:
+        is_valid = False
+    if not is_valid:
         raise UserError(f"{path}: holds no rows of this benchmark; pass another --out")
 
 
@@ -63,7 +63,7 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
     if path.exists():
         try:
             result = json.loads(path.read_text(encoding="utf-8"))
-            holder, old = result["device"], {_key(row): row for row in result["rows"]}
+            holder, by_key = result["device"], {_key(row): row for row in result["rows"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(
                 f"{path}: holds no rows of this benchmark; pass another --out"
@@ -71,9 +71,9 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
         if holder != device:
             raise UserError(f"{path}: holds rows of {holder}, this is {device}; pass another --out")
     else:
-        old = {}
-    old |= {_key(row): row for row in rows}
-    result["rows"] = [old[key] for key in sorted(old)]
+        by_key = {}
+    by_key |= {_key(row): row for row in rows}
+    result["rows"] = [by_key[key] for key in sorted(by_key)]
     try:
         write_json(path, result, indent=1)
     except OSError as error:
@@ -122,11 +122,11 @@ def format_row(row: dict) -> str:
     """A row as one line of text."""
     name = f"{row['model']} {numbers_of(row)} lora {row['lora_rank']}"
     if row["kind"] == "startup":
-        kept = "all" if row["warm"] else row["kept"]
+        cached = "all" if row["warm"] else row["kept"]
         return (
             f"{name}, {row['prompts']} x {row['group']}: first tokens after "
             f"{row['first_tokens_s']:.1f} s, weights {row['weights_s']:.1f}, {row['programs']} "
-            f"programs {row['compiled_s']:.1f}, {kept} of them in the cache"
+            f"programs {row['compiled_s']:.1f}, {cached} of them in the cache"
         )
     memory = "" if row["peak_gb"] is None else f", {row['peak_gb']:.1f} GB"
     padding = f"{100 * row['padding_waste']:.1f} % padding"
@@ -157,13 +157,13 @@ def by_policy(rows: Iterable[dict], cell: Callable[[dict], str]) -> tuple[list[i
         The batch sizes, ascending, and for each policy (model, numbers, rank) its cells:
         one for each batch size, '' without a row.
     """
-    found: dict[tuple, dict[int, str]] = {}
+    cells: dict[tuple, dict[int, str]] = {}
     for row in rows:
         if row["kind"] == "decode":
             policy = row["model"], numbers_of(row), row["lora_rank"]
-            found.setdefault(policy, {})[row["batch"]] = cell(row)
-    batches = sorted(set().union(*found.values()))
-    return batches, {policy: [c.get(b, "") for b in batches] for policy, c in found.items()}
+            cells.setdefault(policy, {})[row["batch"]] = cell(row)
+    batches = sorted(set().union(*cells.values()))
+    return batches, {policy: [c.get(b, "") for b in batches] for policy, c in cells.items()}
 
 
 def table(rows: Sequence[dict]) -> str:

@@ -31,29 +31,29 @@ _CHUNKS = 4  # chunks that are timed together
 class Chunk:
     """Runs the chunks of a generation with the arguments that the engine passes."""
 
-    def __init__(self, subject: Subject, batch: int, new_tokens: int, config: BenchmarkConfig):
-        lengths = [config.prompt] * batch
-        self.plan = plan_of(subject, lengths, new_tokens, 1, config, max_rows=batch)
-        self._config, self._rows = subject.config, batch
+    def __init__(self, subject: Subject, batch: int, new_tokens: int, options: BenchmarkConfig):
+        lengths = [options.prompt] * batch
+        self.plan = plan_of(subject, lengths, new_tokens, 1, options, max_rows=batch)
+        self._model_config, self._rows = subject.model_config, batch
         self._sharding = subject.params["embed_tokens"].sharding
-        key = jax.random.key(config.seed)
+        key = jax.random.key(options.seed)
         key, policy = commit((key, subject.policy))
         static = decode.decode_config(
-            subject.config, sampling_of(new_tokens), engine_of(config, batch), NO_TEXT
+            subject.model_config, sampling_of(new_tokens), engine_of(options, batch), NO_TEXT
         )
         programs = Programs(operations(key, policy, self.plan, static))
         params = dequantized(policy.params, programs)
         dtype = params["embed_tokens"].dtype
-        fused = decode.fuse_adapter(policy.lora, config=subject.config, dtype=dtype)
+        fused = decode.fuse_adapter(policy.lora, config=subject.model_config, dtype=dtype)
         self._policy = key, params, fused
-        self._how: dict[str, Any] = {"config": static, "steps": self.plan.chunk_steps}
+        self._static: dict[str, Any] = {"config": static, "steps": self.plan.chunk_steps}
 
     def empty_state(self) -> decode.DecodeState:
         """Returns a state with an empty slot for every row."""
         return decode.empty_state(
             self._rows,
             self.plan.cache_positions,
-            config=self._config,
+            config=self._model_config,
             dtype=self.plan.dtype,
             sharding=self._sharding,
         )
@@ -63,7 +63,7 @@ class Chunk:
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding), state
         )
-        return decode.decode_chunk.lower(*self._policy, shapes, *self._all_rows, **self._how)
+        return decode.decode_chunk.lower(*self._policy, shapes, *self._all_rows, **self._static)
 
     @property
     def _all_rows(self) -> tuple[decode.CacheRows, np.float32]:
@@ -83,36 +83,36 @@ class Chunk:
             done=full(False, bool),
         )
         arguments = *self._policy, state, *self._all_rows
-        return program(*arguments) if program else decode.decode_chunk(*arguments, **self._how)
+        return program(*arguments) if program else decode.decode_chunk(*arguments, **self._static)
 
 
-def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[str, float]:
+def step_parts(subject: Subject, batch: int, options: BenchmarkConfig) -> dict[str, float]:
     """The parts of a decode step, measured in the middle of the new tokens; {} if a profiler fails.
 
     Returns:
         What `profile.per_step` returns, and "graphs": the number of CUDA graphs that the engine's
         program launches per step.
     """
-    chunk = Chunk(subject, batch, config.new_tokens, config)
+    chunk = Chunk(subject, batch, options.new_tokens, options)
     steps = chunk.plan.chunk_steps
-    middle = config.prompt + (config.new_tokens - steps) // 2
-    held = [chunk.empty_state()]  # A chunk donates its state, and returns the next one.
-    key = jax.random.key(config.seed)
-    state = held[0]
-    for index in range(subject.config.num_layers):
+    middle = options.prompt + (options.new_tokens - steps) // 2
+    states = [chunk.empty_state()]  # A chunk donates its state, and returns the next one.
+    key = jax.random.key(options.seed)
+    state = states[0]
+    for index in range(subject.model_config.num_layers):
         for arrays in (state.keys, state.values):
-            key, one = jax.random.split(key)
-            drawn = normal(one, arrays[index].shape, jnp.bfloat16, 1.0)
-            arrays[index] = drawn.astype(arrays[index].dtype)
+            key, subkey = jax.random.split(key)
+            values = normal(subkey, arrays[index].shape, jnp.bfloat16, 1.0)
+            arrays[index] = values.astype(arrays[index].dtype)
     # Kernels in a CUDA graph do not have the names of their instructions.
     observed = chunk.lower(jax.eval_shape(chunk.empty_state)).compile(
         compiler_options={"xla_gpu_enable_command_buffer": ""}
     )
 
     def run(program: jax.stages.Compiled | None = None) -> decode.Samples:
-        after, drawn = chunk.run(held.pop(), middle, program)
-        held.append(after)
-        return drawn
+        next_state, values = chunk.run(states.pop(), middle, program)
+        states.append(next_state)
+        return values
 
     jax.block_until_ready(run())
     walls = []
@@ -133,5 +133,5 @@ def step_parts(subject: Subject, batch: int, config: BenchmarkConfig) -> dict[st
         parts_of(observed.as_text() or ""),
         wall_ms=min(walls),
         steps=steps,
-        layers=subject.config.num_layers,
+        layers=subject.model_config.num_layers,
     ) | {"graphs": graphs / steps}

@@ -105,7 +105,7 @@ class Subject:
     Attributes:
         model: name of the policy in the rows.
         format: weight format of the projections.
-        config: the architecture.
+        model_config: the architecture.
         params: the parameter tree.
         lora_rank: rank of the adapter; 0 is no adapter.
         lora: the adapter, or None where the rank is 0.
@@ -115,7 +115,7 @@ class Subject:
 
     model: str
     format: str
-    config: ModelConfig
+    model_config: ModelConfig
     params: dict
     lora_rank: int
     lora: Lora | None
@@ -128,44 +128,44 @@ class Subject:
         return Policy(self.params, self.lora)
 
 
-def check(config: BenchmarkConfig) -> None:
+def check(options: BenchmarkConfig) -> None:
     """Validates the options, before any weight is made.
 
     Raises:
         UserError: a name that does not exist, or a number out of range.
     """
-    check_names(() if config.source else config.models, config.formats)
+    check_names(() if options.source else options.models, options.formats)
     limits = {
-        "--batch": (min(config.batches, default=0), 1),
-        "--prompt": (config.prompt, 1),
-        "--new-tokens": (config.new_tokens, config.chunk_steps + 2),  # at least a second chunk
-        "--lora-rank": (min(config.lora_ranks, default=-1), 0),
-        "--tensor": (config.tensor, 1, len(jax.devices())),
-        "--chunk-steps": (config.chunk_steps, 1),
-        "--prompts": (config.prompts, 1),
-        "--group": (config.group, 1),
-        "--max-new-tokens": (config.max_new_tokens, 1),
-        "--max-rows": (config.max_rows, 0),
-        "--seed": (config.seed, 0),
-        "--bandwidth": (config.bandwidth, 0),
+        "--batch": (min(options.batches, default=0), 1),
+        "--prompt": (options.prompt, 1),
+        "--new-tokens": (options.new_tokens, options.chunk_steps + 2),  # at least a second chunk
+        "--lora-rank": (min(options.lora_ranks, default=-1), 0),
+        "--tensor": (options.tensor, 1, len(jax.devices())),
+        "--chunk-steps": (options.chunk_steps, 1),
+        "--prompts": (options.prompts, 1),
+        "--group": (options.group, 1),
+        "--max-new-tokens": (options.max_new_tokens, 1),
+        "--max-rows": (options.max_rows, 0),
+        "--seed": (options.seed, 0),
+        "--bandwidth": (options.bandwidth, 0),
     }
     check_limits(limits)
-    check_head_format(config.head_format)
-    if config.data and not config.source:
+    check_head_format(options.head_format)
+    if options.data and not options.source:
         raise UserError("--data: random weights solve nothing; pass real ones with --source=PATH")
-    policies = len(config.formats) * len(config.lora_ranks)
-    policies *= 1 if config.source else len(config.models)
-    if config.startup and policies > 1:
+    policies = len(options.formats) * len(options.lora_ranks)
+    policies *= 1 if options.source else len(options.models)
+    if options.startup and policies > 1:
         raise UserError("--startup: a process begins once; pass one --model, --format, --lora-rank")
-    if config.startup and (config.data or config.parts):
+    if options.startup and (options.data or options.parts):
         raise UserError("--startup measures nothing else; drop --data and --parts")
-    if config.data and config.parts:
+    if options.data and options.parts:
         raise UserError("--parts measures decode steps on random prompts; drop --data")
-    if config.parts and config.tensor > 1:
+    if options.parts and options.tensor > 1:
         raise UserError("--parts measures the kernels of one device; pass --tensor=1")
-    if config.parts and jax.default_backend() != "gpu":
+    if options.parts and jax.default_backend() != "gpu":
         raise UserError("--parts: the time of kernels is measured on an NVIDIA GPU only")
-    if config.parts and policies > 1:
+    if options.parts and policies > 1:
         raise UserError(
             "--parts: CUDA graphs are slower after a profile; pass one --model, --format, "
             "--lora-rank"
@@ -203,24 +203,24 @@ def model_name(source: str) -> str:
     return source.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
-def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
+def make_subject(options: BenchmarkConfig, model: str, format: str) -> Subject:
     """A policy without an adapter, with loaded or random weights."""
     began = time.perf_counter()
-    key = jax.random.key(config.seed, impl="rbg")  # the fastest generator
-    mesh = make_mesh(1, config.tensor, jax.devices()[: config.tensor])
-    if config.source:
+    key = jax.random.key(options.seed, impl="rbg")  # the fastest generator
+    mesh = make_mesh(1, options.tensor, jax.devices()[: options.tensor])
+    if options.source:
         place = functools.partial(shard_params, mesh=mesh)
-        loaded = load(config.source, format=format, place=place)
-        name = model_name(config.source)
+        loaded = load(options.source, format=format, place=place)
+        name = model_name(options.source)
         architecture, params = loaded.config, loaded.params
     else:
         loaded, name, architecture = None, model, ARCHITECTURES[model]
-        shard_of(architecture, config.tensor, format=format)  # Raises an error before the work.
+        shard_of(architecture, options.tensor, format=format)  # Raises an error before the work.
         params = random_params(key, architecture, format=format, mesh=mesh)
         params |= {"layers": compact_layers(params["layers"])}
     params = shard(params, mesh) if mesh else params
     place = functools.partial(shard_params, config=architecture, mesh=mesh)
-    params = params | rollout_head(params, config.head_format, place)
+    params = params | rollout_head(params, options.head_format, place)
     jax.block_until_ready(params)
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     seconds = time.perf_counter() - began
@@ -228,7 +228,7 @@ def make_subject(config: BenchmarkConfig, model: str, format: str) -> Subject:
     return Subject(
         model=name,
         format=format,
-        config=architecture,
+        model_config=architecture,
         params=params,
         lora_rank=0,
         lora=None,
@@ -241,24 +241,24 @@ def with_adapter(subject: Subject, rank: int, seed: int) -> Subject:
     """The policy with a random adapter of this rank; rank 0 is no adapter."""
     lora = None
     if rank:
-        lora = random_lora(jax.random.key(seed, impl="rbg"), subject.config, rank=rank)
+        lora = random_lora(jax.random.key(seed, impl="rbg"), subject.model_config, rank=rank)
         lora = shard(lora, subject.mesh) if subject.mesh else lora
     return dataclasses.replace(subject, lora_rank=rank, lora=jax.block_until_ready(lora))
 
 
-def row_settings(subject: Subject, kind: str, config: BenchmarkConfig) -> dict:
+def row_settings(subject: Subject, kind: str, options: BenchmarkConfig) -> dict:
     """The fields of a row that describe the policy and the options."""
     return {
         "kind": kind,
         "model": subject.model,
         "format": subject.format,
         "lora_rank": subject.lora_rank,
-        "tensor": config.tensor,
-        "weights": "real" if config.source else "random",
-        "chunk_steps": config.chunk_steps,
-        "dequantize": config.dequantize,
-        "kv_cache_dtype": str(shapes.cache_dtype(config.kv_cache_dtype, jnp.dtype("bfloat16"))),
-        "head_format": config.head_format,
+        "tensor": options.tensor,
+        "weights": "real" if options.source else "random",
+        "chunk_steps": options.chunk_steps,
+        "dequantize": options.dequantize,
+        "kv_cache_dtype": str(shapes.cache_dtype(options.kv_cache_dtype, jnp.dtype("bfloat16"))),
+        "head_format": options.head_format,
         "device": jax.devices()[0].device_kind,
     }
 
@@ -268,13 +268,13 @@ def sampling_of(new_tokens: int) -> SamplingConfig:
     return SamplingConfig(max_new_tokens=new_tokens)
 
 
-def engine_of(config: BenchmarkConfig, max_rows: int, prompt_width: int = 0) -> EngineConfig:
+def engine_of(options: BenchmarkConfig, max_rows: int, prompt_width: int = 0) -> EngineConfig:
     """Returns the settings of the engine."""
     return EngineConfig(
-        chunk_steps=config.chunk_steps,
+        chunk_steps=options.chunk_steps,
         max_rows=max_rows,
-        kv_cache_dtype=config.kv_cache_dtype,
-        dequantize=config.dequantize,
+        kv_cache_dtype=options.kv_cache_dtype,
+        dequantize=options.dequantize,
         prompt_width=prompt_width,
     )
 
@@ -284,7 +284,7 @@ def plan_of(
     lengths: Sequence[int],
     new_tokens: int,
     group: int,
-    config: BenchmarkConfig,
+    options: BenchmarkConfig,
     *,
     max_rows: int,
 ) -> shapes.RolloutShapes:
@@ -294,25 +294,29 @@ def plan_of(
         num_prompts=len(lengths),
         longest=max(lengths),
         group_size=group,
-        model_config=shard_config(subject.config, subject.params),
+        model_config=shard_config(subject.model_config, subject.params),
         sampling=sampling_of(new_tokens),
-        engine=engine_of(config, max_rows),
+        engine=engine_of(options, max_rows),
     )
 
 
-def random_prompts(config: ModelConfig, batch: int, how: BenchmarkConfig) -> list[list[int]]:
+def random_prompts(
+    model_config: ModelConfig, batch: int, options: BenchmarkConfig
+) -> list[list[int]]:
     """Random prompts of equal length."""
-    rng = np.random.default_rng(how.seed)
-    return rng.integers(0, config.vocab_size, (batch, how.prompt)).tolist()
+    rng = np.random.default_rng(options.seed)
+    return rng.integers(0, model_config.vocab_size, (batch, options.prompt)).tolist()
 
 
-def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
+def check_fits(subject: Subject, options: BenchmarkConfig) -> None:
     """Raises a UserError for a batch that does not fit, before smaller batches are measured."""
-    batch = max(config.batches)
-    plan = plan_of(subject, [config.prompt] * batch, config.new_tokens, 1, config, max_rows=batch)
-    own = shard_config(subject.config, subject.params)
+    batch = max(options.batches)
+    plan = plan_of(
+        subject, [options.prompt] * batch, options.new_tokens, 1, options, max_rows=batch
+    )
+    local_config = shard_config(subject.model_config, subject.params)
     prefill = shapes.prefill_bytes(
-        own,
+        local_config,
         num_prompts=plan.prefill_batch,
         width=plan.prompt_widths[-1],
         dtype=plan.dtype,
@@ -321,8 +325,8 @@ def check_fits(subject: Subject, config: BenchmarkConfig) -> None:
     fitting = shapes.rows_left(
         subject.params,
         positions=plan.cache_positions,
-        model_config=own,
-        engine=engine_of(config, batch),
+        model_config=local_config,
+        engine=engine_of(options, batch),
         reserve=prefill,
     )
     if fitting is not None and fitting < batch:
