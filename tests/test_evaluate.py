@@ -326,10 +326,10 @@ def test_a_signal_while_a_judge_is_waited_for_keeps_the_completions(
 
 
 def test_a_continued_evaluation_keeps_its_rows(settings, rollouts, monkeypatch):
-    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 6)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_estimate_rows", lambda job: 6)
     (folder,) = evaluate(settings(max_rows=0, limit=3))
     assert results_of(folder)["tasks"]["problems"]["max_rows"] == 6
-    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_fitting_rows", lambda job: 99)
+    monkeypatch.setattr(qerl_jax.evaluation.evaluate, "_estimate_rows", lambda job: 99)
     evaluate(settings(max_rows=0, limit=5))
     assert rollouts == [(3, 6), (2, 6)]
     rollouts.clear()
@@ -364,7 +364,7 @@ def test_rows_follow_from_the_memory(
     prompt, task = mock.Mock(ids=range(6)), mock.Mock(max_new_tokens=4, kv_cache_dtype="")
     job = mock.Mock(policy=mock.Mock(model=model), prompts=[prompt], task=task)
     monkeypatch.setattr(jax, "local_devices", lambda: [Device()])
-    assert qerl_jax.evaluation.evaluate._fitting_rows(job) == rows
+    assert qerl_jax.evaluation.evaluate._estimate_rows(job) == rows
     assert dequantize_mode(model.params) == dequantize
 
 
@@ -540,7 +540,9 @@ def test_a_template_that_writes_the_date_writes_that_of_the_first_start(
         clock = types.SimpleNamespace(strftime=lambda _: created)
         patch.setattr("qerl_jax.run.provenance.time", clock)
         # A new folder has no earlier start: its prompts have the date of today.
-        patch.setattr("qerl_jax.evaluation.evaluate.as_of", lambda _: template_date(created))
+        patch.setattr(
+            "qerl_jax.evaluation.evaluate.template_date", lambda _: template_date(created)
+        )
         (folder,) = evaluate(settings(limit=2, source=str(model)))
     evaluate(settings(limit=4, source=str(model)))
     assert ends == {(f"t{before.day}", "t2")}

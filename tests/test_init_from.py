@@ -76,7 +76,7 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
     assert same(state.trainable, old.trainable)
     assert schedule_counts(state) == [0]
     assert schedule_counts(old) == [2]
-    zeroed = init_from._at_step_0(old)
+    zeroed = init_from._reset_schedule(old)
     assert same(zeroed.opt_state, state.opt_state)
     assert not same(old.opt_state, state.opt_state)
     assert meta["cursor"] == old_meta["cursor"] != {"epoch": 0, "index": 0}

@@ -15,7 +15,7 @@ from qerl_jax.commands.cli import _ConfigParser
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.mixture import MixtureSource, divide, read_mixture
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation.tasks import _held_out
+from qerl_jax.evaluation.tasks import _held_out_problems
 from qerl_jax.export.model_card import _training
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.show.view import curves, open_views
@@ -276,15 +276,24 @@ def test_evaluation_problems_come_from_every_source_or_have_their_own(tmp_path, 
 def test_the_held_out_problems_of_a_run_are_found_again(mixed, tmp_path):
     run = train(mixed({"steps": 1, "eval.every": 1, "eval.problems": 6}), workdir=tmp_path / "run")
     config = json.loads((run / "config.json").read_text())["config"]
-    assert [int(p.answer) for p in _held_out(config, run)] == [38, 39, 41, 42, 43, 44]
+    assert [int(p.answer) for p in _held_out_problems(config, run, flag_values=None)] == [
+        38,
+        39,
+        41,
+        42,
+        43,
+        44,
+    ]
     # Problems of their own need no training data, which may lie on another machine.
     own = json.loads(json.dumps(config))
     own["data"]["eval_path"] = config["data"]["mixture"]["long"]["path"]
     own["data"]["mixture"]["long"]["path"] = "absent.jsonl"
-    assert [int(p.answer) for p in _held_out(own, None)] == list(range(6))
+    assert [int(p.answer) for p in _held_out_problems(own, None, flag_values=None)] == list(
+        range(6)
+    )
     config["data"]["mixture"]["short"]["weight"] = 1.0
     with pytest.raises(UserError, match="held out have changed since"):
-        _held_out(config, run)
+        _held_out_problems(config, run, flag_values=None)
 
 
 @pytest.mark.slow  # 8 s

@@ -141,7 +141,7 @@ class Scoring:
     def finish(self) -> Scores:
         """Calls the rewards that take lists, waits for all, and returns the scores."""
         began = time.perf_counter()
-        # Those that wait begin first: they go on while the others work.
+        # Rewards that wait begin first: they continue while the other rewards work.
         for name, call in sorted(self._calls.items(), key=lambda item: not item[1].waits):
             if call.takes_lists and self._completions:
                 indices = sorted(self._completions)

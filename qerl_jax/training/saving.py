@@ -26,8 +26,8 @@ from qerl_jax.training.validate import how_to_train_on
 from qerl_jax.weights.peft import save_peft_adapter
 from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
 
-# Seconds between two pictures of a run that goes on: drawing one takes a third of a second, which
-# would be most of the time of a run with a checkpoint after each of its short steps.
+# Seconds between two pictures of a run while it trains: drawing one takes a third of a second,
+# which would be most of the time of a run with a checkpoint after each of its short steps.
 PICTURE_SECONDS = 10.0
 
 
