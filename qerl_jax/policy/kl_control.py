@@ -132,8 +132,8 @@ def sigma_of_step(level: optax.Schedule | KlTarget, state: SigmaState, step: int
     sigma = level.sigma_start if state.sigma is None else state.sigma
     if state.kl is not None:
         # Rounding can make a KL of almost 0 negative.
-        wanted = math.sqrt(target / state.kl) if state.kl > 0 else math.inf
-        sigma *= min(max(wanted, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
+        factor = math.sqrt(target / state.kl) if state.kl > 0 else math.inf
+        sigma *= min(max(factor, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
     return min(max(sigma, _SMALLEST_SIGMA * level.sigma_max), level.sigma_max)
 
 
