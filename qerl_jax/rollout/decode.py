@@ -30,7 +30,7 @@ UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """The static arguments of the programs, beside shapes.
+    """The static arguments of the programs, apart from shapes.
 
     Attributes:
         model: the architecture of one device, see `tensor_parallel.shard_of`.
@@ -185,12 +185,12 @@ def prefill(
     logits, cache = transformer.prefill(
         params, lora, tokens, lengths, config=config, cache_positions=width
     )
-    stored = KVCache(
+    stored_cache = KVCache(
         keys=[to_cache(k, dtype) for k in cache.keys],
         values=[to_cache(v, dtype) for v in cache.values],
         lengths=lengths,
     )
-    return Prefilled(logits=logits, cache=stored)
+    return Prefilled(logits=logits, cache=stored_cache)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -223,8 +223,8 @@ def insert_rows(
     logits, positions = prefilled.logits[sources], jnp.zeros_like(rows)
     samples = _sample(key, logits, rows, positions, temperature, config)
 
-    def put(old, new):
-        return old.at[slots].set(new, mode="drop")
+    def put(array, values):
+        return array.at[slots].set(values, mode="drop")
 
     cache = prefilled.cache
     put_layer = functools.partial(_put_rows, slots=slots, sources=sources)
