@@ -83,8 +83,8 @@ def packed_kl(
     def exact_kl(_, hidden, other):
         logprobs = _log_softmax(_head(params), hidden, temperature, config)
         other_logprobs = _log_softmax(_head(other_params), other, temperature, config)
-        own = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
-        return None, over_vocabulary(jax.lax.psum, own, config)
+        partial_kl = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
+        return None, over_vocabulary(jax.lax.psum, partial_kl, config)
 
     count = buffer.mask.sum(dtype=jnp.int32)
     _, kl = _scan_chunks(exact_kl, None, (hidden, other), count=count, vocab_size=config.vocab_size)
@@ -125,8 +125,8 @@ def completion_logprobs(
     hidden = jnp.take_along_axis(hidden, targets[..., None] - 1, axis=1)
     ids = jnp.take_along_axis(tokens, targets, axis=1)
     rows = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1), jnp.int32(ids.size)
-    chosen, entropies = _logprobs_and_entropies(_head(params), *rows, temperature, config, False)
-    return chosen.reshape(ids.shape), entropies.reshape(ids.shape)
+    logprobs, entropies = _logprobs_and_entropies(_head(params), *rows, temperature, config, False)
+    return logprobs.reshape(ids.shape), entropies.reshape(ids.shape)
 
 
 def _predicting_states(params, lora, buffer, *, config, recompute=()):
@@ -168,13 +168,13 @@ def _token_logprobs(logits, ids, config, entropy_gradient):
 
 def _token_logprobs_fwd(logits, ids, config, entropy_gradient):
     del entropy_gradient
-    chosen, entropies, normalizers = _statistics(logits, ids, config)
-    return (chosen, entropies), (logits, ids, normalizers, entropies)
+    logprobs, entropies, normalizers = _statistics(logits, ids, config)
+    return (logprobs, entropies), (logits, ids, normalizers, entropies)
 
 
-def _token_logprobs_bwd(config, entropy_gradient, saved, gradients):
+def _token_logprobs_bwd(config, entropy_gradient, residuals, gradients):
     return _logits_gradient(
-        *saved, *gradients, config=config, entropy_gradient=entropy_gradient
+        *residuals, *gradients, config=config, entropy_gradient=entropy_gradient
     ), None
 
 
@@ -198,15 +198,15 @@ def _token_logprobs_in_chunks_fwd(head, hidden, ids, count, temperature, config,
     def statistics(_, hidden, ids):
         return None, _statistics(_tempered_logits(head, hidden, temperature), ids, config)
 
-    _, (chosen, entropies, normalizers) = _scan_chunks(
+    _, (logprobs, entropies, normalizers) = _scan_chunks(
         statistics, None, (hidden, ids), count=count, vocab_size=config.vocab_size
     )
-    saved = head, hidden, ids, count, temperature, normalizers, entropies
-    return (chosen, entropies), saved
+    residuals = head, hidden, ids, count, temperature, normalizers, entropies
+    return (logprobs, entropies), residuals
 
 
-def _token_logprobs_in_chunks_bwd(config, entropy_gradient, saved, gradients):
-    head, hidden, ids, count, temperature, normalizers, entropies = saved
+def _token_logprobs_in_chunks_bwd(config, entropy_gradient, residuals, gradients):
+    head, hidden, ids, count, temperature, normalizers, entropies = residuals
 
     def add_gradient(dhead, hidden, *rest):
         logits, pull_back = jax.vjp(
@@ -236,14 +236,14 @@ def _statistics(logits, ids, config):
     weights = jnp.exp(logits - highest[:, None])
     total = over_vocabulary(jax.lax.psum, weights.sum(axis=-1), config)
     normalizer = highest + jnp.log(total)
-    own, is_own = own_tokens(ids, config)
-    chosen = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0]
+    index, is_own = own_tokens(ids, config)
+    token_logits = jnp.take_along_axis(logits, index[:, None], axis=-1)[:, 0]
     if config.shards > 1:
-        chosen = over_vocabulary(jax.lax.psum, jnp.where(is_own, chosen, 0.0), config)
+        token_logits = over_vocabulary(jax.lax.psum, jnp.where(is_own, token_logits, 0.0), config)
     # A token of probability 0 adds nothing: its logit may be -inf.
     moments = jnp.where(weights > 0, weights * logits, 0.0).sum(axis=-1)
     mean = over_vocabulary(jax.lax.psum, moments, config) / total
-    return chosen - normalizer, normalizer - mean, normalizer
+    return token_logits - normalizer, normalizer - mean, normalizer
 
 
 def _logits_gradient(
@@ -252,8 +252,8 @@ def _logits_gradient(
     """Gradient of logits [M, V], given those of the log-probabilities [M] and the entropies [M]."""
     logprobs = logits - normalizers[:, None]
     probabilities = jnp.exp(logprobs)
-    own, is_own = own_tokens(ids, config)
-    is_chosen = jnp.arange(logits.shape[-1]) == own[:, None]
+    index, is_own = own_tokens(ids, config)
+    is_chosen = jnp.arange(logits.shape[-1]) == index[:, None]
     if config.shards > 1:
         is_chosen &= is_own[:, None]
     result = dlogprobs[:, None] * (is_chosen - probabilities)

@@ -1,6 +1,6 @@
 """The operations of an update: the functions of `train_step` by name.
 
-They are compiled ahead of the first step, beside the programs of a rollout (`operations`), or by
+They are compiled ahead of the first step, with the programs of a rollout (`operations`), or by
 jit when they are first called (`functions`).
 """
 
@@ -92,10 +92,10 @@ def operations(
 
     def totals() -> Any:
         zeros = jitted["zero_totals"]
-        found = zeros.function.eval_shape(state.trainable, **zeros.static)
+        shapes = zeros.function.eval_shape(state.trainable, **zeros.static)
         if mesh is not None:
-            return data_parallel.abstract_totals(found, mesh)
-        return abstract(found, state.skipped_in_a_row.sharding)
+            return data_parallel.abstract_totals(shapes, mesh)
+        return abstract(shapes, state.skipped_in_a_row.sharding)
 
     arguments: dict[str, Callable[[], tuple]] = {
         "zero_totals": lambda: (state.trainable,),

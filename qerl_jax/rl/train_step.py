@@ -238,13 +238,13 @@ def add_gradient(
 
 def _loss(logprobs, entropies, buffer, first, *, config):
     """Returns the loss of a buffer and its metrics."""
-    old = jnp.where(first, jax.lax.stop_gradient(logprobs), buffer.old_logprobs)
+    old_logprobs = jnp.where(first, jax.lax.stop_gradient(logprobs), buffer.old_logprobs)
     tokens = LossTokens(
         advantages=buffer.advantages,
         mask=buffer.mask,
         weights=buffer.weights,
         rows=buffer.rows,
-        old_logprobs=old,
+        old_logprobs=old_logprobs,
         ref_logprobs=buffer.ref_logprobs,
         rollout_logprobs=buffer.rollout_logprobs,
     )
@@ -277,7 +277,7 @@ def apply_gradient(
     updates, opt_state = optimizer.update(totals.gradient, state.opt_state, before)
     trainable = optax.apply_updates(before, updates)
     trainable, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
+        lambda updated, previous: jnp.where(finite, updated, previous),
         (trainable, opt_state),
         (before, state.opt_state),
     )
