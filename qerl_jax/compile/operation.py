@@ -150,8 +150,10 @@ def commit(tree: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     # For the hundreds of arrays of a policy device_put takes milliseconds, even if it does nothing.
-    rest = {i: x for i, x in enumerate(leaves) if not getattr(x, "committed", False)}
-    shardings = [getattr(x, "sharding", None) for x in rest.values()]
-    for i, x in zip(rest, jax.device_put(list(rest.values()), shardings), strict=True):
+    uncommitted = {i: x for i, x in enumerate(leaves) if not getattr(x, "committed", False)}
+    shardings = [getattr(x, "sharding", None) for x in uncommitted.values()]
+    for i, x in zip(
+        uncommitted, jax.device_put(list(uncommitted.values()), shardings), strict=True
+    ):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)
