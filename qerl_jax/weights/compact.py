@@ -33,13 +33,13 @@ def compact_layers(layers: list[dict]) -> list[dict]:
         The layers with the same values. A layer stays where it is if the memory is unknown, as on a
         CPU, if less than three times its bytes is free, or if it cannot be copied.
     """
-    moved = first = _copies(layers)
-    while batch := _copies(layers[len(moved) :]):
-        moved = moved + batch
+    copies = first = _copies(layers)
+    while batch := _copies(layers[len(copies) :]):
+        copies = copies + batch
     # The first ones now lie behind all others, so the free memory is in two pieces, and the buffers
     # of an update need one of them to be large. The first ones fit into what the others left.
-    again = _copies(first)
-    return again + moved[len(again) :] + layers[len(moved) :]
+    second_copies = _copies(first)
+    return second_copies + copies[len(second_copies) :] + layers[len(copies) :]
 
 
 def _copies(layers: list[dict]) -> list[dict]:

@@ -96,8 +96,8 @@ def write_checkpoint(
     Raises:
         UserError: the folder exists or cannot be written, for example because the disk is full.
     """
-    with staged_folder(folder, replace=replace) as staged:
-        fill_checkpoint(staged, tensors, files=files, max_shard_bytes=max_shard_bytes)
+    with staged_folder(folder, replace=replace) as new_folder:
+        fill_checkpoint(new_folder, tensors, files=files, max_shard_bytes=max_shard_bytes)
 
 
 def fill_checkpoint(
@@ -150,13 +150,13 @@ def checkpoint_tensors(
     Yields:
         Pairs of a name and a NumPy array.
     """
-    wanted, of_norms = DTYPES[dtype], DTYPES[norms or dtype]
-    yield names.EMBED, _dense(params["embed_tokens"], wanted)
+    weight_dtype, norm_dtype = DTYPES[dtype], DTYPES[norms or dtype]
+    yield names.EMBED, _dense(params["embed_tokens"], weight_dtype)
     for number, layer in enumerate(params["layers"]):
-        yield from _layer_tensors(number, layer, config, wanted, of_norms)
-    yield names.NORM, _dense(params["norm"], of_norms)
+        yield from _layer_tensors(number, layer, config, weight_dtype, norm_dtype)
+    yield names.NORM, _dense(params["norm"], norm_dtype)
     if not config.tie_embeddings:
-        yield names.HEAD, _dense(params["lm_head"], wanted)
+        yield names.HEAD, _dense(params["lm_head"], weight_dtype)
 
 
 def companion_files(
@@ -191,12 +191,12 @@ def companion_files(
                 dtype=dtype,
             )
         }
-    stored = _read_companion(model.path, "config.json")
-    hf = json_file.parse_object(model.path / "config.json", stored)
+    content = _read_companion(model.path, "config.json")
+    hf = json_file.parse_object(model.path / "config.json", content)
     companions = [name for name in _COMPANIONS if (model.path / name).exists()]
     return {name: _read_companion(model.path, name) for name in companions} | {
-        "config.json": stored
-        if _describes(hf, packed=packed, dtype=dtype)
+        "config.json": content
+        if _matches_format(hf, packed=packed, dtype=dtype)
         else _config_json(hf, packed=packed, ignore=ignore, dtype=dtype)
     }
 
@@ -206,7 +206,7 @@ def _read_companion(folder: pathlib.Path, name: str) -> bytes:
     path, home = folder / name, folder.resolve()
     # The hub's cache holds a model as folders of links to the files of all its revisions.
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    if not any(path.resolve().is_relative_to(allowed) for allowed in homes):
+    if not any(path.resolve().is_relative_to(parent) for parent in homes):
         raise UserError(
             f"{path} is a symbolic link to a file outside of its folder, which is not copied; put "
             "the file itself there"
@@ -227,10 +227,10 @@ def _name_shards(folder: pathlib.Path, shards: list[list[str]], total_bytes: int
         (folder / "0").rename(folder / SINGLE_FILE)
         return
     weight_map = {}
-    for number, listed in enumerate(shards):
+    for number, tensor_names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / str(number)).rename(folder / file)
-        weight_map |= dict.fromkeys(listed, file)
+        weight_map |= dict.fromkeys(tensor_names, file)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
@@ -266,18 +266,18 @@ def _dense(value: Any, dtype: np.dtype) -> np.ndarray:
     return np.asarray(jax.device_get(value)).astype(dtype, copy=False)
 
 
-def _describes(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
+def _matches_format(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
     """Tells whether a config.json already describes what is exported."""
-    stored = hf.get("dtype", hf.get("torch_dtype"))
+    stored_dtype = hf.get("dtype", hf.get("torch_dtype"))
     quantization = hf.get("quantization_config")
     if not packed:
-        return quantization is None and stored == dtype
+        return quantization is None and stored_dtype == dtype
     # A config that asks for quantized activations does not describe an export: only weights are
     # quantized.
-    return stored == dtype and _weights_alone(quantization)
+    return stored_dtype == dtype and _quantizes_only_weights(quantization)
 
 
-def _weights_alone(quantization: Any) -> bool:
+def _quantizes_only_weights(quantization: Any) -> bool:
     try:
         groups = quantization["config_groups"].values()
         return (
@@ -294,9 +294,9 @@ def _config_json(
 ) -> bytes:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     key = "dtype" if "dtype" in hf else "torch_dtype"
-    written = {**hf, key: dtype}
-    written.pop("quantization_config", None)
+    fields = {**hf, key: dtype}
+    fields.pop("quantization_config", None)
     if packed:
         ignored = [*QUANTIZATION_CONFIG["ignore"], *ignore]
-        written["quantization_config"] = QUANTIZATION_CONFIG | {"ignore": ignored}
-    return (json.dumps(written, indent=2) + "\n").encode()
+        fields["quantization_config"] = QUANTIZATION_CONFIG | {"ignore": ignored}
+    return (json.dumps(fields, indent=2) + "\n").encode()
