@@ -120,20 +120,22 @@ def plan_update(
 
     if free is None:
         group = rows.prompt - 1 + rows.group_size * rows.new_tokens
-        size = _rounded_up(max(longest, min(group, _CPU_BUFFER)), _CPU_MULTIPLE)
+        size = _round_up(max(longest, min(group, _CPU_BUFFER)), _CPU_MULTIPLE)
         return plan(buffer_tokens or size, recompute or ())
-    least = _rounded_up(buffer_tokens or longest, _MULTIPLE)
-    largest = least if buffer_tokens else max(least, _LARGEST_BUFFER)
+    smallest = _round_up(buffer_tokens or longest, _MULTIPLE)
+    largest = smallest if buffer_tokens else max(smallest, _LARGEST_BUFFER)
     choices = RECOMPUTATIONS if recompute is None else (recompute,)
     costs: dict[MemoryPlan, float] = {}
-    for size in range(least, largest + 1, _MULTIPLE):
-        found = [plan(size, again) for again in choices]
-        fitting = [one for one in found if one.bytes <= free]
+    for size in range(smallest, largest + 1, _MULTIPLE):
+        plans = [plan(size, again) for again in choices]
+        fitting = [option for option in plans if option.bytes <= free]
         if not fitting:
             break
         positions = _computed_positions(rows, size)
-        costs |= {one: positions * _relative_time(config, one.recompute) for one in fitting}
-    return min(costs, key=lambda found: costs[found]) if costs else plan(least, choices[-1])
+        costs |= {
+            option: positions * _relative_time(config, option.recompute) for option in fitting
+        }
+    return min(costs, key=lambda option: costs[option]) if costs else plan(smallest, choices[-1])
 
 
 def _computed_positions(rows: LongestRows, size: int) -> float:
@@ -203,21 +205,23 @@ def update_memory(
         "o_proj": config.embed_dim,
         "gate_up_proj": 2 * config.mlp_dim,
     }
-    kept = config.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
+    kept_width = config.embed_dim + sum(
+        size for name, size in widths.items() if name not in recompute
+    )
     # One layer while its backward pass runs: its adapter; its states, and where weights are cut
     # two that are summed over devices; the products that it computes again; the gradients of gate
     # and up; and the larger of the dequantized weights of gate and up and of what the gradient of
     # SwiGLU reads and writes.
     states = config.embed_dim * (4 if config.shards == 1 else 6)
-    again = sum(widths[name] for name in recompute if name != "gate_up_proj")
+    recomputed_width = sum(widths[name] for name in recompute if name != "gate_up_proj")
     swiglu = tokens * config.mlp_dim * (3 if "gate_up_proj" in recompute else 1)
-    layer = tokens * (states + again + 2 * config.mlp_dim)
+    layer = tokens * (states + recomputed_width + 2 * config.mlp_dim)
     layer += max(swiglu, 2 * config.mlp_dim * config.embed_dim)
     # Final states and their gradients; the logits of a chunk in float32, and their gradient.
     logits = min(logits_chunk(config.vocab_size), tokens) * config.vocab_size
     head = itemsize * 4 * tokens * config.embed_dim
     return MemoryPlan(
-        activations=itemsize * tokens * config.num_layers * kept,
+        activations=itemsize * tokens * config.num_layers * kept_width,
         head=head + (4 + itemsize) * logits,
         layer=itemsize * layer + adapter // config.num_layers,
         buffer_tokens=tokens,
@@ -225,5 +229,5 @@ def update_memory(
     )
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
