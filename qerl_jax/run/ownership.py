@@ -55,13 +55,13 @@ def is_own(folder: Path) -> bool:
     return isinstance(content, dict) and has_own_tag(content)
 
 
-def trusts(asked: bool) -> bool:
+def trusts(flag: bool) -> bool:
     """Returns whether the user trusts the folder of a command.
 
     Args:
-        asked: whether the command has --trust; the environment variable stands for it.
+        flag: whether the command has --trust; the environment variable stands for it.
     """
-    return asked or os.environ.get(VARIABLE) == "1"
+    return flag or os.environ.get(VARIABLE) == "1"
 
 
 def adopt(folder: Path) -> None:
