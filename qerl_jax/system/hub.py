@@ -74,7 +74,7 @@ def local_mistake(source: str) -> str:
         return ""
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    names = [found.name for found in folder.iterdir()]
+    names = [entry.name for entry in folder.iterdir()]
     near = difflib.get_close_matches(path.name, names, n=3)
     return f"the folder {folder} has no {path.name!r}" + (
         f" (did you mean {' or '.join(near)}?)" if near else ""
@@ -83,16 +83,16 @@ def local_mistake(source: str) -> str:
 
 def _answers(endpoint: str) -> bool:
     """Whether the hub answers anything in time; a thread bounds the look-up of its name, too."""
-    answered = threading.Event()
+    has_answered = threading.Event()
 
     def request() -> None:
         from huggingface_hub.utils import get_session
 
         with contextlib.suppress(Exception):
             get_session().head(endpoint, timeout=SECONDS)
-            answered.set()
+            has_answered.set()
 
     thread = threading.Thread(target=request, daemon=True)
     thread.start()
     thread.join(SECONDS)
-    return answered.is_set()
+    return has_answered.is_set()
