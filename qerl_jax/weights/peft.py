@@ -92,8 +92,8 @@ def fill_peft_adapter(
         for norm, value in norms.items()
     }
     tensors = {n: np.asarray(jax.device_get(value), np.float32) for n, value in tensors.items()}
-    config = _peft_config(lora_config, base_model, norms=bool(trainable.params))
-    text = json.dumps(config, indent=2, sort_keys=True)
+    options = _peft_config(lora_config, base_model, norms=bool(trainable.params))
+    text = json.dumps(options, indent=2, sort_keys=True)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     make_readable(folder / WEIGHTS_FILE)
@@ -161,13 +161,13 @@ def read_peft_base(folder: pathlib.Path | str) -> str:
 
 
 def load_peft_adapter(
-    folder: pathlib.Path | str, config: ModelConfig, lora_config: LoraConfig
+    folder: pathlib.Path | str, model_config: ModelConfig, lora_config: LoraConfig
 ) -> Trainable:
     """Reads an adapter folder: the adapter and, if the folder holds them, the norms of the layers.
 
     Args:
         folder: folder with adapter_config.json and adapter_model.safetensors.
-        config: the architecture of the base model.
+        model_config: the architecture of the base model.
         lora_config: the options that the adapter must have.
 
     Returns:
@@ -181,9 +181,9 @@ def load_peft_adapter(
     options = _read_config(folder)
     _check_config(folder, options, lora_config)
     tensors = safetensors.read_file(folder / WEIGHTS_FILE)
-    shapes = projection_shapes(config)
+    shapes = projection_shapes(model_config)
     layers = []
-    for layer in range(config.num_layers):
+    for layer in range(model_config.num_layers):
         adapters = {}
         for projection in sorted(lora_config.targets, key=PROJECTIONS.index):
             outputs, inputs = shapes[projection]
@@ -197,10 +197,10 @@ def load_peft_adapter(
         layers.append(adapters)
     params = {}
     if options.get("modules_to_save"):
-        shape = (config.embed_dim,)
+        shape = (model_config.embed_dim,)
         params["layers"] = [
             {n: _take(folder, tensors, names.peft_norm(i, n), shape) for n in names.LAYER_NORMS}
-            for i in range(config.num_layers)
+            for i in range(model_config.num_layers)
         ]
     if tensors:
         raise UserError(f"{folder}: {WEIGHTS_FILE} holds unknown tensors: '{min(tensors)}'")

@@ -132,7 +132,11 @@ def fill_checkpoint(
 
 
 def checkpoint_tensors(
-    params: Mapping[str, Any], config: ModelConfig, *, dtype: str = "bfloat16", norms: str = ""
+    params: Mapping[str, Any],
+    model_config: ModelConfig,
+    *,
+    dtype: str = "bfloat16",
+    norms: str = "",
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a checkpoint under Hugging Face's names, fused projections split.
 
@@ -143,7 +147,7 @@ def checkpoint_tensors(
     Args:
         params: the parameter tree, on the device or in NumPy; `layers` may be an iterator, which
             is consumed layer by layer.
-        config: the architecture.
+        model_config: the architecture.
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
         norms: dtype of the norms; '' is that of the others. The policy has them in float32.
 
@@ -153,9 +157,9 @@ def checkpoint_tensors(
     weight_dtype, norm_dtype = DTYPES[dtype], DTYPES[norms or dtype]
     yield names.EMBED, _dense(params["embed_tokens"], weight_dtype)
     for number, layer in enumerate(params["layers"]):
-        yield from _layer_tensors(number, layer, config, weight_dtype, norm_dtype)
+        yield from _layer_tensors(number, layer, model_config, weight_dtype, norm_dtype)
     yield names.NORM, _dense(params["norm"], norm_dtype)
-    if not config.tie_embeddings:
+    if not model_config.tie_embeddings:
         yield names.HEAD, _dense(params["lm_head"], weight_dtype)
 
 
@@ -236,9 +240,13 @@ def _name_shards(folder: pathlib.Path, shards: list[list[str]], total_bytes: int
 
 
 def _layer_tensors(
-    number: int, layer: Mapping[str, Any], config: ModelConfig, dtype: np.dtype, of_norms: np.dtype
+    number: int,
+    layer: Mapping[str, Any],
+    model_config: ModelConfig,
+    dtype: np.dtype,
+    of_norms: np.dtype,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    shapes = projection_shapes(config)
+    shapes = projection_shapes(model_config)
     layer = jax.device_get(layer)
     for fused, members in FUSED.items():
         weight = layer[fused]
@@ -256,9 +264,9 @@ def _layer_tensors(
                 yield f"{module}.weight_global_scale", weight.global_scale[rows][:1]
             else:
                 yield f"{module}.weight", _dense(weight[rows], dtype)
-            if config.attention_bias and member in names.BIASED:
+            if model_config.attention_bias and member in names.BIASED:
                 yield f"{module}.bias", _dense(layer["qkv_bias"][rows], dtype)
-    for norm in names.LAYER_NORMS + (names.HEAD_NORMS if config.qk_norm else ()):
+    for norm in names.LAYER_NORMS + (names.HEAD_NORMS if model_config.qk_norm else ()):
         yield f"{names.layer_module(number, norm)}.weight", _dense(layer[norm], of_norms)
 
 
