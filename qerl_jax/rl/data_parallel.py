@@ -37,27 +37,27 @@ _TOGETHER = 8 << 20  # numbers that are added up over the devices at once
 
 
 def functions(
-    config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    update_config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> dict[str, Callable[..., Any]]:
     """Returns the jitted functions by name, without their static arguments.
 
     Args:
-        config: static options of the update, with the architecture of the whole policy.
+        update_config: static options of the update, with the architecture of the whole policy.
         optimizer: optimizer.
         mesh: mesh of the run.
     """
-    model = shard_of(config.model, mesh.shape[TENSOR])
-    config, policy = dataclasses.replace(config, model=model), {"config": model}
+    model = shard_of(update_config.model, mesh.shape[TENSOR])
+    update_config, policy = dataclasses.replace(update_config, model=model), {"model_config": model}
     return {
         "zero_totals": _on_each(
-            train_step.zero_totals, mesh, results=lambda totals: totals, config=config
+            train_step.zero_totals, mesh, results=lambda totals: totals, update_config=update_config
         ),
         "add_gradient": _on_each(
             train_step.add_gradient,
             mesh,
             donates=True,
             results=lambda totals: (totals, P(DATA)),
-            config=config,
+            update_config=update_config,
         ),
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),

@@ -98,7 +98,7 @@ def operations(
         "prefill",
         [(width,) for width in shapes.prompt_widths],
         functions.prefill,
-        {"config": model, "dtype": dtype, "width": widest},
+        {"model_config": model, "dtype": dtype, "width": widest},
         lambda width: (dense(), lora, _int32(num_prompts, width), _int32(num_prompts)),
         *(num_prompts, config.dequantize),
     )
@@ -120,7 +120,7 @@ def operations(
         "fuse_adapter",
         [()],
         functions.fuse_adapter,
-        {"config": model, "dtype": compute},
+        {"model_config": model, "dtype": compute},
         lambda: (lora,),
     )
     add(
@@ -160,7 +160,7 @@ def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decod
                 decode.empty_state,
                 size,
                 shapes.cache_positions,
-                config=model,
+                model_config=model,
                 dtype=shapes.dtype,
             )
         )

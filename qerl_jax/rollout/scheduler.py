@@ -56,7 +56,7 @@ class Scheduler:
         self._state = decode.empty_state(
             shapes.batch_sizes[0],
             shapes.cache_positions,
-            config=config.model,
+            model_config=config.model,
             dtype=shapes.dtype,
             sharding=self._key.sharding,
         )

@@ -44,7 +44,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
             mesh,
             # pyrefly: ignore[bad-argument-type]  Specs in place of arrays.
             out_specs=lambda *_, **__: Prefilled(logits=WHOLE, cache=cache),
-            static=("config", "dtype", "width"),
+            static=("model_config", "dtype", "width"),
             compiler_options=UNTUNED,
         ),
         insert_rows=on_mesh(
@@ -58,7 +58,7 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
             _unwrap_jit(decode.fuse_adapter),
             mesh,
             out_specs=functools.partial(_specs_of_fused, mesh),
-            static=("config", "dtype"),
+            static=("model_config", "dtype"),
         ),
         decode_chunk=on_mesh(
             _unwrap_jit(decode.decode_chunk),
