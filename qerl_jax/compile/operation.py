@@ -83,7 +83,7 @@ class Executables(dict[Hashable, Callable[..., Any]]):
 class Programs(Mapping[Hashable, Callable[..., Any]]):
     """The programs of a table of operations by their names, without static arguments.
 
-    A program is looked up when it is asked for, so one that is missing is an error only then.
+    Access by name looks a program up, so a missing program raises an error only then.
 
     Args:
         table: operations by name.

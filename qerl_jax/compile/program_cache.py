@@ -5,9 +5,9 @@ run, which may come from another person, each file begins with a signature of it
 by the user's key, and a file without a valid one is not read. So are serialized executables in the
 common folder. JAX's own entries lie there as JAX writes them.
 
-What this process compiled goes into both folders, and what it found in the common one goes into
-that of the run, which executes it again when it resumes. What it read from the folder of a run goes
-nowhere else. Files appear whole, by a rename.
+A program that this process compiles is written to both folders, and one from the common folder is
+copied to that of the run, which executes it again when it resumes. A program from the folder of a
+run is not copied. Files appear whole, by a rename.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class ProgramCache:
 
     def get(self, key: str) -> bytes | None:
         """Returns an entry of JAX's cache, or None."""
-        content = self._of_run(f"{key}{_SUFFIX}")
+        content = self._read_from_run(f"{key}{_SUFFIX}")
         if content is None and self.common is not None:
             content = self.common.get(key)
             if content is not None:
@@ -96,7 +96,7 @@ class ProgramCache:
 
     def read(self, name: str) -> bytes | None:
         """Returns an executable that this user has signed, or None."""
-        content = self._of_run(name)
+        content = self._read_from_run(name)
         if content is None and self.common_folder is not None:
             content, valid = _read(self.common_folder / name)
             content = content if valid else None
@@ -115,7 +115,7 @@ class ProgramCache:
         if self.common_folder is not None and (signature := sign(content, f"program {name}")):
             _write(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
 
-    def _of_run(self, name: str) -> bytes | None:
+    def _read_from_run(self, name: str) -> bytes | None:
         if self.folder is None:
             return None
         content, valid = _read(self.folder / name)

@@ -144,7 +144,7 @@ def format_plan(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
         ("head chunk", update.head, ""),
         ("peak", plan.peak, f"rollout {_gb(plan.rollout_peak)}, update {_gb(plan.update_peak)}"),
     ]
-    lines = [f"{name:<22}{_gb(size):>7} GB  {said}".rstrip() for name, size, said in rows]
+    lines = [f"{name:<22}{_gb(size):>7} GB  {note}".rstrip() for name, size, note in rows]
     if plan.device.usable is not None:
         verdict = "fits into" if plan.fits else "does not fit into"
         lines.append(

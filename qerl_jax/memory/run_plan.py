@@ -58,7 +58,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPlan:
-    """Bytes of a rollout or an evaluation, beside what the run always holds, and its sizes.
+    """Bytes of a rollout or an evaluation, in addition to what the run always holds, and its sizes.
 
     Attributes:
         policy_copy: trained parameters in the dtype of the policy.
@@ -66,7 +66,7 @@ class RolloutPlan:
         cache: keys and values of the rows that decode together.
         temporary: prompts in a prefill, or the logits of the rows.
         rows: number of rows that decode together, 0 if not one fits.
-        all_rows: number of all rows, as far as the plan knows it.
+        all_rows: number of all rows.
         prefill_prompts: number of prompts in one prefill.
         positions: cache positions of a row.
         dequantize: 'once' or 'step', as in `EngineConfig`.
@@ -185,7 +185,7 @@ def plan_run(
     training = 3 * 4 * trained_numbers
     if (config.lora.init or config.init_from) and config.rl.kl_coef and not full:
         training += 4 * trained_numbers  # the adapter that the KL is measured to
-    # Where all parameters are trained, the gradient of a buffer is there beside the total.
+    # Where all parameters are trained, the gradient of a buffer is held in addition to the total.
     gradient = 4 * trained_numbers * (2 if full else 1)
     weights = weights or sizes.weight_bytes(
         model, format=config.model.format, itemsize=compute.itemsize

@@ -55,7 +55,7 @@ class LongestRows:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of an update on one buffer, beside weights and training state.
+    """Bytes of an update on one buffer, without weights and training state.
 
     Attributes:
         activations: what the forward pass keeps for the backward pass.
@@ -96,8 +96,8 @@ def plan_update(
         itemsize: bytes of an activation.
         buffer_tokens: wanted size of a buffer; 0 chooses it.
         recompute: wanted recomputation; None chooses it.
-        free: bytes of the device beside weights and training state; None where they are unknown,
-            as on a CPU.
+        free: bytes that weights and training state leave on the device; None where they are
+            unknown, as on a CPU.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the

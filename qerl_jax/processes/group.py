@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.5
 _READ_SECONDS = 600.0  # how long a share that is there may take to arrive
 _PART_SECONDS = 10.0  # how long a process that ends waits for the others to hear why
 _JOIN_SECONDS = 5.0
-_FIRST_SECONDS = 10.0  # how long process 0 may take to find an error that another one has found
+_FIRST_SECONDS = 10.0  # how long process 0 may take to raise an error that another one raised
 _END_SECONDS = 600.0  # how long a finished process waits for the others
 _FAILED, _STOP, _SIGNAL = "told/failed", "told/stop", "told/signal"
 

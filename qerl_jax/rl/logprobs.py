@@ -154,8 +154,8 @@ def _predicting_states(params, lora, buffer, *, model_config, recompute=()):
 def _logprobs_and_entropies(head, hidden, ids, count, temperature, model_config, entropy_gradient):
     """Log-probabilities [M] of ids after states [M, D], and entropies [M].
 
-    The entropies have a gradient only if asked for. Where the logits are held in several chunks,
-    the results from `count` on are of no use, and those of whole chunks are zeros.
+    The entropies have a gradient only with `entropy_gradient`. Where the logits are held in several
+    chunks, the results from `count` on are of no use, and those of whole chunks are zeros.
     """
     if _number_of_chunks(len(ids), model_config.vocab_size) == 1:
         logits = _tempered_logits(head, hidden, temperature)

@@ -90,7 +90,7 @@ class Sampler:
 
         All devices of this process that hold the policy sample; the progress is that of all of
         them. The last progress has the whole rollout, which is also what the generator returns. A
-        caller that stops early closes the generator, or drops it: until then the devices go on.
+        caller that stops early closes the generator, or drops it: until then the devices sample.
 
         Args:
             key: PRNG key; a sample depends on it, on the row and on the position only.

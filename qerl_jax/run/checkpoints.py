@@ -5,8 +5,8 @@ that is killed while it saves leaves the earlier checkpoints as they were. Orbax
 altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved beside them.
 
 Where a run has several processes, all of them hold the whole state and make the same calls of
-`Checkpoints`: Orbax writes the arrays of process 0, and every process restores them. They tell each
-other which checkpoints they could not read, so that all of them go on from the same one.
+`Checkpoints`: Orbax writes the arrays of process 0, and every process restores them. They exchange
+which checkpoints they could not read, so that all of them resume from the same one.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Checkpoints:
         # Orbax would do this in a thread that may outlive the interpreter.
         for scratch in self._folder.glob("*.orbax-checkpoint-tmp") if _is_first() else ():
             remove_tree(scratch)
-        with _together():
+        with _write_from_first_process():
             self._checkpointer = ocp.training.Checkpointer(
                 str(self._folder),
                 # pyrefly: ignore[bad-argument-type]  Orbax's annotation names another class.
@@ -262,7 +262,7 @@ def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _together() -> contextlib.AbstractContextManager[Any]:
+def _write_from_first_process() -> contextlib.AbstractContextManager[Any]:
     """Lets Orbax write what all processes hold from the first one, and not a part from each."""
     if jax.process_count() == 1:
         return contextlib.nullcontext()

@@ -300,7 +300,7 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
 
 
 def record_fact(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
-    """Records a fact in config.json beside the config, such as where the run began from."""
+    """Records a fact in config.json next to the config, such as where the run began from."""
     saved_run = json.loads(read_bytes(folder.config))
     write_config(folder.config, saved_run | {name: fact}, signs=has_own_tag(saved_run))
 

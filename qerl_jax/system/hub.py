@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face hub: said on the screen, and given up soon where it is unreachable.
+"""Requests to the Hugging Face hub: reported on stderr, and stopped early if it is unreachable.
 
 Left to themselves, the libraries try an unreachable hub again and again, for 35 seconds or more.
 """
@@ -18,7 +18,7 @@ SECONDS = 5.0  # time limit for the first answer of the hub
 
 @contextlib.contextmanager
 def asking(name: str) -> Generator[None]:
-    """Says that the hub is asked; if it is unreachable, the block sees only its local cache.
+    """Prints that the hub is asked; if it is unreachable, the block sees only its local cache.
 
     Args:
         name: hub id of a model or dataset.

@@ -1,4 +1,4 @@
-"""Reads the tokens that the files of a tokenizer name beside tokenizer.json.
+"""Reads the tokens that the files of a tokenizer name in addition to tokenizer.json.
 
 The precedence is that of transformers (`PreTrainedTokenizerBase._from_pretrained`, 5.23):
 where tokenizer_config.json has added_tokens_decoder, added_tokens.json and special_tokens_map.json

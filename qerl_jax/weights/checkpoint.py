@@ -38,7 +38,7 @@ class Checkpoint:
         read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
         chunks: function that yields a dense tensor by rows, called as `chunks(name, dtype, memory)`
             with a function that returns memory of a number of bytes; a chunk may hold it until the
-            next one is asked for.
+            next one is requested.
     """
 
     path: pathlib.Path
@@ -69,7 +69,7 @@ def open_checkpoint(source: str) -> Checkpoint:
 
 
 def read_architecture(source: str) -> ModelConfig:
-    """Reads the architecture of a model and nothing else; a hub is asked for the small files alone.
+    """Reads only the architecture of a model; of a hub id only the small files are downloaded.
 
     Args:
         source: package, file, folder or hub id, as in `load.load`.
@@ -181,7 +181,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def _check_tied_head(checkpoint: Checkpoint) -> None:
-    """Checks that a head that is stored beside a tied embedding equals the embedding."""
+    """Checks that a stored head equals the embedding where the two are tied."""
     pair = [checkpoint.tensors[name] for name in (names.HEAD, names.EMBED)]
     for row in range(0, max(map(len, pair)), _CHUNK_ROWS):
         head, embed = (t[row : row + _CHUNK_ROWS].astype(np.float32) for t in pair)

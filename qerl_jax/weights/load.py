@@ -34,7 +34,7 @@ from qerl_jax.weights.compact import compact_layers
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 
-# What becomes of arrays of one layer, or of some beside the layers, once they are read.
+# Brings the arrays of one layer, or some outside of the layers, to their devices.
 Place = Callable[[dict, ModelConfig], dict]
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "bf16")
@@ -140,7 +140,7 @@ class _Part:
     """Arrays of the parameter tree that one thread brings to the device.
 
     Attributes:
-        layer: number of the layer, or -1 for the arrays beside the layers.
+        layer: number of the layer, or -1 for the arrays outside of the layers.
         arrays: by the name of each array, the stored tensors whose rows it stacks.
         stored_bytes: bytes of these tensors in their files.
         bytes: bytes that they take until they have their format, at most.

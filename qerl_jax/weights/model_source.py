@@ -33,7 +33,7 @@ def locate(source: str, *, weights: bool = True) -> tuple[pathlib.Path, str]:
 
     Args:
         source: a model folder, a .gguf file, 'package:NAME' or a hub id, as in `load.load`.
-        weights: whether a hub is asked for the weights too, or only for the small files.
+        weights: whether the weights of a hub id are downloaded, and not only the small files.
 
     Raises:
         UserError: there is no such source, or it cannot be downloaded.

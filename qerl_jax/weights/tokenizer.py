@@ -15,10 +15,10 @@ from qerl_jax.system.safe_files import read_bytes, read_text
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 from qerl_jax.weights.chat_template import compile_template, to_json, variables
 
-# Tokens that end a turn or a document in the supported families. In a GGUF file they end a reply
-# beside the named ones, whatever their type, as for llama.cpp. In a folder only the named tokens
-# end a reply, as for transformers' generate() and vLLM, which serve the folder: there these are
-# used where the files name none.
+# Tokens that end a turn or a document in the supported families. With a GGUF file they end a reply
+# in addition to the tokens that the file names, whatever their type, as in llama.cpp. With a folder
+# only the tokens that its files name end a reply, as in transformers' generate() and vLLM; these
+# are used where the files name none.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
