@@ -84,7 +84,7 @@ def compare(model, lora, prompts: Sequence[Sequence[int]], *, new_tokens: int, s
         lora,
         *map(jnp.asarray, (batch.tokens, batch.prompt_lengths, batch.lengths)),
         width=mask.shape[1],
-        config=model.config,
+        model_config=model.config,
         temperature=1.0,
     )
     difference = np.abs(np.asarray(logprobs) - batch.rollout_logprobs)[mask]

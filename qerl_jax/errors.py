@@ -26,21 +26,21 @@ def check_limits(limits: Mapping[str, tuple[float, ...]]) -> None:
     Raises:
         UserError: a value is out of range.
     """
-    for name, (value, least, *most) in limits.items():
-        if not least <= value or not (value <= most[0] if most else value < math.inf):
-            bounded = most and most[0] < math.inf
-            allowed = f"from {least} to {most[0]}" if bounded else f"at least {least}"
+    for name, (value, lower, *upper) in limits.items():
+        if not lower <= value or not (value <= upper[0] if upper else value < math.inf):
+            bounded = upper and upper[0] < math.inf
+            expected = f"from {lower} to {upper[0]}" if bounded else f"at least {lower}"
             if value == math.inf:
-                allowed = f"finite and {allowed}"
-            raise UserError(f"{name}={value}: it must be {allowed}")
+                expected = f"finite and {expected}"
+            raise UserError(f"{name}={value}: it must be {expected}")
 
 
-def check_unicode(text: str, where: str) -> None:
+def check_unicode(text: str, location: str) -> None:
     """Refuses text that cannot be written as UTF-8, such as half of an escaped pair in JSON.
 
     Args:
         text: text from a file, a config or the command line.
-        where: place of the text in the message, such as 'train.jsonl:3: question'.
+        location: place of the text in the message, such as 'train.jsonl:3: question'.
 
     Raises:
         UserError: the text holds a lone surrogate.
@@ -49,7 +49,7 @@ def check_unicode(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where}: not valid Unicode: character {error.start + 1} is the lone surrogate "
+            f"{location}: not valid Unicode: character {error.start + 1} is the lone surrogate "
             f"{ascii(text[error.start])[1:-1]}; write the text in UTF-8"
         ) from error
 
@@ -77,4 +77,4 @@ def first_line(error: BaseException) -> str:
 
 def visible(text: object) -> str:
     r"""The text with control characters as escapes, such as `\x1b`; lines and tabs stay."""
-    return _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], str(text))
+    return _UNSAFE.sub(lambda match: ascii(match[0])[1:-1], str(text))

@@ -170,7 +170,7 @@ def trained_head(shape):
                 params | {"lm_head": head},
                 None,
                 packed()[0],
-                config=own,
+                model_config=own,
                 temperature=0.7,
                 entropy_gradient=True,
             )

@@ -202,10 +202,12 @@ def test_a_layer_of_a_step_is_few_kernels(rows, most, compile_for_h200, monkeypa
             key,
         )
         fused = decode.fuse_adapter.eval_shape(
-            adapters, config=config, dtype=jnp.dtype(jnp.bfloat16)
+            adapters, model_config=config, dtype=jnp.dtype(jnp.bfloat16)
         )
         state = jax.eval_shape(
-            functools.partial(decode.empty_state, rows, 448, config=config, dtype=jnp.bfloat16)
+            functools.partial(
+                decode.empty_state, rows, 448, model_config=config, dtype=jnp.bfloat16
+            )
         )
         compiled = compile_for_h200(
             decode.decode_chunk,

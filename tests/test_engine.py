@@ -177,7 +177,7 @@ def test_the_trainer_computes_the_logprobs_of_the_rollout(dequantize, temperatur
             batch.prompt_lengths,
             batch.lengths,
             width=9,
-            config=config,
+            model_config=config,
             temperature=temperature,
         )
         distances = np.abs(logprobs - result.logprobs), np.abs(entropies - result.entropies)

@@ -40,7 +40,7 @@ def completion_logprobs(params, lora, temperature=1.0):
         PROMPT_LENGTHS,
         LENGTHS,
         width=WIDTH,
-        config=policy()[0],
+        model_config=policy()[0],
         temperature=temperature,
     )
 
@@ -151,7 +151,9 @@ def test_packed_logprobs_are_those_of_rows(chunk_bytes, monkeypatch):
         monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
     config, params, _, lora = policy()
     rows = completion_logprobs(params, lora, 0.7)
-    packed = logprobs_lib.packed_logprobs(params, lora, buffer(), config=config, temperature=0.7)
+    packed = logprobs_lib.packed_logprobs(
+        params, lora, buffer(), model_config=config, temperature=0.7
+    )
     for whole, ours in zip(rows, packed, strict=True):
         np.testing.assert_allclose(ours[: MASK.sum()], in_buffer(whole), atol=1e-5)
         assert np.isfinite(ours).all()
@@ -175,7 +177,7 @@ def test_gradients_are_those_of_a_log_softmax(tied, chunk_bytes, entropy_gradien
         monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
     config, params = tiny_policy("qwen2", tie_embeddings=tied)
     lora, packed, (a, b) = random_lora(config), buffer(), np.random.default_rng(0).random((2, 32))
-    options = {"config": config, "temperature": 0.7, "entropy_gradient": entropy_gradient}
+    options = {"model_config": config, "temperature": 0.7, "entropy_gradient": entropy_gradient}
 
     def loss(values):
         logprobs, entropies = values
@@ -213,7 +215,7 @@ def test_a_frozen_head_is_not_copied(monkeypatch):
 
     def loss(lora, params):
         chosen, _ = logprobs_lib.packed_logprobs(
-            params, lora, buffer(), config=config, temperature=1.0
+            params, lora, buffer(), model_config=config, temperature=1.0
         )
         return chosen.sum()
 
@@ -235,7 +237,7 @@ def test_kl_is_exact(temperature, chunk_bytes, monkeypatch):
         monkeypatch.setattr(logprobs_lib, "_CHUNK_BYTES", chunk_bytes)
     config, params, noisy, lora = policy()
     found = logprobs_lib.packed_kl(
-        noisy, params, lora, buffer(), config=config, temperature=temperature
+        noisy, params, lora, buffer(), model_config=config, temperature=temperature
     )
     p, q = log_softmax(noisy, lora, temperature), log_softmax(params, lora, temperature)
     expected = (np.exp(p) * (p - q)).sum(axis=-1)
@@ -247,5 +249,7 @@ def test_kl_is_exact(temperature, chunk_bytes, monkeypatch):
 
 def test_kl_of_equal_policies_is_zero():
     config, params, _, lora = policy()
-    kl = logprobs_lib.packed_kl(params, params, lora, buffer(), config=config, temperature=1.0)
+    kl = logprobs_lib.packed_kl(
+        params, params, lora, buffer(), model_config=config, temperature=1.0
+    )
     assert kl == 0

@@ -152,9 +152,9 @@ def test_a_decode_step(compile_for_mesh, rows):
     mesh, shards = compile_for_mesh.mesh, compile_for_mesh.mesh.shape["tensor"]
     config, functions = architecture("qwen2.5-72b", 1), tensor_parallel.functions(mesh)
     own = shard_of(config, shards, format="nvfp4")
-    fused = functions.fuse_adapter.eval_shape(adapter(config), config=own, dtype=jnp.bfloat16)
+    fused = functions.fuse_adapter.eval_shape(adapter(config), model_config=own, dtype=jnp.bfloat16)
     state = jax.eval_shape(
-        functools.partial(decode.empty_state, rows, 448, config=own, dtype=jnp.bfloat16)
+        functools.partial(decode.empty_state, rows, 448, model_config=own, dtype=jnp.bfloat16)
     )
     program = compile_for_mesh(
         functions.decode_chunk,

@@ -175,7 +175,7 @@ def row_logprobs(lora, batch):
         batch.prompt_lengths,
         batch.lengths,
         width=WIDTH,
-        config=config,
+        model_config=config,
         temperature=TEMPERATURE,
     )
 
@@ -252,12 +252,12 @@ def test_loss_and_gradients_are_those_of_the_rows(options):
         # The longest row takes more than half of a buffer, and one group is divided.
         buffers = packed(batch, values, options=options, buffer_tokens=40)
         assert len(buffers) > 1
-        totals = zero_totals(trainable, config=update)
+        totals = zero_totals(trainable, update_config=update)
         for buffer in buffers:
             totals, logprobs = add_gradient(
                 *(totals, trainable, params, None, buffer),
                 *(np.bool_(first), TEMPERATURE),
-                config=update,
+                update_config=update,
             )
             if not first:
                 np.testing.assert_array_equal(logprobs, buffer.old_logprobs)
@@ -292,12 +292,12 @@ def test_recomputation_and_buffer_size_do_not_change_the_gradient(recompute, buf
     found = []
     for recomputed, tokens in (((), 128), (recompute, buffer_tokens)):
         update = UpdateConfig(config, options, recomputed)
-        totals = zero_totals(trainable, config=update)
+        totals = zero_totals(trainable, update_config=update)
         for buffer in packed(batch, {}, options=options, buffer_tokens=tokens):
             totals, _ = add_gradient(
                 *(totals, trainable, params, None, buffer),
                 *(np.bool_(True), TEMPERATURE),
-                config=update,
+                update_config=update,
             )
         found.append(totals)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), *found)

@@ -189,7 +189,7 @@ def test_a_row_that_is_not_active_attends_to_nothing():
     """Chunks are as fast as the rows that are left."""
     model, params, lora = policy()
     config = decode_config(model, max_new_tokens=24)
-    state = decode.empty_state(5, 40, config=model, dtype=jnp.dtype(jnp.float32))
+    state = decode.empty_state(5, 40, model_config=model, dtype=jnp.dtype(jnp.float32))
     # Slot 1 was compacted away.
     slots = np.array([0, 2, 3, 4], np.int32)
     state = state.replace(
@@ -201,7 +201,7 @@ def test_a_row_that_is_not_active_attends_to_nothing():
         done=jnp.array([False, False, False, False, True]),
     )
     rows = decode.CacheRows(slots, np.array([True, False, True, True]))
-    layers = decode.fuse_adapter(lora, config=model, dtype=jnp.dtype(jnp.float32))
+    layers = decode.fuse_adapter(lora, model_config=model, dtype=jnp.dtype(jnp.float32))
     state, samples = decode.decode_chunk(
         KEY, params, layers, state, rows, np.float32(1), config=config, steps=4
     )
@@ -365,9 +365,9 @@ def test_a_prefill_has_at_most_the_given_number_of_prompts():
 def test_a_chunk_holds_the_cache_once():
     model, params, lora = policy(layers=3)
     config = decode_config(model, max_new_tokens=2000)
-    state = decode.empty_state(8, 2048, config=model, dtype=jnp.dtype(jnp.float32))
+    state = decode.empty_state(8, 2048, model_config=model, dtype=jnp.dtype(jnp.float32))
     size = sum(x.nbytes for x in [*state.keys, *state.values])
-    layers = decode.fuse_adapter(lora, config=model, dtype=jnp.dtype(jnp.float32))
+    layers = decode.fuse_adapter(lora, model_config=model, dtype=jnp.dtype(jnp.float32))
     rows = decode.CacheRows(np.arange(8, dtype=np.int32), np.ones(8, bool))
     lowered = decode.decode_chunk.lower(
         KEY, params, layers, state, rows, np.float32(1), config=config, steps=4

@@ -35,7 +35,7 @@ def read_whole(checkpoint, format):
         modules = [tensor.removesuffix(".weight") for tensor in tensors]
         if modules[0] in checkpoint.packed:
             parts = [
-                [checkpoint.stored[f"{module}.weight_{part}"] for module in modules]
+                [checkpoint.tensors[f"{module}.weight_{part}"] for module in modules]
                 for part in ("packed", "scale", "global_scale")
             ]
             rows = [len(part) for part in parts[0]]
@@ -196,7 +196,7 @@ def test_large_models_hold_a_few_gigabytes(model):
         source="x",
         config=config,
         tokenizer=None,
-        stored=stored,
+        tensors=stored,
         shapes={name: array.shape for name, array in stored.items()},
         packed=frozenset(),
         read=lambda name, dtype: stored[name],

@@ -134,7 +134,7 @@ def test_metrics():
     config, params, lora = policy()
     ours, entropies = (
         np.asarray(x)[buffer.mask > 0]
-        for x in packed_logprobs(params, lora, buffer, config=config, temperature=1.0)
+        for x in packed_logprobs(params, lora, buffer, model_config=config, temperature=1.0)
     )
     old, recorded = (x[buffer.mask > 0] for x in (buffer.old_logprobs, buffer.rollout_logprobs))
     expected = {
@@ -230,7 +230,7 @@ def test_the_operations_are_those_of_a_run():
             noise=None,
             measures_kl=False,
             buffer_tokens=48,
-            config=update,
+            update_config=update,
             optimizer=optimizer,
         )
 

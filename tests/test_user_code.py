@@ -291,7 +291,7 @@ def test_an_edited_loss_is_another_program(module, tmp_path):
             noise=None,
             measures_kl=False,
             buffer_tokens=48,
-            config=UpdateConfig(model=config, loss=losses.loss_config(f"{module}:pg")),
+            update_config=UpdateConfig(model=config, loss=losses.loss_config(f"{module}:pg")),
             optimizer=OptimizerConfig(1e-3, "constant", 0.1, 0, 10, 0.9, 0.95, 1e-8, 0.0, 1.0),
         )
         return table["add_gradient"].key

@@ -44,7 +44,7 @@ class Chunk:
         programs = Programs(operations(key, policy, self.plan, static))
         params = dequantized(policy.params, programs)
         dtype = params["embed_tokens"].dtype
-        fused = decode.fuse_adapter(policy.lora, config=subject.model_config, dtype=dtype)
+        fused = decode.fuse_adapter(policy.lora, model_config=subject.model_config, dtype=dtype)
         self._policy = key, params, fused
         self._static: dict[str, Any] = {"config": static, "steps": self.plan.chunk_steps}
 
@@ -53,7 +53,7 @@ class Chunk:
         return decode.empty_state(
             self._rows,
             self.plan.cache_positions,
-            config=self._model_config,
+            model_config=self._model_config,
             dtype=self.plan.dtype,
             sharding=self._sharding,
         )

@@ -94,9 +94,10 @@ class _Compiler:
         self._others = others
         self._first_runs = threading.Lock()
         self._keys = list(operations)
-        of_any_policy = {key for key, one in operations.items() if one.of_any_policy}
+        of_any_policy = {key for key, value in operations.items() if value.of_any_policy}
         self._paths = executable_cache.paths(self._keys, policy, of_any_policy=of_any_policy)
-        self._cache = program_cache.current()  # here, as threads have contexts of their own
+        # Threads have contexts of their own, in which there is no current cache.
+        self._cache = program_cache.current()
         self._devices = executable_cache.devices_of(policy)
         self._on_progress = on_progress
         self._pending: dict[concurrent.futures.Future, Hashable] = {}
@@ -138,15 +139,15 @@ class _Compiler:
     def _take(self, futures: Iterable[concurrent.futures.Future]) -> None:
         for future in futures:
             key = self._pending.pop(future)
-            program, *copies = future.result()
-            if program is None:  # A file that cannot be loaded.
+            programs = future.result()
+            if programs[0] is None:  # A file that cannot be loaded.
                 continue
             if self._others:
-                program, *copies = (FirstRunAlone(x, self._first_runs) for x in (program, *copies))
-            for executables, one in zip(
-                [self.executables, *self.executables.replicas], [program, *copies], strict=True
+                programs = [FirstRunAlone(program, self._first_runs) for program in programs]
+            for executables, program in zip(
+                [self.executables, *self.executables.replicas], programs, strict=True
             ):
-                executables[key] = one
+                executables[key] = program
             if self._on_progress is not None:
                 self._on_progress(len(self.executables), len(self._keys))
 
@@ -163,10 +164,10 @@ class _Compiler:
 
     def _compile(self, key: Hashable, lowered: jax.stages.Lowered) -> list[jax.stages.Compiled]:
         """Compiles a program and caches it, unless JAX had it in memory or in its own cache."""
-        here = threading.get_ident()
-        self._compiled_in.discard(here)
+        thread = threading.get_ident()
+        self._compiled_in.discard(thread)
         program = lowered.compile()
-        if here in self._compiled_in:
+        if thread in self._compiled_in:
             self.executables.compiled.append(key)
             if key in self._paths:
                 self._save(program, self._paths[key].name)
@@ -179,16 +180,16 @@ class _Compiler:
             warnings.warn(f"a compiled program is not cached: {error}", stacklevel=2)
 
     def _copies(self, content: bytes) -> list[jax.stages.Compiled]:
-        own = self._devices
-        return [executable_cache.load_for_devices(content, own, other) for other in self._others]
+        devices = self._devices
+        return [executable_cache.load_for_devices(content, devices, o) for o in self._others]
 
 
 @contextlib.contextmanager
 def _compiling_threads(threads: set[int]) -> Generator[None]:
     """Adds the identifiers of threads in which XLA compiles, while the block runs."""
 
-    def listen(event: str, duration_secs: float, **where: str | int) -> None:
-        del duration_secs, where
+    def listen(event: str, duration_secs: float, **labels: str | int) -> None:
+        del duration_secs, labels
         if event == _COMPILATION:
             threads.add(threading.get_ident())
 

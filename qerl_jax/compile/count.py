@@ -47,15 +47,15 @@ class Compilations:
 @contextlib.contextmanager
 def count_compilations() -> Generator[Compilations]:
     """Counts the compilations of this process while the block runs."""
-    found = Compilations()
+    compilations = Compilations()
 
-    def listen(event: str, duration_secs: float, **where: str | int) -> None:
-        del where
+    def listen(event: str, duration_secs: float, **labels: str | int) -> None:
+        del labels
         if event.startswith(_COMPILE):
-            found.add(event, duration_secs)
+            compilations.add(event, duration_secs)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        yield found
+        yield compilations
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)

@@ -52,28 +52,28 @@ def paths(
     folder = program_cache.current().folder_of_executables if _is_used() else None
     if folder is None or not jax.config.jax_enable_compilation_cache:
         return {}
-    if any(one.process_index != jax.process_index() for one in devices_of(policy)):
+    if any(d.process_index != jax.process_index() for d in devices_of(policy)):
         return {}
     policy_text, any_text = origin(policy), origin(policy, shapes=False)
-    found = {}
+    files = {}
     for key in keys:
-        made_from = any_text if key in of_any_policy else policy_text
-        digest = hashlib.sha256(f"{made_from} {key}".encode()).hexdigest()
-        found[key] = folder / f"{program_cache.EXECUTABLE}{digest}"
-    return found
+        text = any_text if key in of_any_policy else policy_text
+        digest = hashlib.sha256(f"{text} {key}".encode()).hexdigest()
+        files[key] = folder / f"{program_cache.EXECUTABLE}{digest}"
+    return files
 
 
 def devices_of(policy: Any) -> list[jax.Device]:
     """Returns the devices of the arrays of a policy, in the order of their mesh."""
-    found = (leaf.sharding for leaf in jax.tree.leaves(policy))
-    largest = max(found, key=lambda sharding: len(sharding.device_set))
+    shardings = (leaf.sharding for leaf in jax.tree.leaves(policy))
+    largest = max(shardings, key=lambda sharding: len(sharding.device_set))
     if isinstance(largest, jax.sharding.NamedSharding):
         return list(largest.mesh.devices.flat)
     return list(largest.device_set)
 
 
 def origin(policy: Any, *, shapes: bool = True) -> str:
-    """Returns a text of everything that the programs of a policy depend on beside their keys.
+    """Returns a text of everything that the programs of a policy depend on besides their keys.
 
     Args:
         policy: tree of the arrays of the policy.
@@ -81,8 +81,8 @@ def origin(policy: Any, *, shapes: bool = True) -> str:
     """
     leaves, treedef = jax.tree.flatten(policy)
     # A program of several devices names them; that of one device runs on any.
-    devices = [one.id for one in devices_of(policy)]
-    where = devices if len(devices) > 1 else "any"
+    devices = [d.id for d in devices_of(policy)]
+    placement = devices if len(devices) > 1 else "any"
     arrays: Any = sorted({str(leaf.sharding) for leaf in leaves})
     if shapes:
         arrays = treedef, [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
@@ -91,11 +91,11 @@ def origin(policy: Any, *, shapes: bool = True) -> str:
         for name, value in sorted(jax.config.values.items())
         if not any(word in name for word in _REPORTS)
     }
-    kinds = [one.device_kind for one in jax.devices()]
+    kinds = [d.device_kind for d in jax.devices()]
     kernels = fp4_matmul.supports_device(), device.has_triton(), device.num_sms()
     versions = jax.__version__, jaxlib.__version__, jax.devices()[0].client.platform_version
     flags = os.environ.get("XLA_FLAGS", "")
-    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays} {where}"
+    return f"{_SOURCES} {versions} {kinds} {kernels} {flags} {settings} {arrays} {placement}"
 
 
 def _sources() -> str:
@@ -155,7 +155,7 @@ def load(content: bytes, name: str, devices: list[jax.Device]) -> jax.stages.Com
 
 
 def load_for_devices(
-    content: bytes, own: Sequence[jax.Device], devices: Sequence[jax.Device]
+    content: bytes, compiled_for: Sequence[jax.Device], devices: Sequence[jax.Device]
 ) -> jax.stages.Compiled:
     """Returns a serialized program for other devices of the same kind and number.
 
@@ -164,13 +164,15 @@ def load_for_devices(
 
     Args:
         content: the serialized program, which this process compiled or this user has signed.
-        own: the devices that it was compiled for, in their order.
+        compiled_for: the devices that it was compiled for, in their order.
         devices: the other devices.
     """
     serialized, trees = pickle.loads(content)
     in_tree, out_tree = map(jax.tree.structure, trees)
     unpickler = _OnDevices(io.BytesIO(serialized), devices[0].client, list(devices))
-    unpickler.devices_by_id = {old.id: new for old, new in zip(own, devices, strict=True)}
+    unpickler.devices_by_id = {
+        source.id: target for source, target in zip(compiled_for, devices, strict=True)
+    }
     unloaded, arguments, no_kwargs = unpickler.load()
     return jax.stages.Compiled(
         unloaded.load(), [], in_tree.unflatten(arguments), out_tree, no_kwargs=no_kwargs

@@ -83,7 +83,7 @@ class Executables(dict[Hashable, Callable[..., Any]]):
 class Programs(Mapping[Hashable, Callable[..., Any]]):
     """The programs of a table of operations by their names, without static arguments.
 
-    A program is looked up when it is asked for, so one that is missing is an error only then.
+    Access by name looks a program up, so a missing program raises an error only then.
 
     Args:
         table: operations by name.
@@ -150,8 +150,10 @@ def commit(tree: Any) -> Any:
     """
     leaves, treedef = jax.tree.flatten(tree)
     # For the hundreds of arrays of a policy device_put takes milliseconds, even if it does nothing.
-    rest = {i: x for i, x in enumerate(leaves) if not getattr(x, "committed", False)}
-    shardings = [getattr(x, "sharding", None) for x in rest.values()]
-    for i, x in zip(rest, jax.device_put(list(rest.values()), shardings), strict=True):
+    uncommitted = {i: x for i, x in enumerate(leaves) if not getattr(x, "committed", False)}
+    shardings = [getattr(x, "sharding", None) for x in uncommitted.values()]
+    for i, x in zip(
+        uncommitted, jax.device_put(list(uncommitted.values()), shardings), strict=True
+    ):
         leaves[i] = x
     return jax.tree.unflatten(treedef, leaves)

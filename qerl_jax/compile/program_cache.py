@@ -5,9 +5,9 @@ run, which may come from another person, each file begins with a signature of it
 by the user's key, and a file without a valid one is not read. So are serialized executables in the
 common folder. JAX's own entries lie there as JAX writes them.
 
-What this process compiled goes into both folders, and what it found in the common one goes into
-that of the run, which executes it again when it resumes. What it read from the folder of a run goes
-nowhere else. Files appear whole, by a rename.
+A program that this process compiles is written to both folders, and one from the common folder is
+copied to that of the run, which executes it again when it resumes. A program from the folder of a
+run is not copied. Files appear whole, by a rename.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class ProgramCache:
     common_folder: Path | None = None
     trusted: bool = False
     replaces: bool = True
-    _said: threading.Event = dataclasses.field(default_factory=threading.Event)
+    _has_warned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
     def _path(self) -> Path | None:
@@ -64,7 +64,7 @@ class ProgramCache:
 
     def get(self, key: str) -> bytes | None:
         """Returns an entry of JAX's cache, or None."""
-        content = self._of_run(f"{key}{_SUFFIX}")
+        content = self._read_from_run(f"{key}{_SUFFIX}")
         if content is None and self.common is not None:
             content = self.common.get(key)
             if content is not None:
@@ -96,7 +96,7 @@ class ProgramCache:
 
     def read(self, name: str) -> bytes | None:
         """Returns an executable that this user has signed, or None."""
-        content = self._of_run(name)
+        content = self._read_from_run(name)
         if content is None and self.common_folder is not None:
             content, valid = _read(self.common_folder / name)
             content = content if valid else None
@@ -115,14 +115,14 @@ class ProgramCache:
         if self.common_folder is not None and (signature := sign(content, f"program {name}")):
             _write(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
 
-    def _of_run(self, name: str) -> bytes | None:
+    def _read_from_run(self, name: str) -> bytes | None:
         if self.folder is None:
             return None
         content, valid = _read(self.folder / name)
         if content is None or valid or self.trusted:
             return content
-        if not self._said.is_set():
-            self._said.set()
+        if not self._has_warned.is_set():
+            self._has_warned.set()
             print(
                 f"{self.folder}: these compiled programs were not written by this user, so they "
                 "are not executed but compiled again, and a GPU may then round differently; "
@@ -138,12 +138,12 @@ class ProgramCache:
         if not self.replaces and (self.folder / name).exists():
             return
         try:
-            _write(self.folder / name, _signed(name, content))
+            _write(self.folder / name, _sign_program(name, content))
         except OSError as error:  # A full disk, or a folder that cannot be written.
             warnings.warn(f"a compiled program is not kept with its run: {error}", stacklevel=2)
 
 
-_installed: contextvars.ContextVar[ProgramCache | None] = contextvars.ContextVar(
+_current_cache: contextvars.ContextVar[ProgramCache | None] = contextvars.ContextVar(
     "_installed", default=None
 )
 
@@ -163,9 +163,9 @@ def install(
         replaces: as in `ProgramCache`.
     """
     open_common = _JAX.get_file_cache
-    of_jax = None if common is None else open_common(str(common))[0]
-    cache = ProgramCache(folder, of_jax, common, trusted=trusted, replaces=replaces)
-    token = _installed.set(cache)
+    jax_cache = None if common is None else open_common(str(common))[0]
+    cache = ProgramCache(folder, jax_cache, common, trusted=trusted, replaces=replaces)
+    token = _current_cache.set(cache)
     _JAX.get_file_cache = lambda path: (cache, path)
     compilation_cache.reset_cache()
     try:
@@ -173,12 +173,12 @@ def install(
     finally:
         _JAX.get_file_cache = open_common
         compilation_cache.reset_cache()
-        _installed.reset(token)
+        _current_cache.reset(token)
 
 
 def current() -> ProgramCache:
     """Returns the cache that is `install`, or else one of the folder that JAX has."""
-    cache = _installed.get()
+    cache = _current_cache.get()
     if cache is not None:
         return cache
     common = jax.config.jax_compilation_cache_dir
@@ -197,10 +197,10 @@ def sign_entries(folder: Path) -> None:
         if path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
             content, valid = _read(path)
             if content is not None and not valid and not path.suffix:
-                _write(path, _signed(path.name, content))
+                _write(path, _sign_program(path.name, content))
 
 
-def _signed(name: str, content: bytes) -> bytes:
+def _sign_program(name: str, content: bytes) -> bytes:
     signature = bytes.fromhex(sign(content, f"program {name}")) or bytes(_SIGNATURE_BYTES)
     return _MAGIC + signature + content
 
@@ -208,16 +208,16 @@ def _signed(name: str, content: bytes) -> bytes:
 def _read(path: Path) -> tuple[bytes | None, bool]:
     """Returns the content of a file, None without one, and whether its signature is valid."""
     try:
-        stored = path.read_bytes() if path.is_file() else b""
+        data = path.read_bytes() if path.is_file() else b""
     except OSError:
-        stored = b""
-    if not stored:
+        data = b""
+    if not data:
         return None, False
     begin = len(_MAGIC) + _SIGNATURE_BYTES
-    content = stored[begin:]
-    if not stored.startswith(_MAGIC) or len(stored) < begin:
-        return stored, False
-    signature = stored[len(_MAGIC) : begin].hex()
+    content = data[begin:]
+    if not data.startswith(_MAGIC) or len(data) < begin:
+        return data, False
+    signature = data[len(_MAGIC) : begin].hex()
     return content, is_signed(content, f"program {path.name}", signature)
 
 

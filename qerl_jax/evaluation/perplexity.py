@@ -101,7 +101,10 @@ def window_losses(model: LoadedModel, lora: Lora | None, tokens: np.ndarray) -> 
     """
     compute_logprobs = jax.jit(
         functools.partial(
-            completion_logprobs, width=tokens.shape[1] - 1, config=model.config, temperature=1.0
+            completion_logprobs,
+            width=tokens.shape[1] - 1,
+            model_config=model.config,
+            temperature=1.0,
         )
     )
     losses = []

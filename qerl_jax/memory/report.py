@@ -30,7 +30,7 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
         return
     assert plan.device.pool is not None
     assert plan.device.usable is not None
-    what = f"this run takes {_gb(plan.peak)} GB, {_gb(plan.weights)} GB of it weights"
+    need = f"this run takes {_gb(plan.peak)} GB, {_gb(plan.weights)} GB of it weights"
     longest = largest_length(config, model, plan.device)
     if longest:
         remedy = f"--config.rollout.max_new_tokens={longest} fits"
@@ -41,7 +41,7 @@ def check_fits(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> None:
     else:
         remedy = "take a smaller model or a larger card"
     raise UserError(
-        f"{what}, and may take {_gb(plan.device.usable)} GB of the {_gb(plan.device.pool)} GB that "
+        f"{need}, and may take {_gb(plan.device.usable)} GB of the {_gb(plan.device.pool)} GB that "
         f"JAX has: {remedy}"
     )
 
@@ -144,7 +144,7 @@ def format_plan(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
         ("head chunk", update.head, ""),
         ("peak", plan.peak, f"rollout {_gb(plan.rollout_peak)}, update {_gb(plan.update_peak)}"),
     ]
-    lines = [f"{name:<22}{_gb(size):>7} GB  {said}".rstrip() for name, size, said in rows]
+    lines = [f"{name:<22}{_gb(size):>7} GB  {note}".rstrip() for name, size, note in rows]
     if plan.device.usable is not None:
         verdict = "fits into" if plan.fits else "does not fit into"
         lines.append(
@@ -156,11 +156,11 @@ def format_plan(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:
     """The largest number from 1 to a limit that fits, if all smaller ones do; 0 if none does."""
-    least, most = 0, max(0, limit)
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return least
+    lower, upper = 0, max(0, limit)
+    while lower < upper:
+        middle = (lower + upper + 1) // 2
+        lower, upper = (middle, upper) if fits(middle) else (lower, middle - 1)
+    return lower
 
 
 def _gb(size: int) -> str:

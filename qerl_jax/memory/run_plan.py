@@ -58,7 +58,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutPlan:
-    """Bytes of a rollout or an evaluation, beside what the run always holds, and its sizes.
+    """Bytes of a rollout or an evaluation, in addition to what the run always holds, and its sizes.
 
     Attributes:
         policy_copy: trained parameters in the dtype of the policy.
@@ -66,7 +66,7 @@ class RolloutPlan:
         cache: keys and values of the rows that decode together.
         temporary: prompts in a prefill, or the logits of the rows.
         rows: number of rows that decode together, 0 if not one fits.
-        all_rows: number of all rows, as far as the plan knows it.
+        all_rows: number of all rows.
         prefill_prompts: number of prompts in one prefill.
         positions: cache positions of a row.
         dequantize: 'once' or 'step', as in `EngineConfig`.
@@ -176,17 +176,17 @@ def plan_run(
     model = shard_of(model, config.mesh.tensor, format=config.model.format)
     prompt = prompt or config.data.max_prompt_tokens
     lora = {"rank": config.lora.rank, "targets": tuple(config.lora.targets)}
-    trained = sizes.trained_numbers(model, parameters=config.train.parameters, **lora)
+    trained_numbers = sizes.trained_numbers(model, parameters=config.train.parameters, **lora)
     full = config.train.parameters == "full"
     if full:
-        policy_copy = compute.itemsize * trained
+        policy_copy = compute.itemsize * trained_numbers
     else:
         policy_copy = sizes.fused_adapter_bytes(model, **lora, itemsize=compute.itemsize)
-    training = 3 * 4 * trained
+    training = 3 * 4 * trained_numbers
     if (config.lora.init or config.init_from) and config.rl.kl_coef and not full:
-        training += 4 * trained  # the adapter that the KL is measured to
-    # Where all parameters are trained, the gradient of a buffer is there beside the total.
-    gradient = 4 * trained * (2 if full else 1)
+        training += 4 * trained_numbers  # the adapter that the KL is measured to
+    # Where all parameters are trained, the gradient of a buffer is held in addition to the total.
+    gradient = 4 * trained_numbers * (2 if full else 1)
     weights = weights or sizes.weight_bytes(
         model, format=config.model.format, itemsize=compute.itemsize
     )
@@ -216,14 +216,14 @@ def plan_run(
     rollout = plan(longest, max_rows=config.rollout.max_rows)
     evaluation = None
     if config.eval.every:
-        of_evaluation = LongestRows(
+        evaluation_rows = LongestRows(
             prompt=prompt,
             new_tokens=config.eval.max_new_tokens,
             group_size=1,
             num_prompts=config.eval.problems or _EVAL_PROBLEMS,
             devices=groups,
         )
-        evaluation = plan(of_evaluation, max_rows=max(1, rollout.rows))
+        evaluation = plan(evaluation_rows, max_rows=max(1, rollout.rows))
     return RunPlan(device, longest, weights, training, gradient, rollout, evaluation, update)
 
 
@@ -280,7 +280,7 @@ def _dequantize(config: ConfigDict, model: ModelConfig, device: Device) -> tuple
     if format == "bf16" or by_kernel:
         return "once", 0
     dense = sizes.dense_layers_bytes(model, compute.itemsize)
-    chosen = config.rollout.dequantize
-    if chosen == "auto":
-        chosen = "once" if device.pool is None or 3 * dense <= device.pool else "step"
-    return chosen, dense if chosen == "once" else dense // model.num_layers
+    mode = config.rollout.dequantize
+    if mode == "auto":
+        mode = "once" if device.pool is None or 3 * dense <= device.pool else "step"
+    return mode, dense if mode == "once" else dense // model.num_layers

@@ -55,7 +55,7 @@ class LongestRows:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of an update on one buffer, beside weights and training state.
+    """Bytes of an update on one buffer, without weights and training state.
 
     Attributes:
         activations: what the forward pass keeps for the backward pass.
@@ -78,7 +78,7 @@ class MemoryPlan:
 
 
 def plan_update(
-    config: ModelConfig,
+    model: ModelConfig,
     rows: LongestRows,
     *,
     adapter: int,
@@ -90,14 +90,14 @@ def plan_update(
     """Chooses the buffers of the update.
 
     Args:
-        config: architecture of the policy.
+        model: architecture of the policy.
         rows: the longest rows that a step may sample.
         adapter: bytes of the adapter in the dtype of the computation.
         itemsize: bytes of an activation.
         buffer_tokens: wanted size of a buffer; 0 chooses it.
         recompute: wanted recomputation; None chooses it.
-        free: bytes of the device beside weights and training state; None where they are unknown,
-            as on a CPU.
+        free: bytes that weights and training state leave on the device; None where they are
+            unknown, as on a CPU.
 
     Returns:
         The plan. Without a known memory a buffer is about one group. Where nothing fits, it is the
@@ -115,25 +115,25 @@ def plan_update(
 
     def plan(tokens: int, again: tuple[str, ...]) -> MemoryPlan:
         return update_memory(
-            config, tokens=tokens, recompute=again, itemsize=itemsize, adapter=adapter
+            model, tokens=tokens, recompute=again, itemsize=itemsize, adapter=adapter
         )
 
     if free is None:
         group = rows.prompt - 1 + rows.group_size * rows.new_tokens
-        size = _rounded_up(max(longest, min(group, _CPU_BUFFER)), _CPU_MULTIPLE)
+        size = _round_up(max(longest, min(group, _CPU_BUFFER)), _CPU_MULTIPLE)
         return plan(buffer_tokens or size, recompute or ())
-    least = _rounded_up(buffer_tokens or longest, _MULTIPLE)
-    largest = least if buffer_tokens else max(least, _LARGEST_BUFFER)
+    smallest = _round_up(buffer_tokens or longest, _MULTIPLE)
+    largest = smallest if buffer_tokens else max(smallest, _LARGEST_BUFFER)
     choices = RECOMPUTATIONS if recompute is None else (recompute,)
     costs: dict[MemoryPlan, float] = {}
-    for size in range(least, largest + 1, _MULTIPLE):
-        found = [plan(size, again) for again in choices]
-        fitting = [one for one in found if one.bytes <= free]
+    for size in range(smallest, largest + 1, _MULTIPLE):
+        plans = [plan(size, again) for again in choices]
+        fitting = [option for option in plans if option.bytes <= free]
         if not fitting:
             break
         positions = _computed_positions(rows, size)
-        costs |= {one: positions * _relative_time(config, one.recompute) for one in fitting}
-    return min(costs, key=lambda found: costs[found]) if costs else plan(least, choices[-1])
+        costs |= {option: positions * _relative_time(model, option.recompute) for option in fitting}
+    return min(costs, key=lambda option: costs[option]) if costs else plan(smallest, choices[-1])
 
 
 def _computed_positions(rows: LongestRows, size: int) -> float:
@@ -148,13 +148,13 @@ def _computed_positions(rows: LongestRows, size: int) -> float:
     return -(-len(parts) // rows.devices) * (size + _TOKENS_OF_A_CALL) + size / 2
 
 
-def _relative_time(config: ModelConfig, again: tuple[str, ...]) -> float:
+def _relative_time(model: ModelConfig, again: tuple[str, ...]) -> float:
     """Time of an update that computes some products again, relative to one that computes none.
 
     A frozen weight has one product in the forward pass and one in the backward pass. Computing the
     first one again makes three of two.
     """
-    shapes = projection_shapes(config)
+    shapes = projection_shapes(model)
     sizes = {
         fused: sum(shapes[name][0] * shapes[name][1] for name in members)
         for fused, members in FUSED.items()
@@ -181,7 +181,7 @@ def recomputation(value: str) -> tuple[str, ...] | None:
 
 
 def update_memory(
-    config: ModelConfig, *, tokens: int, recompute: tuple[str, ...], itemsize: int, adapter: int
+    model: ModelConfig, *, tokens: int, recompute: tuple[str, ...], itemsize: int, adapter: int
 ) -> MemoryPlan:
     """Returns the bytes of an update on one buffer.
 
@@ -189,41 +189,43 @@ def update_memory(
     the results of the products of every layer.
 
     Args:
-        config: architecture of the policy.
+        model: architecture of the policy.
         tokens: positions of the buffer.
         recompute: products of a layer that the backward pass computes again.
         itemsize: bytes of an activation.
         adapter: bytes of the adapter in the dtype of the computation.
     """
-    heads = config.num_heads * config.head_dim
-    kv_heads = config.num_kv_heads * config.head_dim
+    heads = model.num_heads * model.head_dim
+    kv_heads = model.num_kv_heads * model.head_dim
     widths = {
         "qkv_proj": heads + 2 * kv_heads,
-        "attention": heads + 4 * config.num_heads // itemsize,  # and the log-sum-exp in float32
-        "o_proj": config.embed_dim,
-        "gate_up_proj": 2 * config.mlp_dim,
+        "attention": heads + 4 * model.num_heads // itemsize,  # and the log-sum-exp in float32
+        "o_proj": model.embed_dim,
+        "gate_up_proj": 2 * model.mlp_dim,
     }
-    kept = config.embed_dim + sum(size for name, size in widths.items() if name not in recompute)
+    kept_width = model.embed_dim + sum(
+        size for name, size in widths.items() if name not in recompute
+    )
     # One layer while its backward pass runs: its adapter; its states, and where weights are cut
     # two that are summed over devices; the products that it computes again; the gradients of gate
     # and up; and the larger of the dequantized weights of gate and up and of what the gradient of
     # SwiGLU reads and writes.
-    states = config.embed_dim * (4 if config.shards == 1 else 6)
-    again = sum(widths[name] for name in recompute if name != "gate_up_proj")
-    swiglu = tokens * config.mlp_dim * (3 if "gate_up_proj" in recompute else 1)
-    layer = tokens * (states + again + 2 * config.mlp_dim)
-    layer += max(swiglu, 2 * config.mlp_dim * config.embed_dim)
+    states = model.embed_dim * (4 if model.shards == 1 else 6)
+    recomputed_width = sum(widths[name] for name in recompute if name != "gate_up_proj")
+    swiglu = tokens * model.mlp_dim * (3 if "gate_up_proj" in recompute else 1)
+    layer = tokens * (states + recomputed_width + 2 * model.mlp_dim)
+    layer += max(swiglu, 2 * model.mlp_dim * model.embed_dim)
     # Final states and their gradients; the logits of a chunk in float32, and their gradient.
-    logits = min(logits_chunk(config.vocab_size), tokens) * config.vocab_size
-    head = itemsize * 4 * tokens * config.embed_dim
+    logits = min(logits_chunk(model.vocab_size), tokens) * model.vocab_size
+    head = itemsize * 4 * tokens * model.embed_dim
     return MemoryPlan(
-        activations=itemsize * tokens * config.num_layers * kept,
+        activations=itemsize * tokens * model.num_layers * kept_width,
         head=head + (4 + itemsize) * logits,
-        layer=itemsize * layer + adapter // config.num_layers,
+        layer=itemsize * layer + adapter // model.num_layers,
         buffer_tokens=tokens,
         recompute=recompute,
     )
 
 
-def _rounded_up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple

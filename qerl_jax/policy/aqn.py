@@ -97,15 +97,15 @@ def _custom_schedule(name: str, **arguments) -> optax.Schedule:
     with user_errors(f"noise schedule {name!r}", usage):
         schedule = factory(**arguments)
 
-    def checked(step):
+    def checked_schedule(step):
         with user_errors(f"noise schedule {name!r} at step {step}", usage):
             sigma = jnp.asarray(schedule(step), jnp.float32)
             if sigma.shape or not 0 <= sigma < jnp.inf:
                 raise ValueError(f"sigma is {sigma}, expected a number of at least 0")
         return sigma
 
-    checked(0)
-    return checked
+    checked_schedule(0)
+    return checked_schedule
 
 
 @struct.dataclass
@@ -200,8 +200,8 @@ def count_perturbed(params: dict[str, Any], noisy: dict[str, Any]) -> int:
 
 
 @jax.jit
-def _count_different(old, new):
-    return sum(jnp.any(a != b) for a, b in zip(old, new, strict=True))
+def _count_different(scales, noisy):
+    return sum(jnp.any(a != b) for a, b in zip(scales, noisy, strict=True))
 
 
 @functools.partial(jax.jit, static_argnames="form")

@@ -78,11 +78,11 @@ def _on_shards(mesh: Mesh) -> Callable[..., list[jax.Array]]:
     def in_specs(packed: list, *, dtype: jnp.dtype, columns: tuple[bool, ...]) -> tuple:
         del dtype
         # The divisor of a row is the same in all of its columns.
-        own = [
+        weight_specs = [
             jax.tree.map(lambda x, spec=spec: spec if x.ndim >= len(spec) else WHOLE, weight)
             for weight, spec in zip(packed, cut(columns), strict=True)
         ]
-        return (own,)
+        return (weight_specs,)
 
     return on_mesh(
         dequantize_shards,

@@ -5,8 +5,8 @@ states how far the policy that samples may be from the one that is trained, and 
 the sigma.
 
 For small noise the KL grows as sigma^2: the KL of two near distributions is quadratic in their
-difference, and the difference is linear in the noise. So the sigma that would have met the target
-of a step, had the noise been as strong as it was found to be in the last measured step, is
+difference, and the difference is linear in the noise. If the next step has the same ratio of KL to
+sigma^2 as the last measured one, the sigma that meets its target is
 
     sigma <- sigma * clip(sqrt(target / KL), 1 / 2, 2),    kept in [1e-4, 1] * sigma_max
 
@@ -132,8 +132,8 @@ def sigma_of_step(level: optax.Schedule | KlTarget, state: SigmaState, step: int
     sigma = level.sigma_start if state.sigma is None else state.sigma
     if state.kl is not None:
         # Rounding can make a KL of almost 0 negative.
-        wanted = math.sqrt(target / state.kl) if state.kl > 0 else math.inf
-        sigma *= min(max(wanted, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
+        factor = math.sqrt(target / state.kl) if state.kl > 0 else math.inf
+        sigma *= min(max(factor, 1 / _LARGEST_CHANGE), _LARGEST_CHANGE)
     return min(max(sigma, _SMALLEST_SIGMA * level.sigma_max), level.sigma_max)
 
 

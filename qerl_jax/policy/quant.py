@@ -159,8 +159,8 @@ def quantize_bits(
         UserError: a weight is not finite.
     """
     bits = [chunk for chunks in members for chunk in chunks]
-    of_chunks = iter(np.asarray(_largest_bits(bits)))
-    largest = np.array([max(next(of_chunks) for _ in chunks) for chunks in members])
+    chunk_maxima = iter(np.asarray(_largest_bits(bits)))
+    largest = np.array([max(next(chunk_maxima) for _ in chunks) for chunks in members])
     for chunks, amax in zip(members, largest, strict=True):
         if amax >= _INFINITE_BITS:
             shape = (sum(map(len, chunks)), chunks[0].shape[1])
@@ -172,8 +172,8 @@ def quantize_bits(
         packed, scales = _encode(bits, *_mxfp4_tables(), format=format)
         return QuantTensor(packed=packed, scales=scales)
     global_scale = min(_global_scale(amax) for amax in _values(largest))
-    given = None if scales is None else jnp.asarray(scales).view(jnp.uint8)
-    packed, scales = _encode(bits, *_nvfp4_tables(global_scale), given, format=format)
+    scale_bytes = None if scales is None else jnp.asarray(scales).view(jnp.uint8)
+    packed, scales = _encode(bits, *_nvfp4_tables(global_scale), scale_bytes, format=format)
     rows = np.full(len(packed), global_scale, np.float32)
     return QuantTensor(packed=packed, scales=scales, global_scale=jax.device_put(rows))
 
@@ -286,7 +286,7 @@ def _global_scale(amax: np.float32) -> np.float32:
 
 
 def _values(bits: np.ndarray) -> np.ndarray:
-    """Returns the float32 values of bfloat16 magnitudes, which are given as integers."""
+    """Returns the float32 values of the bits of bfloat16 magnitudes."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -300,7 +300,7 @@ def _nvfp4_tables(global_scale: np.float32) -> tuple[np.ndarray, np.ndarray]:
     scales = np.where(scales == 0, _E4M3(0.125), scales)
     divisors = np.arange(256, dtype=np.uint8).view(_E4M3).astype(np.float32) / global_scale
     divisors[~(divisors > 0)] = 1.0  # bytes that no block has
-    return _padded(scales.view(np.uint8)), _e2m1_thresholds(
+    return _pad_table(scales.view(np.uint8)), _e2m1_thresholds(
         lambda values: values / divisors[:, None]
     )
 
@@ -314,7 +314,7 @@ def _mxfp4_tables() -> tuple[np.ndarray, np.ndarray]:
     exponents = np.maximum(exponents, -_E8M0_BIAS)
     factors = np.ldexp(np.float32(1.0), _E8M0_BIAS - np.arange(256))
     return (
-        _padded((exponents + _E8M0_BIAS).astype(np.uint8)),
+        _pad_table((exponents + _E8M0_BIAS).astype(np.uint8)),
         _e2m1_thresholds(lambda values: values * factors[:, None]),
     )
 
@@ -340,7 +340,7 @@ def _nf4_thresholds() -> np.ndarray:
     return np.pad(first, ((0, (1 << 15) - len(first)), (0, 0)))
 
 
-def _padded(table: np.ndarray) -> np.ndarray:
+def _pad_table(table: np.ndarray) -> np.ndarray:
     return np.pad(table, (0, (1 << 15) - len(table)))
 
 
@@ -369,14 +369,14 @@ def _first(
 
     Where `above` is true for no finite weight, the integer is that of infinity.
     """
-    least = np.full(shape, low, np.int32)
-    most = np.full(shape, _INFINITE_BITS, np.int32)
-    while (least < most).any():
-        middle = (least + most) // 2
-        found = above(middle) | (middle == _INFINITE_BITS)
-        most = np.where(found, middle, most)
-        least = np.where(found, least, middle + 1)
-    return most.astype(np.int16)
+    lower = np.full(shape, low, np.int32)
+    upper = np.full(shape, _INFINITE_BITS, np.int32)
+    while (lower < upper).any():
+        middle = (lower + upper) // 2
+        is_above = above(middle) | (middle == _INFINITE_BITS)
+        upper = np.where(is_above, middle, upper)
+        lower = np.where(is_above, lower, middle + 1)
+    return upper.astype(np.int16)
 
 
 @jax.jit
@@ -388,9 +388,9 @@ def _largest_bits(weights: Sequence[jax.Array]) -> jax.Array:
 @functools.partial(jax.jit, static_argnames="format")
 def _encode(
     weights: Sequence[jax.Array],
-    scale_of: jax.Array | None,
+    scale_table: jax.Array | None,
     thresholds: jax.Array,
-    given: jax.Array | None = None,
+    scale_bytes: jax.Array | None = None,
     *,
     format: str,
 ) -> tuple[jax.Array, jax.Array]:
@@ -398,9 +398,9 @@ def _encode(
 
     Args:
         weights: bits of bfloat16 weights, uint16 [N_i, K].
-        scale_of: scale byte of each largest magnitude, uint8 [2^15], or None in NF4.
+        scale_table: scale byte of each largest magnitude, uint8 [2^15], or None in NF4.
         thresholds: int16 [2^15, 15] by largest magnitude in NF4, otherwise [256, 8] by scale byte.
-        given: scale bytes [N, K/block] to use in place of those of `scale_of`.
+        scale_bytes: uint8 [N, K/block] to use in place of those of `scale_table`, or None.
         format: name of the format.
     """
     form = FORMATS[format]
@@ -409,13 +409,14 @@ def _encode(
     magnitude = (blocks & _MAGNITUDE).astype(jnp.int16)
     negative = blocks > _MAGNITUDE
     amax = jnp.max(magnitude, axis=-1).astype(jnp.int32)
-    if scale_of is None:
+    if scale_table is None:
         scales = jax.lax.bitcast_convert_type(amax.astype(jnp.uint32) << 16, jnp.float32)
         limits = thresholds[amax]
         keys = jnp.where(negative, -magnitude, magnitude)
         codes = jnp.zeros(blocks.shape, jnp.uint8)
     else:
-        scale_bytes = scale_of[amax] if given is None else given
+        if scale_bytes is None:
+            scale_bytes = scale_table[amax]
         scales = jax.lax.bitcast_convert_type(scale_bytes, form.scale_dtype)
         limits = thresholds[scale_bytes]
         keys = magnitude

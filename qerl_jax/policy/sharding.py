@@ -71,46 +71,47 @@ def make_mesh(data: int, tensor: int, devices: Sequence[jax.Device] | None = Non
     """
     if data * tensor == 1:
         return None
-    found = jax.devices() if devices is None else devices
-    if data * tensor != len(found):
-        remedy = f"pass mesh.data={len(found)}"
+    all_devices = jax.devices() if devices is None else devices
+    number = len(all_devices)
+    if data * tensor != number:
+        remedy = f"pass mesh.data={number}"
         if tensor > 1:
-            remedy = f"pass two numbers whose product is {len(found)}"
-        count = len({device.process_index for device in found})
-        have = f"the {count} processes have" if count > 1 else "this process has"
+            remedy = f"pass two numbers whose product is {number}"
+        count = len({device.process_index for device in all_devices})
+        owner = f"the {count} processes have" if count > 1 else "this process has"
         raise UserError(
-            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and {have} "
-            f"{len(found)}: {remedy}{_fewer(data * tensor, len(found), count)}"
+            f"mesh.data={data} x mesh.tensor={tensor} are {data * tensor} devices, and {owner} "
+            f"{number}: {remedy}{_remedy_for_fewer(data * tensor, number, count)}"
         )
-    grid = np.array(found).reshape(data, tensor)
+    grid = np.array(all_devices).reshape(data, tensor)
     if any(len({device.process_index for device in group}) > 1 for group in grid):
-        own = len(found) // len({device.process_index for device in found})
+        local = number // len({device.process_index for device in all_devices})
         raise UserError(
-            f"mesh.tensor={tensor} does not divide the {own} devices of each process: the devices "
-            f"of a group belong to one process, pass a divisor of {own}"
+            f"mesh.tensor={tensor} does not divide the {local} devices of each process: the "
+            f"devices of a group belong to one process, pass a divisor of {local}"
         )
     return Mesh(grid, (DATA, TENSOR))
 
 
-def _fewer(wanted: int, found: int, processes: int) -> str:
+def _remedy_for_fewer(mesh_devices: int, all_devices: int, processes: int) -> str:
     """Returns the end of a sentence that says how a run gets fewer devices, '' if it cannot.
 
     Args:
-        wanted: number of devices of the mesh.
-        found: number of devices of all processes.
+        mesh_devices: number of devices of the mesh.
+        all_devices: number of devices of all processes.
         processes: number of processes.
     """
-    if wanted > found:
+    if mesh_devices > all_devices:
         return ""
     if processes == 1:
-        visible = ",".join(map(str, range(wanted)))
+        visible = ",".join(map(str, range(mesh_devices)))
         return f", or show it fewer devices, such as CUDA_VISIBLE_DEVICES={visible}"
-    own = found // processes
-    if wanted % own == 0:
-        started = wanted // own
-        return f", or start {started} process{'es' if started > 1 else ''} instead of {processes}"
-    if wanted % processes == 0:
-        return f", or show each process {wanted // processes} of its {own} devices"
+    per_process = all_devices // processes
+    if mesh_devices % per_process == 0:
+        count = mesh_devices // per_process
+        return f", or start {count} process{'es' if count > 1 else ''} instead of {processes}"
+    if mesh_devices % processes == 0:
+        return f", or show each process {mesh_devices // processes} of its {per_process} devices"
     return ""
 
 
@@ -130,8 +131,8 @@ def specs(tree: Any, tensor: int) -> Any:
         if tensor == 1 or all(isinstance(key, jax.tree_util.SequenceKey) for key in path):
             return WHOLE
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        found = (spec for rule, spec in _RULES if re.search(rf"(^|/)({rule})$", name))
-        if (first := next(found, None)) is None:
+        matches = (spec for rule, spec in _RULES if re.search(rf"(^|/)({rule})$", name))
+        if (first := next(matches, None)) is None:
             raise ValueError(f"no rule says how {name} is cut into mesh.tensor={tensor} parts")
         return first
 
@@ -191,7 +192,7 @@ def on_mesh(
 def abstract_on(tree: Any, mesh: Mesh) -> Any:
     """Returns the shapes of a tree of arrays, or of shapes, with their shardings on a mesh."""
     return jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         tree,
         shardings(tree, mesh),
     )
@@ -230,13 +231,13 @@ def put_on(array: Any, target: NamedSharding) -> jax.Array:
     if isinstance(array, jax.Array) and not array.is_fully_addressable:
         array = array.addressable_data(0)  # It is replicated.
     whole = target.is_fully_replicated
-    places = target.addressable_devices_indices_map(array.shape)
-    parts = [jax.device_put(array if whole else array[i], one) for one, i in places.items()]
+    indices = target.addressable_devices_indices_map(array.shape)
+    parts = [jax.device_put(array if whole else array[i], d) for d, i in indices.items()]
     return jax.make_array_from_single_device_arrays(array.shape, target, parts)
 
 
 def shard_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dict:
-    """Returns arrays of one layer, or some beside the layers, in the order of this machine.
+    """Returns arrays of one layer, or some outside of the layers, in the order of this machine.
 
     Args:
         arrays: arrays by name, packed weights in the order of checkpoints; on any device.
@@ -248,12 +249,12 @@ def shard_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dic
         return in_machine_order(arrays)
     shards = mesh.shape[TENSOR]
     parts = [
-        dict(zip(arrays, found, strict=True))
-        for found in zip(*(cut(*item, config, shards) for item in arrays.items()), strict=True)
+        dict(zip(arrays, part, strict=True))
+        for part in zip(*(cut(*item, config, shards) for item in arrays.items()), strict=True)
     ]
 
-    def joined(spec: P, *shard: jax.Array) -> jax.Array:
-        """The array on the mesh whose shards lie on one device."""
+    def join(spec: P, *shard: jax.Array) -> jax.Array:
+        """Returns the array on the mesh from its shards, which lie on one device."""
         shape = list(shard[0].shape)
         for axis, name in enumerate(spec):
             shape[axis] *= shards if name == TENSOR else 1
@@ -265,7 +266,7 @@ def shard_params(arrays: dict, config: ModelConfig, *, mesh: Mesh | None) -> dic
         target = NamedSharding(mesh, spec)
         return jax.make_array_from_single_device_arrays(tuple(shape), target, local)
 
-    return jax.tree.map(joined, specs(parts[0], shards), *parts)
+    return jax.tree.map(join, specs(parts[0], shards), *parts)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -274,7 +275,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def head_sharding(sharding: jax.sharding.Sharding | None) -> jax.sharding.Sharding | None:
-    """Returns the sharding of keys and values [R, K, S, H] beside arrays of another sharding."""
+    """Returns the sharding of keys and values [R, K, S, H] where other arrays have `sharding`."""
     if not isinstance(sharding, NamedSharding) or sharding.mesh.shape[TENSOR] == 1:
         return sharding
     return NamedSharding(sharding.mesh, HEADS)
@@ -306,8 +307,8 @@ def groups_of(tree: Any) -> list[tuple[jax.Device, ...]]:
     sharding = next(x.sharding for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
     if not isinstance(sharding, NamedSharding):
         return [tuple(sharding.device_set)]
-    own = jax.process_index()
-    return [tuple(row) for row in sharding.mesh.devices if row[0].process_index == own]
+    process = jax.process_index()
+    return [tuple(row) for row in sharding.mesh.devices if row[0].process_index == process]
 
 
 def take_group(tree: Any, group: Sequence[jax.Device]) -> Any:

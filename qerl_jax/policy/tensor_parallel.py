@@ -110,8 +110,8 @@ def embed(table: jax.Array, tokens: jax.Array, config: ModelConfig) -> jax.Array
     """Returns the rows of an embedding [V, D] for token ids [...], each from its device."""
     if config.shards == 1:
         return table[tokens]
-    own, is_own = own_tokens(tokens, config)
-    return leave_shards(jnp.where(is_own[..., None], table[own], 0), config)
+    index, is_own = own_tokens(tokens, config)
+    return leave_shards(jnp.where(is_own[..., None], table[index], 0), config)
 
 
 def own_tokens(tokens: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
@@ -121,9 +121,9 @@ def own_tokens(tokens: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.A
     """
     if config.shards == 1:
         return tokens, jnp.ones(tokens.shape, bool)
-    own = tokens - jax.lax.axis_index(TENSOR) * config.vocab_size
-    is_own = (own >= 0) & (own < config.vocab_size)
-    return jnp.where(is_own, own, 0), is_own
+    index = tokens - jax.lax.axis_index(TENSOR) * config.vocab_size
+    is_own = (index >= 0) & (index < config.vocab_size)
+    return jnp.where(is_own, index, 0), is_own
 
 
 def over_vocabulary(function: Any, x: jax.Array, config: ModelConfig) -> jax.Array:
@@ -197,7 +197,9 @@ def _slices(
         return [
             jnp.concatenate(
                 [
-                    _padded(array[start + shard * (size // shards) :][: size // shards], 0, padding)
+                    _pad_end(
+                        array[start + shard * (size // shards) :][: size // shards], 0, padding
+                    )
                     for start, size in zip(starts, sizes, strict=True)
                 ]
             )
@@ -210,14 +212,14 @@ def _slices(
             return [array] * shards
         # Several columns share a byte of codes, or a scale.
         number = padding * array.shape[1] // leaf.shape[1]
-        return [_padded(part, 1, number) for part in jnp.split(array, shards, axis=1)]
+        return [_pad_end(part, 1, number) for part in jnp.split(array, shards, axis=1)]
 
     leaves, treedef = jax.tree.flatten(leaf)
-    found = [rows(array) if by_rows else columns(array) for array in leaves]
-    return [treedef.unflatten(part) for part in zip(*found, strict=True)]
+    shards_of_leaves = [rows(array) if by_rows else columns(array) for array in leaves]
+    return [treedef.unflatten(part) for part in zip(*shards_of_leaves, strict=True)]
 
 
-def _padded(array: jax.Array, axis: int, number: int) -> jax.Array:
+def _pad_end(array: jax.Array, axis: int, number: int) -> jax.Array:
     """An array of weights, codes or scales [N, .] with zeros at its end, or divisors with ones."""
     if array.ndim == 1:
         value = jnp.ones((), array.dtype)

@@ -74,13 +74,13 @@ def current_policy(params: dict, trainable: Trainable, noise: aqn.Noise | None =
     return params if noise is None else aqn.add_noise(params, noise)
 
 
-def _replace(old: Any, new: Any) -> Any:
-    """Returns `old` with those leaves replaced that `new` also has."""
-    if isinstance(new, dict):
-        return old | {name: _replace(old[name], value) for name, value in new.items()}
-    if isinstance(new, list):
-        return [_replace(*pair) for pair in zip(old, new, strict=True)]
-    return new.astype(old.dtype)
+def _replace(tree: Any, replacement: Any) -> Any:
+    """Returns `tree` with those leaves replaced that `replacement` also has."""
+    if isinstance(replacement, dict):
+        return tree | {name: _replace(tree[name], value) for name, value in replacement.items()}
+    if isinstance(replacement, list):
+        return [_replace(*pair) for pair in zip(tree, replacement, strict=True)]
+    return replacement.astype(tree.dtype)
 
 
 def _leaves(tree):

@@ -167,8 +167,8 @@ def _float32_product_fwd(x, weight):
     return _float32_product(x, weight), (x, weight)
 
 
-def _float32_product_bwd(saved, gradient):
-    x, weight = saved
+def _float32_product_bwd(residuals, gradient):
+    x, weight = residuals
     gradient = gradient.astype(x.dtype)
     rows = gradient.reshape(-1, gradient.shape[-1])
     dweight = fp4_matmul.dot(rows.T, x.reshape(-1, x.shape[-1]).T, jnp.float32)
@@ -373,9 +373,9 @@ def _decode_layer(layer, adapters, keys, values, x, lengths, angles, *, config):
     q, k, v = _project_qkv(layer, adapters, x, angles, config)
     with jax.named_scope("attention"):
         rows, heads = jnp.ogrid[: keys.shape[0], : keys.shape[1]]
-        new = rows, heads, lengths[:, None]
-        keys = keys.at[new].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
-        values = values.at[new].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
+        position = rows, heads, lengths[:, None]
+        keys = keys.at[position].set(to_cache(k[:, 0], keys.dtype), unique_indices=True)
+        values = values.at[position].set(to_cache(v[:, 0], values.dtype), unique_indices=True)
         attended = attend_to_cache(q, keys.astype(q.dtype), values.astype(q.dtype), lengths + 1)
     return _finish_layer(layer, adapters, x, attended, config), keys, values
 

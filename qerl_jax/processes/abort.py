@@ -19,7 +19,7 @@ def line_on_abort(line: Callable[[], str | None]) -> Generator[None]:
     """Ends an aborted process with a line while the block runs.
 
     Args:
-        line: returns the line, or None for an abort that has another reason, which goes on.
+        line: returns the line, or None for an abort that has another reason and needs no line.
     """
 
     def handle(signum: int) -> None:

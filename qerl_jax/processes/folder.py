@@ -34,36 +34,36 @@ def open_run_together(
     Raises:
         UserError: as in `open_run`, or a process does not see the folder.
     """
-    marked = contextlib.ExitStack()
+    marks = contextlib.ExitStack()
     with contextlib.ExitStack() as stack:
-        shown = None
+        facts = None
         if processes.writes:
             folder = stack.enter_context(open_run(path, config))
             _remove_marks(folder.path)  # those of starts that were killed: this one has the lock
             if processes.count == 1:
                 yield folder
                 return
-            stack.enter_context(marked).callback(_remove_marks, folder.path)
+            stack.enter_context(marks).callback(_remove_marks, folder.path)
             mark = folder.path.absolute() / f"lock.{secrets.token_hex(8)}"
             open_to_write(mark, "x").close()
-            shown = {
+            facts = {
                 "mark": str(mark),
                 "schedule_steps": folder.schedule_steps,
                 "resumed": folder.resumed,
                 "moved": folder.moved,
             }
-        found = processes.broadcast_from_first(shown)
-        mark = Path(found.pop("mark"))
-        sees = processes.exchange_json(_sees(mark))
-        marked.close()
-        unseen = [number for number, seen in enumerate(sees) if not seen]
-        if unseen:
-            names = " and ".join(processes.names[number] for number in unseen)
+        facts = processes.broadcast_from_first(facts)
+        mark = Path(facts.pop("mark"))
+        visibility = processes.exchange_json(_sees(mark))
+        marks.close()
+        blind = [number for number, is_seen in enumerate(visibility) if not is_seen]
+        if blind:
+            names = " and ".join(processes.names[number] for number in blind)
             raise UserError(
                 f"the run folder {mark.parent} of {processes.names[0]} is not seen by {names}: "
                 "pass a --workdir on a file system that all hosts share"
             )
-        yield OpenRun(mark.parent, **found | {"moved": tuple(found["moved"])})
+        yield OpenRun(mark.parent, **facts | {"moved": tuple(facts["moved"])})
 
 
 def _remove_marks(folder: Path) -> None:

@@ -32,7 +32,7 @@ _LOOK_SECONDS = 0.5
 _READ_SECONDS = 600.0  # how long a share that is there may take to arrive
 _PART_SECONDS = 10.0  # how long a process that ends waits for the others to hear why
 _JOIN_SECONDS = 5.0
-_FIRST_SECONDS = 10.0  # how long process 0 may take to find an error that another one has found
+_FIRST_SECONDS = 10.0  # how long process 0 may take to raise an error that another one raised
 _END_SECONDS = 600.0  # how long a finished process waits for the others
 _FAILED, _STOP, _SIGNAL = "told/failed", "told/stop", "told/signal"
 
@@ -62,11 +62,11 @@ class Processes:
         self.received: Sequence[int] = ()
         self._signal = 0  # that another process has received
         self._stop: dict[str, int] | None = None
-        self._parting = threading.Lock()  # held by the thread that ends this process
-        self._others_left, self._ended = threading.Event(), threading.Event()
+        self._exit_lock = threading.Lock()  # held by the thread that ends this process
+        self._all_others_left, self._ended = threading.Event(), threading.Event()
         self._threads = [
             threading.Thread(target=watch, name="processes", daemon=True)
-            for watch in (self._watch_lost, self._watch_told)
+            for watch in (self._watch_heartbeats, self._watch_messages)
         ]
 
     @property
@@ -94,25 +94,25 @@ class Processes:
         """
         if self.count == 1:
             return [dict(share)]
-        number, own = self._exchanges, self.index
+        number, index = self._exchanges, self.index
         try:
-            self._client.key_value_set_bytes(f"exchange/{number}/{own}/share", _dumps(share))
-            self._client.key_value_set(f"exchange/{number}/{own}/is_there", "yes")
+            self._client.key_value_set_bytes(f"exchange/{number}/{index}/share", _dumps(share))
+            self._client.key_value_set(f"exchange/{number}/{index}/is_there", "yes")
         except jax.errors.JaxRuntimeError as error:
             if "ALREADY_EXISTS" not in str(error):
                 raise
             raise UserError(
-                f"a process {own} of {self.count} is connected already: give each process another "
-                "number, and each run another port"
+                f"a process {index} of {self.count} is connected already: give each process "
+                "another number, and each run another port"
             ) from error
-        found = [
-            dict(share) if other == own else _loads(self._wait_for(number, other))
+        shares = [
+            dict(share) if other == index else _loads(self._wait_for(number, other))
             for other in range(self.count)
         ]
         if number:  # All processes have read the exchange before, as they take part in this one.
-            self._client.key_value_delete(f"exchange/{number - 1}/{own}")
+            self._client.key_value_delete(f"exchange/{number - 1}/{index}")
         self._exchanges += 1
-        return found
+        return shares
 
     def exchange_json(self, value: Any) -> list[Any]:
         """Returns the values of all processes, in their order; they are JSON."""
@@ -134,11 +134,11 @@ class Processes:
             UserError: a value differs; the line names the fields, the values and the processes.
         """
         first, *others = self.exchange_json(fields)
-        for other, found in enumerate(others, 1):
-            differ = [n for n in sorted(first.keys() | found) if first.get(n) != found.get(n)]
+        for other, values in enumerate(others, 1):
+            differ = [n for n in sorted(first.keys() | values) if first.get(n) != values.get(n)]
             if differ:
-                said = "; ".join(f"{n} is {first.get(n)} and {found.get(n)}" for n in differ[:5])
-                raise UserError(f"{self.names[0]} and {self.names[other]} differ: {said}; {remedy}")
+                text = "; ".join(f"{n} is {first.get(n)} and {values.get(n)}" for n in differ[:5])
+                raise UserError(f"{self.names[0]} and {self.names[other]} differ: {text}; {remedy}")
 
     def stop_if_asked(self) -> None:
         """Ends this process with all others once one of them has received a signal.
@@ -161,25 +161,25 @@ class Processes:
         Bad input is an error in all processes, and process 0 is to say so.
         """
         if _may_follow(error):
-            time.sleep(2 * HEARTBEAT_SECONDS)  # `_watch_lost` ends the process.
+            time.sleep(2 * HEARTBEAT_SECONDS)  # `_watch_heartbeats` ends the process.
         elif self.index and isinstance(error, UserError):
-            time.sleep(_FIRST_SECONDS)  # `_watch_told` ends the process.
-        if not self._parting.acquire(blocking=False):
+            time.sleep(_FIRST_SECONDS)  # `_watch_messages` ends the process.
+        if not self._exit_lock.acquire(blocking=False):
             return
         text = first_line(error) or type(error).__name__
         if not isinstance(error, UserError):
             text = f"{type(error).__name__}: {text}"
         self._tell(_FAILED, {"process": self.index, "error": text})
-        self._part(range(self.count))
+        self._wait_for_others(range(self.count))
         self._stop_watching()
 
     def end(self) -> None:
         """Waits until all processes are done, and disconnects; process 0 does so last."""
         self._client.wait_at_barrier("end", int(1000 * _END_SECONDS))
-        if not self._parting.acquire(blocking=False):
+        if not self._exit_lock.acquire(blocking=False):
             return
         if self.index == 0:
-            self._others_left.wait(_PART_SECONDS)
+            self._all_others_left.wait(_PART_SECONDS)
         self._stop_watching()
         jax.distributed.shutdown()
 
@@ -191,7 +191,7 @@ class Processes:
         except socket.gaierror:
             return None
         except OSError:
-            return self._lost([0])
+            return self._loss_error([0])
         return None
 
     def _wait_for(self, number: int, other: int) -> bytes:
@@ -226,26 +226,26 @@ class Processes:
         for thread in self._threads:
             thread.join(_JOIN_SECONDS)
 
-    def _watch_told(self) -> None:
-        """Follows what other processes tell."""
+    def _watch_messages(self) -> None:
+        """Reads the messages of other processes."""
         while not self._ended.wait(_LOOK_SECONDS):
             try:
-                told = dict(self._client.key_value_dir_get("told/"))
+                messages = dict(self._client.key_value_dir_get("told/"))
             except jax.errors.JaxRuntimeError:
                 return  # The connection has ended.
-            if _SIGNAL in told:
-                self._signal = json.loads(told[_SIGNAL])["signal"]
-            if _STOP in told:
-                self._stop = json.loads(told[_STOP])
-            if _FAILED in told:
-                failed = json.loads(told[_FAILED])
-                if failed["process"] != self.index:
-                    name = self.names[failed["process"]]
-                    line = f"error: {name} failed, which ends the run: {failed['error']}"
+            if _SIGNAL in messages:
+                self._signal = json.loads(messages[_SIGNAL])["signal"]
+            if _STOP in messages:
+                self._stop = json.loads(messages[_STOP])
+            if _FAILED in messages:
+                failure = json.loads(messages[_FAILED])
+                if failure["process"] != self.index:
+                    name = self.names[failure["process"]]
+                    line = f"error: {name} failed, which ends the run: {failure['error']}"
                     self._exit(line, range(self.count))
                 return
 
-    def _watch_lost(self) -> None:
+    def _watch_heartbeats(self) -> None:
         """Follows which processes send heartbeats; a number tells a process from its successor."""
         first: dict[int, int] = {}
         while not self._ended.wait(_LOOK_SECONDS):
@@ -257,28 +257,29 @@ class Processes:
             first = alive | first
             lost = [i for i in range(self.count) if i not in alive or alive[i] != first[i]]
             if alive.keys() == {self.index}:
-                self._others_left.set()
+                self._all_others_left.set()
             if lost:
                 time.sleep(2 * _LOOK_SECONDS)  # At the end of a run the others may leave first.
-                self._exit(self._lost(lost), sorted(alive))
+                self._exit(self._loss_error(lost), sorted(alive))
 
-    def _lost(self, lost: Sequence[int]) -> str:
-        names = " and ".join(self.names[number] for number in lost)
+    def _loss_error(self, processes: Sequence[int]) -> str:
+        names = " and ".join(self.names[number] for number in processes)
+        verb = "is" if len(processes) == 1 else "are"
         return (
-            f"error: {names} {'is' if len(lost) == 1 else 'are'} lost, which ends the run; the "
+            f"error: {names} {verb} lost, which ends the run; the "
             "same command in all processes continues from the last checkpoint"
         )
 
     def _exit(self, line: str, alive: Sequence[int]) -> None:
         """Ends this process from a thread: its main thread may wait in a collective forever."""
-        if not self._parting.acquire(blocking=False):
+        if not self._exit_lock.acquire(blocking=False):
             return
         with contextlib.suppress(OSError):  # The terminal was closed.
             print(visible(line), file=sys.stderr, flush=True)
-        self._part(alive)
+        self._wait_for_others(alive)
         os._exit(1)
 
-    def _part(self, alive: Sequence[int]) -> None:
+    def _wait_for_others(self, alive: Sequence[int]) -> None:
         """Waits a while for the others to hear of the end; process 0 holds the store."""
         try:
             name, milliseconds = f"part {list(alive)}", int(1000 * _PART_SECONDS)
@@ -307,5 +308,5 @@ def _dumps(share: Mapping[str, np.ndarray]) -> bytes:
 
 
 def _loads(content: bytes) -> dict[str, np.ndarray]:
-    with np.load(io.BytesIO(content), allow_pickle=False) as found:
-        return dict(found)
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+        return dict(arrays)

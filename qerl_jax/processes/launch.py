@@ -59,9 +59,9 @@ def read_rank(environment: Mapping[str, str], *, devices: int) -> Rank | None:
             return None
         missing = [name for name, value in plain.items() if not value]
         if missing:
-            given = ", ".join(f"{name}={value}" for name, value in plain.items() if value)
+            settings = ", ".join(f"{name}={value}" for name, value in plain.items() if value)
             raise UserError(
-                f"{given} without {' and '.join(missing)}: to start several processes set all "
+                f"{settings} without {' and '.join(missing)}: to start several processes set all "
                 "three variables, and none of them for one process"
             )
         count, index = (_number(name, environment[name]) for name in (COUNT, INDEX))
@@ -92,8 +92,8 @@ def local_devices(environment: Mapping[str, str]) -> list[int]:
     Raises:
         UserError: the variable does not list numbers.
     """
-    listed = environment.get(DEVICES)
-    return [_number(DEVICES, number) for number in listed.split(",")] if listed else []
+    numbers = environment.get(DEVICES)
+    return [_number(DEVICES, number) for number in numbers.split(",")] if numbers else []
 
 
 @contextlib.contextmanager
@@ -112,17 +112,17 @@ def connect(*, devices: int) -> Generator[Processes]:
     Raises:
         UserError: as in `read_rank`, or the processes cannot connect.
     """
-    place = read_rank(os.environ, devices=devices)
-    if place is None:
+    rank = read_rank(os.environ, devices=devices)
+    if rank is None:
         yield Processes()
         return
     with contextlib.ExitStack() as stack:
-        with line_on_abort(lambda: f"error: {_unconnected(place)}"):
-            _initialize(place)
-        processes = Processes(place.index, place.count, place.address)
+        with line_on_abort(lambda: f"error: {_connection_error(rank)}"):
+            _initialize(rank)
+        processes = Processes(rank.index, rank.count, rank.address)
         stack.enter_context(line_on_abort(processes.coordinator_is_lost))
-        if place.index:
-            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_nowhere())))
+        if rank.index:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(_open_null())))
         try:
             processes.begin()
             yield processes
@@ -135,7 +135,7 @@ def connect(*, devices: int) -> Generator[Processes]:
         processes.end()
 
 
-def _initialize(place: Rank) -> None:
+def _initialize(rank: Rank) -> None:
     """Connects this process to the others."""
     # JAX would take SIGTERM, which is a request to save here.
     jax.config.update("jax_enable_preemption_service", False)
@@ -146,17 +146,17 @@ def _initialize(place: Rank) -> None:
     devices = local_devices(os.environ)
     try:
         jax.distributed.initialize(
-            place.address,
-            place.count,
-            place.index,
+            rank.address,
+            rank.count,
+            rank.index,
             # By default a process under SLURM would use one device alone.
             local_device_ids=devices,
             initialization_timeout=_CONNECT_SECONDS,
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
-            coordinator_bind_address=_bind_address(place.address, os.environ),
+            coordinator_bind_address=_bind_address(rank.address, os.environ),
         )
     except (RuntimeError, ValueError) as error:
-        raise UserError(f"{_unconnected(place)}: {first_line(error)}") from error
+        raise UserError(f"{_connection_error(rank)}: {first_line(error)}") from error
 
 
 def _bind_address(address: str, environment: Mapping[str, str]) -> str | None:
@@ -176,9 +176,9 @@ def _bind_address(address: str, environment: Mapping[str, str]) -> str | None:
         return None
 
 
-def _unconnected(place: Rank) -> str:
+def _connection_error(rank: Rank) -> str:
     return (
-        f"process {place.index} of {place.count} was not connected at {place.address}: "
+        f"process {rank.index} of {rank.count} was not connected at {rank.address}: "
         "start all of them with the same address and different numbers, and see the lines before"
     )
 
@@ -200,5 +200,5 @@ def _number(name: str, text: str) -> int:
     return int(text)
 
 
-def _nowhere() -> TextIO:
+def _open_null() -> TextIO:
     return open(os.devnull, "w", encoding="utf-8")

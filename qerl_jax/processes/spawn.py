@@ -50,15 +50,15 @@ def environments(
         return []
     if read_rank(environment, devices=data * tensor):
         return []
-    named = [str(number) for number in range(gpus)]
+    gpu_names = [str(number) for number in range(gpus)]
     if _VISIBLE in environment:
         names = (name.strip() for name in environment[_VISIBLE].split(","))
-        named = list(itertools.takewhile(lambda name: _may_be_gpu(name, gpus), names))
-    if len(named) < data * tensor or len(set(named)) < len(named):
+        gpu_names = list(itertools.takewhile(lambda name: _may_be_gpu(name, gpus), names))
+    if len(gpu_names) < data * tensor or len(set(gpu_names)) < len(gpu_names):
         return []  # The run itself says how many there are.
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        address = f"localhost:{found.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        address = f"localhost:{listener.getsockname()[1]}"
     # JAX's runtime would ask a proxy for this address. Without one it would warn of the variable.
     direct = {"no_grpc_proxy": "localhost"} if _PROXIES & environment.keys() else {}
     # NCCL would listen on an interface that other machines reach.
@@ -68,7 +68,7 @@ def environments(
             ADDRESS: address,
             COUNT: str(data),
             INDEX: str(index),
-            _VISIBLE: ",".join(named[index * tensor : (index + 1) * tensor]),
+            _VISIBLE: ",".join(gpu_names[index * tensor : (index + 1) * tensor]),
         }
         | direct
         for index in range(data)
@@ -80,39 +80,40 @@ def one_for_each_group(*, data: int, tensor: int) -> Generator[None]:
     """Makes this process the first of those of a mesh, and starts the others while the block runs.
 
     It must run before JAX and CUDA start. Signals, such as Ctrl-C, go to process 0 alone, which
-    tells the others. It speaks for all: what another one says is shown where it fails alone.
+    tells the others. Only process 0 prints; the output of another process is shown if it fails.
 
     Args:
         data: number of groups, each of which gets a process.
         tensor: number of GPUs of a group.
     """
     gpus = number_of_gpus()
-    own, *others = environments(data=data, tensor=tensor, environment=os.environ, gpus=gpus) or [{}]
-    if not others:
+    settings = environments(data=data, tensor=tensor, environment=os.environ, gpus=gpus)
+    if not settings:
         yield
         return
-    print(f"starting {1 + len(others)} processes, one for each group of GPUs", flush=True)
+    print(f"starting {len(settings)} processes, one for each group of GPUs", flush=True)
     command = [sys.executable, *sys.orig_argv[1:]]
-    started = [_Started(i, command, os.environ | place) for i, place in enumerate(others, 1)]
-    os.environ.update(own)
-    ended = threading.Event()
-    threading.Thread(target=_watch, args=(started, ended), daemon=True).start()
+    own_settings, *others = settings
+    children = [_Child(i, command, os.environ | other) for i, other in enumerate(others, 1)]
+    os.environ.update(own_settings)
+    block_end = threading.Event()
+    threading.Thread(target=_watch, args=(children, block_end), daemon=True).start()
     seconds = _FAILED_SECONDS
     try:
         yield
         seconds = _END_SECONDS
     finally:
-        ended.set()
-        _end(started, seconds)
+        block_end.set()
+        _end(children, seconds)
 
 
-class _Started:
+class _Child:
     """Another process of the run.
 
     Attributes:
         index: its number.
         process: the process.
-        said: the last lines that it wrote to stderr and that are not shown.
+        lines: the last lines that it wrote to stderr and that are not shown.
     """
 
     def __init__(self, index: int, command: list[str], environment: Mapping[str, str]):
@@ -137,21 +138,21 @@ class _Started:
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.said: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
+        self.lines: collections.deque[bytes] = collections.deque(maxlen=_KEPT_LINES)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    def how_it_ended(self) -> str:
-        """Shows what a process said before it crashed, and returns a line on its end."""
+    def report_end(self) -> str:
+        """Shows what the process wrote before it crashed, and returns a line about its end."""
         self._reader.join(1.0)  # A worker of the process may hold the pipe open.
-        code, said = self.process.returncode, list(self.said)
-        last = visible(said[-1].decode(errors="replace").strip()) if said else ""
+        code, lines = self.process.returncode, list(self.lines)
+        last = visible(lines[-1].decode(errors="replace").strip()) if lines else ""
         if last.startswith(_ERROR):
             return f"{_ERROR}process {self.index} failed, which ends the run: {last[len(_ERROR) :]}"
         if code < 0 or 0 < code < 128:
-            _write(b"".join(said))
-        how = f"by signal {-code}" if code < 0 else f"with exit code {code}"
-        return f"{_ERROR}process {self.index} ended {how}, which ends the run"
+            _write(b"".join(lines))
+        cause = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return f"{_ERROR}process {self.index} ended {cause}, which ends the run"
 
     def _read(self) -> None:
         shows = False
@@ -162,32 +163,32 @@ class _Started:
                 if shows:
                     _write(line)
                 else:
-                    self.said.append(line)
+                    self.lines.append(line)
 
 
-def _watch(started: list[_Started], ended: threading.Event) -> None:
+def _watch(children: list[_Child], block_end: threading.Event) -> None:
     """Ends this process if another one has ended and the processes do not end by themselves.
 
     Connected processes do; one that ends before leaves the others waiting for it.
     """
-    while all(one.process.poll() is None for one in started):
-        if ended.wait(1.0):
+    while all(child.process.poll() is None for child in children):
+        if block_end.wait(1.0):
             return
-    line = next(one for one in started if one.process.poll() is not None).how_it_ended()
-    if not ended.wait(_LOST_SECONDS):
+    line = next(child for child in children if child.process.poll() is not None).report_end()
+    if not block_end.wait(_LOST_SECONDS):
         _write(f"{line}\n".encode())
-        _end(started, seconds=0)
+        _end(children, seconds=0)
         os._exit(1)
 
 
-def _end(started: list[_Started], seconds: float) -> None:
+def _end(children: list[_Child], seconds: float) -> None:
     deadline = time.monotonic() + seconds
-    for one in started:
+    for child in children:
         try:
-            one.process.wait(max(0.0, deadline - time.monotonic()))
+            child.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            one.process.kill()
-            one.process.wait()
+            child.process.kill()
+            child.process.wait()
 
 
 def _write(text: bytes) -> None:

@@ -37,19 +37,19 @@ def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 
     if scale not in SCALES:
         raise UserError(f"unknown advantage scale {scale!r}: choose from {', '.join(SCALES)}")
     rewards = np.asarray(rewards, np.float64)
-    present = np.isfinite(rewards)
-    count = present.sum(axis=1, keepdims=True)
-    rewards = np.where(present, rewards, 0.0)
+    is_present = np.isfinite(rewards)
+    count = is_present.sum(axis=1, keepdims=True)
+    rewards = np.where(is_present, rewards, 0.0)
     mean = rewards.sum(axis=1, keepdims=True) / np.maximum(count, 1)
-    advantages = np.where(present, rewards - mean, 0.0)
+    advantages = np.where(is_present, rewards - mean, 0.0)
     if scale == "group":
         variance = (advantages**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1)
         advantages = advantages / (np.sqrt(variance) + eps)
     elif scale == "batch":
-        std = rewards[present].std(ddof=1) if present.sum() > 1 else 0.0
+        std = rewards[is_present].std(ddof=1) if is_present.sum() > 1 else 0.0
         advantages = advantages / (std + eps)
-    highest = np.where(present, rewards, -np.inf).max(axis=1, keepdims=True)
-    lowest = np.where(present, rewards, np.inf).min(axis=1, keepdims=True)
+    highest = np.where(is_present, rewards, -np.inf).max(axis=1, keepdims=True)
+    lowest = np.where(is_present, rewards, np.inf).min(axis=1, keepdims=True)
     return np.where(highest > lowest, advantages, 0.0).astype(np.float32)
 
 
@@ -78,15 +78,17 @@ def gdpo_advantages(
     Raises:
         UserError: no reward has a weight.
     """
-    used = {name: weight for name, weight in weights.items() if weight}
-    if not used:
+    nonzero_weights = {name: weight for name, weight in weights.items() if weight}
+    if not nonzero_weights:
         raise UserError("rl.advantage='gdpo': no reward has a weight")
-    parts = {name: group_advantages(rewards[name], scale="group", eps=eps) for name in used}
-    present = np.any([np.isfinite(rewards[name]) for name in used], axis=0)
+    parts = {
+        name: group_advantages(rewards[name], scale="group", eps=eps) for name in nonzero_weights
+    }
+    has_reward = np.any([np.isfinite(rewards[name]) for name in nonzero_weights], axis=0)
     informative = np.any([part.any(axis=1) for part in parts.values()], axis=0)
-    weighted = [weight * parts[name].astype(np.float64) for name, weight in used.items()]
+    weighted = [weight * parts[name].astype(np.float64) for name, weight in nonzero_weights.items()]
     sums = np.sum(weighted, axis=0)
-    found = sums[present]
-    std = found.std(ddof=1) if len(found) > 1 else 0.0
-    advantages = (sums - (found.mean() if len(found) else 0.0)) / ((std + eps) or 1.0)
-    return np.where(present & informative[:, None], advantages, 0.0).astype(np.float32)
+    present_sums = sums[has_reward]
+    std = present_sums.std(ddof=1) if len(present_sums) > 1 else 0.0
+    advantages = (sums - (present_sums.mean() if len(present_sums) else 0.0)) / ((std + eps) or 1.0)
+    return np.where(has_reward & informative[:, None], advantages, 0.0).astype(np.float32)

@@ -62,7 +62,7 @@ class SampledRows(Protocol):
 
 def make_batch(
     prompts: Sequence[Sequence[int]],
-    sampled: SampledRows,
+    rollout: SampledRows,
     advantages: np.ndarray,
     *,
     mask_truncated: bool,
@@ -78,7 +78,7 @@ def make_batch(
 
     Args:
         prompts: B non-empty lists of token ids.
-        sampled: B completions, such as a rollout.
+        rollout: B completions.
         advantages: [B] advantages.
         mask_truncated: whether unfinished completions are left out of the loss (DAPO's overlong
             filtering).
@@ -94,12 +94,12 @@ def make_batch(
     Raises:
         UserError: a prompt is empty.
     """
-    rows, max_new_tokens = sampled.tokens.shape
-    chex.assert_shape(sampled.logprobs, (rows, max_new_tokens))
-    columns = max(1, int(np.max(sampled.lengths)))
-    completions = np.asarray(sampled.tokens, np.int32)[:, :columns]
-    rollout_logprobs = sampled.logprobs[:, :columns]
-    lengths, finished = np.asarray(sampled.lengths, np.int32), np.asarray(sampled.finished, bool)
+    rows, max_new_tokens = rollout.tokens.shape
+    chex.assert_shape(rollout.logprobs, (rows, max_new_tokens))
+    columns = max(1, int(np.max(rollout.lengths)))
+    completions = np.asarray(rollout.tokens, np.int32)[:, :columns]
+    rollout_logprobs = rollout.logprobs[:, :columns]
+    lengths, finished = np.asarray(rollout.lengths, np.int32), np.asarray(rollout.finished, bool)
     chex.assert_shape([lengths, finished, advantages], (rows,))
     prompt_lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     chex.assert_shape(prompt_lengths, (rows,))
@@ -114,11 +114,11 @@ def make_batch(
         tokens[row, : len(prompt)] = prompt
         tokens[row, len(prompt) : total_lengths[row]] = completions[row, : lengths[row]]
 
-    inside = np.arange(completions.shape[1]) < lengths[:, None]
-    in_loss = inside & finished[:, None] if mask_truncated else inside
+    in_completion = np.arange(completions.shape[1]) < lengths[:, None]
+    in_loss = in_completion & finished[:, None] if mask_truncated else in_completion
     loss_mask = in_loss.astype(np.float32)
     advantages = np.asarray(advantages, np.float32)
-    rollout_logprobs = np.where(inside, rollout_logprobs, 0.0).astype(np.float32)
+    rollout_logprobs = np.where(in_completion, rollout_logprobs, 0.0).astype(np.float32)
     if names_function(aggregation):
         weights = custom_weights(
             loss_mask, aggregation, advantages=advantages, logprobs=rollout_logprobs

@@ -37,27 +37,27 @@ _TOGETHER = 8 << 20  # numbers that are added up over the devices at once
 
 
 def functions(
-    config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh
+    update_config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> dict[str, Callable[..., Any]]:
     """Returns the jitted functions by name, without their static arguments.
 
     Args:
-        config: static options of the update, with the architecture of the whole policy.
+        update_config: static options of the update, with the architecture of the whole policy.
         optimizer: optimizer.
         mesh: mesh of the run.
     """
-    model = shard_of(config.model, mesh.shape[TENSOR])
-    config, policy = dataclasses.replace(config, model=model), {"config": model}
+    model = shard_of(update_config.model, mesh.shape[TENSOR])
+    update_config, policy = dataclasses.replace(update_config, model=model), {"model_config": model}
     return {
         "zero_totals": _on_each(
-            train_step.zero_totals, mesh, results=lambda totals: totals, config=config
+            train_step.zero_totals, mesh, results=lambda totals: totals, update_config=update_config
         ),
         "add_gradient": _on_each(
             train_step.add_gradient,
             mesh,
             donates=True,
             results=lambda totals: (totals, P(DATA)),
-            config=config,
+            update_config=update_config,
         ),
         "apply_gradient": _apply_gradient(optimizer, mesh),
         "buffer_logprobs": _on_each(train_step.buffer_logprobs, mesh, **policy),
@@ -79,10 +79,10 @@ def deal_buffers(buffers: Sequence[PackedBuffer], mesh: Mesh | None) -> list[Pac
         return list(buffers)
     count = mesh.shape[DATA]
     padding = empty_buffer(len(buffers[0].tokens))
-    filled = [*buffers, *[padding] * (-len(buffers) % count)]
-    rounds = [filled[start : start + count] for start in range(0, len(filled), count)]
+    all_buffers = [*buffers, *[padding] * (-len(buffers) % count)]
+    rounds = [all_buffers[start : start + count] for start in range(0, len(all_buffers), count)]
     return [
-        jax.tree.map(lambda x: put_on(x, batch_sharding(mesh)), _stack(found)) for found in rounds
+        jax.tree.map(lambda x: put_on(x, batch_sharding(mesh)), _stack(group)) for group in rounds
     ]
 
 
@@ -98,15 +98,15 @@ def abstract_buffer(buffer: PackedBuffer, mesh: Mesh) -> PackedBuffer:
 
 def abstract_totals(totals: Totals, mesh: Mesh) -> Totals:
     """Returns the shapes of totals with their shardings."""
-    found = _specs_of_totals(totals.gradient, mesh)
-    place = functools.partial(
+    totals_specs = _specs_of_totals(totals.gradient, mesh)
+    abstract = functools.partial(
         jax.tree.map,
         lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
     )
     return Totals(
-        loss=place(totals.loss, P(DATA)),
-        gradient=place(totals.gradient, found.gradient),
-        metrics=place(totals.metrics, jax.tree.map(lambda _: P(DATA), totals.metrics)),
+        loss=abstract(totals.loss, P(DATA)),
+        gradient=abstract(totals.gradient, totals_specs.gradient),
+        metrics=abstract(totals.metrics, jax.tree.map(lambda _: P(DATA), totals.metrics)),
     )
 
 
@@ -135,22 +135,22 @@ def _on_each(
     """
 
     def local(*arguments: Any) -> Any:
-        own = [_own(x) if _is_dealt(x) else x for x in arguments]
-        found = function(*own, **static)
+        shares = [_device_share(x) if _is_dealt(x) else x for x in arguments]
+        result = function(*shares, **static)
         if gathers:
-            return jax.lax.all_gather(found, DATA)
-        return jax.tree.map(lambda x: x[None], found)
+            return jax.lax.all_gather(result, DATA)
+        return jax.tree.map(lambda x: x[None], result)
 
     def in_specs(*arguments: Any) -> tuple:
         def spec(argument: Any) -> Any:
             if isinstance(argument, Totals):
-                return _specs_of_totals(_trained(arguments), mesh)
+                return _specs_of_totals(_find_trainable(arguments), mesh)
             return P(DATA) if _is_dealt(argument) else specs(argument, mesh.shape[TENSOR])
 
         return tuple(map(spec, arguments))
 
     def out_specs(*arguments: Any) -> Any:
-        return P() if gathers else results(_specs_of_totals(_trained(arguments), mesh))
+        return P() if gathers else results(_specs_of_totals(_find_trainable(arguments), mesh))
 
     local.__name__ = getattr(function, "__name__", "local")
     return on_mesh(
@@ -158,7 +158,7 @@ def _on_each(
     )
 
 
-def _trained(arguments: tuple) -> Trainable | None:
+def _find_trainable(arguments: tuple) -> Trainable | None:
     """Returns the trained parameters among the arguments of a function, or None."""
     return next((x for x in arguments if isinstance(x, Trainable)), None)
 
@@ -180,29 +180,29 @@ def _apply_gradient(
     count = mesh.shape[DATA]
 
     def combine(totals: Totals) -> Totals:
-        own = _own(totals)
-        loss, metrics = jax.lax.all_gather((own.loss, own.metrics), DATA)
+        share = _device_share(totals)
+        loss, metrics = jax.lax.all_gather((share.loss, share.metrics), DATA)
         parts = [jax.tree.map(lambda x, i=i: x[i], metrics) for i in range(count)]
         return Totals(
             loss=functools.reduce(jnp.add, [loss[i] for i in range(count)]),
-            gradient=_sum_over_mesh(own.gradient, mesh),
+            gradient=_sum_over_mesh(share.gradient, mesh),
             metrics=functools.reduce(add_metrics, parts),
         )
 
     def apply_gradient(state: TrainState, totals: Totals) -> Any:
-        own = specs(state.trainable, mesh.shape[TENSOR])
-        combined = jax.shard_map(
+        gradient_specs = specs(state.trainable, mesh.shape[TENSOR])
+        total = jax.shard_map(
             combine,
             mesh=mesh,
             in_specs=(_specs_of_totals(state.trainable, mesh),),
             # pyrefly: ignore[bad-argument-type]  Specs in place of arrays.
-            out_specs=Totals(loss=P(), gradient=own, metrics=P()),
+            out_specs=Totals(loss=P(), gradient=gradient_specs, metrics=P()),
             check_vma=False,
         )(totals)
         # XLA divides these sums over whole matrices, such as the norm of the gradient, by itself.
-        new = train_step.apply_gradient(state, combined, optimizer=optimizer)
+        results = train_step.apply_gradient(state, total, optimizer=optimizer)
         targets = shardings(state, mesh), NamedSharding(mesh, P())
-        return tuple(map(jax.lax.with_sharding_constraint, new, targets))
+        return tuple(map(jax.lax.with_sharding_constraint, results, targets))
 
     return jax.jit(apply_gradient, donate_argnums=0)
 
@@ -227,26 +227,26 @@ def _sum_in_order(leaves: list[jax.Array], count: int, axes: tuple[str, ...]) ->
     """
     if count == 1:
         return leaves
-    summed: list[jax.Array] = []
-    while len(summed) < len(leaves):
-        sizes = np.cumsum([leaf.size for leaf in leaves[len(summed) :]])
+    sums: list[jax.Array] = []
+    while len(sums) < len(leaves):
+        sizes = np.cumsum([leaf.size for leaf in leaves[len(sums) :]])
         number = max(1, int(np.searchsorted(sizes, _TOGETHER, side="right")))
-        group, sizes = leaves[len(summed) :][:number], sizes[:number]
+        group, sizes = leaves[len(sums) :][:number], sizes[:number]
         flat = jnp.concatenate([leaf.reshape(-1) for leaf in group])
         parts = jnp.pad(flat, (0, -flat.size % count)).reshape(count, -1)
         parts = jax.lax.all_to_all(parts, axes, split_axis=0, concat_axis=0)
-        own = functools.reduce(jnp.add, [parts[i] for i in range(count)])
-        total = jax.lax.all_gather(own, axes, tiled=True)[: flat.size]
+        part_sum = functools.reduce(jnp.add, [parts[i] for i in range(count)])
+        total = jax.lax.all_gather(part_sum, axes, tiled=True)[: flat.size]
         # Fused with the optimizer, hundreds of pieces of one array took XLA minutes to compile.
         pieces = jax.lax.optimization_barrier(jnp.split(total, sizes[:-1].tolist()))
-        summed += [x.reshape(leaf.shape) for x, leaf in zip(pieces, group, strict=True)]
-    return summed
+        sums += [x.reshape(leaf.shape) for x, leaf in zip(pieces, group, strict=True)]
+    return sums
 
 
 def _is_dealt(argument: Any) -> bool:
     return isinstance(argument, PackedBuffer | Totals)
 
 
-def _own(tree: Any) -> Any:
+def _device_share(tree: Any) -> Any:
     """Returns a device's share of arrays [D, ...], which is [1, ...] on the device."""
     return jax.tree.map(lambda x: x[0], tree)

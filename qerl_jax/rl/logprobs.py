@@ -23,7 +23,7 @@ def packed_logprobs(
     lora: Lora | None,
     buffer: PackedBuffer,
     *,
-    config: ModelConfig,
+    model_config: ModelConfig,
     temperature: float | jax.Array,
     recompute: tuple[str, ...] = (),
     entropy_gradient: bool = False,
@@ -34,7 +34,7 @@ def packed_logprobs(
         params: parameters of the policy.
         lora: LoRA of the policy, or None.
         buffer: buffer of N positions.
-        config: architecture of the policy.
+        model_config: architecture of the policy.
         temperature: sampling temperature, above 0.
         recompute: products of a layer that the backward pass computes again, as in
             `transformer.packed_hidden_states`.
@@ -45,10 +45,12 @@ def packed_logprobs(
         float32 [N] log-probabilities and float32 [N] entropies, in nats, in the order of
         `buffer.targets`. Both are finite and have no meaning outside the mask.
     """
-    hidden = _predicting_states(params, lora, buffer, config=config, recompute=recompute)
+    hidden = _predicting_states(
+        params, lora, buffer, model_config=model_config, recompute=recompute
+    )
     count = buffer.mask.sum(dtype=jnp.int32)
     return _logprobs_and_entropies(
-        _head(params), hidden, buffer.targets, count, temperature, config, entropy_gradient
+        _head(params), hidden, buffer.targets, count, temperature, model_config, entropy_gradient
     )
 
 
@@ -58,7 +60,7 @@ def packed_kl(
     lora: Lora | None,
     buffer: PackedBuffer,
     *,
-    config: ModelConfig,
+    model_config: ModelConfig,
     temperature: float | jax.Array,
 ) -> jax.Array:
     """Returns the sum of KL(policy | other policy) over the predicted tokens of a buffer.
@@ -70,24 +72,27 @@ def packed_kl(
         other_params: parameters of the other policy.
         lora: LoRA of both policies, or None.
         buffer: buffer of N positions.
-        config: architecture of both policies.
+        model_config: architecture of both policies.
         temperature: sampling temperature, above 0.
 
     Returns:
         float32 scalar, in nats.
     """
     hidden, other = (
-        _predicting_states(p, lora, buffer, config=config) for p in (params, other_params)
+        _predicting_states(p, lora, buffer, model_config=model_config)
+        for p in (params, other_params)
     )
 
     def exact_kl(_, hidden, other):
-        logprobs = _log_softmax(_head(params), hidden, temperature, config)
-        other_logprobs = _log_softmax(_head(other_params), other, temperature, config)
-        own = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
-        return None, over_vocabulary(jax.lax.psum, own, config)
+        logprobs = _log_softmax(_head(params), hidden, temperature, model_config)
+        other_logprobs = _log_softmax(_head(other_params), other, temperature, model_config)
+        partial_kl = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
+        return None, over_vocabulary(jax.lax.psum, partial_kl, model_config)
 
     count = buffer.mask.sum(dtype=jnp.int32)
-    _, kl = _scan_chunks(exact_kl, None, (hidden, other), count=count, vocab_size=config.vocab_size)
+    _, kl = _scan_chunks(
+        exact_kl, None, (hidden, other), count=count, vocab_size=model_config.vocab_size
+    )
     return jnp.sum(jnp.where(buffer.mask > 0, kl, 0.0))
 
 
@@ -99,7 +104,7 @@ def completion_logprobs(
     lengths: jax.Array,
     *,
     width: int,
-    config: ModelConfig,
+    model_config: ModelConfig,
     temperature: float | jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns what `packed_logprobs` returns, for rows that are not packed.
@@ -111,7 +116,7 @@ def completion_logprobs(
         prompt_lengths: int32 [B] prompt lengths in tokens, at least 1.
         lengths: int32 [B] lengths of prompt and completion together.
         width: number of columns C of the result, at least the length of the longest completion.
-        config: architecture of the policy.
+        model_config: architecture of the policy.
         temperature: sampling temperature, above 0.
 
     Returns:
@@ -119,17 +124,19 @@ def completion_logprobs(
         completion token c; values past the end of a completion are finite and have no meaning.
         The entropies have no gradient.
     """
-    hidden = transformer.hidden_states(params, lora, tokens, lengths, config=config)
+    hidden = transformer.hidden_states(params, lora, tokens, lengths, config=model_config)
     # Position t predicts token t + 1.
     targets = jnp.minimum(prompt_lengths[:, None] + jnp.arange(width), tokens.shape[1] - 1)
     hidden = jnp.take_along_axis(hidden, targets[..., None] - 1, axis=1)
     ids = jnp.take_along_axis(tokens, targets, axis=1)
     rows = hidden.reshape(-1, hidden.shape[-1]), ids.reshape(-1), jnp.int32(ids.size)
-    chosen, entropies = _logprobs_and_entropies(_head(params), *rows, temperature, config, False)
-    return chosen.reshape(ids.shape), entropies.reshape(ids.shape)
+    logprobs, entropies = _logprobs_and_entropies(
+        _head(params), *rows, temperature, model_config, False
+    )
+    return logprobs.reshape(ids.shape), entropies.reshape(ids.shape)
 
 
-def _predicting_states(params, lora, buffer, *, config, recompute=()):
+def _predicting_states(params, lora, buffer, *, model_config, recompute=()):
     """Returns the hidden states [N, D] of a buffer in the order of its predicted tokens."""
     hidden = transformer.packed_hidden_states(
         params,
@@ -137,44 +144,44 @@ def _predicting_states(params, lora, buffer, *, config, recompute=()):
         buffer.tokens,
         buffer.positions,
         buffer.segments,
-        config=config,
+        config=model_config,
         recompute=recompute,
     )
     # The order is a permutation, so the gradient adds nothing up.
     return hidden.at[buffer.order].get(unique_indices=True, mode="promise_in_bounds")
 
 
-def _logprobs_and_entropies(head, hidden, ids, count, temperature, config, entropy_gradient):
+def _logprobs_and_entropies(head, hidden, ids, count, temperature, model_config, entropy_gradient):
     """Log-probabilities [M] of ids after states [M, D], and entropies [M].
 
-    The entropies have a gradient only if asked for. Where the logits are held in several chunks,
-    the results from `count` on are of no use, and those of whole chunks are zeros.
+    The entropies have a gradient only with `entropy_gradient`. Where the logits are held in several
+    chunks, the results from `count` on are of no use, and those of whole chunks are zeros.
     """
-    if _number_of_chunks(len(ids), config.vocab_size) == 1:
+    if _number_of_chunks(len(ids), model_config.vocab_size) == 1:
         logits = _tempered_logits(head, hidden, temperature)
-        return _token_logprobs(logits, ids, config, entropy_gradient)
-    arguments = head, hidden, ids, count, temperature, config, entropy_gradient
+        return _token_logprobs(logits, ids, model_config, entropy_gradient)
+    arguments = head, hidden, ids, count, temperature, model_config, entropy_gradient
     return _token_logprobs_in_chunks(*arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _token_logprobs(logits, ids, config, entropy_gradient):
+def _token_logprobs(logits, ids, model_config, entropy_gradient):
     """Log-probabilities [M] of ids under logits [M, V], and entropies [M].
 
     Few passes over the logits: one for the maxima, one for both sums, and one backward.
     """
-    return _token_logprobs_fwd(logits, ids, config, entropy_gradient)[0]
+    return _token_logprobs_fwd(logits, ids, model_config, entropy_gradient)[0]
 
 
-def _token_logprobs_fwd(logits, ids, config, entropy_gradient):
+def _token_logprobs_fwd(logits, ids, model_config, entropy_gradient):
     del entropy_gradient
-    chosen, entropies, normalizers = _statistics(logits, ids, config)
-    return (chosen, entropies), (logits, ids, normalizers, entropies)
+    logprobs, entropies, normalizers = _statistics(logits, ids, model_config)
+    return (logprobs, entropies), (logits, ids, normalizers, entropies)
 
 
-def _token_logprobs_bwd(config, entropy_gradient, saved, gradients):
+def _token_logprobs_bwd(model_config, entropy_gradient, residuals, gradients):
     return _logits_gradient(
-        *saved, *gradients, config=config, entropy_gradient=entropy_gradient
+        *residuals, *gradients, model_config=model_config, entropy_gradient=entropy_gradient
     ), None
 
 
@@ -182,37 +189,43 @@ _token_logprobs.defvjp(_token_logprobs_fwd, _token_logprobs_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _token_logprobs_in_chunks(head, hidden, ids, count, temperature, config, entropy_gradient):
+def _token_logprobs_in_chunks(
+    head, hidden, ids, count, temperature, model_config, entropy_gradient
+):
     """`_token_logprobs` for states in place of logits, which the backward pass computes again.
 
     Left to JAX, a chunk that may be skipped hands all that its gradient reads from one conditional
     to another, and XLA copies the head: 1.6 GB for 32B. The temperature has no gradient.
     """
-    arguments = head, hidden, ids, count, temperature, config, entropy_gradient
+    arguments = head, hidden, ids, count, temperature, model_config, entropy_gradient
     return _token_logprobs_in_chunks_fwd(*arguments)[0]
 
 
-def _token_logprobs_in_chunks_fwd(head, hidden, ids, count, temperature, config, entropy_gradient):
+def _token_logprobs_in_chunks_fwd(
+    head, hidden, ids, count, temperature, model_config, entropy_gradient
+):
     del entropy_gradient
 
     def statistics(_, hidden, ids):
-        return None, _statistics(_tempered_logits(head, hidden, temperature), ids, config)
+        return None, _statistics(_tempered_logits(head, hidden, temperature), ids, model_config)
 
-    _, (chosen, entropies, normalizers) = _scan_chunks(
-        statistics, None, (hidden, ids), count=count, vocab_size=config.vocab_size
+    _, (logprobs, entropies, normalizers) = _scan_chunks(
+        statistics, None, (hidden, ids), count=count, vocab_size=model_config.vocab_size
     )
-    saved = head, hidden, ids, count, temperature, normalizers, entropies
-    return (chosen, entropies), saved
+    residuals = head, hidden, ids, count, temperature, normalizers, entropies
+    return (logprobs, entropies), residuals
 
 
-def _token_logprobs_in_chunks_bwd(config, entropy_gradient, saved, gradients):
-    head, hidden, ids, count, temperature, normalizers, entropies = saved
+def _token_logprobs_in_chunks_bwd(model_config, entropy_gradient, residuals, gradients):
+    head, hidden, ids, count, temperature, normalizers, entropies = residuals
 
     def add_gradient(dhead, hidden, *rest):
         logits, pull_back = jax.vjp(
             lambda head, hidden: _tempered_logits(head, hidden, temperature), head, hidden
         )
-        dlogits = _logits_gradient(logits, *rest, config=config, entropy_gradient=entropy_gradient)
+        dlogits = _logits_gradient(
+            logits, *rest, model_config=model_config, entropy_gradient=entropy_gradient
+        )
         dhead_of_chunk, dhidden = pull_back(dlogits)
         return jax.tree.map(jnp.add, dhead, dhead_of_chunk), dhidden
 
@@ -222,7 +235,7 @@ def _token_logprobs_in_chunks_bwd(config, entropy_gradient, saved, gradients):
         jax.tree.map(jnp.zeros_like, head),
         (hidden, ids, normalizers, entropies, *gradients),
         count=count,
-        vocab_size=config.vocab_size,
+        vocab_size=model_config.vocab_size,
     )
     return dhead, dhidden, None, None, None
 
@@ -230,31 +243,33 @@ def _token_logprobs_in_chunks_bwd(config, entropy_gradient, saved, gradients):
 _token_logprobs_in_chunks.defvjp(_token_logprobs_in_chunks_fwd, _token_logprobs_in_chunks_bwd)
 
 
-def _statistics(logits, ids, config):
+def _statistics(logits, ids, model_config):
     """Log-probabilities of ids, entropies, and log-normalizers of logits [M, V]; [M] each."""
-    highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1), config)
+    highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1), model_config)
     weights = jnp.exp(logits - highest[:, None])
-    total = over_vocabulary(jax.lax.psum, weights.sum(axis=-1), config)
+    total = over_vocabulary(jax.lax.psum, weights.sum(axis=-1), model_config)
     normalizer = highest + jnp.log(total)
-    own, is_own = own_tokens(ids, config)
-    chosen = jnp.take_along_axis(logits, own[:, None], axis=-1)[:, 0]
-    if config.shards > 1:
-        chosen = over_vocabulary(jax.lax.psum, jnp.where(is_own, chosen, 0.0), config)
+    index, is_own = own_tokens(ids, model_config)
+    token_logits = jnp.take_along_axis(logits, index[:, None], axis=-1)[:, 0]
+    if model_config.shards > 1:
+        token_logits = over_vocabulary(
+            jax.lax.psum, jnp.where(is_own, token_logits, 0.0), model_config
+        )
     # A token of probability 0 adds nothing: its logit may be -inf.
     moments = jnp.where(weights > 0, weights * logits, 0.0).sum(axis=-1)
-    mean = over_vocabulary(jax.lax.psum, moments, config) / total
-    return chosen - normalizer, normalizer - mean, normalizer
+    mean = over_vocabulary(jax.lax.psum, moments, model_config) / total
+    return token_logits - normalizer, normalizer - mean, normalizer
 
 
 def _logits_gradient(
-    logits, ids, normalizers, entropies, dlogprobs, dentropies, *, config, entropy_gradient
+    logits, ids, normalizers, entropies, dlogprobs, dentropies, *, model_config, entropy_gradient
 ):
     """Gradient of logits [M, V], given those of the log-probabilities [M] and the entropies [M]."""
     logprobs = logits - normalizers[:, None]
     probabilities = jnp.exp(logprobs)
-    own, is_own = own_tokens(ids, config)
-    is_chosen = jnp.arange(logits.shape[-1]) == own[:, None]
-    if config.shards > 1:
+    index, is_own = own_tokens(ids, model_config)
+    is_chosen = jnp.arange(logits.shape[-1]) == index[:, None]
+    if model_config.shards > 1:
         is_chosen &= is_own[:, None]
     result = dlogprobs[:, None] * (is_chosen - probabilities)
     if entropy_gradient:
@@ -264,14 +279,14 @@ def _logits_gradient(
     return result
 
 
-def _log_softmax(head, hidden, temperature, config):
+def _log_softmax(head, hidden, temperature, model_config):
     logits = _tempered_logits(head, hidden, temperature)
-    if config.shards == 1:
+    if model_config.shards == 1:
         return jax.nn.log_softmax(logits)
-    highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1, keepdims=True), config)
+    highest = over_vocabulary(jax.lax.pmax, logits.max(axis=-1, keepdims=True), model_config)
     below = logits - highest
     total = jnp.exp(below).sum(axis=-1, keepdims=True)
-    return below - jnp.log(over_vocabulary(jax.lax.psum, total, config))
+    return below - jnp.log(over_vocabulary(jax.lax.psum, total, model_config))
 
 
 def _head(params):

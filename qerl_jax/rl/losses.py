@@ -226,7 +226,9 @@ def custom_weights(
         UserError: the function cannot be imported, raises, returns another shape, or returns a
             weight that is not finite for a token in the loss.
     """
-    weights = np.where(mask > 0, _called(function, mask, advantages, logprobs), np.float32(0))
+    weights = np.where(
+        mask > 0, _compute_user_weights(function, mask, advantages, logprobs), np.float32(0)
+    )
     if not np.isfinite(weights).all():
         raise UserError(f"loss weight {function!r}: a weight of a token in the loss is not finite")
     return weights
@@ -245,10 +247,10 @@ def check_custom_weights(function: str, rows: int) -> None:
     columns, row = np.arange(8), np.arange(rows)
     mask = (columns <= row[:, None] % 8).astype(np.float32)
     advantages = np.where(row % 2, 1.0, -1.0).astype(np.float32)
-    _called(function, mask, advantages, -mask * (1 + columns.astype(np.float32)))
+    _compute_user_weights(function, mask, advantages, -mask * (1 + columns.astype(np.float32)))
 
 
-def _called(
+def _compute_user_weights(
     function: str, mask: np.ndarray, advantages: np.ndarray, logprobs: np.ndarray
 ) -> np.ndarray:
     compute = import_function(function, what="loss weight")
@@ -279,7 +281,7 @@ def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
 
 @flax.struct.dataclass
 class LossTokens:
-    """What a loss reads of M tokens of an update, beside their log-probabilities.
+    """What a loss reads of M tokens of an update besides their log-probabilities.
 
     Attributes:
         advantages: [M] advantages.
@@ -355,10 +357,10 @@ def policy_loss(
     ref_logprobs, rollout_logprobs = tokens.ref_logprobs, tokens.rollout_logprobs
     in_loss = tokens.mask > 0
     logprobs = masked(logprobs, in_loss)
-    old = logprobs if tokens.old_logprobs is None else masked(tokens.old_logprobs, in_loss)
-    old = jax.lax.stop_gradient(old)
-    ratio = jnp.exp(_log_ratio(logprobs, old, in_loss, tokens.rows, config.ratio))
-    count = _count(in_loss)
+    old_logprobs = logprobs if tokens.old_logprobs is None else masked(tokens.old_logprobs, in_loss)
+    old_logprobs = jax.lax.stop_gradient(old_logprobs)
+    ratio = jnp.exp(_log_ratio(logprobs, old_logprobs, in_loss, tokens.rows, config.ratio))
+    count = _count_tokens(in_loss)
     loss, metrics = _token_loss(logprobs, ratio, tokens.advantages, in_loss, config=config)
     if config.off_policy_delta is not None and rollout_logprobs is not None:
         keep = off_policy_mask(
@@ -372,7 +374,9 @@ def policy_loss(
         metrics["off_policy_masked"] = (masked(1.0 - keep, in_loss).sum(), count)
         loss = loss * keep
     if rollout_logprobs is not None:
-        difference, difference_metrics = _rollout_difference(old, rollout_logprobs, in_loss)
+        difference, difference_metrics = _rollout_difference(
+            old_logprobs, rollout_logprobs, in_loss
+        )
         metrics |= difference_metrics
         if config.tis_cap is not None:
             importance = jnp.minimum(jnp.exp(difference), config.tis_cap)
@@ -393,40 +397,45 @@ def policy_loss(
 
 def _check_needs(config: LossConfig, tokens: LossTokens, entropies: jax.Array | None) -> None:
     """Raises a ValueError where an array that the loss needs is missing."""
-    for field, needed, array in (
+    for field, array_name, array in (
         ("kl_coef", "ref_logprobs", tokens.ref_logprobs),
         ("tis_cap", "rollout_logprobs", tokens.rollout_logprobs),
         ("off_policy_delta", "rollout_logprobs", tokens.rollout_logprobs),
         ("entropy_coef", "entropies", entropies),
     ):
         if getattr(config, field) and array is None:
-            raise ValueError(f"{field}={getattr(config, field)} needs {needed}")
+            raise ValueError(f"{field}={getattr(config, field)} needs {array_name}")
 
 
 def _log_ratio(
-    logprobs: jax.Array, old: jax.Array, in_loss: jax.Array, rows: jax.Array, granularity: str
+    logprobs: jax.Array,
+    old_logprobs: jax.Array,
+    in_loss: jax.Array,
+    rows: jax.Array,
+    granularity: str,
 ) -> jax.Array:
     """Returns log r of `policy_loss` [M]."""
-    log_ratio = logprobs - old
+    log_ratio = logprobs - old_logprobs
     if granularity == "token":
         return log_ratio
     length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
     log_ratio = row_sums(log_ratio, rows) / length
     if granularity == "sequence":
         return log_ratio
-    own = logprobs - jax.lax.stop_gradient(logprobs)  # 0, with the gradient of the token
-    return jax.lax.stop_gradient(log_ratio) + own
+    # The value is 0 and the gradient is that of the token.
+    zero_with_gradient = logprobs - jax.lax.stop_gradient(logprobs)
+    return jax.lax.stop_gradient(log_ratio) + zero_with_gradient
 
 
 def _rollout_difference(
-    old: jax.Array, rollout_logprobs: jax.Array, in_loss: jax.Array
+    old_logprobs: jax.Array, rollout_logprobs: jax.Array, in_loss: jax.Array
 ) -> tuple[jax.Array, Metrics]:
     """Returns old - rollout [M], 0 for tokens without a record, and its metrics."""
-    recorded = in_loss & ~jnp.isnan(rollout_logprobs)
-    difference = jnp.where(recorded, old - rollout_logprobs, 0.0).astype(jnp.float32)
+    has_record = in_loss & ~jnp.isnan(rollout_logprobs)
+    difference = jnp.where(has_record, old_logprobs - rollout_logprobs, 0.0).astype(jnp.float32)
     distance = jnp.abs(difference)
     return difference, {
-        "logprob_diff_mean": (distance.sum(), recorded.sum().astype(jnp.float32)),
+        "logprob_diff_mean": (distance.sum(), has_record.sum().astype(jnp.float32)),
         "logprob_diff_max": distance.max(),
     }
 
@@ -434,10 +443,10 @@ def _rollout_difference(
 def add_metrics(total: Metrics, part: Metrics) -> Metrics:
     """Combines the metrics of two parts of an update: sums and counts add up, maxima compete."""
 
-    def combine(old: Any, new: Any) -> Any:
-        if isinstance(new, tuple):
-            return old[0] + new[0], old[1] + new[1]
-        return jnp.maximum(old, new)
+    def combine(left: Any, right: Any) -> Any:
+        if isinstance(right, tuple):
+            return left[0] + right[0], left[1] + right[1]
+        return jnp.maximum(left, right)
 
     return {name: combine(total[name], value) for name, value in part.items()}
 
@@ -577,8 +586,8 @@ def off_policy_mask(
     Returns:
         float32 [M], 0 for the tokens of a masked row and 1 for others; it has no gradient.
     """
-    recorded = in_loss & ~jnp.isnan(rollout_logprobs)
-    difference = jnp.where(recorded, rollout_logprobs - logprobs, 0.0).astype(jnp.float32)
+    has_record = in_loss & ~jnp.isnan(rollout_logprobs)
+    difference = jnp.where(has_record, rollout_logprobs - logprobs, 0.0).astype(jnp.float32)
     length = jnp.maximum(row_sums(in_loss.astype(jnp.float32), rows), 1.0)
     keep = (advantages >= 0) | (row_sums(difference, rows) / length <= delta)
     return jax.lax.stop_gradient(keep.astype(jnp.float32))
@@ -627,14 +636,14 @@ def _row_sums_bwd(rows, gradient):
 row_sums.defvjp(_row_sums_fwd, _row_sums_bwd)
 
 
-def _count(in_loss: jax.Array) -> jax.Array:
+def _count_tokens(in_loss: jax.Array) -> jax.Array:
     """Returns the float32 number of tokens in the loss."""
     return in_loss.sum().astype(jnp.float32)
 
 
 def _ratio_metrics(ratio: jax.Array, in_loss: jax.Array) -> Metrics:
     return {
-        "ratio_mean": (masked(ratio, in_loss).sum(), _count(in_loss)),
+        "ratio_mean": (masked(ratio, in_loss).sum(), _count_tokens(in_loss)),
         "ratio_max": masked(ratio, in_loss).max(),
     }
 
@@ -661,7 +670,7 @@ def _clipped_loss(
     lower, upper = 1.0 - config.clip_low, 1.0 + config.clip_high
     clipped_ratio = jnp.clip(ratio, lower, upper)
     low, high = in_loss & (ratio < lower), in_loss & (ratio > upper)
-    tokens = _count(in_loss)
+    tokens = _count_tokens(in_loss)
     if config.objective == "clipped_weight":
         loss = -jax.lax.stop_gradient(clipped_ratio) * advantages * logprobs
     else:

@@ -128,30 +128,30 @@ def layout(
             f"a prompt with its completion takes {longest} tokens, train.buffer_tokens is "
             f"{buffer_tokens}: raise it to at least {longest}, or 0 to choose it"
         )
-    waiting: list[tuple[int, list[int]]] = []
+    queue: list[tuple[int, list[int]]] = []
     for group in dict.fromkeys(groups.tolist()):
         rows = np.flatnonzero(groups == group)
         rows = rows[np.argsort(-lengths[rows], kind="stable")]
-        waiting.append((int(prompts[rows[0]]), rows.tolist()))
-    waiting.sort(key=lambda part: -(part[0] + int(lengths[part[1]].sum())))  # a stable sort
+        queue.append((int(prompts[rows[0]]), rows.tolist()))
+    queue.sort(key=lambda part: -(part[0] + int(lengths[part[1]].sum())))  # a stable sort
     buffers = []
-    while waiting:
-        buffer, rest, free = [], [], buffer_tokens
-        for prompt, rows in waiting:
-            taken, left, unused = [], [], free - prompt
+    while queue:
+        buffer, later, free = [], [], buffer_tokens
+        for prompt, rows in queue:
+            fitting, postponed, space = [], [], free - prompt
             for row in rows:
-                if lengths[row] <= unused and len(taken) < MAX_PARTS:
-                    taken.append(row)
-                    unused -= int(lengths[row])
+                if lengths[row] <= space and len(fitting) < MAX_PARTS:
+                    fitting.append(row)
+                    space -= int(lengths[row])
                 else:
-                    left.append(row)
-            if taken:
-                buffer.append(Part(prompt, taken))
-                free = unused
-            if left:
-                rest.append((prompt, left))
+                    postponed.append(row)
+            if fitting:
+                buffer.append(Part(prompt, fitting))
+                free = space
+            if postponed:
+                later.append((prompt, postponed))
         buffers.append(buffer)
-        waiting = rest
+        queue = later
     return buffers
 
 
@@ -173,20 +173,20 @@ def pack(batch: TrainBatch, rows: np.ndarray, *, buffer_tokens: int) -> list[Pac
         UserError: a row is longer than a buffer.
     """
     lengths = batch.lengths - batch.prompt_lengths
-    chosen = np.flatnonzero(rows & (lengths > 0))
+    indices = np.flatnonzero(rows & (lengths > 0))
     numbers: dict[bytes, int] = {}
     groups = [
         numbers.setdefault(batch.tokens[row, : batch.prompt_lengths[row]].tobytes(), len(numbers))
-        for row in chosen
+        for row in indices
     ]
     parts = layout(
-        batch.prompt_lengths[chosen] - 1,
-        lengths[chosen],
+        batch.prompt_lengths[indices] - 1,
+        lengths[indices],
         np.array(groups, np.int32),
         buffer_tokens=buffer_tokens,
     )
     return [
-        _buffer(batch, [Part(p, chosen[r].tolist()) for p, r in buffer], buffer_tokens)
+        _buffer(batch, [Part(p, indices[r].tolist()) for p, r in buffer], buffer_tokens)
         for buffer in parts
     ]
 
@@ -266,10 +266,10 @@ def packing_metrics(batch: TrainBatch, buffers: Sequence[PackedBuffer]) -> dict[
         of the step; packed_tokens, number of positions that hold a token; update_buffers, number
         of buffers.
     """
-    sampled = float((batch.lengths - batch.prompt_lengths).sum())
-    forwarded = sum(float(buffer.mask.sum()) for buffer in buffers)
+    sampled_tokens = float((batch.lengths - batch.prompt_lengths).sum())
+    forwarded_tokens = sum(float(buffer.mask.sum()) for buffer in buffers)
     return {
-        "forwarded_fraction": forwarded / sampled if sampled else 0.0,
+        "forwarded_fraction": forwarded_tokens / sampled_tokens if sampled_tokens else 0.0,
         "packed_tokens": sum(int((buffer.segments.ids != PADDING).sum()) for buffer in buffers),
         "update_buffers": len(buffers),
     }

@@ -1,6 +1,6 @@
 """The operations of an update: the functions of `train_step` by name.
 
-They are compiled ahead of the first step, beside the programs of a rollout (`operations`), or by
+They are compiled ahead of the first step, with the programs of a rollout (`operations`), or by
 jit when they are first called (`functions`).
 """
 
@@ -25,12 +25,12 @@ from qerl_jax.system.import_path import names_function
 
 
 def functions(
-    config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
+    update_config: UpdateConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> dict[str, Operation]:
     """Returns the functions of an update with their static arguments, which jit compiles.
 
     Args:
-        config: static options.
+        update_config: static options.
         optimizer: optimizer.
         mesh: mesh of the run, or None for one device.
 
@@ -39,9 +39,9 @@ def functions(
         policy) and buffer_kl, as in `train_step`.
     """
     if mesh is not None:
-        on_mesh = data_parallel.functions(config, optimizer, mesh)
+        on_mesh = data_parallel.functions(update_config, optimizer, mesh)
         return {name: Operation(function, {}) for name, function in on_mesh.items()}
-    update, policy = {"config": config}, {"config": config.model}
+    update, policy = {"update_config": update_config}, {"model_config": update_config.model}
     return {
         "zero_totals": Operation(train_step.zero_totals, update),
         "add_gradient": Operation(train_step.add_gradient, update),
@@ -59,7 +59,7 @@ def operations(
     noise: aqn.Noise | None,
     measures_kl: bool,
     buffer_tokens: int,
-    config: UpdateConfig,
+    update_config: UpdateConfig,
     optimizer: OptimizerConfig,
     mesh: Mesh | None = None,
 ) -> dict[str, Operation]:
@@ -75,7 +75,7 @@ def operations(
         noise: noise under which the update runs, or None.
         measures_kl: whether steps measure the KL of the policy with noise.
         buffer_tokens: positions of a buffer.
-        config: static options.
+        update_config: static options.
         optimizer: options of the optimizer.
         mesh: mesh of the run, on which all arrays lie, or None for one device.
     """
@@ -87,15 +87,15 @@ def operations(
         dense = abstract(table[DEQUANTIZE].eval_shape(), params["embed_tokens"].sharding)
         params = transformer.dequantize_params(params, lambda _: dense)
     buffer, bare = _buffers(buffer_tokens, mesh, has_reference=reference is not None)
-    jitted = functions(config, make_optimizer(optimizer), mesh)
+    jitted = functions(update_config, make_optimizer(optimizer), mesh)
     temperature = np.float32(1)
 
     def totals() -> Any:
         zeros = jitted["zero_totals"]
-        found = zeros.function.eval_shape(state.trainable, **zeros.static)
+        shapes = zeros.function.eval_shape(state.trainable, **zeros.static)
         if mesh is not None:
-            return data_parallel.abstract_totals(found, mesh)
-        return abstract(found, state.skipped_in_a_row.sharding)
+            return data_parallel.abstract_totals(shapes, mesh)
+        return abstract(shapes, state.skipped_in_a_row.sharding)
 
     arguments: dict[str, Callable[[], tuple]] = {
         "zero_totals": lambda: (state.trainable,),
@@ -112,9 +112,9 @@ def operations(
             *(params, params, state.trainable.lora),
             *(bare, temperature),
         )
-    identity: tuple = config, buffer_tokens, tree_signature((state, noise, reference))
-    if names_function(config.loss.objective):
-        identity = *identity, custom_loss_digest(config.loss.objective)
+    identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, reference))
+    if names_function(update_config.loss.objective):
+        identity = *identity, custom_loss_digest(update_config.loss.objective)
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())
     keys = {name: (name, *identity) for name in arguments}

@@ -115,7 +115,7 @@ class OptimizerConfig:
 
 
 @functools.cache
-def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+def make_optimizer(optimizer_config: OptimizerConfig) -> optax.GradientTransformation:
     """Returns AdamW, preceded by a clip of the global gradient norm.
 
     For equal options it is the same object, so that runs of a process share traced updates.
@@ -123,31 +123,36 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     Raises:
         UserError: the schedule is unknown.
     """
-    rate, warmup = config.learning_rate, config.warmup_updates
-    steps = max(1, config.total_updates - warmup)
+    rate, warmup = optimizer_config.learning_rate, optimizer_config.warmup_updates
+    steps = max(1, optimizer_config.total_updates - warmup)
     decays = {
         "constant": lambda: optax.constant_schedule(rate),
-        "cosine": lambda: optax.cosine_decay_schedule(rate, steps, alpha=config.final_fraction),
-        "linear": lambda: optax.linear_schedule(rate, config.final_fraction * rate, steps),
+        "cosine": lambda: optax.cosine_decay_schedule(
+            rate, steps, alpha=optimizer_config.final_fraction
+        ),
+        "linear": lambda: optax.linear_schedule(
+            rate, optimizer_config.final_fraction * rate, steps
+        ),
     }
-    if config.schedule not in decays:
+    if optimizer_config.schedule not in decays:
         raise UserError(
-            f"unknown optimizer.schedule {config.schedule!r}: choose from {', '.join(decays)}"
+            f"unknown optimizer.schedule {optimizer_config.schedule!r}: choose from "
+            f"{', '.join(decays)}"
         )
-    decay = decays[config.schedule]()
+    decay = decays[optimizer_config.schedule]()
 
     def rate_of_update(count):
         warm = (count + 1) / (warmup + 1)
         return jnp.where(count < warmup, rate * warm, decay(count - warmup))
 
     return optax.chain(
-        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.clip_by_global_norm(optimizer_config.max_grad_norm),
         optax.adamw(
             rate_of_update,
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
+            b1=optimizer_config.b1,
+            b2=optimizer_config.b2,
+            eps=optimizer_config.eps,
+            weight_decay=optimizer_config.weight_decay,
             mask=_is_matrix,
         ),
     )
@@ -166,20 +171,24 @@ def init_state(trainable: Trainable, optimizer: optax.GradientTransformation) ->
     )
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def zero_totals(trainable: Trainable, *, config: UpdateConfig) -> Totals:
+@functools.partial(jax.jit, static_argnames="update_config")
+def zero_totals(trainable: Trainable, *, update_config: UpdateConfig) -> Totals:
     """Returns the totals before the first buffer."""
     buffer = empty_buffer(_ANY_SIZE)
-    if config.loss.kl_coef:
+    if update_config.loss.kl_coef:
         buffer = dataclasses.replace(buffer, ref_logprobs=buffer.old_logprobs)
     _, metrics = jax.eval_shape(
-        functools.partial(_loss, config=config.loss), buffer.mask, buffer.mask, buffer, True
+        functools.partial(_loss, loss_config=update_config.loss),
+        buffer.mask,
+        buffer.mask,
+        buffer,
+        True,
     )
     zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
     return Totals(loss=jnp.float32(0), gradient=zeros(trainable), metrics=zeros(metrics))
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="totals")
+@functools.partial(jax.jit, static_argnames="update_config", donate_argnames="totals")
 def add_gradient(
     totals: Totals,
     trainable: Trainable,
@@ -189,7 +198,7 @@ def add_gradient(
     first: jax.Array,
     temperature: jax.Array,
     *,
-    config: UpdateConfig,
+    update_config: UpdateConfig,
 ) -> tuple[Totals, jax.Array]:
     """Adds the loss, the gradient and the metrics of one buffer.
 
@@ -206,7 +215,7 @@ def add_gradient(
             the old policy: the log-probabilities of this forward pass are the old ones, and the
             ratio is 1.
         temperature: float32 scalar, sampling temperature of the rollout.
-        config: static options.
+        update_config: static options.
 
     Returns:
         The totals with this buffer, and float32 [N] log-probabilities of the old policy.
@@ -217,12 +226,12 @@ def add_gradient(
             current_policy(params, trainable, noise),
             trainable.lora,
             buffer,
-            config=config.model,
+            model_config=update_config.model,
             temperature=temperature,
-            recompute=config.recompute,
-            entropy_gradient=config.loss.entropy_coef != 0,
+            recompute=update_config.recompute,
+            entropy_gradient=update_config.loss.entropy_coef != 0,
         )
-        value, metrics = _loss(logprobs, entropies, buffer, first, config=config.loss)
+        value, metrics = _loss(logprobs, entropies, buffer, first, loss_config=update_config.loss)
         return value, (metrics, logprobs)
 
     (value, (metrics, logprobs)), gradient = jax.value_and_grad(buffer_loss, has_aux=True)(
@@ -236,20 +245,22 @@ def add_gradient(
     return totals, jnp.where(first, logprobs, buffer.old_logprobs)
 
 
-def _loss(logprobs, entropies, buffer, first, *, config):
+def _loss(logprobs, entropies, buffer, first, *, loss_config):
     """Returns the loss of a buffer and its metrics."""
-    old = jnp.where(first, jax.lax.stop_gradient(logprobs), buffer.old_logprobs)
+    old_logprobs = jnp.where(first, jax.lax.stop_gradient(logprobs), buffer.old_logprobs)
     tokens = LossTokens(
         advantages=buffer.advantages,
         mask=buffer.mask,
         weights=buffer.weights,
         rows=buffer.rows,
-        old_logprobs=old,
+        old_logprobs=old_logprobs,
         ref_logprobs=buffer.ref_logprobs,
         rollout_logprobs=buffer.rollout_logprobs,
     )
-    entropies_with_gradient = entropies if config.entropy_coef else None
-    value, metrics = policy_loss(logprobs, tokens, config=config, entropies=entropies_with_gradient)
+    entropies_with_gradient = entropies if loss_config.entropy_coef else None
+    value, metrics = policy_loss(
+        logprobs, tokens, config=loss_config, entropies=entropies_with_gradient
+    )
     entropy = jnp.where(buffer.mask > 0, jax.lax.stop_gradient(entropies), 0.0).sum()
     return value, metrics | {"train_entropy": (entropy, buffer.mask.sum())}
 
@@ -277,7 +288,7 @@ def apply_gradient(
     updates, opt_state = optimizer.update(totals.gradient, state.opt_state, before)
     trainable = optax.apply_updates(before, updates)
     trainable, opt_state = jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old),
+        lambda updated, previous: jnp.where(finite, updated, previous),
         (trainable, opt_state),
         (before, state.opt_state),
     )
@@ -294,20 +305,22 @@ def apply_gradient(
     }
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="model_config")
 def buffer_logprobs(
     params: dict,
     lora: Lora | None,
     buffer: PackedBuffer,
     temperature: jax.Array,
     *,
-    config: ModelConfig,
+    model_config: ModelConfig,
 ) -> jax.Array:
     """Returns float32 [N] log-probabilities of the predicted tokens, without a gradient."""
-    return packed_logprobs(params, lora, buffer, config=config, temperature=temperature)[0]
+    return packed_logprobs(
+        params, lora, buffer, model_config=model_config, temperature=temperature
+    )[0]
 
 
-@functools.partial(jax.jit, static_argnames="config")
+@functools.partial(jax.jit, static_argnames="model_config")
 def buffer_kl(
     params: dict,
     other_params: dict,
@@ -315,7 +328,9 @@ def buffer_kl(
     buffer: PackedBuffer,
     temperature: jax.Array,
     *,
-    config: ModelConfig,
+    model_config: ModelConfig,
 ) -> jax.Array:
     """Returns the sum over a buffer of the exact KL, as `packed_kl` does."""
-    return packed_kl(params, other_params, lora, buffer, config=config, temperature=temperature)
+    return packed_kl(
+        params, other_params, lora, buffer, model_config=model_config, temperature=temperature
+    )

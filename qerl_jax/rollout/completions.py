@@ -89,42 +89,42 @@ class Completions:
         rollout, limit = self.rollout, self._sampling.max_new_tokens
         live = np.flatnonzero((rows >= 0) & ~self.ended[rows])
         rows, tokens = rows[live], np.asarray(samples.tokens)[live]
-        before = rollout.lengths[rows]
+        starts = rollout.lengths[rows]
         ends = np.isin(tokens, self._tokenizer.eos_ids)
-        ends &= np.arange(tokens.shape[1]) < (limit - before)[:, None]
+        ends &= np.arange(tokens.shape[1]) < (limit - starts)[:, None]
         finished = ends.any(axis=1)
         counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
-        counts = np.minimum(counts, limit - before)
+        counts = np.minimum(counts, limit - starts)
         for i, row in enumerate(rows) if self._sampling.stop else ():
-            count = self._tokens_to_stop(rollout.tokens[row, : before[i]], tokens[i, : counts[i]])
+            count = self._tokens_to_stop(rollout.tokens[row, : starts[i]], tokens[i, : counts[i]])
             if count is not None:
                 counts[i], finished[i] = count, True
         row, step = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
-        place = rows[row], before[row] + step
-        rollout.tokens[place] = tokens[row, step]
-        rollout.logprobs[place] = samples.logprobs[live[row], step]
-        rollout.entropies[place] = samples.entropies[live[row], step]
-        rollout.lengths[rows] = before + counts
+        index = rows[row], starts[row] + step
+        rollout.tokens[index] = tokens[row, step]
+        rollout.logprobs[index] = samples.logprobs[live[row], step]
+        rollout.entropies[index] = samples.entropies[live[row], step]
+        rollout.lengths[rows] = starts + counts
         rollout.finished[rows] = finished
         self.ended[rows] = finished | (rollout.lengths[rows] == limit)
 
-    def _tokens_to_stop(self, old: np.ndarray, new: np.ndarray) -> int | None:
-        """Returns how many of the new tokens complete a stop string; None if they complete none.
+    def _tokens_to_stop(self, context: np.ndarray, tokens: np.ndarray) -> int | None:
+        """Returns how many of the tokens complete a stop string; None if they complete none.
 
-        A stop string begins in the new tokens, or at most its own number of bytes before them. A
-        token with text has at least one byte, but special tokens have no text. So the window of old
-        tokens grows until its text is at least as long as the longest stop string.
+        A stop string begins in the tokens, or at most its own number of bytes before them. A token
+        with text has at least one byte, but special tokens have no text. So the window of the
+        context grows until its text is at least as long as the longest stop string.
         """
-        stop, text = self._sampling.stop, self._tokenizer.decode
+        stop, decode = self._sampling.stop, self._tokenizer.decode
         window = longest = max(len(s.encode()) for s in stop)
-        while window < len(old) and len(text(old[-window:].tolist())) < longest:
+        while window < len(context) and len(decode(context[-window:].tolist())) < longest:
             window *= 2
-        before = old[-window:].tolist()
+        tail = context[-window:].tolist()
 
         def complete(count: int) -> bool:
-            found = text(before + new[:count].tolist())
-            return any(s in found for s in stop)
+            text = decode(tail + tokens[:count].tolist())
+            return any(s in text for s in stop)
 
-        if not complete(len(new)):
+        if not complete(len(tokens)):
             return None
-        return next(count for count in range(1, len(new) + 1) if complete(count))
+        return next(count for count in range(1, len(tokens) + 1) if complete(count))

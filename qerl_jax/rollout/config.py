@@ -86,7 +86,7 @@ class EngineConfig:
         max_rows: number of rows that decode together, while the others wait; 0 is as many as the
             memory holds.
         kv_cache_bytes: memory for keys and values, which also bounds the rows. 0 sets no bound
-            beside max_rows, and where max_rows is 0 takes what the device has left.
+            besides max_rows, and where max_rows is 0 takes the free memory of the device.
         kv_cache_dtype: dtype of the stored keys and values, see `shapes.cache_dtype`.
         dequantize: 'once' dequantizes the packed weights once per rollout, which needs memory for a
             dense copy; 'step' does so in each decode step. Weights that a kernel reads packed are

@@ -30,7 +30,7 @@ UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """The static arguments of the programs, beside shapes.
+    """The static arguments of the programs, apart from shapes.
 
     Attributes:
         model: the architecture of one device, see `tensor_parallel.shard_of`.
@@ -131,7 +131,7 @@ def empty_state(
     slots: int,
     cache_positions: int,
     *,
-    config: ModelConfig,
+    model_config: ModelConfig,
     dtype: jnp.dtype,
     sharding: jax.sharding.Sharding | None = None,
 ) -> DecodeState:
@@ -140,14 +140,19 @@ def empty_state(
     Args:
         slots: B, which is also the number of cache rows.
         cache_positions: S, cache positions of each row.
-        config: the architecture of one device.
+        model_config: the architecture of one device.
         dtype: dtype of the cache.
         sharding: placement of the arrays but for the cache, which is cut by heads where the weights
             are cut. They are committed to it, as the results of the programs are: committed and
             uncommitted arrays would compile to two programs.
     """
-    shape = (slots, config.shards * config.num_kv_heads, cache_positions, config.head_dim)
-    layers, cache = range(config.num_layers), head_sharding(sharding)
+    shape = (
+        slots,
+        model_config.shards * model_config.num_kv_heads,
+        cache_positions,
+        model_config.head_dim,
+    )
+    layers, cache = range(model_config.num_layers), head_sharding(sharding)
     return DecodeState(
         keys=[jnp.zeros(shape, dtype, device=cache) for _ in layers],
         values=[jnp.zeros(shape, dtype, device=cache) for _ in layers],
@@ -159,14 +164,16 @@ def empty_state(
     )
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype", "width"), compiler_options=UNTUNED)
+@functools.partial(
+    jax.jit, static_argnames=("model_config", "dtype", "width"), compiler_options=UNTUNED
+)
 def prefill(
     params: dict,
     lora: Lora | None,
     tokens: jax.Array,
     lengths: jax.Array,
     *,
-    config: ModelConfig,
+    model_config: ModelConfig,
     dtype: jnp.dtype,
     width: int,
 ) -> Prefilled:
@@ -177,20 +184,20 @@ def prefill(
         lora: its adapter, or None.
         tokens: int32 [P, W] prompts, padded on the right.
         lengths: int32 [P], number of tokens of each prompt.
-        config: the architecture.
+        model_config: the architecture.
         dtype: dtype of the cache.
         width: T >= W, number of positions that keys and values are padded to, so that
             `insert_rows` does not depend on W.
     """
     logits, cache = transformer.prefill(
-        params, lora, tokens, lengths, config=config, cache_positions=width
+        params, lora, tokens, lengths, config=model_config, cache_positions=width
     )
-    stored = KVCache(
+    stored_cache = KVCache(
         keys=[to_cache(k, dtype) for k in cache.keys],
         values=[to_cache(v, dtype) for v in cache.values],
         lengths=lengths,
     )
-    return Prefilled(logits=logits, cache=stored)
+    return Prefilled(logits=logits, cache=stored_cache)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="state")
@@ -223,8 +230,8 @@ def insert_rows(
     logits, positions = prefilled.logits[sources], jnp.zeros_like(rows)
     samples = _sample(key, logits, rows, positions, temperature, config)
 
-    def put(old, new):
-        return old.at[slots].set(new, mode="drop")
+    def put(array, values):
+        return array.at[slots].set(values, mode="drop")
 
     cache = prefilled.cache
     put_layer = functools.partial(_put_rows, slots=slots, sources=sources)
@@ -245,10 +252,10 @@ def _put_rows(cache, prompts, slots, sources):
     return cache.at[slots, :, : prompts.shape[2]].set(prompts[sources], mode="drop")
 
 
-@functools.partial(jax.jit, static_argnames=("config", "dtype"))
-def fuse_adapter(lora: Lora | None, *, config: ModelConfig, dtype: jnp.dtype) -> list[dict]:
+@functools.partial(jax.jit, static_argnames=("model_config", "dtype"))
+def fuse_adapter(lora: Lora | None, *, model_config: ModelConfig, dtype: jnp.dtype) -> list[dict]:
     """Returns the adapter as decode steps read it, see `lora.fuse`; once for a whole rollout."""
-    return lora_lib.fuse(lora, config, dtype)
+    return lora_lib.fuse(lora, model_config, dtype)
 
 
 @functools.partial(

@@ -63,7 +63,7 @@ def operations(
     num_prompts, widest = shapes.prefill_batch, shapes.prompt_widths[-1]
     compute, sharding = params["embed_tokens"].dtype, key.sharding
     mesh = mesh_of(params)
-    placed = functools.partial(_placed, mesh, sharding)
+    on_devices = functools.partial(_abstract_on_devices, mesh, sharding)
     functions = decode if mesh is None else tensor_parallel.functions(mesh)
     dense_weights = None if config.dequantize == "step" else dequantization(params)
     cache = shapes.batch_sizes[0], shapes.cache_positions, dtype
@@ -76,8 +76,8 @@ def operations(
         for size in sizes:
             key = (name, *size, *others, *static.values())
             key = key if of_any_policy else (*key, structure)
-            made = functools.partial(arguments, *size)
-            operation = Operation(function, static, made, key, of_any_policy)
+            arguments_of_size = functools.partial(arguments, *size)
+            operation = Operation(function, static, arguments_of_size, key, of_any_policy)
             table[(name, *size) if size else name] = operation
 
     @functools.cache
@@ -87,10 +87,10 @@ def operations(
     def dense() -> dict:
         if dense_weights is None:
             return params
-        return placed(transformer.dequantize_params(params, lambda _: result(DEQUANTIZE)))
+        return on_devices(transformer.dequantize_params(params, lambda _: result(DEQUANTIZE)))
 
     def state(rows: int) -> decode.DecodeState:
-        return placed(_state_shapes(rows, shapes, model))
+        return on_devices(_state_shapes(rows, shapes, model))
 
     if dense_weights is not None:
         table[DEQUANTIZE] = Operation.of_shapes(DEQUANTIZE, *dense_weights)
@@ -98,7 +98,7 @@ def operations(
         "prefill",
         [(width,) for width in shapes.prompt_widths],
         functions.prefill,
-        {"config": model, "dtype": dtype, "width": widest},
+        {"model_config": model, "dtype": dtype, "width": widest},
         lambda width: (dense(), lora, _int32(num_prompts, width), _int32(num_prompts)),
         *(num_prompts, config.dequantize),
     )
@@ -108,7 +108,7 @@ def operations(
         functions.insert_rows,
         {"config": config},
         lambda count: (
-            *(key, state(shapes.batch_sizes[0]), placed(result(("prefill", widest)))),
+            *(key, state(shapes.batch_sizes[0]), on_devices(result(("prefill", widest)))),
             *(_int32(count), _int32(count), _int32(count), np.float32(1)),
         ),
         *(*cache, num_prompts, widest, str(key.dtype)),
@@ -120,7 +120,7 @@ def operations(
         "fuse_adapter",
         [()],
         functions.fuse_adapter,
-        {"config": model, "dtype": compute},
+        {"model_config": model, "dtype": compute},
         lambda: (lora,),
     )
     add(
@@ -129,7 +129,7 @@ def operations(
         functions.decode_chunk,
         {"config": config, "steps": steps},
         lambda rows: (
-            *(key, dense(), placed(result("fuse_adapter")), state(rows)),
+            *(key, dense(), on_devices(result("fuse_adapter")), state(rows)),
             decode.CacheRows(_int32(rows), np.zeros(rows, bool)),
             np.float32(1),
         ),
@@ -147,7 +147,7 @@ def operations(
     return table
 
 
-def _placed(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:
+def _abstract_on_devices(mesh: Mesh | None, sharding: jax.sharding.Sharding, tree: Any) -> Any:
     """Returns the shapes of a tree on a mesh, or with one sharding for all arrays."""
     return abstract(tree, sharding) if mesh is None else abstract_on(tree, mesh)
 
@@ -160,7 +160,7 @@ def _state_shapes(rows: int, shapes: RolloutShapes, model: ModelConfig) -> decod
                 decode.empty_state,
                 size,
                 shapes.cache_positions,
-                config=model,
+                model_config=model,
                 dtype=shapes.dtype,
             )
         )

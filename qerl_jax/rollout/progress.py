@@ -42,7 +42,7 @@ class RolloutProgress:
     rollout: Rollout
 
 
-def combined(parts: Collection[RolloutProgress], rollout: Rollout) -> RolloutProgress:
+def combine(parts: Collection[RolloutProgress], rollout: Rollout) -> RolloutProgress:
     """Returns the progress of several rollouts as one.
 
     Args:
@@ -55,9 +55,9 @@ def combined(parts: Collection[RolloutProgress], rollout: Rollout) -> RolloutPro
         ended_rows=sum(part.ended_rows for part in parts),
         tokens=sum(part.tokens for part in parts),
         statistics=Statistics(
-            prefilled_prompts=sum(one.prefilled_prompts for one in work),
-            decoded=sum(one.decoded for one in work),
-            live=sum(one.live for one in work),
+            prefilled_prompts=sum(part.prefilled_prompts for part in work),
+            decoded=sum(part.decoded for part in work),
+            live=sum(part.live for part in work),
         ),
         rollout=rollout,
     )

@@ -75,7 +75,7 @@ def in_threads(
     def run(number: int) -> None:
         with contextlib.closing(parts[number]()) as steps:
             for step in steps:
-                events.put((number, _copied(step)))
+                events.put((number, _copy_arrays(step)))
                 if stop.is_set():
                     break
 
@@ -83,17 +83,17 @@ def in_threads(
         for number in range(len(parts)):
             pool.submit(run, number).add_done_callback(events.put)
         try:
-            running = len(parts)
-            while running:
+            num_running = len(parts)
+            while num_running:
                 event = events.get()
                 if isinstance(event, concurrent.futures.Future):
                     event.result()
-                    running -= 1
+                    num_running -= 1
                 else:
                     yield event
         finally:
             stop.set()
 
 
-def _copied(step: RolloutProgress) -> RolloutProgress:
+def _copy_arrays(step: RolloutProgress) -> RolloutProgress:
     return dataclasses.replace(step, rollout=jax.tree.map(np.copy, step.rollout))

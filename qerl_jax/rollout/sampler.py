@@ -27,7 +27,7 @@ from qerl_jax.rollout.completions import Completions, Rollout
 from qerl_jax.rollout.config import DEFAULT_ENGINE, EngineConfig, SamplingConfig, Tokenizer
 from qerl_jax.rollout.decode import DecodeConfig, decode_config
 from qerl_jax.rollout.programs import RolloutPrograms
-from qerl_jax.rollout.progress import RolloutProgress, combined
+from qerl_jax.rollout.progress import RolloutProgress, combine
 from qerl_jax.rollout.replicas import deal, in_threads, largest_share, rows_of
 from qerl_jax.rollout.scheduler import Scheduler
 from qerl_jax.rollout.shapes import RolloutShapes, plan_shapes
@@ -90,7 +90,7 @@ class Sampler:
 
         All devices of this process that hold the policy sample; the progress is that of all of
         them. The last progress has the whole rollout, which is also what the generator returns. A
-        caller that stops early closes the generator, or drops it: until then the devices go on.
+        caller that stops early closes the generator, or drops it: until then the devices sample.
 
         Args:
             key: PRNG key; a sample depends on it, on the row and on the position only.
@@ -107,7 +107,7 @@ class Sampler:
         groups = sharding.groups_of(policy.params)
         shares = deal([len(prompt) for prompt in prompts], len(groups))
         identities = np.arange(len(prompts)) if ids is None else np.asarray(ids)
-        samplers = self._of_groups(len(groups), largest_share(len(prompts), len(groups)))
+        samplers = self._group_samplers(len(groups), largest_share(len(prompts), len(groups)))
 
         def steps_on(number: int) -> Generator[RolloutProgress, None, Rollout]:
             own_key, own_policy = sharding.take_group((key, policy), groups[number])
@@ -121,16 +121,16 @@ class Sampler:
         rows = [rows_of(share, self.group_size) for share in shares]
         size = len(prompts) * self.group_size
         rollout = Completions(size, self.sampling, self.tokenizer).rollout
-        used = [number for number, share in enumerate(shares) if len(share)] or [0]
+        busy = [number for number, share in enumerate(shares) if len(share)] or [0]
         latest: dict[int, RolloutProgress] = {}
-        steps = in_threads([lambda number=number: steps_on(number) for number in used])
+        steps = in_threads([lambda number=number: steps_on(number) for number in busy])
         with contextlib.closing(steps):
             for part, step in steps:
                 latest[part] = step
-                whole, new = jax.tree.leaves(rollout), jax.tree.leaves(step.rollout)
-                for array, values in zip(whole, new, strict=True):
-                    array[rows[used[part]]] = values
-                yield combined(latest.values(), rollout)
+                targets, sources = jax.tree.leaves(rollout), jax.tree.leaves(step.rollout)
+                for array, values in zip(targets, sources, strict=True):
+                    array[rows[busy[part]]] = values
+                yield combine(latest.values(), rollout)
         return rollout
 
     def operations(self, key: jax.Array, policy: Policy, *, num_prompts: int) -> list[Operation]:
@@ -173,11 +173,13 @@ class Sampler:
         groups = sharding.groups_of(policy.params)
         key, policy = sharding.take_group((key, policy), groups[0])
         key, policy = commit((sharding.replicate_like(key, policy.params), policy))
-        needed = self.operations(key, policy, num_prompts=largest_share(num_prompts, len(groups)))
-        executables = compile_operations((key, *policy), needed, on_progress, others=groups[1:])
+        operations = self.operations(
+            key, policy, num_prompts=largest_share(num_prompts, len(groups))
+        )
+        executables = compile_operations((key, *policy), operations, on_progress, others=groups[1:])
         return dataclasses.replace(self, executables=executables)
 
-    def _of_groups(self, count: int, num_prompts: int) -> list["Sampler"]:
+    def _group_samplers(self, num_groups: int, num_prompts: int) -> list["Sampler"]:
         """Returns the samplers of groups of devices, each of which takes at most `num_prompts`.
 
         All of them have the shapes of the largest share, so that they have the same programs.
@@ -185,10 +187,12 @@ class Sampler:
         engine = dataclasses.replace(
             self.engine, num_prompts=max(self.engine.num_prompts, num_prompts)
         )
-        executables: list[Executables | None] = [None] * count
+        executables: list[Executables | None] = [None] * num_groups
         if self.executables is not None:
             executables = [self.executables, *self.executables.replicas]
-        return [dataclasses.replace(self, engine=engine, executables=own) for own in executables]
+        return [
+            dataclasses.replace(self, engine=engine, executables=replica) for replica in executables
+        ]
 
     def _plan(
         self, policy: Policy, num_prompts: int, longest: int

@@ -56,8 +56,8 @@ def sample(
             blocks = _in_blocks(_truncate(logprobs, top_k=top_k, top_p=top_p))
             log_masses, *_ = _summary(blocks)
         tokens = _sample_blocks(keys, blocks, log_masses)
-    chosen = (jnp.take_along_axis(scaled, tokens[:, None], axis=-1) - top) - log_total
-    return tokens.astype(jnp.int32), chosen[:, 0], entropies
+    token_logprobs = (jnp.take_along_axis(scaled, tokens[:, None], axis=-1) - top) - log_total
+    return tokens.astype(jnp.int32), token_logprobs[:, 0], entropies
 
 
 def _in_blocks(logits: jax.Array) -> jax.Array:
@@ -104,8 +104,8 @@ def _sample_blocks(keys: jax.Array, blocks: jax.Array, log_masses: jax.Array) ->
     count = log_masses.shape[-1]
     noise = jax.vmap(lambda key: jax.random.gumbel(key, (count + _BLOCK,)))(keys)
     block = jnp.argmax(log_masses + noise[:, :count], axis=-1)
-    chosen = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    return block * _BLOCK + jnp.argmax(chosen + noise[:, count:], axis=-1)
+    logits = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return block * _BLOCK + jnp.argmax(logits + noise[:, count:], axis=-1)
 
 
 def _truncate(logprobs: jax.Array, *, top_k: int, top_p: float) -> jax.Array:
@@ -140,8 +140,8 @@ def _largest_threshold(probs: jax.Array, weights: jax.Array, target: float) -> j
     def halve(_, bounds):
         low, high = bounds
         middle = low + (high - low) // 2
-        kept = probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)
-        enough = jnp.sum(jnp.where(kept, weights, 0.0), axis=-1, keepdims=True) >= target
+        is_kept = probs >= jax.lax.bitcast_convert_type(middle, jnp.float32)
+        enough = jnp.sum(jnp.where(is_kept, weights, 0.0), axis=-1, keepdims=True) >= target
         return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
 
     low = jnp.zeros((probs.shape[0], 1), jnp.int32)

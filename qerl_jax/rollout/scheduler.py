@@ -56,7 +56,7 @@ class Scheduler:
         self._state = decode.empty_state(
             shapes.batch_sizes[0],
             shapes.cache_positions,
-            config=config.model,
+            model_config=config.model,
             dtype=shapes.dtype,
             sharding=self._key.sharding,
         )
@@ -102,9 +102,9 @@ class Scheduler:
         prompts = self._prompts[first : first + shapes.prefill_batch]
         longest = max(map(len, prompts))
         # The last batch is filled up, so that all batches have compiled shapes.
-        filled = [*prompts, *[prompts[0]] * (shapes.prefill_batch - len(prompts))]
+        batch = [*prompts, *[prompts[0]] * (shapes.prefill_batch - len(prompts))]
         width = next(width for width in shapes.prompt_widths if width >= longest)
-        tokens, lengths = pad_prompts(filled, width=width, pad_id=self.completions.pad_id)
+        tokens, lengths = pad_prompts(batch, width=width, pad_id=self.completions.pad_id)
         self._prefilled_prompts += shapes.prefill_batch
         self._prefilled = self._programs["prefill", width](
             self._params, self._lora, tokens, lengths
@@ -152,11 +152,11 @@ class Scheduler:
         for size in self._shapes.batch_sizes:
             if count <= size < len(self._rows):
                 active = self.active
-                kept = np.argsort(~active, stable=True)[:size].astype(np.int32)
+                indices = np.argsort(~active, stable=True)[:size].astype(np.int32)
                 gather = self._programs["compact", len(self._rows), size]
-                self._rows = np.where(active, self._rows, _NO_ROW)[kept]
-                self._slots = self._slots[kept]
-                take = functools.partial(_gather_and_free, gather, kept)
+                self._rows = np.where(active, self._rows, _NO_ROW)[indices]
+                self._slots = self._slots[indices]
+                take = functools.partial(_gather_and_free, gather, indices)
                 self._state = dataclasses.replace(
                     self._state,
                     keys=[take(keys) for keys in self._state.keys],
@@ -212,8 +212,8 @@ def pad_prompts(
     return tokens, lengths
 
 
-def _gather_and_free(gather: Callable, kept: np.ndarray, x: jax.Array) -> jax.Array:
+def _gather_and_free(gather: Callable, indices: np.ndarray, x: jax.Array) -> jax.Array:
     """Gathers rows of one array and frees the array, so that one at a time exists twice."""
-    gathered = gather(x, kept)
+    rows = gather(x, indices)
     x.delete()
-    return gathered
+    return rows

@@ -92,7 +92,7 @@ def plan_shapes(
     compute = params["embed_tokens"].dtype
     rows = num_prompts * group_size
     measures = not engine.max_rows and not engine.kv_cache_bytes
-    most, prefill = fit_rows(
+    max_rows, prefill = fit_rows(
         model_config,
         engine,
         num_prompts=num_prompts,
@@ -102,7 +102,7 @@ def plan_shapes(
         compute=compute,
         free=bytes_left(params, engine=engine) if measures else None,
     )
-    if not most:
+    if not max_rows:
         raise UserError(
             f"beside the policy the device has no memory for one row of {positions} positions: "
             "lower max_new_tokens, store the cache in 'float8', or take a smaller model"
@@ -113,14 +113,14 @@ def plan_shapes(
     # Each prefill has the same number of prompts.
     prefill = -(-num_prompts // -(-num_prompts // prefill))
     # The host sees which rows ended in the first chunk while the second one runs.
-    smaller = _smaller_batches(most, engine.compact) if chunks > 2 else ()
+    smaller = _smaller_batches(max_rows, engine.compact) if chunks > 2 else ()
     return RolloutShapes(
         cache_positions=positions,
-        batch_sizes=(most, *smaller),
+        batch_sizes=(max_rows, *smaller),
         chunk_steps=steps,
         prefill_batch=prefill,
-        prompt_widths=narrower(width),
-        insert_sizes=_insert_sizes(min(most, prefill * group_size), refills=most < rows),
+        prompt_widths=width_buckets(width),
+        insert_sizes=_insert_sizes(min(max_rows, prefill * group_size), refills=max_rows < rows),
         dtype=cache_dtype(engine.kv_cache_dtype, compute),
     )
 
@@ -157,11 +157,10 @@ def fit_rows(
         width: number of tokens that prompts are padded to.
         positions: cache positions of a row.
         compute: dtype of the computation.
-        free: bytes of the device beside everything that a rollout leaves alone; None does not
-            compare with the device.
+        free: bytes of the device that a rollout may take; None does not compare with the device.
 
     Returns:
-        The two numbers; no rows where not one fits beside a prompt.
+        The two numbers; the first is 0 where a prefill of one prompt leaves no memory for a row.
 
     Raises:
         UserError: one row does not fit into kv_cache_bytes.
@@ -170,7 +169,7 @@ def fit_rows(
     per_position = position_bytes(model_config, dtype)
     prefill = min(num_prompts, engine.prefill_prompts or num_prompts)
     prefill = min(prefill, max(1, _PREFILL_TOKENS // width))
-    most = min(rows, engine.max_rows or rows)
+    max_rows = min(rows, engine.max_rows or rows)
     if budget := engine.kv_cache_bytes:
         prefill = min(prefill, max(1, budget // (_PREFILL_DIVISOR * width * per_position)))
         if (positions + prefill * width) * per_position > budget:
@@ -181,16 +180,16 @@ def fit_rows(
                 f"kv_cache_bytes={budget}: one row of {positions} positions and its prompt take "
                 f"{(positions + width) * per_position} bytes; raise it or lower max_new_tokens"
             )
-        most = min(most, _rounded_down(fitting))
+        max_rows = min(max_rows, _round_down(fitting))
     if free is None:
-        return most, prefill
+        return max_rows, prefill
     row = row_bytes(model_config, positions=positions, dtype=dtype)
     for size in (prefill, 1):
-        beside = prefill_bytes(
+        prompt_bytes = prefill_bytes(
             model_config, num_prompts=size, width=width, dtype=dtype, compute=compute
         )
-        if (fitting := (free - beside) // row) > 0:
-            return min(most, _rounded_down(fitting)), size
+        if (fitting := (free - prompt_bytes) // row) > 0:
+            return min(max_rows, _round_down(fitting)), size
     return 0, 1
 
 
@@ -276,16 +275,16 @@ def bytes_left(params: dict, *, engine: EngineConfig) -> int | None:
     return max(0, free - (dense_bytes(params) if engine.dequantize != "step" else 0))
 
 
-def dequantize_mode(params: dict, chosen: str = "auto") -> str:
+def dequantize_mode(params: dict, mode: str = "auto") -> str:
     """Returns how a rollout outside a run dequantizes, as `EngineConfig.dequantize`.
 
     Args:
         params: the policy.
-        chosen: 'once' or 'step', which is returned; or 'auto': 'once' where a dense copy of the
+        mode: 'once' or 'step', which is returned; or 'auto': 'once' where a dense copy of the
             layers takes at most a third of the memory of the device, else 'step'.
     """
-    if chosen != "auto":
-        return chosen
+    if mode != "auto":
+        return mode
     memory = jax.local_devices()[0].memory_stats() or {}
     fits = 3 * dense_bytes(params) <= memory.get("bytes_limit", math.inf)
     return "once" if fits else "step"
@@ -299,7 +298,7 @@ def dense_bytes(params: dict) -> int:
     return numbers // shards * device.product_dtype(params["embed_tokens"].dtype).itemsize
 
 
-def _rounded_down(rows: int) -> int:
+def _round_down(rows: int) -> int:
     """Returns the largest of 1, 2, 3, 4, 6, 8, ..., 48, 64, 80, 96, 112, 128, 160, ... <= rows."""
     power = 1 << (rows.bit_length() - 1)
     step = max(1, power // (4 if power >= _FINE_FROM else 2))
@@ -310,10 +309,10 @@ def _smaller_batches(rows: int, compact: str) -> list[int]:
     """Returns the sizes that a batch of this many rows is compacted to, one after the other."""
     fewest = _FEWEST_ROWS_ON_GPU if jax.default_backend() == "gpu" else _FEWEST_ROWS
     if compact == "once":
-        return [_rounded_down(max(fewest, rows // _ONCE_DIVISOR))] if rows > fewest else []
+        return [_round_down(max(fewest, rows // _ONCE_DIVISOR))] if rows > fewest else []
     sizes = []
     while rows > fewest:
-        rows = _rounded_down(rows - 1)
+        rows = _round_down(rows - 1)
         sizes.append(rows)
     return sizes
 
@@ -342,7 +341,7 @@ def bucket(length: int, *, limit: int | None = None) -> int:
     return width if limit is None else min(width, -(-limit // 8) * 8)
 
 
-def narrower(width: int) -> tuple[int, ...]:
+def width_buckets(width: int) -> tuple[int, ...]:
     """Returns a width and the buckets of its half and quarter, ascending, for shorter rows."""
     smaller = {bucket(part) for part in (width // 2, width // 4) if part >= _NARROWEST}
     return tuple(sorted({width} | smaller))

@@ -40,28 +40,28 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
     cache = KVCache(keys=HEADS, values=HEADS, lengths=WHOLE)  # pyrefly: ignore[bad-argument-type]
     return types.SimpleNamespace(
         prefill=on_mesh(
-            _not_jitted(decode.prefill),
+            _unwrap_jit(decode.prefill),
             mesh,
             # pyrefly: ignore[bad-argument-type]  Specs in place of arrays.
             out_specs=lambda *_, **__: Prefilled(logits=WHOLE, cache=cache),
-            static=("config", "dtype", "width"),
+            static=("model_config", "dtype", "width"),
             compiler_options=UNTUNED,
         ),
         insert_rows=on_mesh(
-            _not_jitted(decode.insert_rows),
+            _unwrap_jit(decode.insert_rows),
             mesh,
             out_specs=lambda *_, **__: (_STATE, WHOLE),
             static=("config",),
             donated=1,
         ),
         fuse_adapter=on_mesh(
-            _not_jitted(decode.fuse_adapter),
+            _unwrap_jit(decode.fuse_adapter),
             mesh,
             out_specs=functools.partial(_specs_of_fused, mesh),
-            static=("config", "dtype"),
+            static=("model_config", "dtype"),
         ),
         decode_chunk=on_mesh(
-            _not_jitted(decode.decode_chunk),
+            _unwrap_jit(decode.decode_chunk),
             mesh,
             out_specs=lambda *_, **__: (_STATE, WHOLE),
             static=("config", "steps"),
@@ -77,16 +77,16 @@ def functions(mesh: Mesh) -> types.SimpleNamespace:
     )
 
 
-def _not_jitted(function: Any) -> Any:
+def _unwrap_jit(function: Any) -> Any:
     return function.__wrapped__
 
 
 def _specs_of_fused(mesh: Mesh, lora: Lora | None, **static: Any) -> Any:
     """The specs of what `decode.fuse_adapter` makes of a device's part of an adapter."""
-    own = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(where.shard_shape(x.shape), x.dtype),
+    shard = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype),
         lora,
         shardings(lora, mesh),
     )
-    fused = jax.eval_shape(functools.partial(decode.fuse_adapter, **static), own)
+    fused = jax.eval_shape(functools.partial(decode.fuse_adapter, **static), shard)
     return specs(fused, mesh.shape[TENSOR])

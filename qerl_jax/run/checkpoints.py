@@ -5,8 +5,8 @@ that is killed while it saves leaves the earlier checkpoints as they were. Orbax
 altered bytes inside a complete checkpoint, so a CRC-32 of the arrays is saved beside them.
 
 Where a run has several processes, all of them hold the whole state and make the same calls of
-`Checkpoints`: Orbax writes the arrays of process 0, and every process restores them. They tell each
-other which checkpoints they could not read, so that all of them go on from the same one.
+`Checkpoints`: Orbax writes the arrays of process 0, and every process restores them. They exchange
+which checkpoints they could not read, so that all of them resume from the same one.
 """
 
 import contextlib
@@ -50,9 +50,9 @@ class Checkpoints:
             raise UserError(f"checkpoint.keep is {keep}: at least 1 checkpoint must be kept")
         self._folder, self._exchange = Path(folder).resolve(), exchange
         # Orbax would do this in a thread that may outlive the interpreter.
-        for interrupted in self._folder.glob("*.orbax-checkpoint-tmp") if _is_first() else ():
-            remove_tree(interrupted)
-        with _together():
+        for scratch in self._folder.glob("*.orbax-checkpoint-tmp") if _is_first() else ():
+            remove_tree(scratch)
+        with _write_from_first_process():
             self._checkpointer = ocp.training.Checkpointer(
                 str(self._folder),
                 # pyrefly: ignore[bad-argument-type]  Orbax's annotation names another class.
@@ -106,7 +106,7 @@ class Checkpoints:
             self._checkpointer.wait()
         except Exception as error:
             raise UserError(
-                f"a checkpoint could not be written to {self._folder} ({_reason(error)}); "
+                f"a checkpoint could not be written to {self._folder} ({_root_cause(error)}); "
                 "the earlier ones are intact"
             ) from error
 
@@ -133,22 +133,22 @@ class Checkpoints:
         # Process 0 decides: a network file system may show other steps to the others.
         steps, *_ = self._exchange(self.steps)
         for step in reversed(steps):
-            found, reason = None, None
+            checkpoint, reason = None, None
             try:
-                found = self._load(step, abstract)
+                checkpoint = self._load(step, abstract)
             except Exception as error:
-                reason = _reason(error)
+                reason = _root_cause(error)
             reasons = self._exchange(reason)
-            failed = [number for number, said in enumerate(reasons) if said is not None]
-            if found is not None and not failed:
-                self._set_aside(failures, step)
-                return step, *found
-            reader = f"process {failed[0]}: " if len(failed) < len(reasons) else ""
-            failures[step] = f"{reader}{reasons[failed[0]]}"
+            readers = [number for number, message in enumerate(reasons) if message is not None]
+            if checkpoint is not None and not readers:
+                self._rename_damaged(failures, step)
+                return step, *checkpoint
+            reader = f"process {readers[0]}: " if len(readers) < len(reasons) else ""
+            failures[step] = f"{reader}{reasons[readers[0]]}"
         if failures:
-            listed = "; ".join(f"{step}: {reason}" for step, reason in failures.items())
+            details = "; ".join(f"{step}: {reason}" for step, reason in failures.items())
             raise UserError(
-                f"no checkpoint in {self._folder} can be read ({listed}); "
+                f"no checkpoint in {self._folder} can be read ({details}); "
                 "to train from the start, pass another --workdir"
             )
         return None
@@ -169,7 +169,7 @@ class Checkpoints:
             raise ValueError("its arrays do not match their checksum")
         return state, custom["meta"]
 
-    def _set_aside(self, failures: dict[int, str], restored: int) -> None:
+    def _rename_damaged(self, failures: dict[int, str], restored_step: int) -> None:
         for step, reason in failures.items() if _is_first() else ():
             target = self._folder / f"damaged-{step}"
             number = 1
@@ -179,7 +179,7 @@ class Checkpoints:
             (self._folder / str(step)).rename(target)
             print(
                 f"WARNING: the checkpoint of step {step} is damaged ({reason}) and now lies at "
-                f"{target}. Resuming from step {restored}.",
+                f"{target}. Resuming from step {restored_step}.",
                 file=sys.stderr,
                 flush=True,
             )
@@ -193,10 +193,10 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
 
     It reads no arrays and changes nothing, so that a run may train in the meantime.
     """
-    found = [path for path in Path(folder).glob("*") if path.name.isdigit()]
-    for path in sorted(found, key=lambda path: -int(path.name)):
+    paths = [path for path in Path(folder).glob("*") if path.name.isdigit()]
+    for path in sorted(paths, key=lambda path: -int(path.name)):
         # An incomplete or damaged checkpoint raises exceptions without a common class.
-        with contextlib.suppress(Exception), _alone():
+        with contextlib.suppress(Exception), _one_process_context():
             check_tree(path)
             custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
             return custom["meta"]
@@ -220,27 +220,27 @@ def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]
     Raises:
         UserError: there are checkpoints, and none can be read.
     """
-    abstract = jax.tree.map(functools.partial(_abstract, alone=True), like)
+    abstract = jax.tree.map(functools.partial(_abstract, local=True), like)
     reasons: dict[int, str] = {}
     for _ in range(3):
-        found = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
-        for step in sorted(set(found) - reasons.keys(), reverse=True):
+        steps = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
+        for step in sorted(set(steps) - reasons.keys(), reverse=True):
             path = Path(folder) / str(step)
             # An incomplete or damaged checkpoint raises exceptions without a common class.
             try:
                 return step, *_read(path, abstract)
             except Exception as error:
-                reasons[step] = _reason(error)
+                reasons[step] = _root_cause(error)
     if reasons:
-        listed = "; ".join(f"{step}: {reason}" for step, reason in reasons.items())
-        raise UserError(f"no checkpoint in {folder} can be read ({listed})")
+        details = "; ".join(f"{step}: {reason}" for step, reason in reasons.items())
+        raise UserError(f"no checkpoint in {folder} can be read ({details})")
     return None
 
 
 def _read(path: Path, abstract: Any) -> tuple[Any, dict[str, Any]]:
     """Reads the state and the meta object of a checkpoint, or raises any exception."""
     check_tree(path)  # Orbax would wait for a pipe.
-    with _alone():
+    with _one_process_context():
         custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
         state = ocp.load(str(path.resolve()), abstract)
     if _crc32(state) != custom["crc32"]:
@@ -262,7 +262,7 @@ def _is_first() -> bool:
     return jax.process_index() == 0
 
 
-def _together() -> contextlib.AbstractContextManager[Any]:
+def _write_from_first_process() -> contextlib.AbstractContextManager[Any]:
     """Lets Orbax write what all processes hold from the first one, and not a part from each."""
     if jax.process_count() == 1:
         return contextlib.nullcontext()
@@ -270,12 +270,12 @@ def _together() -> contextlib.AbstractContextManager[Any]:
     return ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving))
 
 
-def _alone() -> contextlib.AbstractContextManager[Any]:
+def _one_process_context() -> contextlib.AbstractContextManager[Any]:
     """Lets Orbax read in this process without the other processes of the run."""
     if jax.process_count() == 1:
         return contextlib.nullcontext()
-    own = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+    process = jax.process_index()
+    options = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
     return ocp.Context(multiprocessing_options=options)
 
 
@@ -287,15 +287,15 @@ def _one_copy(leaf: Any) -> Any:
     """
     if jax.process_count() > 1:
         return leaf
-    shared = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
-    if shared and leaf.is_fully_replicated:
+    is_on_several_devices = isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1
+    if is_on_several_devices and leaf.is_fully_replicated:
         return leaf.addressable_shards[0].data
     return leaf
 
 
-def _abstract(leaf: Any, *, alone: bool = False) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: Any, *, local: bool = False) -> jax.ShapeDtypeStruct:
     sharding = getattr(leaf, "sharding", None)
-    if sharding is None or (alone and not sharding.is_fully_addressable):
+    if sharding is None or (local and not sharding.is_fully_addressable):
         sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -310,7 +310,7 @@ def _crc32(state: Any) -> int:
     return crc
 
 
-def _reason(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     """The first cause of an error, in one line of at most 200 characters."""
     while cause := error.__cause__ or error.__context__:
         error = cause

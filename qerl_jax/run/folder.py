@@ -143,8 +143,10 @@ class RunFolder:
 
     def replaced_as_a_whole(self) -> list[Path]:
         """The places of folders that appear complete, see `staging.staged_folder`."""
-        trained = [make(best=best) for make in (self.adapter, self.model) for best in (False, True)]
-        return [self.first_adapter, *trained]
+        policies = [
+            make(best=best) for make in (self.adapter, self.model) for best in (False, True)
+        ]
+        return [self.first_adapter, *policies]
 
     def finished_steps(self) -> int | None:
         """Number of steps of a finished run; None while a run is not finished."""
@@ -182,7 +184,7 @@ def config_dict(config: ConfigDict) -> dict[str, Any]:
 
 def config_digest(config: ConfigDict) -> str:
     """Eight hex digits that identify the config, without the fields that may change in a run."""
-    fields = _fixed(flatten(config_dict(config)), config)
+    fields = _fixed_fields(flatten(config_dict(config)), config)
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -214,14 +216,16 @@ def find_runs(parent: Path, pattern: str, config: ConfigDict) -> list[Path]:
         pattern: pattern of the names of the run folders, as for `Path.glob`.
         config: the resolved config.
     """
-    fixed = _fixed(flatten(config_dict(config)), config)
-    found = ((path, _read_saved(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
+    fixed_fields = _fixed_fields(flatten(config_dict(config)), config)
+    runs = ((path, _read_run(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
     return [
-        path for path, saved in found if saved and _fixed(flatten(saved["config"]), config) == fixed
+        path
+        for path, saved_run in runs
+        if saved_run and _fixed_fields(flatten(saved_run["config"]), config) == fixed_fields
     ]
 
 
-def _fixed(fields: dict[str, Any], config: ConfigDict) -> dict[str, Any]:
+def _fixed_fields(fields: dict[str, Any], config: ConfigDict) -> dict[str, Any]:
     """The fields that may not change while a run lasts."""
     return {
         field: value
@@ -251,7 +255,7 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
     """
     folder = RunFolder(default_folder(config) if path is None else user_path(path))
     absolute = folder.path.absolute()
-    new = [part for part in (absolute, *absolute.parents) if not part.exists()]
+    new_folders = [part for part in (absolute, *absolute.parents) if not part.exists()]
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         _check_ours(folder)  # before the lock, so that a folder of something else is untouched
@@ -261,29 +265,29 @@ def open_run(path: str | Path | None, config: ConfigDict) -> Iterator[OpenRun]:
         raise UserError(f"cannot use {folder.path} as a run folder: {error}") from error
     with lock:
         _acquire(lock, folder.path)
-        with _removed_if_it_fails(folder, new):
-            saved = _read_saved(folder.config)
-            resumed = saved is not None and _has_begun(folder)
+        with _remove_if_block_fails(folder, new_folders):
+            saved_run = _read_run(folder.config)
+            resumed = saved_run is not None and _has_begun(folder)
             if resumed:
-                schedule_steps = saved["schedule_steps"]
-                moved = _take_changes(folder, saved, config)
+                schedule_steps = saved_run["schedule_steps"]
+                moved = _take_changes(folder, saved_run, config)
             else:
                 moved = ()
                 _check_no_outputs(folder)
                 schedule_steps = config.steps
-                described = {"config": config_dict(config), "schedule_steps": schedule_steps}
-                described |= provenance()
-                write_config(folder.config, described)
+                content = {"config": config_dict(config), "schedule_steps": schedule_steps}
+                content |= provenance()
+                write_config(folder.config, content)
             yield OpenRun(folder.path, schedule_steps=schedule_steps, resumed=resumed, moved=moved)
 
 
 def record_places(folder: OpenRun, config: ConfigDict) -> None:
     """Records in config.json where the weights and the problems of a run lie now."""
-    saved = json.loads(read_bytes(folder.config))
-    own, fields, current = has_own_tag(saved), saved["config"], config_dict(config)
+    saved_run = json.loads(read_bytes(folder.config))
+    has_tag, new_config = has_own_tag(saved_run), config_dict(config)
     for field in folder.moved:
-        _copy_field(field, current, fields)
-    write_config(folder.config, saved, signs=own)
+        _copy_field(field, new_config, saved_run["config"])
+    write_config(folder.config, saved_run, signs=has_tag)
 
 
 def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> None:
@@ -296,32 +300,32 @@ def _copy_field(name: str, source: dict[str, Any], target: dict[str, Any]) -> No
 
 
 def record_fact(folder: RunFolder, name: str, fact: dict[str, Any]) -> None:
-    """Records a fact in config.json beside the config, such as where the run began from."""
-    saved = json.loads(read_bytes(folder.config))
-    write_config(folder.config, saved | {name: fact}, signs=has_own_tag(saved))
+    """Records a fact in config.json next to the config, such as where the run began from."""
+    saved_run = json.loads(read_bytes(folder.config))
+    write_config(folder.config, saved_run | {name: fact}, signs=has_own_tag(saved_run))
 
 
 @contextlib.contextmanager
-def _removed_if_it_fails(folder: RunFolder, new: Sequence[Path]) -> Iterator[None]:
+def _remove_if_block_fails(folder: RunFolder, new_folders: Sequence[Path]) -> Iterator[None]:
     """After an exception, removes folders that are new if nothing in them is worth keeping.
 
     Args:
         folder: the run folder, whose lock this process holds.
-        new: the folders that were made for it, from the run folder to its farthest parent.
+        new_folders: the folders that were made for it, from the run folder to its farthest parent.
     """
     try:
         yield
     except BaseException:
-        if new and not _has_begun(folder):
+        if new_folders and not _has_begun(folder):
             shutil.rmtree(folder.programs, ignore_errors=True)  # JAX's cache has them too.
-            ours = {folder.lock, folder.config}
+            own_files = {folder.lock, folder.config}
             with contextlib.suppress(OSError):  # A folder that is not empty stays.
                 for path in [path for path in folder.path.iterdir() if path.is_dir()]:
                     path.rmdir()
-                if set(folder.path.iterdir()) <= ours:
-                    for path in ours:
+                if set(folder.path.iterdir()) <= own_files:
+                    for path in own_files:
                         path.unlink(missing_ok=True)
-                    for path in new:
+                    for path in new_folders:
                         path.rmdir()
         raise
 
@@ -366,14 +370,14 @@ def _check_ours(folder: RunFolder) -> None:
     config.json alone does not make a run folder: models, exports and other trainers have one too.
     """
     if folder.config.exists():
-        if _read_saved(folder.config) is None:
+        if _read_run(folder.config) is None:
             raise UserError(
                 f"{folder.path} is not a run folder: no run wrote its {folder.config.name}; pass a "
                 f"new or empty folder as --workdir, or restore {folder.config.name} if a run was "
                 "there"
             )
         return
-    others = sorted(p.name for p in folder.path.iterdir() if not _left_by_a_start(folder, p))
+    others = sorted(p.name for p in folder.path.iterdir() if not _is_remnant_of_start(folder, p))
     if others:
         raise UserError(
             f"{folder.path} is not a run folder: it has no {folder.config.name} but holds "
@@ -399,7 +403,7 @@ def check_places(folder: RunFolder) -> None:
         check_folder(path)
 
 
-def _left_by_a_start(folder: RunFolder, path: Path) -> bool:
+def _is_remnant_of_start(folder: RunFolder, path: Path) -> bool:
     """Whether a start that ended before it wrote config.json left this file."""
     if path == folder.lock:
         return (
@@ -418,15 +422,15 @@ def _check_no_outputs(folder: RunFolder) -> None:
             )
 
 
-def _read_saved(path: Path) -> dict[str, Any] | None:
+def _read_run(path: Path) -> dict[str, Any] | None:
     """The content of a config.json that a run wrote; None for any other file, and without one."""
     try:
-        saved = json.loads(read_bytes(path))
+        content = json.loads(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
-    if not isinstance(saved, dict) or not isinstance(saved.get("config"), dict):
+    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
         return None
-    return saved if type(saved.get("schedule_steps")) is int else None
+    return content if type(content.get("schedule_steps")) is int else None
 
 
 def _has_begun(folder: RunFolder) -> bool:
@@ -437,7 +441,9 @@ def _has_begun(folder: RunFolder) -> bool:
     return any(row["step"] > 0 for row in rows)
 
 
-def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) -> tuple[str, ...]:
+def _take_changes(
+    folder: RunFolder, saved_run: dict[str, Any], config: ConfigDict
+) -> tuple[str, ...]:
     """Compares the saved config with the new one; prints and saves the changes that are allowed.
 
     Returns:
@@ -446,30 +452,32 @@ def _take_changes(folder: RunFolder, saved: dict[str, Any], config: ConfigDict) 
     Raises:
         UserError: a field changed that changes how the run trains.
     """
-    old, new = flatten(saved["config"]), flatten(config_dict(config))
-    allowed, refused = resume.differences(old, new, config)
-    moved = tuple(f for f in list(refused) if resume.is_place(f) and refused.pop(f))
-    if refused:
-        changes = ", ".join(f"{field}: {change}" for field, change in refused.items())
+    old_fields, new_fields = flatten(saved_run["config"]), flatten(config_dict(config))
+    allowed_changes, refused_changes = resume.differences(old_fields, new_fields, config)
+    moved = tuple(f for f in list(refused_changes) if resume.is_place(f) and refused_changes.pop(f))
+    if refused_changes:
+        changes = ", ".join(f"{field}: {change}" for field, change in refused_changes.items())
         begin = f"--config.init_from={folder.path}"
         remedy = f"restore these values or pass another --workdir, with {begin} to go on from here"
-        if any(field not in old for field in refused):
+        if any(field not in old_fields for field in refused_changes):
             remedy += "; a field that was absent then is of a later version"
         raise UserError(f"{folder.path} holds a run of another config ({changes}); {remedy}")
-    if not allowed or (folder.finished_steps() or 0) >= config.steps:
+    if not allowed_changes or (folder.finished_steps() or 0) >= config.steps:
         return moved  # A finished run takes no step with new values.
-    changes = visible(", ".join(f"{field}: {change}" for field, change in allowed.items()))
+    changes = visible(", ".join(f"{field}: {change}" for field, change in allowed_changes.items()))
     print(
         f"changed: {changes}. These fields move only memory or time, so the run goes on, but from "
         "here on its numbers are no longer bit for bit those of an uninterrupted run",
         flush=True,
     )
-    current, changed = config_dict(config), {"changes": [*saved.get("changes", []), allowed]}
+    new_config = config_dict(config)
+    history = {"changes": [*saved_run.get("changes", []), allowed_changes]}
     # The number of steps stays the one of the first start, as without such a change.
-    current["steps"] = saved["config"].get("steps", current.get("steps"))
+    new_config["steps"] = saved_run["config"].get("steps", new_config.get("steps"))
     for field in moved:
-        _copy_field(field, saved["config"], current)
-    write_config(folder.config, saved | {"config": current} | changed, signs=has_own_tag(saved))
+        _copy_field(field, saved_run["config"], new_config)
+    content = saved_run | {"config": new_config} | history
+    write_config(folder.config, content, signs=has_own_tag(saved_run))
     return moved
 
 

@@ -48,18 +48,18 @@ class Job:
     result: Callable[[], str] = lambda: "done"
 
     @property
-    def called(self) -> str:
+    def label(self) -> str:
         """What the terminal calls it."""
         return self.title or self.name
 
 
 @dataclasses.dataclass
-class _Started:
+class _RunningJob:
     job: Job
     log: Path
     process: subprocess.Popen
     began: float
-    is_told: bool = False  # to save and stop
+    is_stopping: bool = False  # whether it has received SIGTERM
 
 
 def devices_of(gpus: int, environment: Mapping[str, str]) -> list[str | None]:
@@ -78,15 +78,15 @@ def devices_of(gpus: int, environment: Mapping[str, str]) -> list[str | None]:
     if not gpus:
         return [None]
     if _VISIBLE in environment:
-        named = [name.strip() for name in environment[_VISIBLE].split(",") if name.strip()]
-        found = f"{_VISIBLE}={environment[_VISIBLE]} names {len(named)} devices"
+        names = [name.strip() for name in environment[_VISIBLE].split(",") if name.strip()]
+        supply = f"{_VISIBLE}={environment[_VISIBLE]} names {len(names)} devices"
     else:
-        named = [str(number) for number in range(number_of_gpus())]
-        found = f"JAX can use {len(named)} NVIDIA GPUs of this machine"
-    if len(named) < gpus:
-        remedy = f"pass --gpus={len(named)}" if named else "leave it out for one run at a time"
-        raise UserError(f"--gpus={gpus}: {found}; {remedy}, or name that many in {_VISIBLE}")
-    return [*named[:gpus]]
+        names = [str(number) for number in range(number_of_gpus())]
+        supply = f"JAX can use {len(names)} NVIDIA GPUs of this machine"
+    if len(names) < gpus:
+        remedy = f"pass --gpus={len(names)}" if names else "leave it out for one run at a time"
+        raise UserError(f"--gpus={gpus}: {supply}; {remedy}, or name that many in {_VISIBLE}")
+    return [*names[:gpus]]
 
 
 def environment_of(folder: Path) -> dict[str, str]:
@@ -113,9 +113,9 @@ def run_jobs(
         StoppedError: SIGTERM or SIGINT arrived; the jobs have saved.
     """
     make_folder(folder / "logs")
-    active: dict[str | None, _Started] = {}
+    active: dict[str | None, _RunningJob] = {}
     begun: set[str] = set()
-    held: set[str] = set()
+    waiting_jobs: set[str] = set()
     failures: dict[str, str] = {}
     live = LiveLine()
 
@@ -127,13 +127,13 @@ def run_jobs(
                 continue
             if holder := job.run and lock_holder(job.run):
                 waits = True
-                if job.name not in held:
+                if job.name not in waiting_jobs:
                     print(f"{job.name}: waiting for {visible(holder)}", flush=True)
-                    held.add(job.name)
+                    waiting_jobs.add(job.name)
                 continue
             begun.add(job.name)
             if job.is_finished():
-                print(f"{job.called}: is finished", flush=True)
+                print(f"{job.label}: is finished", flush=True)
                 continue
             device = free.pop(0)
             active[device] = _start(job, device, folder)
@@ -142,39 +142,43 @@ def run_jobs(
         return waits
 
     asks = True
-    with stop_signals() as received:
+    with stop_signals() as signals:
         try:
-            while active or (asks and not received):
-                if received:
+            while active or (asks and not signals):
+                if signals:
                     _stop(active.values())
                 elif asks and (free := [device for device in devices if device not in active]):
                     live.clear()
                     asks = start_ready(free)
                 if active:
-                    live.update("; ".join(_progress(started.job) for started in active.values()))
+                    live.update(
+                        "; ".join(_progress(running_job.job) for running_job in active.values())
+                    )
                 if active or asks:
                     time.sleep(_POLL_SECONDS)
-                for device in [d for d, one in active.items() if one.process.poll() is not None]:
-                    started, asks = active.pop(device), True
+                for device in [
+                    d for d, running_job in active.items() if running_job.process.poll() is not None
+                ]:
+                    running_job, asks = active.pop(device), True
                     live.clear()
-                    if reason := _report(started, quiet=bool(received)):
-                        failures[started.job.name] = reason
+                    if reason := _report(running_job, quiet=bool(signals)):
+                        failures[running_job.job.name] = reason
         finally:
             live.clear()
-            for started in active.values():
-                started.process.kill()
-                started.process.wait()
-        if received:
+            for running_job in active.values():
+                running_job.process.kill()
+                running_job.process.wait()
+        if signals:
             print("the same command continues the sweep", flush=True)
-            raise StoppedError(received[0])
+            raise StoppedError(signals[0])
     return failures
 
 
-def _start(job: Job, device: str | None, folder: Path) -> _Started:
+def _start(job: Job, device: str | None, folder: Path) -> _RunningJob:
     log = folder / "logs" / f"{job.name}.log"
     environment = environment_of(folder) | ({} if device is None else {_VISIBLE: device})
-    place = "" if device is None else f" on GPU {device}"
-    print(f"{job.called}{place}: see {log}", flush=True)
+    suffix = "" if device is None else f" on GPU {device}"
+    print(f"{job.label}{suffix}: see {log}", flush=True)
     with open_to_write(log, "a", encoding="utf-8") as output:
         process = subprocess.Popen(
             [sys.executable, *job.command],
@@ -186,34 +190,34 @@ def _start(job: Job, device: str | None, folder: Path) -> _Started:
             start_new_session=True,
             preexec_fn=after_parent(signal.SIGTERM),
         )
-    return _Started(job, log, process, time.perf_counter())
+    return _RunningJob(job, log, process, time.perf_counter())
 
 
-def _stop(active: Iterable[_Started]) -> None:
+def _stop(active: Iterable[_RunningJob]) -> None:
     """Tells each process once to save and stop."""
-    for started in active:
-        if not started.is_told:
-            started.process.send_signal(signal.SIGTERM)
-            started.is_told = True
+    for running_job in active:
+        if not running_job.is_stopping:
+            running_job.process.send_signal(signal.SIGTERM)
+            running_job.is_stopping = True
 
 
 def _progress(job: Job) -> str:
     return job.progress() if job.progress else job.name
 
 
-def _report(started: _Started, *, quiet: bool) -> str:
+def _report(running_job: _RunningJob, *, quiet: bool) -> str:
     """Says how a job ended, and returns the reason of a failure; '' for one that is finished."""
-    minutes = (time.perf_counter() - started.began) / 60
-    code, job = started.process.returncode, started.job
+    minutes = (time.perf_counter() - running_job.began) / 60
+    code, job = running_job.process.returncode, running_job.job
     if code or not job.is_finished():
         if not quiet:
-            print(f"{job.called}: failed after {minutes:.1f} minutes", flush=True)
-        return f"{_reason(code, started.log)}, see {started.log}"
-    print(f"{job.called}: {job.result()} after {minutes:.1f} minutes", flush=True)
+            print(f"{job.label}: failed after {minutes:.1f} minutes", flush=True)
+        return f"{_failure_reason(code, running_job.log)}, see {running_job.log}"
+    print(f"{job.label}: {job.result()} after {minutes:.1f} minutes", flush=True)
     return ""
 
 
-def _reason(code: int, log: Path) -> str:
+def _failure_reason(code: int, log: Path) -> str:
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     lines = [line for line in read_text(log, errors="replace").splitlines() if line.strip()]

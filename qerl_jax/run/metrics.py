@@ -123,7 +123,7 @@ class MetricsLog:
         for path in (self._folder.metrics, self._folder.completions):
             if path.exists():
                 rows = [row for row in read_rows_of_steps(path) if row["step"] <= last_step]
-                write_atomic(path, "".join(_line(row) for row in rows))
+                write_atomic(path, "".join(_format_row(row) for row in rows))
         self._purge_step = last_step + 1
 
     def sync(self) -> None:
@@ -184,13 +184,13 @@ def read_evaluations(path: str | Path) -> dict[int, float]:
     Raises:
         UserError: the file is missing or damaged.
     """
-    found = {}
+    accuracies = {}
     for row in _objects(path):
         if is_number(row.get("eval_accuracy_before")):
-            found[0] = row["eval_accuracy_before"]
+            accuracies[0] = row["eval_accuracy_before"]
         if is_number(row.get("eval_accuracy")) and type(row.get("step")) is int:
-            found[row["step"]] = row["eval_accuracy"]
-    return found
+            accuracies[row["step"]] = row["eval_accuracy"]
+    return accuracies
 
 
 def _objects(path: str | Path) -> list[dict[str, Any]]:
@@ -200,10 +200,10 @@ def _objects(path: str | Path) -> list[dict[str, Any]]:
 
 def _append(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     with open_to_write(path, "a", encoding="utf-8") as file:
-        file.write("".join(_line(row) for row in rows))
+        file.write("".join(_format_row(row) for row in rows))
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _format_row(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 

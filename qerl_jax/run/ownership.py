@@ -1,7 +1,7 @@
 """Whose run a folder holds: the user's own, or that of another person.
 
 config.json of a run carries a tag, a signature of its content with the user's key (`user_key`). A
-folder without a valid tag is data: nothing that it names is imported, asked or executed. The user
+folder without a valid tag is data: nothing that it names is imported, called or executed. The user
 adopts it by --trust, or by QERL_TRUST_RUNS=1 where home folders do not last.
 """
 
@@ -55,13 +55,13 @@ def is_own(folder: Path) -> bool:
     return isinstance(content, dict) and has_own_tag(content)
 
 
-def trusts(asked: bool) -> bool:
+def trusts(flag: bool) -> bool:
     """Returns whether the user trusts the folder of a command.
 
     Args:
-        asked: whether the command has --trust; the environment variable stands for it.
+        flag: whether the command has --trust; the environment variable stands for it.
     """
-    return asked or os.environ.get(VARIABLE) == "1"
+    return flag or os.environ.get(VARIABLE) == "1"
 
 
 def adopt(folder: Path) -> None:

@@ -37,9 +37,9 @@ def plot_run(folder: str | Path) -> Path | None:
     run = RunFolder(Path(folder))
     series = _all_series(run)
     panels = [
-        (label, present, scale)
+        (label, curves, scale)
         for label, keys, scale in _panels(series)
-        if (present := [(key, style) for key, style in keys if len(series[key][0])])
+        if (curves := [(key, style) for key, style in keys if len(series[key][0])])
     ]
     if not panels:
         return None
@@ -116,12 +116,12 @@ def _over_runs(
     runs: Sequence[Sequence[dict[str, Any]]], key: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, mean over the runs with a value there, and half of the 95 % interval (0 for 1 run)."""
-    found: dict[float, list[float]] = {}
+    values_by_step: dict[float, list[float]] = {}
     for rows in runs:
         for step, value in zip(*_series(rows, key), strict=True):
-            found.setdefault(step, []).append(value)
-    steps = sorted(found)
-    values = [np.array(found[step]) for step in steps]
+            values_by_step.setdefault(step, []).append(value)
+    steps = sorted(values_by_step)
+    values = [np.array(values_by_step[step]) for step in steps]
     half = [half_interval(v) if len(v) > 1 else 0.0 for v in values]
     return np.array(steps), np.array([v.mean() for v in values]), np.array(half)
 
@@ -174,10 +174,10 @@ def _all_series(run: RunFolder) -> dict[str, tuple[np.ndarray, np.ndarray]]:
 
 def _series(rows: Sequence[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a key, without the rows that lack it or hold no number."""
-    present = [
+    points = [
         (row["step"], row[key])
         for row in rows
         if is_number(row.get("step")) and is_number(row.get(key))
     ]
-    steps, values = zip(*present, strict=True) if present else ((), ())
+    steps, values = zip(*points, strict=True) if points else ((), ())
     return np.array(steps, np.float64), np.array(values, np.float64)

@@ -68,19 +68,19 @@ def standard_error(values: np.ndarray) -> float:
 
 
 def paired_difference(
-    new: np.ndarray, old: np.ndarray, *, z: float = Z95
+    values: np.ndarray, baseline: np.ndarray, *, z: float = Z95
 ) -> tuple[float, float, float]:
-    """Returns mean(new - old) over the same [P] problems and the ends of its normal interval.
+    """Returns the mean of values - baseline over [P] problems and the ends of its normal interval.
 
     The interval is far narrower than the difference of two intervals, because the difficulty of
     each problem affects both values.
 
     Args:
-        new: [P] one value in [0, 1] per problem.
-        old: [P] values of the same problems.
+        values: [P] one value in [0, 1] per problem.
+        baseline: [P] values of the same problems.
         z: normal quantile, as in `wilson_interval`.
     """
-    mean, error = float((new - old).mean()), standard_error(new - old)
+    mean, error = float((values - baseline).mean()), standard_error(values - baseline)
     return mean, max(-1.0, mean - z * error), min(1.0, mean + z * error)
 
 
@@ -113,8 +113,8 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     for answer, score in zip(answers, correct, strict=True):
         if answer is not None:
             scores[answer].append(score)
-    most = max(map(len, scores.values()), default=0)
-    winners = [np.mean(same) for same in scores.values() if len(same) == most]
+    votes = max(map(len, scores.values()), default=0)
+    winners = [np.mean(same) for same in scores.values() if len(same) == votes]
     return float(np.mean(winners)) if winners else 0.0
 
 

@@ -115,34 +115,35 @@ def make_table(runs: Sequence[Run]) -> dict[str, Any]:
     Raises:
         UserError: the files of a run are damaged.
     """
-    finished = [run for run in runs if is_finished(run)]
-    found = {run.name: _measure(RunFolder(run.folder)) for run in finished}
+    finished_runs = [run for run in runs if is_finished(run)]
+    results = {run.name: _measure(RunFolder(run.folder)) for run in finished_runs}
     rows = []
     for name, group in settings(runs).items():
-        done = [run for run in group if run.name in found]
+        finished_group = [run for run in group if run.name in results]
         rows.append(
             {
                 "setting": name,
                 "overrides": {k: v for k, v in group[0].overrides.items() if k != "seed"},
-                "seeds": [run.config["seed"] for run in done],
-                "missing_seeds": [run.config["seed"] for run in group if run not in done],
+                "seeds": [run.config["seed"] for run in finished_group],
+                "missing_seeds": [run.config["seed"] for run in group if run not in finished_group],
             }
-            | {m: _over_seeds([found[run.name][m] for run in done]) for m in MEASURES}
+            | {m: _over_seeds([results[run.name][m] for run in finished_group]) for m in MEASURES}
         )
-    made_with: list[dict[str, Any]] = []
-    for run in finished:
-        saved = json.loads(read_bytes(RunFolder(run.folder).config))
-        origin = {key: saved[key] for key in _PROVENANCE}
-        if origin not in made_with:
-            made_with.append(origin)
+    provenances: list[dict[str, Any]] = []
+    for run in finished_runs:
+        content = json.loads(read_bytes(RunFolder(run.folder).config))
+        provenance = {key: content[key] for key in _PROVENANCE}
+        if provenance not in provenances:
+            provenances.append(provenance)
     return {
         "measures": MEASURES,
         "settings": rows,
         "runs": [
-            {"run": run.name, "overrides": run.overrides} | found[run.name] for run in finished
+            {"run": run.name, "overrides": run.overrides} | results[run.name]
+            for run in finished_runs
         ],
-        "missing": [run.name for run in runs if run.name not in found],
-        "made_with": made_with,
+        "missing": [run.name for run in runs if run.name not in results],
+        "made_with": provenances,
     }
 
 
@@ -157,7 +158,7 @@ def format_table(table: Mapping[str, Any]) -> str:
         cells += [_cell(row[m], ".1e" if m == "noise_kl" else ".3f") for m in MEASURES]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Mean over the runs ± half of its 95 % interval (Student's t). "]
-    lines[-1] += "; ".join(f"{measure}: {how}" for measure, how in MEASURES.items()) + "."
+    lines[-1] += "; ".join(f"{name}: {definition}" for name, definition in MEASURES.items()) + "."
     if table["missing"]:
         lines += ["", f"Not finished: {', '.join(table['missing'])}."]
     return "\n".join(lines) + "\n"
@@ -175,16 +176,16 @@ def _measure(folder: RunFolder) -> dict[str, float | None]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return float(np.mean(present)) if present else None
+    numbers = [value for value in values if value is not None]
+    return float(np.mean(numbers)) if numbers else None
 
 
 def _over_seeds(values: Iterable[float | None]) -> dict[str, Any]:
-    present = np.array([value for value in values if value is not None])
-    n = len(present)
+    numbers = np.array([value for value in values if value is not None])
+    n = len(numbers)
     return {
-        "mean": float(present.mean()) if n else None,
-        "interval": half_interval(present) if n > 1 else None,
+        "mean": float(numbers.mean()) if n else None,
+        "interval": half_interval(numbers) if n > 1 else None,
         "n": n,
     }
 

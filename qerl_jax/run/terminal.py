@@ -48,12 +48,12 @@ def format_row(row: Mapping[str, Any], total_steps: int) -> str:
 
 
 def _format_evaluation(row: Mapping[str, Any]) -> str:
-    when = f"after step {row['step']}" if row["step"] else "before training"
+    moment = f"after step {row['step']}" if row["step"] else "before training"
     accuracy = row.get("eval_accuracy", row.get("eval_accuracy_before"))
     cut = row.get("eval_truncated")
     cut = cut if is_number(cut) else 0.0
     note = f" ({100 * cut:.0f} % of the completions were cut off)" if cut else ""
-    return f"greedy accuracy {when}: {_number(accuracy, '.3f')}{note}"
+    return f"greedy accuracy {moment}: {_number(accuracy, '.3f')}{note}"
 
 
 def _number(value: Any, spec: str) -> str:

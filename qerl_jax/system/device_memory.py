@@ -43,8 +43,8 @@ def take_memory(tensor: int = 1) -> None:
     if not sizes:
         return
     free, total = min(sizes, key=lambda size: size[0] / size[1])
-    chosen, line = settings(free, total, os.environ, pool=pool_of(tensor))
-    os.environ.update(chosen)
+    variables, line = settings(free, total, os.environ, pool=pool_of(tensor))
+    os.environ.update(variables)
     if line:
         print(line, file=sys.stderr, flush=True)
 
@@ -88,20 +88,20 @@ def settings(
         The variables to set, and a line for the user where less is free than wanted, else None.
         A variable that the user has set stays as it is.
     """
-    given = [name for name in _FRACTIONS if environment.get(name)]
-    if not given and any(environment.get(name) for name in _OTHERS):
+    user_names = [name for name in _FRACTIONS if environment.get(name)]
+    if not user_names and any(environment.get(name) for name in _OTHERS):
         return {}, None
     try:
-        part = float(environment[given[0]]) if given else pool
+        part = float(environment[user_names[0]]) if user_names else pool
     except ValueError:
         return {}, None  # JAX refuses it
-    name, wanted = given[0] if given else FRACTION, int(part * total)
-    if free >= wanted:
-        return {} if given else {FRACTION: str(pool)}, None
+    name, target = user_names[0] if user_names else FRACTION, int(part * total)
+    if free >= target:
+        return {} if user_names else {FRACTION: str(pool)}, None
     line = (
-        f"warning: {_gb(free)} of the GPU's {_gb(total)} GB are free, {_gb(wanted)} GB are wanted"
+        f"warning: {_gb(free)} of the GPU's {_gb(total)} GB are free, {_gb(target)} GB are wanted"
     )
-    if given:
+    if user_names:
         return {}, f"{line} by {name}={environment[name]}: lower it, or end the other processes"
     part = max(0.01, int(100 * _MARGIN * free / total) / 100)
     return {FRACTION: f"{part:g}"}, (

@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face hub: said on the screen, and given up soon where it is unreachable.
+"""Requests to the Hugging Face hub: reported on stderr, and stopped early if it is unreachable.
 
 Left to themselves, the libraries try an unreachable hub again and again, for 35 seconds or more.
 """
@@ -18,7 +18,7 @@ SECONDS = 5.0  # time limit for the first answer of the hub
 
 @contextlib.contextmanager
 def asking(name: str) -> Generator[None]:
-    """Says that the hub is asked; if it is unreachable, the block sees only its local cache.
+    """Prints that the hub is asked; if it is unreachable, the block sees only its local cache.
 
     Args:
         name: hub id of a model or dataset.
@@ -74,7 +74,7 @@ def local_mistake(source: str) -> str:
         return ""
     if not folder.is_dir():
         return f"there is no folder {folder}"
-    names = [found.name for found in folder.iterdir()]
+    names = [entry.name for entry in folder.iterdir()]
     near = difflib.get_close_matches(path.name, names, n=3)
     return f"the folder {folder} has no {path.name!r}" + (
         f" (did you mean {' or '.join(near)}?)" if near else ""
@@ -83,16 +83,16 @@ def local_mistake(source: str) -> str:
 
 def _answers(endpoint: str) -> bool:
     """Whether the hub answers anything in time; a thread bounds the look-up of its name, too."""
-    answered = threading.Event()
+    has_answered = threading.Event()
 
     def request() -> None:
         from huggingface_hub.utils import get_session
 
         with contextlib.suppress(Exception):
             get_session().head(endpoint, timeout=SECONDS)
-            answered.set()
+            has_answered.set()
 
     thread = threading.Thread(target=request, daemon=True)
     thread.start()
     thread.join(SECONDS)
-    return answered.is_set()
+    return has_answered.is_set()

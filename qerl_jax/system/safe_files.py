@@ -151,15 +151,15 @@ def remove_tree(path: Path) -> None:
         path.unlink()
 
 
-def _check(path: Path, wanted: int) -> None:
+def _check(path: Path, expected_kind: int) -> None:
     try:
         kind = stat.S_IFMT(os.lstat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return
-    if kind != wanted:
+    if kind != expected_kind:
         raise UserError(
-            f"{path} is {_KINDS.get(kind, 'of an odd type')} and not {_KINDS[wanted]}: nothing is "
-            "written or removed there; move it away and run the command again"
+            f"{path} is {_KINDS.get(kind, 'of an odd type')} and not {_KINDS[expected_kind]}: "
+            "nothing is written or removed there; move it away and run the command again"
         )
 
 

@@ -26,27 +26,27 @@ def stop_signals() -> Iterator[list[int]]:
     Yields:
         The list of the signals that have arrived; it grows while the block runs.
     """
-    received: list[int] = []
+    signals: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield received
+        yield signals
         return
 
     def handle(signum, frame):
         del frame
-        if received and signum == signal.SIGINT:
+        if signals and signum == signal.SIGINT:
             raise KeyboardInterrupt
-        received.append(signum)
+        signals.append(signum)
         # The signal may arrive while the process writes to stderr, which then refuses a second
         # write, or after the terminal was closed. The run is saved all the same.
         with contextlib.suppress(OSError, RuntimeError, ValueError, AttributeError):
             text = f"\n{signal.Signals(signum).name}: saving and stopping"
             print(text, file=sys.stderr, flush=True)
 
-    old = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {signum: signal.signal(signum, handle) for signum in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield received
+        yield signals
     finally:
-        for signum, handler in old.items():
+        for signum, handler in handlers.items():
             signal.signal(signum, handler)
 
 
@@ -54,11 +54,11 @@ def after_parent(signum: int) -> Callable[[], None]:
     """Returns a `preexec_fn` by which Linux sends the new process a signal when this one dies."""
     if sys.platform != "linux":
         return lambda: None
-    libc, own = ctypes.CDLL(None), os.getpid()
+    libc, parent = ctypes.CDLL(None), os.getpid()
 
     def ask() -> None:
         libc.prctl(_PARENT_DEATH_SIGNAL, signum)
-        if os.getppid() != own:  # It has died before.
+        if os.getppid() != parent:  # It has died before.
             os._exit(1)
 
     return ask

@@ -77,15 +77,15 @@ def staged_folder(folder: pathlib.Path | str, *, replace: bool = False) -> Gener
     scratch = scratch_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _claimed(scratch):
-            staged = scratch / "new"
-            staged.mkdir()
-            yield staged
-            for path in (*staged.rglob("*"), staged):
+        with _lock_scratch(scratch):
+            new_folder = scratch / "new"
+            new_folder.mkdir()
+            yield new_folder
+            for path in (*new_folder.rglob("*"), new_folder):
                 _sync(path)
             if replace and folder.exists():
                 os.replace(folder, scratch / "old")
-            os.replace(staged, folder)
+            os.replace(new_folder, folder)
         _sync(folder.parent)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{folder}: could not be written: {error}") from error
@@ -105,7 +105,7 @@ def make_readable(path: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def _claimed(scratch: pathlib.Path) -> Generator[None]:
+def _lock_scratch(scratch: pathlib.Path) -> Generator[None]:
     """Creates and locks an empty scratch folder, and removes it in the end."""
     make_folder(scratch)
     descriptor = os.open(scratch, os.O_RDONLY | os.O_NOFOLLOW | os.O_DIRECTORY)

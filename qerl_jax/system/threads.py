@@ -37,23 +37,23 @@ def run_within[Item, Result](
         Exception: the exception of the first item that fails; items that have not started do not
             start any more, and those at work are awaited.
     """
-    working: dict[concurrent.futures.Future[Result], Item] = {}
+    futures: dict[concurrent.futures.Future[Result], Item] = {}
 
-    def ended() -> Iterator[tuple[Item, Result]]:
-        done, _ = concurrent.futures.wait(working, return_when="FIRST_COMPLETED")
-        for future in [future for future in working if future in done]:
-            item = working.pop(future)
+    def first_results() -> Iterator[tuple[Item, Result]]:
+        completed, _ = concurrent.futures.wait(futures, return_when="FIRST_COMPLETED")
+        for future in [future for future in futures if future in completed]:
+            item = futures.pop(future)
             yield item, future.result()
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for item in items:
-            while working and (
-                len(working) == threads or sum(map(size, working.values())) + size(item) > limit
+            while futures and (
+                len(futures) == threads or sum(map(size, futures.values())) + size(item) > limit
             ):
-                yield from ended()
-            working[pool.submit(function, item)] = item
-        while working:
-            yield from ended()
+                yield from first_results()
+            futures[pool.submit(function, item)] = item
+        while futures:
+            yield from first_results()
 
 
 def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
@@ -62,8 +62,8 @@ def covered_seconds(spans: Iterable[tuple[float, float]]) -> float:
     Args:
         spans: beginning and end of each span, in seconds.
     """
-    seconds, reached = 0.0, -math.inf
+    seconds, last_end = 0.0, -math.inf
     for begin, end in sorted(spans):
-        seconds += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+        seconds += max(0.0, end - max(begin, last_end))
+        last_end = max(last_end, end)
     return seconds

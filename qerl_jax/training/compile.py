@@ -113,7 +113,7 @@ def _update_operations(setup: Setup, state: TrainState) -> dict[str, Operation]:
         noise=noise,
         measures_kl=bool(config.aqn.kl_every) and config.aqn.schedule != "off",
         buffer_tokens=setup.buffer_tokens,
-        config=setup.update,
+        update_config=setup.update,
         optimizer=setup.method.optimizer_config,
         mesh=setup.mesh,
     )

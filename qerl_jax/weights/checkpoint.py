@@ -30,7 +30,7 @@ class Checkpoint:
         source: the name that exports write as base_model_name_or_path.
         config: the architecture.
         tokenizer: the tokenizer of the model, or None for a folder without a tokenizer.
-        stored: memory-mapped tensors as they lie in the file, by Hugging Face name; packed
+        tensors: memory-mapped tensors as the file stores them, by Hugging Face name; packed
             projections have the names of compressed-tensors.
         shapes: shape of every tensor by the same names; a GGUF file stores blocks of bytes, whose
             own shape differs.
@@ -38,14 +38,14 @@ class Checkpoint:
         read: function that returns a dense tensor in memory, called as `read(name, dtype)`.
         chunks: function that yields a dense tensor by rows, called as `chunks(name, dtype, memory)`
             with a function that returns memory of a number of bytes; a chunk may hold it until the
-            next one is asked for.
+            next one is requested.
     """
 
     path: pathlib.Path
     source: str
     config: ModelConfig
     tokenizer: Tokenizer | None
-    stored: Mapping[str, np.ndarray]
+    tensors: Mapping[str, np.ndarray]
     shapes: Mapping[str, tuple[int, ...]]
     packed: frozenset[str]
     read: Callable[[str, np.dtype], np.ndarray]
@@ -62,14 +62,14 @@ def open_checkpoint(source: str) -> Checkpoint:
         UserError: the source cannot be found or read, is incomplete or is not supported.
     """
     path, base_model = locate(source)
-    opened = _open_gguf if path.suffix == ".gguf" else _open_folder
-    checkpoint = opened(path, base_model)
+    open_source = _open_gguf if path.suffix == ".gguf" else _open_folder
+    checkpoint = open_source(path, base_model)
     _check_tensors(checkpoint)
     return checkpoint
 
 
 def read_architecture(source: str) -> ModelConfig:
-    """Reads the architecture of a model and nothing else; a hub is asked for the small files alone.
+    """Reads only the architecture of a model; of a hub id only the small files are downloaded.
 
     Args:
         source: package, file, folder or hub id, as in `load.load`.
@@ -88,7 +88,7 @@ def _open_gguf(path: pathlib.Path, source: str) -> Checkpoint:
         source=source,
         config=file.config,
         tokenizer=tokenizer.from_gguf(file.metadata),
-        stored={name: tensor.data for name, tensor in file.tensors.items()},
+        tensors={name: tensor.data for name, tensor in file.tensors.items()},
         shapes={name: file.shape(name) for name in file.tensors},
         packed=frozenset(),
         read=file.read,
@@ -122,7 +122,7 @@ def _open_folder(path: pathlib.Path, source: str) -> Checkpoint:
         source=source,
         config=config,
         tokenizer=tokenizer.from_folder(path) if _has_tokenizer(path) else None,
-        stored=tensors,
+        tensors=tensors,
         shapes={name: tensor.shape for name, tensor in tensors.items()},
         packed=modules,
         read=lambda name, dtype: np.array(dense(name), dtype),
@@ -158,7 +158,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     expected = names.expected_shapes(config, packed=checkpoint.packed)
     missing = expected.keys() - shapes.keys()
     if missing:
-        raise UserError(f"{path}: the checkpoint lacks {_listed(missing)}")
+        raise UserError(f"{path}: the checkpoint lacks {_format_names(missing)}")
     for name, shape in expected.items():
         if shapes[name] != shape:
             raise UserError(
@@ -171,7 +171,7 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
     if surplus:
         raise UserError(
             f"{path}: the checkpoint holds tensors that a "
-            f"{config.model_type} of this config does not have: {_listed(surplus)}"
+            f"{config.model_type} of this config does not have: {_format_names(surplus)}"
         )
     if checkpoint.tokenizer is not None and checkpoint.tokenizer.vocab_size > config.vocab_size:
         raise UserError(
@@ -181,8 +181,8 @@ def _check_tensors(checkpoint: Checkpoint) -> None:
 
 
 def _check_tied_head(checkpoint: Checkpoint) -> None:
-    """Checks that a head that is stored beside a tied embedding equals the embedding."""
-    pair = [checkpoint.stored[name] for name in (names.HEAD, names.EMBED)]
+    """Checks that a stored head equals the embedding where the two are tied."""
+    pair = [checkpoint.tensors[name] for name in (names.HEAD, names.EMBED)]
     for row in range(0, max(map(len, pair)), _CHUNK_ROWS):
         head, embed = (t[row : row + _CHUNK_ROWS].astype(np.float32) for t in pair)
         if not np.array_equal(head, embed):
@@ -200,18 +200,18 @@ def _check_packed(checkpoint: Checkpoint) -> None:
             group = {names.layer_module(layer, member) for member in members}
             if modules & group and not group <= modules:
                 raise UserError(
-                    f"{checkpoint.path}: {_listed(modules & group)} is in NVFP4 but "
-                    f"{_listed(group - modules)} is not; the policy stores them as one weight, so "
-                    "all must be in NVFP4"
+                    f"{checkpoint.path}: {_format_names(modules & group)} is in NVFP4 but "
+                    f"{_format_names(group - modules)} is not; the policy stores them as one "
+                    "weight, so all must be in NVFP4"
                 )
             modules -= group
     if modules:
         raise UserError(
-            f"{checkpoint.path}: {_listed(modules)} is in NVFP4, which is supported only for the "
-            "projections of the layers: quantize the model again without it"
+            f"{checkpoint.path}: {_format_names(modules)} is in NVFP4, which is supported only for "
+            "the projections of the layers: quantize the model again without it"
         )
 
 
-def _listed(found: set[str]) -> str:
-    first = ", ".join(f"{name!r:.200}" for name in sorted(found)[:3])
-    return first if len(found) <= 3 else f"{first} and {len(found) - 3} more"
+def _format_names(tensor_names: set[str]) -> str:
+    first = ", ".join(f"{name!r:.200}" for name in sorted(tensor_names)[:3])
+    return first if len(tensor_names) <= 3 else f"{first} and {len(tensor_names) - 3} more"

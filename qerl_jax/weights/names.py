@@ -37,7 +37,7 @@ def stored_tensors(config: ModelConfig, layer: int) -> dict[str, list[str]]:
 
     Args:
         config: the architecture.
-        layer: number of the layer, or -1 for the arrays beside the layers.
+        layer: number of the layer, or -1 for the arrays outside of the layers.
     """
     if layer < 0:
         arrays = {"embed_tokens": [EMBED], "norm": [NORM]}

@@ -51,24 +51,26 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
     Raises:
         UserError: the weights are quantized in a way that is not supported; the message names it.
     """
-    found = hf.get("quantization_config")
-    if found is None and (folder / _MODELOPT_FILE).exists():
-        found = json_file.read_object(folder / _MODELOPT_FILE) | {"quant_method": MODELOPT}
-    if found is None:
+    quantization = hf.get("quantization_config")
+    if quantization is None and (folder / _MODELOPT_FILE).exists():
+        quantization = json_file.read_object(folder / _MODELOPT_FILE) | {"quant_method": MODELOPT}
+    if quantization is None:
         return None
-    if not isinstance(found, dict):
-        raise UserError(f"{folder}: quantization_config is {found!r:.50}, must be an object")
-    method = found.get("quant_method")
+    if not isinstance(quantization, dict):
+        raise UserError(f"{folder}: quantization_config is {quantization!r:.50}, must be an object")
+    method = quantization.get("quant_method")
     if method == MODELOPT:
-        details = found.get("quantization", found)
+        details = quantization.get("quantization", quantization)
         scheme = details.get("quant_algo") if isinstance(details, dict) else None
         supported = scheme in _MODELOPT_ALGORITHMS
         size = details.get("group_size") if supported else None
         unusual = [] if size in (None, BLOCK) else [f"group_size {size!r:.50}"]
     else:
-        scheme = found.get("format")
+        scheme = quantization.get("format")
         supported = (method, scheme) == (COMPRESSED_TENSORS, "nvfp4-pack-quantized")
-        unusual = [key for key in ("sparsity_config", "transform_config") if _is_set(found, key)]
+        unusual = [
+            key for key in ("sparsity_config", "transform_config") if _is_set(quantization, key)
+        ]
     if not supported:
         form = "" if scheme is None else f" as {scheme!r:.50}"
         raise UserError(
@@ -76,14 +78,14 @@ def layout(folder: pathlib.Path, hf: Mapping[str, Any]) -> str | None:
             "supported: 'compressed-tensors' as 'nvfp4-pack-quantized', 'modelopt' as "
             f"{' or '.join(map(repr, _MODELOPT_ALGORITHMS))}, or unquantized weights"
         )
-    unusual += _unusual_groups(found.get("config_groups"))
+    unusual += _unusual_groups(quantization.get("config_groups"))
     if unusual:
         raise UserError(f"{folder}: not supported in quantization_config: {', '.join(unusual)}")
     return method
 
 
-def _is_set(found: Mapping[str, Any], key: str) -> bool:
-    value = found.get(key)
+def _is_set(quantization: Mapping[str, Any], key: str) -> bool:
+    value = quantization.get(key)
     return bool(value) and value != {"format": "dense"}
 
 
@@ -114,11 +116,11 @@ def from_modelopt(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> di
     """
     suffix = ".weight_scale_2"
     modules = {name.removesuffix(suffix) for name in tensors if name.endswith(suffix)}
-    renamed = {}
+    compressed = {}
     for name, tensor in tensors.items():
         module, _, parameter = name.rpartition(".")
         if module in modules and parameter == "weight":
-            renamed[f"{module}.weight_packed"] = tensor
+            compressed[f"{module}.weight_packed"] = tensor
         elif name.endswith(suffix):
             if tensor.dtype != np.float32 or tensor.size != 1:
                 raise UserError(
@@ -126,10 +128,10 @@ def from_modelopt(folder: pathlib.Path, tensors: Mapping[str, np.ndarray]) -> di
                 )
             with np.errstate(divide="ignore", over="ignore"):
                 divisor = np.float32(1.0) / np.array(tensor, np.float32).reshape(1)
-            renamed[f"{module}.weight_global_scale"] = divisor
+            compressed[f"{module}.weight_global_scale"] = divisor
         else:
-            renamed[name] = tensor
-    return renamed
+            compressed[name] = tensor
+    return compressed
 
 
 def packed_modules(tensors: Collection[str]) -> frozenset[str]:
@@ -163,14 +165,14 @@ def divisor(folder: pathlib.Path, tensors: Mapping[str, np.ndarray], module: str
         UserError: a dtype is wrong, the inputs do not fill whole blocks, or the scale is not
             positive and finite.
     """
-    found = [tensors[f"{module}.{name}"] for name in _PARAMETERS]
+    parameters = [tensors[f"{module}.{name}"] for name in _PARAMETERS]
     dtypes = (np.uint8, ml_dtypes.float8_e4m3fn, np.float32)
-    for name, tensor, dtype in zip(_PARAMETERS, found, dtypes, strict=True):
+    for name, tensor, dtype in zip(_PARAMETERS, parameters, dtypes, strict=True):
         if tensor.dtype != dtype:
             raise UserError(
                 f"{folder}: '{module}.{name}' is {tensor.dtype}, must be {np.dtype(dtype)}"
             )
-    packed, _, scale = found
+    packed, _, scale = parameters
     if 2 * packed.shape[1] % BLOCK:
         raise UserError(
             f"{folder}: '{module}' has {2 * packed.shape[1]} inputs; NVFP4 needs a multiple of "

@@ -65,8 +65,8 @@ def save_peft_adapter(
     Raises:
         UserError: the folder cannot be written, for example because the disk is full.
     """
-    with staged_folder(folder, replace=True) as staged:
-        fill_peft_adapter(staged, trainable, lora_config, base_model=base_model)
+    with staged_folder(folder, replace=True) as new_folder:
+        fill_peft_adapter(new_folder, trainable, lora_config, base_model=base_model)
 
 
 def fill_peft_adapter(
@@ -92,8 +92,8 @@ def fill_peft_adapter(
         for norm, value in norms.items()
     }
     tensors = {n: np.asarray(jax.device_get(value), np.float32) for n, value in tensors.items()}
-    config = _peft_config(lora_config, base_model, norms=bool(trainable.params))
-    text = json.dumps(config, indent=2, sort_keys=True)
+    options = _peft_config(lora_config, base_model, norms=bool(trainable.params))
+    text = json.dumps(options, indent=2, sort_keys=True)
     (folder / CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     make_readable(folder / WEIGHTS_FILE)
@@ -112,9 +112,9 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
         UserError: adapter_config.json cannot be read, or an option is not supported.
     """
     folder = user_path(folder)
-    stored = _read_config(folder)
-    rank, alpha, targets = (stored.get(key) for key in ("r", "lora_alpha", "target_modules"))
-    rslora, base = stored.get("use_rslora", False), stored.get("base_model_name_or_path") or ""
+    options = _read_config(folder)
+    rank, alpha, targets = (options.get(key) for key in ("r", "lora_alpha", "target_modules"))
+    rslora, base = options.get("use_rslora", False), options.get("base_model_name_or_path") or ""
     if (
         type(rank) is not int
         or not isinstance(alpha, int | float)
@@ -131,9 +131,9 @@ def read_peft_config(folder: pathlib.Path | str) -> tuple[LoraConfig, str]:
             f"{alpha!r:.50}, target_modules {targets!r:.200}, use_rslora {rslora!r:.50}, "
             f"base_model_name_or_path {base!r:.50}; the targets can be {', '.join(PROJECTIONS)}"
         )
-    named = tuple(dict.fromkeys(filter(None, map(_projection, targets))))
-    lora_config = LoraConfig(rank=rank, alpha=float(alpha), rslora=rslora, targets=named)
-    _check_config(folder, stored, lora_config)
+    projections = tuple(dict.fromkeys(filter(None, map(_projection, targets))))
+    lora_config = LoraConfig(rank=rank, alpha=float(alpha), rslora=rslora, targets=projections)
+    _check_config(folder, options, lora_config)
     return lora_config, base
 
 
@@ -161,13 +161,13 @@ def read_peft_base(folder: pathlib.Path | str) -> str:
 
 
 def load_peft_adapter(
-    folder: pathlib.Path | str, config: ModelConfig, lora_config: LoraConfig
+    folder: pathlib.Path | str, model_config: ModelConfig, lora_config: LoraConfig
 ) -> Trainable:
     """Reads an adapter folder: the adapter and, if the folder holds them, the norms of the layers.
 
     Args:
         folder: folder with adapter_config.json and adapter_model.safetensors.
-        config: the architecture of the base model.
+        model_config: the architecture of the base model.
         lora_config: the options that the adapter must have.
 
     Returns:
@@ -178,12 +178,12 @@ def load_peft_adapter(
             the message lists the differing fields.
     """
     folder = user_path(folder)
-    stored = _read_config(folder)
-    _check_config(folder, stored, lora_config)
+    options = _read_config(folder)
+    _check_config(folder, options, lora_config)
     tensors = safetensors.read_file(folder / WEIGHTS_FILE)
-    shapes = projection_shapes(config)
+    shapes = projection_shapes(model_config)
     layers = []
-    for layer in range(config.num_layers):
+    for layer in range(model_config.num_layers):
         adapters = {}
         for projection in sorted(lora_config.targets, key=PROJECTIONS.index):
             outputs, inputs = shapes[projection]
@@ -196,11 +196,11 @@ def load_peft_adapter(
             }
         layers.append(adapters)
     params = {}
-    if stored.get("modules_to_save"):
-        shape = (config.embed_dim,)
+    if options.get("modules_to_save"):
+        shape = (model_config.embed_dim,)
         params["layers"] = [
             {n: _take(folder, tensors, names.peft_norm(i, n), shape) for n in names.LAYER_NORMS}
-            for i in range(config.num_layers)
+            for i in range(model_config.num_layers)
         ]
     if tensors:
         raise UserError(f"{folder}: {WEIGHTS_FILE} holds unknown tensors: '{min(tensors)}'")
@@ -231,49 +231,49 @@ def _read_config(folder: pathlib.Path) -> dict[str, Any]:
     )
 
 
-def _check_config(folder: pathlib.Path, stored: dict[str, Any], lora_config: LoraConfig) -> None:
-    saved = stored.get("modules_to_save") or []
-    for key, listed in (
-        ("target_modules", stored.get("target_modules")),
-        ("modules_to_save", saved),
+def _check_config(folder: pathlib.Path, options: dict[str, Any], lora_config: LoraConfig) -> None:
+    saved_modules = options.get("modules_to_save") or []
+    for key, items in (
+        ("target_modules", options.get("target_modules")),
+        ("modules_to_save", saved_modules),
     ):
-        if not isinstance(listed, list) or not all(isinstance(item, str) for item in listed):
-            raise UserError(f"{folder}: {CONFIG_FILE}: {key} is {listed!r:.100}, must be a list")
+        if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+            raise UserError(f"{folder}: {CONFIG_FILE}: {key} is {items!r:.100}, must be a list")
     expected = _PLAIN | {
         "r": lora_config.rank,
         "lora_alpha": lora_config.alpha,
         "use_rslora": lora_config.rslora,
         "target_modules": sorted(lora_config.targets),
     }
-    found = _PLAIN | {"use_rslora": False} | stored
+    actual = _PLAIN | {"use_rslora": False} | options
     # A target without a projection keeps its name and so differs.
-    targets = {_projection(target) or target for target in stored["target_modules"]}
-    found["target_modules"] = sorted(targets)
-    if sorted(saved) not in ([], sorted(names.LAYER_NORMS)):
+    targets = {_projection(target) or target for target in options["target_modules"]}
+    actual["target_modules"] = sorted(targets)
+    if sorted(saved_modules) not in ([], sorted(names.LAYER_NORMS)):
         raise UserError(
-            f"{folder}: the adapter also holds {', '.join(saved):.200} (modules_to_save); "
+            f"{folder}: the adapter also holds {', '.join(saved_modules):.200} (modules_to_save); "
             f"only {' and '.join(names.LAYER_NORMS)} can be read"
         )
-    differing = [
-        f"{key} is {found.get(key)!r:.100}, the config asks for {value!r}"
+    differences = [
+        f"{key} is {actual.get(key)!r:.100}, the config asks for {value!r}"
         for key, value in expected.items()
         # An empty pattern or list is stored as {}, [] or null.
-        if (found.get(key) or None) != (value or None)
+        if (actual.get(key) or None) != (value or None)
     ]
-    if differing:
-        raise UserError(f"{folder}: the adapter does not fit: {'; '.join(differing)}")
+    if differences:
+        raise UserError(f"{folder}: the adapter does not fit: {'; '.join(differences)}")
     # 1 and 0 equal True and False, so a number is an initialization only by mistake.
-    init = stored.get("init_lora_weights", True)
+    init = options.get("init_lora_weights", True)
     special = {} if init in _PLAIN_INITS else {"init_lora_weights": init}
     special |= {
         key: value
-        for key, value in sorted(stored.items())
+        for key, value in sorted(options.items())
         if value and key not in expected and key not in _WITHOUT_EFFECT | {"init_lora_weights"}
     }
     if special:
-        options = ", ".join(f"{key} is {value!r:.100}" for key, value in special.items())
+        text = ", ".join(f"{key} is {value!r:.100}" for key, value in special.items())
         raise UserError(
-            f"{folder}: {CONFIG_FILE}: {options}: this is no plain LoRA; merge the adapter with "
+            f"{folder}: {CONFIG_FILE}: {text}: this is no plain LoRA; merge the adapter with "
             "PEFT, or convert it to a plain LoRA and set these options to null"
         )
 

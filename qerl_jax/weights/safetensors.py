@@ -240,12 +240,12 @@ def _read_shards(folder: pathlib.Path) -> dict[str, np.ndarray]:
         if not os.path.exists(folder / file):
             raise UserError(f"{folder}: the shard {file!r:.200} named by {INDEX_FILE} is missing")
         shard = read_file(folder / file)
-        listed = {name for name, shard_file in weight_map.items() if shard_file == file}
-        if listed != shard.keys():
-            name = sorted(listed ^ shard.keys())[0]
-            where = "is not in" if name in listed else "is not listed for"
+        indexed_names = {name for name, shard_file in weight_map.items() if shard_file == file}
+        if indexed_names != shard.keys():
+            name = sorted(indexed_names ^ shard.keys())[0]
+            mismatch = "is not in" if name in indexed_names else "is not listed for"
             raise UserError(
-                f"{path}: does not describe its shards: {name!r:.200} {where} {file!r:.200}"
+                f"{path}: does not describe its shards: {name!r:.200} {mismatch} {file!r:.200}"
             )
         tensors |= shard
     return tensors

@@ -96,8 +96,8 @@ def write_checkpoint(
     Raises:
         UserError: the folder exists or cannot be written, for example because the disk is full.
     """
-    with staged_folder(folder, replace=replace) as staged:
-        fill_checkpoint(staged, tensors, files=files, max_shard_bytes=max_shard_bytes)
+    with staged_folder(folder, replace=replace) as new_folder:
+        fill_checkpoint(new_folder, tensors, files=files, max_shard_bytes=max_shard_bytes)
 
 
 def fill_checkpoint(
@@ -132,7 +132,11 @@ def fill_checkpoint(
 
 
 def checkpoint_tensors(
-    params: Mapping[str, Any], config: ModelConfig, *, dtype: str = "bfloat16", norms: str = ""
+    params: Mapping[str, Any],
+    model_config: ModelConfig,
+    *,
+    dtype: str = "bfloat16",
+    norms: str = "",
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the tensors of a checkpoint under Hugging Face's names, fused projections split.
 
@@ -143,20 +147,20 @@ def checkpoint_tensors(
     Args:
         params: the parameter tree, on the device or in NumPy; `layers` may be an iterator, which
             is consumed layer by layer.
-        config: the architecture.
+        model_config: the architecture.
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
         norms: dtype of the norms; '' is that of the others. The policy has them in float32.
 
     Yields:
         Pairs of a name and a NumPy array.
     """
-    wanted, of_norms = DTYPES[dtype], DTYPES[norms or dtype]
-    yield names.EMBED, _dense(params["embed_tokens"], wanted)
+    weight_dtype, norm_dtype = DTYPES[dtype], DTYPES[norms or dtype]
+    yield names.EMBED, _dense(params["embed_tokens"], weight_dtype)
     for number, layer in enumerate(params["layers"]):
-        yield from _layer_tensors(number, layer, config, wanted, of_norms)
-    yield names.NORM, _dense(params["norm"], of_norms)
-    if not config.tie_embeddings:
-        yield names.HEAD, _dense(params["lm_head"], wanted)
+        yield from _layer_tensors(number, layer, model_config, weight_dtype, norm_dtype)
+    yield names.NORM, _dense(params["norm"], norm_dtype)
+    if not model_config.tie_embeddings:
+        yield names.HEAD, _dense(params["lm_head"], weight_dtype)
 
 
 def companion_files(
@@ -191,12 +195,12 @@ def companion_files(
                 dtype=dtype,
             )
         }
-    stored = _read_companion(model.path, "config.json")
-    hf = json_file.parse_object(model.path / "config.json", stored)
+    content = _read_companion(model.path, "config.json")
+    hf = json_file.parse_object(model.path / "config.json", content)
     companions = [name for name in _COMPANIONS if (model.path / name).exists()]
     return {name: _read_companion(model.path, name) for name in companions} | {
-        "config.json": stored
-        if _describes(hf, packed=packed, dtype=dtype)
+        "config.json": content
+        if _matches_format(hf, packed=packed, dtype=dtype)
         else _config_json(hf, packed=packed, ignore=ignore, dtype=dtype)
     }
 
@@ -206,7 +210,7 @@ def _read_companion(folder: pathlib.Path, name: str) -> bytes:
     path, home = folder / name, folder.resolve()
     # The hub's cache holds a model as folders of links to the files of all its revisions.
     homes = [home, *([home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [])]
-    if not any(path.resolve().is_relative_to(allowed) for allowed in homes):
+    if not any(path.resolve().is_relative_to(parent) for parent in homes):
         raise UserError(
             f"{path} is a symbolic link to a file outside of its folder, which is not copied; put "
             "the file itself there"
@@ -227,18 +231,22 @@ def _name_shards(folder: pathlib.Path, shards: list[list[str]], total_bytes: int
         (folder / "0").rename(folder / SINGLE_FILE)
         return
     weight_map = {}
-    for number, listed in enumerate(shards):
+    for number, tensor_names in enumerate(shards):
         file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
         (folder / str(number)).rename(folder / file)
-        weight_map |= dict.fromkeys(listed, file)
+        weight_map |= dict.fromkeys(tensor_names, file)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def _layer_tensors(
-    number: int, layer: Mapping[str, Any], config: ModelConfig, dtype: np.dtype, of_norms: np.dtype
+    number: int,
+    layer: Mapping[str, Any],
+    model_config: ModelConfig,
+    dtype: np.dtype,
+    of_norms: np.dtype,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    shapes = projection_shapes(config)
+    shapes = projection_shapes(model_config)
     layer = jax.device_get(layer)
     for fused, members in FUSED.items():
         weight = layer[fused]
@@ -256,9 +264,9 @@ def _layer_tensors(
                 yield f"{module}.weight_global_scale", weight.global_scale[rows][:1]
             else:
                 yield f"{module}.weight", _dense(weight[rows], dtype)
-            if config.attention_bias and member in names.BIASED:
+            if model_config.attention_bias and member in names.BIASED:
                 yield f"{module}.bias", _dense(layer["qkv_bias"][rows], dtype)
-    for norm in names.LAYER_NORMS + (names.HEAD_NORMS if config.qk_norm else ()):
+    for norm in names.LAYER_NORMS + (names.HEAD_NORMS if model_config.qk_norm else ()):
         yield f"{names.layer_module(number, norm)}.weight", _dense(layer[norm], of_norms)
 
 
@@ -266,18 +274,18 @@ def _dense(value: Any, dtype: np.dtype) -> np.ndarray:
     return np.asarray(jax.device_get(value)).astype(dtype, copy=False)
 
 
-def _describes(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
+def _matches_format(hf: Mapping[str, Any], *, packed: bool, dtype: str) -> bool:
     """Tells whether a config.json already describes what is exported."""
-    stored = hf.get("dtype", hf.get("torch_dtype"))
+    stored_dtype = hf.get("dtype", hf.get("torch_dtype"))
     quantization = hf.get("quantization_config")
     if not packed:
-        return quantization is None and stored == dtype
+        return quantization is None and stored_dtype == dtype
     # A config that asks for quantized activations does not describe an export: only weights are
     # quantized.
-    return stored == dtype and _weights_alone(quantization)
+    return stored_dtype == dtype and _quantizes_only_weights(quantization)
 
 
-def _weights_alone(quantization: Any) -> bool:
+def _quantizes_only_weights(quantization: Any) -> bool:
     try:
         groups = quantization["config_groups"].values()
         return (
@@ -294,9 +302,9 @@ def _config_json(
 ) -> bytes:
     # transformers 5 renamed torch_dtype to dtype, and reads both.
     key = "dtype" if "dtype" in hf else "torch_dtype"
-    written = {**hf, key: dtype}
-    written.pop("quantization_config", None)
+    fields = {**hf, key: dtype}
+    fields.pop("quantization_config", None)
     if packed:
         ignored = [*QUANTIZATION_CONFIG["ignore"], *ignore]
-        written["quantization_config"] = QUANTIZATION_CONFIG | {"ignore": ignored}
-    return (json.dumps(written, indent=2) + "\n").encode()
+        fields["quantization_config"] = QUANTIZATION_CONFIG | {"ignore": ignored}
+    return (json.dumps(fields, indent=2) + "\n").encode()

@@ -115,11 +115,11 @@ class Stream:
         On a CPU the memory is new, because an array on the device then is the same memory.
         """
         if not self._reuses:
-            return _aligned(size)
-        found = getattr(self._threads, "memory", None)
-        if found is None or len(found) < size:
-            found = self._threads.memory = _aligned(max(size, CHUNK_BYTES))
-        return found
+            return _aligned_memory(size)
+        buffer = getattr(self._threads, "memory", None)
+        if buffer is None or len(buffer) < size:
+            buffer = self._threads.memory = _aligned_memory(max(size, CHUNK_BYTES))
+        return buffer
 
     def send(self, chunks: Iterable[np.ndarray], stored_bytes: int) -> list[jax.Array]:
         """Returns the chunks of one tensor on the device.
@@ -128,22 +128,22 @@ class Stream:
             chunks: the chunks in order; each may be overwritten when the next one is made.
             stored_bytes: bytes of the tensor in its file.
         """
-        sent, counted, iterator = [], 0, iter(chunks)
+        arrays, counted_bytes, iterator = [], 0, iter(chunks)
         while True:
             with self.meter.busy("read"):
                 chunk = next(iterator, None)
             if chunk is None:
                 break
             with self.meter.busy("transfer"):
-                sent.append(jax.block_until_ready(jax.device_put(chunk)))
-            share = min(chunk.nbytes, stored_bytes - counted)
-            counted += share
+                arrays.append(jax.block_until_ready(jax.device_put(chunk)))
+            share = min(chunk.nbytes, stored_bytes - counted_bytes)
+            counted_bytes += share
             self.meter.add(share)
-        self.meter.add(stored_bytes - counted)
-        return sent
+        self.meter.add(stored_bytes - counted_bytes)
+        return arrays
 
 
-def _aligned(size: int) -> np.ndarray:
+def _aligned_memory(size: int) -> np.ndarray:
     """Returns new memory that jax on a CPU takes over without a copy."""
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     return memory[-memory.ctypes.data % _ALIGNMENT :][:size]

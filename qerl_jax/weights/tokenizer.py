@@ -15,10 +15,10 @@ from qerl_jax.system.safe_files import read_bytes, read_text
 from qerl_jax.weights.added_tokens import mark_special, read_added_tokens
 from qerl_jax.weights.chat_template import compile_template, to_json, variables
 
-# Tokens that end a turn or a document in the supported families. In a GGUF file they end a reply
-# beside the named ones, whatever their type, as for llama.cpp. In a folder only the named tokens
-# end a reply, as for transformers' generate() and vLLM, which serve the folder: there these are
-# used where the files name none.
+# Tokens that end a turn or a document in the supported families. With a GGUF file they end a reply
+# in addition to the tokens that the file names, whatever their type, as in llama.cpp. With a folder
+# only the tokens that its files name end a reply, as in transformers' generate() and vLLM; these
+# are used where the files name none.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -85,20 +85,25 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise UserError("the tokenizer has no chat template; use an instruction-tuned model")
-        given = {"messages": messages, "tools": None, "documents": None}
-        given |= {"add_generation_prompt": add_generation_prompt, **self.special_tokens}
+        standard_variables = {"messages": messages, "tools": None, "documents": None}
+        standard_variables |= {
+            "add_generation_prompt": add_generation_prompt,
+            **self.special_tokens,
+        }
         try:
             read = variables(self.chat_template) if arguments else frozenset()
-            unread = [name for name in arguments if name not in read or name in given]
+            unread = [name for name in arguments if name not in read or name in standard_variables]
             if not unread:
-                return compile_template(self.chat_template).render(**given, **arguments)
+                return compile_template(self.chat_template).render(
+                    **standard_variables, **arguments
+                )
         except Exception as error:  # a template is a program and can raise any class
             kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             message = " ".join(str(error).split())  # syntax errors quote their lines
             raise UserError(
                 f"{self._template_place}the chat template failed: {kind}{message:.300}"
             ) from error
-        others = sorted(read - given.keys())
+        others = sorted(read - standard_variables.keys())
         raise UserError(
             f"{self._template_place}the chat template does not read {', '.join(unread)} of "
             f"data.chat_template_args; it reads {', '.join(others) or 'no argument'}: leave out "
@@ -115,9 +120,9 @@ class Tokenizer:
         Raises:
             UserError: the template left out a message; whitespace may differ.
         """
-        rendered = " ".join(text.split())
+        flat_text = " ".join(text.split())
         for message in messages:
-            if " ".join(message["content"].split()) not in rendered:
+            if " ".join(message["content"].split()) not in flat_text:
                 raise UserError(
                     f"{self._template_place}the chat template leaves out the {message['role']} "
                     f"message {message['content']!r:.100}; correct the template, or leave out the "
@@ -144,12 +149,12 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
     backend.no_truncation()
     settings = _read_json(folder / "tokenizer_config.json")
     special_tokens = read_added_tokens(folder, settings, backend)
-    named, others = [], []
+    eos_ids, others = [], []
     for file in ("generation_config.json", "config.json"):
-        stored = _read_json(folder / file)
-        ids = stored.get("eos_token_id")
-        named += ids if isinstance(ids, list) else [ids]
-        others += [stored.get("bos_token_id"), stored.get("pad_token_id")]
+        content = _read_json(folder / file)
+        ids = content.get("eos_token_id")
+        eos_ids += ids if isinstance(ids, list) else [ids]
+        others += [content.get("bos_token_id"), content.get("pad_token_id")]
     added = backend.get_added_tokens_decoder()
     mark_special(backend, [added[i].content for i in others if type(i) is int and i in added])
     chat_template, template_source = _read_chat_template(folder, settings)
@@ -158,7 +163,7 @@ def from_folder(folder: pathlib.Path | str) -> Tokenizer:
         chat_template=chat_template,
         template_source=template_source,
         special_tokens=special_tokens,
-        eos_ids=named,
+        eos_ids=eos_ids,
         pad_id=None,
         well_known=False,
     )
@@ -280,40 +285,46 @@ def _finish(
     pad_id: int | None,
     well_known: bool,
 ) -> Tokenizer:
-    """Builds a Tokenizer; its `eos_ids` are those given, its own and, if asked, the well-known."""
+    """Builds a Tokenizer.
+
+    Its `eos_ids` are the argument, the id of its `eos_token` and, with `well_known`, those of
+    well-known end tokens.
+    """
     for name, text in {"chat_template": chat_template or "", **special_tokens}.items():
         if not isinstance(text, str):
             raise UserError(f"the tokenizer's {name} is {text!r:.50}, must be a string")
-    own = backend.token_to_id(special_tokens.get("eos_token", ""))
-    found = {_token_id(i) for i in (*eos_ids, own) if i is not None}
+    eos_id = backend.token_to_id(special_tokens.get("eos_token", ""))
+    end_ids = {_token_id(i) for i in (*eos_ids, eos_id) if i is not None}
     if well_known:
-        found |= {i for i in map(backend.token_to_id, _END_TOKENS) if i is not None}
-    elif not found:
+        end_ids |= {i for i in map(backend.token_to_id, _END_TOKENS) if i is not None}
+    elif not end_ids:
         added = backend.get_added_tokens_decoder()
-        found |= {i for i, token in added.items() if token.special and token.content in _END_TOKENS}
-    if not found:
+        end_ids |= {
+            i for i, token in added.items() if token.special and token.content in _END_TOKENS
+        }
+    if not end_ids:
         raise UserError("the tokenizer names no end-of-sequence token")
     if pad_id is None and "pad_token" in special_tokens:
         pad_id = backend.token_to_id(special_tokens["pad_token"])
     # Tokens with a role and ends are special, whatever their type in the files.
-    ends = [backend.id_to_token(i) for i in sorted(found)]
+    ends = [backend.id_to_token(i) for i in sorted(end_ids)]
     mark_special(backend, [*special_tokens.values(), *(text for text in ends if text is not None)])
     return Tokenizer(
         backend=backend,
         chat_template=chat_template,
         special_tokens=special_tokens,
-        eos_ids=tuple(sorted(found)),
-        pad_id=min(found) if pad_id is None else pad_id,
+        eos_ids=tuple(sorted(end_ids)),
+        pad_id=min(end_ids) if pad_id is None else pad_id,
         template_source=template_source,
     )
 
 
 def _metadata_list(metadata: Mapping[str, Any], name: str, kind: type) -> list:
     """Returns a list from a GGUF file's metadata, or [] where it is absent."""
-    found = metadata.get(f"tokenizer.ggml.{name}", [])
-    if not isinstance(found, list) or not all(type(item) is kind for item in found):
+    values = metadata.get(f"tokenizer.ggml.{name}", [])
+    if not isinstance(values, list) or not all(type(item) is kind for item in values):
         raise UserError(f"tokenizer.ggml.{name} of the GGUF file must be a list of {kind.__name__}")
-    return found
+    return values
 
 
 def _token_id(value: Any) -> int:
@@ -391,8 +402,8 @@ def _read_chat_template(folder: pathlib.Path, settings: dict[str, Any]) -> tuple
     if not template:
         file, template = folder / "tokenizer_config.json", settings.get("chat_template")
     if isinstance(template, list):  # several templates, each with a name
-        named = {i.get("name"): i.get("template") for i in template if isinstance(i, dict)}
-        template = named.get("default")
+        templates = {i.get("name"): i.get("template") for i in template if isinstance(i, dict)}
+        template = templates.get("default")
     return template, str(file)
 
 
