@@ -15,7 +15,7 @@ import pytest
 from problem_sets import load_problems, load_splits
 
 from qerl_jax.data import splits
-from qerl_jax.data.prompts import Problem
+from qerl_jax.data.prompts import Problem, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import functions
 
@@ -202,14 +202,12 @@ def test_a_prompt_may_be_a_chat(tmp_path):
     assert single == Problem("3 + 4?", "7")
     assert chat.messages == tuple((m["role"], m["content"]) for m in CHAT)
     assert chat.question == "system: Be brief.\nuser: 3 + 4?\nassistant: 7\nuser: And 1 more?"
-    assert splits.render_prompt(chat, WordTokenizer(), question_suffix=" Go.") == (
+    assert render_prompt(chat, WordTokenizer(), question_suffix=" Go.") == (
         "<system> Be brief. <user> 3 + 4? <assistant> 7 <user> And 1 more? Go. <assistant>"
     )
     with pytest.raises(UserError, match=r"system message of its own.*--config.data.system_prompt="):
-        splits.render_prompt(chat, WordTokenizer(), system_prompt="Think.")
-    assert splits.render_prompt(single, WordTokenizer(), system_prompt="Think.").startswith(
-        "<system"
-    )
+        render_prompt(chat, WordTokenizer(), system_prompt="Think.")
+    assert render_prompt(single, WordTokenizer(), system_prompt="Think.").startswith("<system")
 
 
 @pytest.mark.parametrize(
@@ -233,15 +231,13 @@ def test_bad_chats_are_named(tmp_path, messages, message):
 
 def test_the_fingerprint_has_the_columns_that_rewards_read():
     plain, tests = Problem("q", "1"), Problem("q", "1", columns={"tests": [1], "id": 7})
-    assert splits.digest_of_problems([plain]) == splits.digest_of_problems([tests])
+    assert splits.fingerprint([plain]) == splits.fingerprint([tests])
     # Checkpoints of earlier versions hold this digest.
     text = json.dumps([["q", "1"]])
-    assert splits.digest_of_problems([tests]) == hashlib.sha256(text.encode()).hexdigest()
+    assert splits.fingerprint([tests]) == hashlib.sha256(text.encode()).hexdigest()
     other = dataclasses.replace(tests, columns={"tests": [2], "id": 7})
-    assert splits.digest_of_problems([tests], ["tests"]) != splits.digest_of_problems(
-        [other], ["tests"]
-    )
-    assert splits.digest_of_problems([tests], ["id"]) == splits.digest_of_problems([other], ["id"])
+    assert splits.fingerprint([tests], ["tests"]) != splits.fingerprint([other], ["tests"])
+    assert splits.fingerprint([tests], ["id"]) == splits.fingerprint([other], ["id"])
 
 
 def test_generated_problems_have_the_columns_of_their_task():
@@ -393,7 +389,7 @@ def test_long_questions_are_not_trained_on(tmp_path, monkeypatch):
     path = write(tmp_path / "math.jsonl", rows)
     fake_hub(monkeypatch, lambda *_: {"train": rows, "test": rows})
     for arguments in ({"path": path}, {}):
-        load = functools.partial(splits.load_split, "me/math", max_question_chars=4, **arguments)
+        load = functools.partial(load_problems, "me/math", max_question_chars=4, **arguments)
         assert {len(problem.question) for problem in load()} == {3, 4}
     assert len(load(split="eval", eval_size=3)) == 3
     assert len(chain_sum(max_question_chars=1000, size=5)) == 5
@@ -408,7 +404,7 @@ def test_eval_source(tmp_path, monkeypatch):
     rows = [{"problem": f"q{i}", "answer": str(i)} for i in range(4)]
     hub = {"me/big": {"train": rows}, "you/small": {"test": rows[3:0:-1]}, "it/none": {"train": []}}
     fake_hub(monkeypatch, lambda name, _: hub[name])
-    load = functools.partial(splits.load_split, eval_source="you/small", eval_size=2)
+    load = functools.partial(load_problems, eval_source="you/small", eval_size=2)
     path = write(tmp_path / "math.jsonl", rows)
     for where in ({"source": "me/big"}, {"source": "", "path": path}):
         assert [p.question for p in load(**where, split="eval")] == ["q3", "q2"]
@@ -482,7 +478,7 @@ def test_hub(monkeypatch):
         return {"train": [row(i) for i in range(4)], "test": [row(i) for i in (9, 3, 8)]}
 
     fake_hub(monkeypatch, load_dataset)
-    load = splits.load_split
+    load = load_problems
     assert load("openai/gsm8k", split="eval", eval_size=2) == [
         Problem("q9", "9"),
         Problem("q3", "3"),
@@ -558,18 +554,18 @@ def test_hub_errors(monkeypatch, load_dataset, message):
 def test_render_prompt(system_prompt, suffix, text):
     problem = Problem("1 + 1 =", "2")
     options = {"system_prompt": system_prompt, "question_suffix": suffix}
-    assert splits.render_prompt(problem, WordTokenizer(), **options) == text
-    (prompt,) = splits.encode_prompts([problem], WordTokenizer(), **options, max_prompt_tokens=20)
+    assert render_prompt(problem, WordTokenizer(), **options) == text
+    (prompt,) = encode_prompts([problem], WordTokenizer(), **options, max_prompt_tokens=20)
     assert (prompt.problem, prompt.text) == (problem, text)
     assert prompt.ids == tuple(len(word) for word in text.split())
 
 
 def test_a_prompt_over_the_limit_is_an_error():
     problems = [Problem("a " * count, "1") for count in (1, 9, 3, 4, 8)]
-    assert len(splits.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=11)) == 5
+    assert len(encode_prompts(problems, WordTokenizer(), max_prompt_tokens=11)) == 5
     message = (
         "2 of 5 prompts are over 6 tokens, the longest has 11; instead of "
         "data.max_prompt_tokens=6 pass --config.data.max_prompt_tokens=11, or take them out"
     )
     with pytest.raises(UserError, match=re.escape(message)):
-        splits.encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)
+        encode_prompts(problems, WordTokenizer(), max_prompt_tokens=6)

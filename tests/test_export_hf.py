@@ -25,6 +25,7 @@ from qerl_jax.export import write as export_lib
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.training.loop import train
 from qerl_jax.weights import safetensors
 from qerl_jax.weights.load import load
@@ -238,8 +239,10 @@ def test_untrained_norms_have_the_dtype_of_the_others(run, tmp_path):
 def test_scores(run, tmp_path, monkeypatch, capsys):
     asked = []
 
-    def accuracy(model, lora, *, prompts, sampling, **_):
-        asked.append((model.format, lora is not None, len(prompts), sampling.max_new_tokens))
+    def accuracy(sampler, policy, prompts, **_):
+        packed = isinstance(policy.params["layers"][0]["qkv_proj"], QuantTensor)
+        new_tokens = sampler.sampling.max_new_tokens
+        asked.append((packed, policy.lora is not None, len(prompts), new_tokens))
         return GreedyScore(accuracy=len(asked) / 4, truncated=0.0)
 
     monkeypatch.setattr(scores, "greedy_accuracy", accuracy)
@@ -247,7 +250,7 @@ def test_scores(run, tmp_path, monkeypatch, capsys):
         source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
     )
     card = (export(config) / "README.md").read_text()
-    assert asked == [("nvfp4", False, 3, 4), ("nvfp4", True, 3, 4), ("bf16", True, 3, 4)]
+    assert asked == [(True, False, 3, 4), (True, True, 3, 4), (False, True, 3, 4)]
     assert "pass@1 0.500 on 3 held-out problems: NVFP4 base + adapter\n" in capsys.readouterr().out
     for name, score in (("NVFP4 base", 0.25), ("bf16 base + adapter", 0.75)):
         assert any(name in line and f"{score:.3f}" in line for line in card.splitlines())

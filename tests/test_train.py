@@ -458,12 +458,14 @@ def test_groups_are_informative_by_the_metric(metric, informative):
     assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 
 
-@pytest.mark.parametrize("name", ["prefill", pytest.param("zero_totals", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["dequantize", pytest.param("zero_totals", marks=pytest.mark.slow)]
+)
 def test_a_missing_program_ends_the_run_after_a_checkpoint(name, tiny, tmp_path, monkeypatch):
     take_step = qerl_jax.training.step.take_step
 
     def losing(setup, progress, *, programs, **options):
-        if progress.step == 1 and name == "prefill":
+        if progress.step == 1 and name == "dequantize":
             sampler = dataclasses.replace(setup.collect.sampler, executables=Executables())
             collect = dataclasses.replace(setup.collect, sampler=sampler)
             setup = dataclasses.replace(setup, collect=collect)

@@ -169,13 +169,13 @@ def on_mesh(
 
     def program(*arguments: Any, **options: Any) -> Any:
         if in_specs is None:
-            by_rules = tuple(specs(argument, mesh.shape[TENSOR]) for argument in arguments)
+            argument_specs = tuple(specs(argument, mesh.shape[TENSOR]) for argument in arguments)
         else:
-            by_rules = in_specs(*arguments, **options)
+            argument_specs = in_specs(*arguments, **options)
         return jax.shard_map(
             functools.partial(function, **options),
             mesh=mesh,
-            in_specs=by_rules,
+            in_specs=argument_specs,
             out_specs=out_specs(*arguments, **options),
             check_vma=False,
         )(*arguments)
