@@ -231,13 +231,15 @@ def test_bad_chats_are_named(tmp_path, messages, message):
 
 def test_the_fingerprint_has_the_columns_that_rewards_read():
     plain, tests = Problem("q", "1"), Problem("q", "1", columns={"tests": [1], "id": 7})
-    assert splits.fingerprint([plain]) == splits.fingerprint([tests])
+    assert splits.digest_of_problems([plain]) == splits.digest_of_problems([tests])
     # Checkpoints of earlier versions hold this digest.
     text = json.dumps([["q", "1"]])
-    assert splits.fingerprint([tests]) == hashlib.sha256(text.encode()).hexdigest()
+    assert splits.digest_of_problems([tests]) == hashlib.sha256(text.encode()).hexdigest()
     other = dataclasses.replace(tests, columns={"tests": [2], "id": 7})
-    assert splits.fingerprint([tests], ["tests"]) != splits.fingerprint([other], ["tests"])
-    assert splits.fingerprint([tests], ["id"]) == splits.fingerprint([other], ["id"])
+    assert splits.digest_of_problems([tests], ["tests"]) != splits.digest_of_problems(
+        [other], ["tests"]
+    )
+    assert splits.digest_of_problems([tests], ["id"]) == splits.digest_of_problems([other], ["id"])
 
 
 def test_generated_problems_have_the_columns_of_their_task():
