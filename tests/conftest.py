@@ -63,6 +63,7 @@ RUNS = (
     "test_pitfalls",
     "test_sweep",
     "test_sample",
+    "test_foreign_folders",
 )
 # Other modules that take long: begun late, one of them would run alone at the end.
 LONG = (

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import re
 import sys
 import types
@@ -172,6 +173,32 @@ def test_bad_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=re.escape(message)):
         load_problems("", path=str(tmp_path / name))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet", "/dev/zero"])
+def test_what_is_no_file_is_not_read(tmp_path, name):
+    """A pipe would be waited for, and a device has no end."""
+    path = tmp_path / name  # `/dev/zero` as it is
+    if not path.exists():
+        os.mkfifo(path)
+    for given in {str(path), str(path.parent)} - {"/dev"}:
+        with pytest.raises(UserError, match=r"is a (named pipe|device), not a file"):
+            splits.load_split("", path=given)
+
+
+@pytest.mark.parametrize("path", ["a\0b.jsonl", "\ud800.jsonl", f"{'x' * 300}.jsonl"])
+def test_what_is_no_path_is_named(path):
+    with pytest.raises(UserError, match=r"cannot be a path"):
+        splits.load_split("", path=path)
+
+
+def test_the_name_of_a_file_cannot_write_to_the_terminal(tmp_path, capsys):
+    rows = '{"question": "a", "answer": ""}\n{"question": "b", "answer": "1"}\n'
+    (tmp_path / "a\x1b[2J.jsonl").write_text(rows)
+    splits.load_split("", path=str(tmp_path / "a\x1b[2J.jsonl"), split="train")
+    said = capsys.readouterr().out
+    assert r"a\x1b[2J.jsonl:1" in said
+    assert "\x1b" not in said
 
 
 def test_rows_may_name_their_fields(tmp_path):

@@ -6,7 +6,7 @@ import pathlib
 import pytest
 import tiny_run
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import open_run
 from qerl_jax.training import dry_run
 from qerl_jax.weights import model_source
@@ -88,3 +88,14 @@ def test_a_hub_is_not_asked_for_weights(tiny, monkeypatch):
     assert not any("safetensors" in pattern for pattern in patterns)
     model_source.locate("owner/model")
     assert any("safetensors" in pattern for pattern in asked[1][1])
+
+
+def test_the_text_of_a_problem_cannot_write_to_the_terminal(tiny, tmp_path):
+    problems = tmp_path / "problems.jsonl"
+    rows = [{"question": f"t{n} \x1b[2Jt1", "answer": "1\x9b1m"} for n in range(8)]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = told(tiny.config({"data.path": str(problems)}), workdir=tmp_path / "run")
+    shown = text[text.index("the first training prompt") :]
+    assert r"\x1b[2Jt1" in shown
+    assert r"its answer: 1\x9b1m" in shown
+    assert visible(shown) == shown

@@ -334,7 +334,10 @@ def compile_one(common, run, **options):
     jax.clear_caches()
     jax.monitoring.register_event_listener(listen)
     try:
-        with set_cache_folder(common), keep_programs(run, **options):
+        with (
+            set_cache_folder(common) if common else contextlib.nullcontext(),
+            keep_programs(run, **options),
+        ):
             jax.jit(lambda x: jnp.sin(x) @ x)(np.ones((8, 8), np.float32))
     finally:
         jax.monitoring.unregister_event_listener(listen)
@@ -427,3 +430,28 @@ def test_a_run_whose_folder_cannot_be_written_is_compiled_all_the_same(tmp_path,
     (tmp_path / "link").symlink_to(tmp_path / "target")
     compile_one(tmp_path / "common", tmp_path / "link")
     assert not list((tmp_path / "target").iterdir())
+
+
+def test_runs_of_a_sweep_share_programs_that_this_user_has_signed(tmp_path, monkeypatch):
+    """The folder of a sweep may come from another person, and JAX never reads it by itself."""
+    shared = tmp_path / "sweep" / "programs-node"
+    monkeypatch.setenv(program_cache.SHARED, str(shared))
+
+    def compile_in(run, backend):
+        """Compiles a program without a cache of JAX; returns the number of programs found."""
+        with pytest.MonkeyPatch.context() as patch, cache_set_to(None):
+            patch.setattr(jax, "default_backend", lambda: backend)
+            return compile_one(None, run)
+
+    for backend in ("gpu", "cpu"):
+        run = tmp_path / backend
+        monkeypatch.setenv(program_cache.SHARED, str(shared / backend))
+        assert compile_in(run, backend) == 0
+        (name,) = entries(shared / backend)
+        assert entries(run) == ({name} if backend == "gpu" else set())
+        assert compile_in(tmp_path / f"{backend}-2", backend) == 1
+        assert entries(tmp_path / f"{backend}-2") == entries(run)
+        content = (shared / backend / name).read_bytes()
+        (shared / backend / name).write_bytes(content[51:])  # as JAX itself writes it
+        assert compile_in(tmp_path / f"{backend}-3", backend) == 0
+        assert (shared / backend / name).read_bytes()[:51] == content[:51]

@@ -8,6 +8,9 @@ common folder. JAX's own entries lie there as JAX writes them.
 A program that this process compiles is written to both folders, and one from the common folder is
 copied to that of the run, which executes it again when it resumes. A program from the folder of a
 run is not copied. Files appear whole, by a rename.
+
+The runs of a sweep share a third folder, that of the sweep, which may come from another person as
+well: each file in it has a signature, and one without is compiled again, whatever the user trusts.
 """
 
 import contextlib
@@ -31,6 +34,7 @@ from qerl_jax.system.user_key import is_signed, sign
 _MAGIC = b"qerl-jax program 1\n"
 _SIGNATURE_BYTES = 32
 _SUFFIX = "-cache"  # the end of the names of JAX's entries
+SHARED = "QERL_SHARED_PROGRAMS"  # variable with the folder that the runs of a sweep share
 EXECUTABLE = "rollout-"  # the beginning of the names of serialized executables
 
 # JAX installs a cache through no public function. Its public module takes `reset_cache` from the
@@ -46,6 +50,7 @@ class ProgramCache:
         folder: folder of a run, or None.
         common: JAX's own cache of the user, or None.
         common_folder: folder of `common`, or None.
+        shared: folder that runs of this user share, or None.
         trusted: whether programs in the folder of the run are read without a valid signature.
         replaces: whether files of the run are replaced, and not only added.
     """
@@ -55,6 +60,7 @@ class ProgramCache:
     common_folder: Path | None = None
     trusted: bool = False
     replaces: bool = True
+    shared: Path | None = None
     _has_warned: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     @property
@@ -69,12 +75,13 @@ class ProgramCache:
             content = self.common.get(key)
             if content is not None:
                 self._add_to_run(f"{key}{_SUFFIX}", content)
-        return content
+        return self._of_shared(f"{key}{_SUFFIX}") if content is None else content
 
     def put(self, key: str, value: bytes) -> None:
         """Writes an entry of JAX's cache, which this process has compiled."""
         name = f"{key}{_SUFFIX}"
         self._add_to_run(name, value)
+        self._add_to_shared(name, value)
         if self.common_folder is None:
             return
         if jax.config.jax_compilation_cache_max_size != -1:
@@ -85,14 +92,13 @@ class ProgramCache:
 
     @property
     def folder_of_executables(self) -> Path | None:
-        """The common folder, or else that of the run."""
-        return self.common_folder or self.folder
+        """The common folder, or else that of the run, or else the shared one."""
+        return self.common_folder or self.folder or self.shared
 
     def has(self, name: str) -> bool:
         """Returns whether there is a file of an executable, valid or not."""
-        return any(
-            f is not None and (f / name).is_file() for f in (self.folder, self.common_folder)
-        )
+        folders = self.folder, self.common_folder, self.shared
+        return any(f is not None and (f / name).is_file() for f in folders)
 
     def read(self, name: str) -> bytes | None:
         """Returns an executable that this user has signed, or None."""
@@ -102,7 +108,7 @@ class ProgramCache:
             content = content if valid else None
             if content is not None:
                 self._add_to_run(name, content)
-        return content
+        return self._of_shared(name) if content is None else content
 
     def write(self, name: str, content: bytes) -> None:
         """Writes an executable, which this process has compiled.
@@ -111,6 +117,7 @@ class ProgramCache:
             OSError: it cannot be written.
         """
         self._add_to_run(name, content)
+        self._add_to_shared(name, content)
         # Without a key no process could read it from the common folder.
         if self.common_folder is not None and (signature := sign(content, f"program {name}")):
             _write(self.common_folder / name, _MAGIC + bytes.fromhex(signature) + content)
@@ -132,6 +139,21 @@ class ProgramCache:
             )
         return None
 
+    def _of_shared(self, name: str) -> bytes | None:
+        if self.shared is None:
+            return None
+        content, valid = _read(self.shared / name)
+        if not valid or content is None:
+            return None
+        self._add_to_run(name, content)
+        return content
+
+    def _add_to_shared(self, name: str, content: bytes) -> None:
+        if self.shared is None or self.shared.is_symlink():
+            return
+        with contextlib.suppress(OSError):  # Another run then compiles the program again.
+            _write(self.shared / name, _sign_program(name, content))
+
     def _add_to_run(self, name: str, content: bytes) -> None:
         if self.folder is None or self.folder.is_symlink():
             return
@@ -150,7 +172,12 @@ _current_cache: contextvars.ContextVar[ProgramCache | None] = contextvars.Contex
 
 @contextlib.contextmanager
 def install(
-    folder: Path, *, common: Path | None, trusted: bool = False, replaces: bool = True
+    folder: Path | None,
+    *,
+    common: Path | None,
+    trusted: bool = False,
+    replaces: bool = True,
+    shared: Path | None = None,
 ) -> Generator[None]:
     """Makes the folder of a run and the common one JAX's cache while the block runs.
 
@@ -161,10 +188,13 @@ def install(
         common: the common folder; None for none.
         trusted: as in `ProgramCache`.
         replaces: as in `ProgramCache`.
+        shared: as in `ProgramCache`.
     """
     open_common = _JAX.get_file_cache
     jax_cache = None if common is None else open_common(str(common))[0]
-    cache = ProgramCache(folder, jax_cache, common, trusted=trusted, replaces=replaces)
+    cache = ProgramCache(
+        folder, jax_cache, common, trusted=trusted, replaces=replaces, shared=shared
+    )
     token = _current_cache.set(cache)
     _JAX.get_file_cache = lambda path: (cache, path)
     compilation_cache.reset_cache()
@@ -195,6 +225,8 @@ def sign_entries(folder: Path) -> None:
         return
     for path in sorted(folder.iterdir()):
         if path.name.endswith(_SUFFIX) or path.name.startswith(EXECUTABLE):
+            if path.is_symlink():  # Its target is not part of what the user trusts.
+                continue
             content, valid = _read(path)
             if content is not None and not valid and not path.suffix:
                 _write(path, _sign_program(path.name, content))

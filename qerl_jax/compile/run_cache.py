@@ -5,6 +5,7 @@ round differently. So a run keeps its programs in its folder: the same programs 
 """
 
 import contextlib
+import os
 from collections.abc import Generator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from qerl_jax.compile import program_cache
 def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> Generator[None]:
     """On a GPU, keeps compiled programs in a folder while the block runs.
 
+    On a CPU too, those that the runs of a sweep share lie in its folder, see `program_cache`.
+
     Programs that are in JAX's cache are executed and copied to the folder, and new ones go to both,
     see `program_cache`.
 
@@ -27,14 +30,17 @@ def keep_programs(path: Path, *, trusted: bool = False, writes: bool = True) -> 
         writes: whether this process replaces programs in the folder. Of several processes of a run
             one does; the others add what is missing.
     """
-    if jax.default_backend() != "gpu":
+    common, shared = _common_folder(), _shared_folder()
+    folder = path if jax.default_backend() == "gpu" else None
+    if folder is None and (shared is None or common is not None):
         yield
         return
-    common = _common_folder()
     with (
-        set_cache_folder(common or path),
+        set_cache_folder(common or folder or shared or path),
         _no_files_of_xla() if common is None else contextlib.nullcontext(),
-        program_cache.install(path, common=common, trusted=trusted, replaces=writes),
+        program_cache.install(
+            folder, common=common, trusted=trusted, replaces=writes, shared=shared
+        ),
     ):
         yield
 
@@ -49,6 +55,12 @@ def _common_folder() -> Path | None:
     except OSError:
         return None
     return Path(common)
+
+
+def _shared_folder() -> Path | None:
+    """Returns the folder of programs that the runs of a sweep share, or None."""
+    shared = os.environ.get(program_cache.SHARED, "")
+    return Path(shared) if os.path.isabs(shared) else None
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ checkpoints, so a resumed run draws the same problems as an uninterrupted one.
 """
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -121,14 +122,27 @@ class Cursor:
 
 
 def read_cursor(saved: Mapping[str, Any]) -> Cursor:
-    """Returns the cursor that `Cursor.to_json` gave."""
+    """Returns the cursor that `Cursor.to_json` gave.
+
+    Raises:
+        UserError: the content is that of no cursor.
+    """
     sources = saved.get("sources", {"": saved})
-    return Cursor({name: _read_position(position) for name, position in sources.items()})
+    try:
+        return Cursor({name: _read_position(position) for name, position in sources.items()})
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
+        raise UserError(f"a checkpoint holds no position in the data: {saved!r:.100}") from error
 
 
 def _read_position(saved: Mapping[str, Any]) -> SourcePosition:
     position = SourcePosition(**{name: value for name, value in saved.items() if name != "scored"})
     results = {problem: (correct, total) for problem, correct, total in saved.get("scored", [])}
+    counts = [position.epoch, position.index, position.decided, *results]
+    counts += [count for pair in results.values() for count in pair]
+    if not all(type(count) is int and 0 <= count < 2**62 for count in counts):
+        raise ValueError("a count is no whole number")
+    if not math.isfinite(position.credit):
+        raise ValueError("a credit is no number")
     return dataclasses.replace(position, results=results)
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 from qerl_jax.config.fields import GENERATED
 from qerl_jax.data.prompts import Problem
-from qerl_jax.errors import UserError, check_unicode, first_line
+from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.answers import last_boxed
 from qerl_jax.rewards.calls import plain
 from qerl_jax.rewards.functions import Reward, math_answer, number_only_format
 from qerl_jax.rewards.references import can_read, is_prose, needs_answer
 from qerl_jax.system import hub
 from qerl_jax.system.paths import user_path
+from qerl_jax.system.safe_files import check_readable, read_bytes
 
 _QUESTION_FIELDS = ("question", "problem", "prompt")
 _ANSWER_FIELDS = ("answer", "solution")
@@ -213,7 +214,7 @@ def _select(rows: Iterable[tuple[str, Mapping[str, Any]]], selection: Selection)
 
 def print_left_out(count: int, what: str) -> None:
     """Prints how many problems are left out."""
-    print(f"left out {count} problem{'s' * (count != 1)} {what}", flush=True)
+    print(visible(f"left out {count} problem{'s' * (count != 1)} {what}"), flush=True)
 
 
 # --- Local files ----------------------------------------------------------------------------------
@@ -263,8 +264,9 @@ def _file_rows(file: Path, name: str) -> Iterable[tuple[int, Mapping[str, Any]]]
     """The numbered rows of a file; `name` is its name in messages."""
     try:
         if file.suffix == ".parquet":
+            check_readable(file)
             return enumerate(_parquet_rows(file, name), 1)
-        content = file.read_bytes()
+        content = read_bytes(file)
     except OSError as error:
         reason = error.strerror or first_line(error)
         raise UserError(f"{name}: cannot read the problems: {reason}") from error

@@ -19,6 +19,7 @@ from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.ownership import adopt, has_own_tag, trusts
+from qerl_jax.run.saved_fields import check_run
 from qerl_jax.system import json_file
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import open_to_read
@@ -200,6 +201,7 @@ def read_run(path: pathlib.Path) -> dict[str, Any] | None:
             f"{config_path}: not the config of a run: model.source, model.format or "
             "model.dtype is missing"
         )
+    check_run(config_path, content)
     content[OWN] = has_own_tag(content)
     if python_rewards := content.get(PYTHON_REWARDS):
         content["config"]["rewards"] = python_rewards

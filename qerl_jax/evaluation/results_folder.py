@@ -20,6 +20,7 @@ from qerl_jax.evaluation.prompts import check_prompts
 from qerl_jax.evaluation.tasks import Task, TaskOverrides
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.provenance import provenance
+from qerl_jax.run.saved_fields import is_time
 from qerl_jax.system import json_file
 from qerl_jax.system.atomic import write_json
 from qerl_jax.system.paths import user_path
@@ -139,7 +140,7 @@ def first_start(folder: Path) -> str:
 
 def _created(results: Mapping[str, Any]) -> str:
     created = results.get("created")
-    return created if isinstance(created, str) else ""
+    return created if is_time(created) else ""
 
 
 def _settings(policy: LoadedPolicy, config: EvaluateConfig) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from qerl_jax.rewards.calls import columns_read, is_built_in
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.saved_fields import require
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -40,6 +41,13 @@ _NUMBER = "qerl_jax.rewards.functions:numeric_answer"
 _MATH = "qerl_jax.rewards.functions:math_answer"
 _BOXED = "qerl_jax.rewards.functions:boxed_format"
 _NEW_TOKENS = 1024  # default limit on new tokens for tasks that are files
+# Fields of a run that tasks need; most others are absent in runs of earlier versions.
+_OF_A_RUN = (
+    "data.system_prompt", "data.question_suffix", "eval.max_new_tokens", "rollout", "rewards",
+)  # fmt: skip
+_OF_HELD_OUT = (
+    "data.eval_path", "data.source", "data.path", "data.options", "eval.problems", "eval.every",
+)  # fmt: skip
 _ALL = 10**9  # number of problems that takes all of a task
 
 
@@ -174,6 +182,8 @@ def make_tasks(
         UserError: a task does not exist, its problems cannot be loaded, or a setting is invalid.
     """
     names = names or ([RUN] if run is not None else ["gsm8k"])
+    if run is not None:
+        require(run, _OF_A_RUN)
     files = {Path(name).stem: name for name in names if name.endswith(FILE_TYPES)}
     short_names = [Path(name).stem if name.endswith(FILE_TYPES) else name for name in names]
     for name in short_names:
@@ -316,6 +326,7 @@ def _held_out_problems(
         raise UserError(
             f"--tasks={RUN}: the policy is not a run folder, so there are no held-out problems"
         )
+    require(run, _OF_HELD_OUT)
     data, size = run["data"], run["eval"]["problems"]
     if not run["eval"]["every"] and not has_own_evaluation(data):
         raise UserError(
@@ -348,7 +359,9 @@ def _held_out_problems(
             f"these problems as a file: --data={RUN}=FILE.jsonl"
         ) from error
     if folder is not None and all(may_import):  # else nothing tells which columns they read
-        saved = read_latest_meta(RunFolder(folder).checkpoints).get("problems", {}).get("eval")
+        meta = read_latest_meta(RunFolder(folder).checkpoints)
+        problems_of = meta.get("problems") if isinstance(meta, dict) else None
+        saved = problems_of.get("eval") if isinstance(problems_of, dict) else None
         # A run without evaluations has the fingerprint of no problems.
         columns = columns_read(readers, [problem.columns for problem in problems])
         if run["eval"]["every"] and saved not in (None, digest_of_problems(problems, columns)):

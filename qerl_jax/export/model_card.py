@@ -10,6 +10,7 @@ from typing import Any
 from qerl_jax.export.merge import UpdateRetention
 from qerl_jax.rewards.url import without_keys
 from qerl_jax.run.provenance import without_folders
+from qerl_jax.run.saved_fields import require
 from qerl_jax.run.statistics import wilson_interval
 
 FORMAT_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "bf16"}
@@ -280,6 +281,7 @@ def _python(card: Card) -> str:
 
 
 def _training(run: Mapping[str, Any], steps: int | None) -> list[str]:
+    require(run, ("command", "device.kind", "versions.jax", "versions.python"))
     state = "Not finished yet" if steps is None else f"{steps} steps"
     facts = []
     if git := run.get("git"):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.data.prompts import Problem, Prompt, encode_prompts
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, visible
 from qerl_jax.evaluation.greedy import GreedyScore, greedy_accuracy
 from qerl_jax.evaluation.load_policy import LoadedPolicy
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
@@ -24,10 +24,16 @@ from qerl_jax.rewards.calls import announce_hosts, resolve
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
+from qerl_jax.run.saved_fields import require
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
 
+# Fields of a run by which its held-out problems are decoded.
+_OF_A_RUN = (
+    "data.max_prompt_tokens", "reward_time_limit", "rollout.max_rows", "rollout.prompts_per_step",
+    "rollout.group_size", "rollout.chunk_steps", "rollout.dequantize",
+)  # fmt: skip
 _PROBE_PROMPTS = 8
 _PROBE_TOKENS = 64
 # Probe prompts for a policy without held-out problems.
@@ -109,11 +115,14 @@ def open_held_out_set(
         if limit is not None:
             raise
         print(
-            f"not scored: {error}; python -m experiments.evaluate scores on other problems",
+            visible(
+                f"not scored: {error}; python -m experiments.evaluate scores on other problems"
+            ),
             flush=True,
         )
         return None
     assert run is not None
+    require(run, _OF_A_RUN)
     announce_hosts([correctness])
     with template_date(policy.created):
         prompts = encode_prompts(

@@ -19,8 +19,9 @@ from qerl_jax.config import resume
 from qerl_jax.errors import UserError, visible
 from qerl_jax.run.ownership import has_own_tag, write_config
 from qerl_jax.run.provenance import provenance
+from qerl_jax.run.saved_fields import is_shallow
 from qerl_jax.system.atomic import TEMPORARY
-from qerl_jax.system.jsonl import read_rows_of_steps
+from qerl_jax.system.jsonl import read_number, read_rows_of_steps
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import (
     check_file,
@@ -149,10 +150,14 @@ class RunFolder:
         return [self.first_adapter, *policies]
 
     def finished_steps(self) -> int | None:
-        """Number of steps of a finished run; None while a run is not finished."""
+        """Number of steps of a finished run; None while a run is not finished.
+
+        Raises:
+            UserError: summary.json is damaged.
+        """
         if not self.summary.exists():
             return None
-        return json.loads(read_bytes(self.summary))["steps"]
+        return int(read_number(self.summary, "steps"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -429,6 +434,8 @@ def _read_run(path: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+        return None
+    if not is_shallow(content):
         return None
     return content if type(content.get("schedule_steps")) is int else None
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from qerl_jax.compile.program_cache import SHARED
 from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import lock_holder
 from qerl_jax.system.device_memory import number_of_gpus
@@ -90,12 +91,14 @@ def devices_of(gpus: int, environment: Mapping[str, str]) -> list[str | None]:
 
 
 def environment_of(folder: Path) -> dict[str, str]:
-    """The environment of processes that share their compiled programs in a folder."""
+    """The environment of processes that share their compiled programs in a folder.
+
+    The folder may come from another person: JAX, which executes what lies in its cache, does not
+    get it, but `program_cache`, which reads only what this user has signed.
+    """
     # A program is specific to its CPU, so each machine has programs of its own.
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str((folder / f"programs-{platform.node()}").resolve()),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    } | dict(os.environ)
+    shared = str((folder / f"programs-{platform.node()}").resolve())
+    return {SHARED: shared, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} | dict(os.environ)
 
 
 def run_jobs(

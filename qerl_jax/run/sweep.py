@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.config.sweep import ConfigOverrides
+from qerl_jax.errors import UserError
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import Job, run_jobs
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.run.statistics import half_interval
-from qerl_jax.system.safe_files import read_bytes
+from qerl_jax.system.json_file import read_object
+from qerl_jax.system.jsonl import is_number
 
 # The columns of the table, and how a run's rows of metrics give them.
 MEASURES = {
@@ -85,13 +87,13 @@ def train_all(
 
 
 def _last_reward(run: Run) -> str:
-    reward = read_steps(RunFolder(run.folder).metrics)[-1]["reward"]
-    return "last reward missing" if reward is None else f"last reward {reward:.3f}"
+    reward = next((row.get("reward") for row in reversed(_steps(RunFolder(run.folder)))), None)
+    return f"last reward {reward:.3f}" if is_number(reward) else "last reward missing"
 
 
 def _last_step(run: Run) -> str:
-    path = RunFolder(run.folder).metrics
-    rows = read_steps(path) if path.exists() else []
+    folder = RunFolder(run.folder)
+    rows = _steps(folder) if folder.metrics.exists() else []
     return f"{run.name} step {rows[-1]['step'] if rows else 0}/{run.config['steps']}"
 
 
@@ -131,8 +133,8 @@ def make_table(runs: Sequence[Run]) -> dict[str, Any]:
         )
     provenances: list[dict[str, Any]] = []
     for run in finished_runs:
-        content = json.loads(read_bytes(RunFolder(run.folder).config))
-        provenance = {key: content[key] for key in _PROVENANCE}
+        content = read_object(RunFolder(run.folder).config)
+        provenance = {key: content.get(key) for key in _PROVENANCE}
         if provenance not in provenances:
             provenances.append(provenance)
     return {
@@ -165,7 +167,9 @@ def format_table(table: Mapping[str, Any]) -> str:
 
 
 def _measure(folder: RunFolder) -> dict[str, float | None]:
-    rows = read_steps(folder.metrics)
+    rows = _steps(folder)
+    if not rows:
+        raise UserError(f"{folder.path} is damaged: it is finished and has no step; remove it")
     last = rows[-max(1, len(rows) // 5) :]
     return {
         "reward": _mean(row.get("reward") for row in last),
@@ -175,9 +179,14 @@ def _measure(folder: RunFolder) -> dict[str, float | None]:
     }
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return float(np.mean(numbers)) if numbers else None
+def _steps(folder: RunFolder) -> list[dict[str, Any]]:
+    """The rows of steps, without what no run writes."""
+    return [row for row in read_steps(folder.metrics) if type(row.get("step")) is int]
+
+
+def _mean(values: Iterable[Any]) -> float | None:
+    present = [value for value in values if is_number(value)]
+    return float(np.mean(present)) if present else None
 
 
 def _over_seeds(values: Iterable[float | None]) -> dict[str, Any]:

@@ -156,9 +156,9 @@ def _finished_steps(folder: RunFolder) -> int:
     """Number of steps of a finished run; -1 while it is not finished, or with a damaged file."""
     try:
         steps = folder.finished_steps()
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except UserError:
         return -1
-    return steps if isinstance(steps, int) else -1
+    return -1 if steps is None else steps
 
 
 def _last_step(rows: Sequence[Mapping[str, Any]]) -> int:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.system.safe_files import read_bytes
 
 
@@ -45,6 +45,26 @@ def read_rows_of_steps(path: str | Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or type(row.get("step")) is not int:
             raise UserError(f"{path} is damaged: line {number} has no whole number as its step")
     return rows
+
+
+def read_number(path: Path, name: str) -> int | float:
+    """Reads a number of the JSON object in a file.
+
+    Args:
+        path: the file.
+        name: key of the number.
+
+    Raises:
+        UserError: the file is missing, or holds no such number.
+    """
+    try:
+        found = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read: {first_line(error)}; remove it") from error
+    value = found.get(name) if isinstance(found, dict) else None
+    if not is_number(value):
+        raise UserError(f"{path} is damaged: it has no number {name!r}; remove it")
+    return value
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:

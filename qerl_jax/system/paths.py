@@ -1,5 +1,6 @@
 """Paths that a user gives, on the command line or in a config."""
 
+import errno
 import os
 import pathlib
 
@@ -12,12 +13,19 @@ def user_path(path: str | os.PathLike[str]) -> pathlib.Path:
     A shell expands `~` only at the start of a word, so that `--workdir=~/run` arrives as it is.
 
     Raises:
-        UserError: the home folder is unknown.
+        UserError: the home folder is unknown, or no file system has such a path.
     """
     try:
-        return pathlib.Path(path).expanduser()
+        found = pathlib.Path(path).expanduser()
     except RuntimeError as error:
         raise UserError(
             f"{path}: the home folder of {pathlib.Path(path).parts[0]!r} is unknown; write the "
             f"path in full, or ./{path} for a folder of this name"
         ) from error
+    try:
+        os.lstat(found)
+    except (ValueError, OSError) as error:
+        # Most functions of pathlib raise these, instead of saying that there is no such file.
+        if isinstance(error, ValueError) or error.errno == errno.ENAMETOOLONG:
+            raise UserError(f"{str(path)!r:.200} cannot be a path: pass another one") from error
+    return found

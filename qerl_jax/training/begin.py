@@ -26,7 +26,7 @@ from qerl_jax.run.metrics import MetricsLog, read_evaluations, read_steps
 from qerl_jax.run.provenance import versions
 from qerl_jax.system.import_path import names_function
 from qerl_jax.training.init_from import begin_from, restore_origin
-from qerl_jax.training.initial_policy import check_reference, first_trainable
+from qerl_jax.training.initial_policy import check_meta, check_reference, first_trainable
 from qerl_jax.training.run import Run
 from qerl_jax.training.saving import save_checkpoint
 from qerl_jax.training.setup import Setup
@@ -92,6 +92,7 @@ def begin(
     else:
         setup = restore_origin(setup, folder)
         step, state, meta = restored
+        check_meta(folder.checkpoints, meta)
         if meta["fingerprint"] != setup.model.fingerprint:
             raise UserError(
                 f"the weights of {setup.config.model.source} are not the weights that this run "

@@ -20,6 +20,7 @@ from qerl_jax.data.from_config import (
 )
 from qerl_jax.data.order import Order
 from qerl_jax.data.prompts import Prompt
+from qerl_jax.errors import visible
 from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
@@ -73,7 +74,8 @@ def dry_run(
     plan = plan_run(config, architecture, this_device(), prompt=width)
     write(format_plan(plan, config, architecture))
     check_fits(plan, config, architecture)
-    write(f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n")
+    shown = f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n"
+    write(visible(shown))  # Problems and template may come from another person.
     write("dry run: nothing was started and no folder was made")
 
 

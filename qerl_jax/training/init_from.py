@@ -26,9 +26,11 @@ from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
 from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_fact
+from qerl_jax.run.saved_fields import check_run
+from qerl_jax.system.jsonl import read_number
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import read_bytes
-from qerl_jax.training.initial_policy import policy_digest
+from qerl_jax.training.initial_policy import check_meta, policy_digest
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import Progress
 from qerl_jax.weights.peft import load_peft_adapter, save_peft_adapter
@@ -119,6 +121,7 @@ def begin_from(
             "checkpoint.every steps and when SIGTERM stops it"
         )
     step, state, meta = checkpoint
+    check_meta(origin.checkpoints, meta)
     if meta["fingerprint"] != setup.model.fingerprint:
         raise UserError(
             f"init_from={config.init_from}: the run was trained on other weights than those of "
@@ -129,7 +132,7 @@ def begin_from(
     if best:
         path = origin.adapter(best=True)
         trainable = load_peft_adapter(path, setup.model.config, setup.method.lora_config)
-        step = json.loads(read_bytes(origin.best))["step"]
+        step = int(read_number(origin.best, "step"))
         state = dataclasses.replace(state, trainable=trainable)
     if reset_reason:
         state = init_state(state.trainable, setup.method.optimizer)
@@ -190,7 +193,10 @@ def restore_origin(setup: Setup, folder: RunFolder, checksum: int | None = None)
     if not setup.config.init_from:
         return setup
     if checksum is None:
-        checksum = json.loads(read_bytes(folder.config))["init_from"].get("checksum")
+        origin = json.loads(read_bytes(folder.config)).get("init_from")
+        checksum = origin.get("checksum") if isinstance(origin, dict) else None
+        if checksum is not None and not (type(checksum) is int and 0 <= checksum < 2**32):
+            raise UserError(f"{folder.config} is damaged: init_from.checksum is no checksum")
     if checksum is not None:
         key = jax.random.fold_in(jax.random.fold_in(setup.key, KEY_ORIGIN), checksum)
         setup = dataclasses.replace(setup, key=key)
@@ -214,18 +220,22 @@ def _origin(text: str) -> tuple[RunFolder, bool]:
 def _saved_config(folder: RunFolder) -> dict[str, Any]:
     try:
         saved = json.loads(read_bytes(folder.config))
-        return saved["config"] if saved["schedule_steps"] else {}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        found = saved["config"] if saved["schedule_steps"] else {}
+        flatten(found)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(
             f"init_from={folder.path} is not a run folder: no run wrote {folder.config}"
         ) from error
+    check_run(folder.config, saved)
+    return found
 
 
 def _optimizer_reset_reason(config: ConfigDict, saved: Mapping[str, Any], *, best: bool) -> str:
     """The reason why the optimizer starts anew; '' if it keeps the state of the other run."""
     if best:
         return "the optimizer starts anew, as its state is that of the last step"
-    saved_options = saved.get("optimizer", {})
+    saved_options = saved.get("optimizer")
+    saved_options = saved_options if isinstance(saved_options, dict) else {}
     options = config_dict(config)["optimizer"]
     changes = [
         name

@@ -1,6 +1,9 @@
 """The policy that training starts from: the first trained parameters, and the reference policy."""
 
 import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +14,7 @@ from qerl_jax.policy import lora as lora_lib
 from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy, trained_params
+from qerl_jax.system.jsonl import is_number
 from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import load_peft_adapter
 
@@ -93,6 +97,32 @@ def policy_digest(policy: Policy) -> str:
     for leaf in jax.tree.leaves((trained_params(policy.params, "lora+norms"), policy.lora)):
         digest.update(np.asarray(leaf, np.float32).tobytes())
     return digest.hexdigest()
+
+
+def check_meta(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Refuses what lies beside the arrays of a checkpoint and was written by no run.
+
+    Args:
+        folder: folder of the checkpoints, for the message.
+        meta: object that was saved with the arrays.
+
+    Raises:
+        UserError: a field has another type.
+    """
+    texts = [meta.get("fingerprint"), meta.get("prompts", ""), meta.get("reference") or ""]
+    problems, noise = meta.get("problems", {}), meta.get("noise", {})
+    numbers = {"sigma", "kl", "not_finite"}
+    if (
+        not all(isinstance(text, str) for text in texts)
+        or not (isinstance(problems, dict) and all(isinstance(v, str) for v in problems.values()))
+        or not (isinstance(noise, dict) and noise.keys() <= numbers)
+        or not all(value is None or is_number(value) for value in noise.values())
+        or not isinstance(meta.get("cursor"), dict)
+    ):
+        raise UserError(
+            f"{folder}: no run wrote what the newest checkpoint holds beside its arrays; pass "
+            "another --workdir, or the run that wrote it"
+        )
 
 
 def check_reference(config: ConfigDict, saved: str | None, current: str | None) -> None:

@@ -37,6 +37,7 @@ from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, config_digest, record_fact
 from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.ownership import adopt, trusts
+from qerl_jax.run.saved_fields import check_run
 from qerl_jax.run.terminal import format_row
 from qerl_jax.system.import_path import names_function
 from qerl_jax.system.safe_files import read_bytes
@@ -130,6 +131,8 @@ def _train_in(
         if last < 0:
             check_origin(config)
         saved = json.loads(read_bytes(folder.config)) if processes.writes else {}
+        if processes.writes:
+            check_run(folder.config, saved)
         created = processes.broadcast_from_first(saved.get("created", ""))
         with template_date(created):  # A resumed run has the same prompts.
             steps = folder.schedule_steps

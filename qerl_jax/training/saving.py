@@ -18,7 +18,7 @@ from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.run.folder import OpenRun, RunFolder
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
-from qerl_jax.system.safe_files import read_bytes
+from qerl_jax.system.jsonl import read_number
 from qerl_jax.training.run import Run
 from qerl_jax.training.setup import Setup
 from qerl_jax.training.step import StepResult
@@ -179,7 +179,7 @@ def best_accuracy(folder: RunFolder) -> float:
     """The recorded accuracy of the best policy; -1 if no policy is recorded."""
     if not folder.best.exists():
         return -1.0
-    return json.loads(read_bytes(folder.best))["accuracy"]
+    return read_number(folder.best, "accuracy")
 
 
 def policy_folder(folder: RunFolder, config: ConfigDict, *, best: bool = False) -> Path:
