@@ -44,6 +44,8 @@ def check_run(path: Path, saved: Mapping[str, Any]) -> None:
     for name, (what, holds) in _FIELDS.items():
         value: Any = saved
         for part in name.split("."):
+            if value is None:
+                break
             if not isinstance(value, Mapping):
                 raise UserError(f"{path}: not the config of a run: {name} is not in an object")
             value = value.get(part)

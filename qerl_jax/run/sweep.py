@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from qerl_jax.config.sweep import ConfigOverrides
-from qerl_jax.errors import UserError
+from qerl_jax.errors import UserError, first_line
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.jobs import Job, run_jobs
 from qerl_jax.run.metrics import read_evaluations, read_steps
 from qerl_jax.run.statistics import half_interval
-from qerl_jax.system.json_file import read_object
 from qerl_jax.system.jsonl import is_number
+from qerl_jax.system.safe_files import read_bytes
 
 # The columns of the table, and how a run's rows of metrics give them.
 MEASURES = {
@@ -133,8 +133,7 @@ def make_table(runs: Sequence[Run]) -> dict[str, Any]:
         )
     provenances: list[dict[str, Any]] = []
     for run in finished_runs:
-        content = read_object(RunFolder(run.folder).config)
-        provenance = {key: content.get(key) for key in _PROVENANCE}
+        provenance = _provenance(RunFolder(run.folder))
         if provenance not in provenances:
             provenances.append(provenance)
     return {
@@ -177,6 +176,17 @@ def _measure(folder: RunFolder) -> dict[str, float | None]:
         "entropy": _mean(row.get("entropy") for row in last),
         "noise_kl": _mean(row.get("noise_kl") for row in rows),
     }
+
+
+def _provenance(folder: RunFolder) -> dict[str, Any]:
+    """What a run was made with."""
+    try:
+        content = json.loads(read_bytes(folder.config))
+        return {key: content[key] for key in _PROVENANCE}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise UserError(
+            f"{folder.config} is not the config of a run: {first_line(error)}"
+        ) from error
 
 
 def _steps(folder: RunFolder) -> list[dict[str, Any]]:

@@ -109,11 +109,11 @@ def check_meta(folder: Path, meta: Mapping[str, Any]) -> None:
     Raises:
         UserError: a field has another type.
     """
-    texts = [meta.get("fingerprint"), meta.get("prompts", ""), meta.get("reference") or ""]
+    texts = [meta.get("fingerprint"), meta.get("prompts", ""), meta.get("reference")]
     problems, noise = meta.get("problems", {}), meta.get("noise", {})
     numbers = {"sigma", "kl", "not_finite"}
     if (
-        not all(isinstance(text, str) for text in texts)
+        not all(isinstance(text, str | None) for text in texts)
         or not (isinstance(problems, dict) and all(isinstance(v, str) for v in problems.values()))
         or not (isinstance(noise, dict) and noise.keys() <= numbers)
         or not all(value is None or is_number(value) for value in noise.values())
