@@ -28,7 +28,7 @@ def make_layers():
 @pytest.fixture
 def free(monkeypatch):
     """A list of what is free at each reading, in sizes of a layer; a reading takes one off."""
-    size, left = compact.bytes_of_a_device(make_layers()[0]), []
+    size, left = compact.bytes_per_device(make_layers()[0]), []
     monkeypatch.setattr(compact, "_free_bytes", lambda: int(left.pop(0) * size))
     return left
 
@@ -60,7 +60,7 @@ def test_layers_move_in_batches_of_a_third_of_the_free_memory(free, copied):
 
 def test_no_more_than_a_batch_moves_at_once(free, copied, monkeypatch):
     layers = make_layers()
-    monkeypatch.setattr(compact, "_BATCH", 3.5 * compact.bytes_of_a_device(layers[0]))
+    monkeypatch.setattr(compact, "_BATCH", 3.5 * compact.bytes_per_device(layers[0]))
     free[:] = 4 * [100.0]
     compact.compact_layers(layers)
     assert not free

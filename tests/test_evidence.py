@@ -390,7 +390,7 @@ def end_at_once(monkeypatch, tmp_path, best):
     def start(job, device, workdir):
         started.append((job.name, device))
         process = Ended(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
-        return processes._Started(job, tmp_path / "log", process, 0.0)
+        return processes._RunningJob(job, tmp_path / "log", process, 0.0)
 
     monkeypatch.setattr(processes, "_start", start)
     return started

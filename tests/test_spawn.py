@@ -13,7 +13,7 @@ import tiny_run
 
 from qerl_jax.errors import UserError
 from qerl_jax.processes import launch
-from qerl_jax.processes.spawn import _Started, environments
+from qerl_jax.processes.spawn import _Child, environments
 
 STEPS = 2
 CHANGES = {"steps": STEPS, "mesh.data": 2, "eval.every": STEPS, "aqn.kl_every": 0}
@@ -203,16 +203,16 @@ def test_a_process_that_fails_before_it_connects_ends_the_first(start):
     ],
 )
 def test_the_end_of_a_process_has_one_line(capfd, code, shown, line):
-    one = _Started(1, [sys.executable, "-c", f"import os, sys; {code}"], os.environ)
-    one.process.wait(60)
-    assert one.how_it_ended() == f"error: process 1 {line}"
+    child = _Child(1, [sys.executable, "-c", f"import os, sys; {code}"], os.environ)
+    child.process.wait(60)
+    assert child.report_end() == f"error: process 1 {line}"
     assert capfd.readouterr().err == shown
 
 
 def test_a_bug_shows_its_traceback(capfd):
-    one = _Started(1, [sys.executable, "-c", "raise ValueError(9)"], os.environ)
-    one.process.wait(60)
-    assert one.how_it_ended() == "error: process 1 ended with exit code 1, which ends the run"
+    child = _Child(1, [sys.executable, "-c", "raise ValueError(9)"], os.environ)
+    child.process.wait(60)
+    assert child.report_end() == "error: process 1 ended with exit code 1, which ends the run"
     shown = capfd.readouterr().err
     assert shown.startswith("Traceback ")
     assert shown.endswith("\nValueError: 9\n")

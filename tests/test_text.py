@@ -9,10 +9,10 @@ import pytest
 from qerl_jax.commands import cli
 from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.evaluation import load_policy, sample
-from qerl_jax.processes.spawn import _Started
+from qerl_jax.processes.spawn import _Child
 from qerl_jax.rewards.score import score
-from qerl_jax.run.checkpoints import _reason
-from qerl_jax.run.jobs import _reason as reason_of_a_job
+from qerl_jax.run.checkpoints import _root_cause
+from qerl_jax.run.jobs import _failure_reason
 from qerl_jax.system.live_line import LiveLine
 
 # A title, a cleared screen, red, a carriage return, C1's CSI, and a text that runs backwards.
@@ -32,7 +32,7 @@ def test_control_characters_become_escapes():
 
 def test_the_first_line_of_an_error():
     assert is_safe(first_line(ValueError(HOSTILE)))
-    assert is_safe(_reason(ValueError(HOSTILE)))
+    assert is_safe(_root_cause(ValueError(HOSTILE)))
 
 
 def failing(prompt, completion, answer, num_tokens, finished):
@@ -104,11 +104,11 @@ def test_a_warning_about_a_foreign_adapter(capsys):
 
 def test_what_a_job_of_a_sweep_said_last(tmp_path):
     (tmp_path / "log").write_text(HOSTILE)
-    assert is_safe(reason_of_a_job(1, tmp_path / "log"))
+    assert is_safe(_failure_reason(1, tmp_path / "log"))
 
 
 def test_what_another_process_said_last():
     code = f"import sys; sys.stderr.write('error: ' + {HOSTILE!r}); sys.exit(2)"
-    started = _Started(1, [sys.executable, "-c", code], {"PYTHONIOENCODING": "utf-8"})
-    started.process.wait()
-    assert is_safe(started.how_it_ended())
+    child = _Child(1, [sys.executable, "-c", code], {"PYTHONIOENCODING": "utf-8"})
+    child.process.wait()
+    assert is_safe(child.report_end())
