@@ -47,8 +47,8 @@ def test_a_proxy_is_not_asked_for_another_process():
 
 LISTENING = """
 import os, pathlib, threading, time
-from qerl_jax.processes.launch import _initialize, place_of
-place = place_of(os.environ, devices=2)
+from qerl_jax.processes.launch import _initialize, read_rank
+place = read_rank(os.environ, devices=2)
 port = f":{int(place.address.rpartition(':')[2]):04X}"
 def look():
     while True:

@@ -644,14 +644,14 @@ FIELDS: tuple[Section | Field, ...] = (
     Field(
         "rl.clip_low",
         0.2,
-        "The ratio is clipped from below at 1 - clip_low.",
+        "The ratio is clipped from below at 1 - clip_low; at most 0.1 with gspo and gspo_token.",
         limits=(0, math.inf),
         read_if=_CLIPS,
     ),
     Field(
         "rl.clip_high",
         0.28,
-        "The ratio is clipped from above at 1 + clip_high.",
+        "The ratio is clipped from above at 1 + clip_high; at most 0.1 with gspo and gspo_token.",
         limits=(0, math.inf),
         read_if=_CLIPS,
     ),

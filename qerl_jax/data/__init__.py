@@ -1,1 +1,1 @@
-"""Where problems come from, and how they are split, mixed and ordered."""
+"""Where problems come from, and how they are split, mixed, ordered and rendered."""

@@ -1,4 +1,4 @@
-"""The prompts of an evaluation, and the check that a continued evaluation or run has the same."""
+"""The prompts of an evaluation's tasks, and the check that a continued evaluation has the same."""
 
 import hashlib
 import sys

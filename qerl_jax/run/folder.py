@@ -65,7 +65,7 @@ class RunFolder:
 
     @property
     def programs(self) -> Path:
-        """The folder of compiled programs, see `compilation_cache.programs_in`."""
+        """The folder of compiled programs, see `compile.run_cache.keep_programs`."""
         return self.path / "programs"
 
     @property
