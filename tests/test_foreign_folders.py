@@ -40,7 +40,7 @@ from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.sample import SampleConfig, sample
 from qerl_jax.evaluation.tasks import TaskOverrides
 from qerl_jax.export.write import ExportConfig, export
-from qerl_jax.run.folder import RunFolder
+from qerl_jax.run.folder import RunFolder, flatten
 from qerl_jax.system.staging import scratch_of
 from qerl_jax.training import loop
 from qerl_jax.weights import model_source
@@ -62,7 +62,8 @@ OTHER_PLACES = (
     *("checkpoints/9", "checkpoints/9.orbax-checkpoint-tmp", "checkpoints/damaged-2"),
     *("lock.0123456789abcdef", "wandb/latest-run", "profile/plugins", "evaluations/old"),
 )
-# What commands read of config.json, which they get more often than the rest.
+# What commands read of config.json, which the cases change more often than the rest.
+TOP = ("command", "created", "device", "versions", "git")
 READ = ("data", "eval", "model", "rewards", "rollout", "reward_time_limit")
 # Commands by what they read, with the number of their cases among ten.
 COMMANDS = {
@@ -571,6 +572,40 @@ def test_no_reward_of_a_run_is_called(templates, place, server, tiny, capfd):
     ]
     worked = run_cases(cases, place, server, tiny, capfd)
     assert worked == len(functions) * 2  # An export has no use for the reward of the format.
+
+
+def with_field(templates, place, command, name, value):
+    folder = copied(templates, place)
+    saved = json.loads((folder / "config.json").read_text())
+    *sections, last = name.split(".")
+    inside = functools.reduce(lambda part, section: part[section], sections, saved)
+    inside[last] = value
+    (folder / "config.json").write_text(dumps(saved))
+    shutil.rmtree(folder / "exports" / "peft")
+    shutil.rmtree(folder / "evaluations")
+    return command, "run", folder, random.Random(0), f"{command} with {name}={value!r}"
+
+
+def test_each_field_of_a_run_may_hold_anything(templates, place, server, tiny, capfd):
+    """Each field that is read gets a value of another type, and each text one that a run lacks."""
+    saved = json.loads((templates / "run" / "config.json").read_text())
+    sections = {f"config.{name}": saved["config"][name] for name in READ}
+    found = flatten(sections) | flatten({n: v for n, v in saved.items() if n in TOP}) | sections
+    # With what no command reads of these sections, each case would take a second.
+    unread = r"curriculum|head_format|kv_cache_bytes|rollout\.(temp|top_|max_new)|count|kind|dirty"
+    found = {name: value for name, value in found.items() if not re.search(unread, name)}
+    made = []
+    for number, (name, value) in enumerate(sorted(found.items())):
+        command = ("evaluate", "export_scored")[number % 2]
+        if name in ("command", "device", "versions"):
+            command = "export_here"
+        others = {str: [5, ["x"]], int: ["x", -1], float: ["x", {}], bool: [{}, "x"]}
+        made += [(command, name, value) for value in others.get(type(value), ["x", "@deep 600@"])]
+    hostile_text = f"{place}/\x1b]0;owned\x07\u202e.jsonl"
+    for name in ("model.source", "model.format", "model.dtype", "data.path", "data.eval_path"):
+        made.append(("evaluate", f"config.{name}", hostile_text))
+    cases = [functools.partial(with_field, templates, place, *choices) for choices in made]
+    run_cases(cases, place, server, tiny, capfd)
 
 
 @pytest.mark.slow  # minutes

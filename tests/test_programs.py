@@ -454,4 +454,4 @@ def test_runs_of_a_sweep_share_programs_that_this_user_has_signed(tmp_path, monk
         content = (shared / backend / name).read_bytes()
         (shared / backend / name).write_bytes(content[51:])  # as JAX itself writes it
         assert compile_in(tmp_path / f"{backend}-3", backend) == 0
-        assert (shared / backend / name).read_bytes()[:51] == content[:51]
+        assert (shared / backend / name).read_bytes().startswith(content[:19])  # It is signed.

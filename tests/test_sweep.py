@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from qerl_jax.commands import sweep
+from qerl_jax.compile.program_cache import SHARED
 from qerl_jax.config.experiments import aqn_ablation
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
 from qerl_jax.config.sweep import chain, product, zipped
 from qerl_jax.errors import UserError
 from qerl_jax.run.folder import config_dict
+from qerl_jax.run.jobs import environment_of
 from qerl_jax.run.plots import plot_sweep
 from qerl_jax.run.statistics import half_interval
 from qerl_jax.run.sweep import MEASURES, Run, format_table, make_table, settings
@@ -249,6 +251,33 @@ def test_table_over_seeds(tmp_path):
     assert "| aqn.schedule=off | 2 | 0.300 ± 1.271 | 0.500 ± 0.000 |" in text
     assert "| aqn.schedule=cosine | 1 | 0.000 | 0.500 |" in text
     assert "Not finished: cosine-1." in text
+
+
+def test_a_damaged_run_of_a_sweep_is_one_line(tmp_path):
+    run = write_run(tmp_path, {"seed": 0}, [0.1, 0.2])
+    good = (run.folder / "metrics.jsonl").read_text()
+    row = {"step": 2, "reward": {}, "entropy": "x", "noise_kl": [], "eval_accuracy": "x"}
+    (run.folder / "metrics.jsonl").write_text(f"[]\n{json.dumps(row)}\n")
+    (found,) = make_table([run])["runs"]
+    assert [found[name] for name in MEASURES] == [None] * 4
+    (run.folder / "metrics.jsonl").write_text("[]\n")
+    with pytest.raises(UserError, match="has no step"):
+        make_table([run])
+    (run.folder / "metrics.jsonl").write_text(good)
+    for text in ("[]", "{}", "x", "[" * 9999):
+        (run.folder / "config.json").write_text(text)
+        with pytest.raises(UserError, match=r"config\.json is not the config of a run"):
+            make_table([run])
+
+
+def test_jax_has_no_cache_in_the_folder_of_a_sweep(tmp_path, monkeypatch):
+    """It would execute what lies there, and the folder may come from another person."""
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    found = environment_of(tmp_path)
+    assert not any(str(tmp_path) in v for name, v in found.items() if name.startswith("JAX_"))
+    assert found[SHARED].startswith(str(tmp_path.resolve() / "programs-"))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/of/the/user")
+    assert environment_of(tmp_path)["JAX_COMPILATION_CACHE_DIR"] == "/of/the/user"
 
 
 @pytest.mark.parametrize("rewards", [[0.1, 0.2, 0.4], [0.0], [None, None]])
