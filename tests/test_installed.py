@@ -65,6 +65,18 @@ def test_an_installed_command_imports_rewards_from_the_working_directory(install
     assert "reward 'my_rewards:short': it must take" in done.stderr  # so it was imported
 
 
+def test_a_library_imports_nothing_from_the_working_directory(installed, tmp_path):
+    """JAX imports every module of the package `jax_plugins`, wherever it lies."""
+    plugin = tmp_path / "empty" / "jax_plugins" / "theirs"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text("open('imported', 'w').close()\n")
+    done = installed("qerl-train", "--config.data.path=missing.jsonl", "--dry_run")
+    assert (done.returncode, "missing.jsonl" in done.stderr) == (2, True)
+    done = installed("qerl-sample", ".", "hi")
+    assert done.returncode == 2
+    assert not (tmp_path / "empty" / "imported").exists()
+
+
 def test_help_of_installed_commands(installed):
     for command, words in (
         ("qerl-train", ["Trains a policy in 4 bits", "dry_run: ", "Recipes: paper,"]),

@@ -251,8 +251,10 @@ def test_a_variable_stands_for_trust(run, monkeypatch, tmp_path):
     with pytest.raises(UserError, match="--trust"):
         evaluate(EvaluateConfig(source=str(run), limit=1))
     monkeypatch.setenv(ownership.VARIABLE, "1")
+    before = (run / "config.json").stat()
     evaluate(EvaluateConfig(source=str(run), limit=1))
     assert not ownership.is_own(run)
+    assert (run / "config.json").stat() == before  # Without a key, nothing is written.
 
 
 # --- What a folder names --------------------------------------------------------------------------

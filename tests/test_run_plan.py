@@ -252,13 +252,13 @@ def test_on_a_cpu_everything_fits():
     check_fits(plan, config, model)
     assert plan.rollout.rows == plan.rollout.all_rows
     assert largest_rows(plan, config, model) is None
-    assert "fit" not in format_plan(plan, config, model)
+    assert "fit" not in format_plan(plan, config)
     assert "lower --config.train.buffer_tokens" in out_of_memory(plan, config, model)
 
 
 def test_the_plan_as_text():
     plan, config = planned("qwen2.5-32b")
-    text = format_plan(plan, config, ARCHITECTURES["qwen2.5-32b"])
+    text = format_plan(plan, config)
     for part in ("weights", "adapter and optimizer", "keys and values", "one update buffer"):
         assert f"\n{part}" in f"\n{text}"
     assert f"{plan.rollout.rows} of 128 rows" in text

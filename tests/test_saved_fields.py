@@ -49,10 +49,11 @@ def test_what_a_run_writes_is_accepted(run):
         ("config.data.fields", [{"answer": 1}]),
         ("config.data.mixture", [{"a": 1}, {"a": {"weight": 0.0}}, {"a": {"path": 5}}]),
         ("config.eval.problems", [-1, True, 0.5, 2**31, "1", math.nan]),
-        ("config.reward_time_limit", [0, math.inf, math.nan, "5"]),
+        ("config.reward_time_limit", [-1, math.inf, math.nan, "5", None]),
         ("config.rewards", [{"a": {}}, {"a": {"function": "a:b", "x": 1}}]),
         ("config.rewards.correctness", [{"function": "a:b", "time_limit": -1}]),
-        ("config.rollout.stop", ["x", [1]]),
+        ("config.rollout.stop", ["x", [1], None]),
+        ("config.data.levels", ["x", [[]], None]),
         ("config.steps", [nested(30), nested(900)]),
     ],
 )

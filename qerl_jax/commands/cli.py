@@ -9,7 +9,7 @@ Experiments that train take
     --print_config                print the resolved config, one field per line, and exit
     --explain=rl.clip_high        explain a field, a section or all, and exit
     --dry_run                     also count the data, render a prompt and plan the memory, and exit
-    --trust                       execute the compiled programs of a run that is not yours; adopt it
+    --trust                       adopt a run that is not yours: execute and call what it names
 
 and the other commands define their own arguments (`run_command`).
 
@@ -36,13 +36,14 @@ from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.config import models
 from qerl_jax.config.describe import describe_config, explain
-from qerl_jax.config.experiments import NAMES, config_file
+from qerl_jax.config.experiments import NAMES, config_file, is_installed
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.recipes import RECIPES
 from qerl_jax.data.mixture import name_sources
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.from_config import name_rewards
 from qerl_jax.system.device_memory import take_memory
+from qerl_jax.system.import_path import allow_working_directory
 from qerl_jax.system.signals import StoppedError
 
 _PRESETS = (
@@ -79,7 +80,6 @@ def main(
     if description:
         sys.modules["__main__"].__doc__ = description
     sys.excepthook = _print_traceback
-    _import_from_working_directory()
 
     def parse(argv: Sequence[str]) -> list[str]:
         try:
@@ -172,7 +172,6 @@ def run_command(
     """
     _silence_libraries()
     sys.excepthook = _print_traceback
-    _import_from_working_directory()
     name = os.path.basename(sys.argv[0])
     if name.startswith("qerl-"):  # an installed command
         parser.prog = name
@@ -181,13 +180,6 @@ def run_command(
         arguments = parser.parse_args(argv)
         take_memory(tensor_of(arguments))
         run(arguments)
-
-
-def _import_from_working_directory() -> None:
-    """Lets an installed command import rewards from the working directory, as `python -m` does."""
-    with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
-        if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
-            sys.path.append(os.getcwd())
 
 
 def _silence_libraries() -> None:
@@ -261,7 +253,7 @@ def _parse_flags(
     names = ["config", "workdir", "print_config", "explain"]
     if trains:
         flags.DEFINE_bool("dry_run", False, "say what the run would do, and exit")
-        help_text = "execute the compiled programs of a run of another person, and adopt it"
+        help_text = "adopt a run of another person: execute its programs, call what it names"
         flags.DEFINE_bool("trust", False, help_text)
         names += ["dry_run", "trust"]
     names += [flag.name for flag in flags.FLAGS.get_flags_for_module(module)]
@@ -297,6 +289,8 @@ class _ConfigParser(flags.ArgumentParser):
 
     def parse(self, argument: str) -> Any:
         """Returns the config of a file, FILE.py or FILE.py:PRESET."""
+        if not is_installed(argument):
+            allow_working_directory()  # The file may import what lies there.
         config = self._parser.parse(argument)
         if isinstance(config, ConfigDict):  # else the file could not be read
             name_rewards(config, self._fields)

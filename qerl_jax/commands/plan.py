@@ -82,7 +82,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         card = name if _MEMORY.value is not None else f"{name}, {memory / 1e9:.1f} GB"
         where = f"each of {devices} x {card}" if devices > 1 else card
         print(f"{config.preset} in {config.model.format} on {where}")
-        print(report.format_plan(plan, config, model), end="")
+        print(report.format_plan(plan, config), end="")
         print(
             f"largest that fits: {rows} rows together at {config.rollout.max_new_tokens} new "
             f"tokens; {length} new tokens with fewer rows"

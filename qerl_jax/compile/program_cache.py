@@ -166,7 +166,7 @@ class ProgramCache:
 
 
 _current_cache: contextvars.ContextVar[ProgramCache | None] = contextvars.ContextVar(
-    "_installed", default=None
+    "_current_cache", default=None
 )
 
 
@@ -207,7 +207,7 @@ def install(
 
 
 def current() -> ProgramCache:
-    """Returns the cache that is `install`, or else one of the folder that JAX has."""
+    """Returns the cache that `install` made, or else one of the folder that JAX has."""
     cache = _current_cache.get()
     if cache is not None:
         return cache

@@ -246,11 +246,16 @@ def _complete(
 
 def _sample_id(path: Path, row: Any) -> tuple[int, int]:
     """Returns the numbers of problem and sample of a line; refuses what no evaluation wrote."""
-    numbers = (row.get("problem"), row.get("sample")) if isinstance(row, dict) else ()
-    match numbers:
-        case (int(problem), int(sample)):
+    match row:
+        case {
+            "problem": int(problem),
+            "sample": int(sample),
+            "completion": str(),
+            "tokens": int(),
+            "finished": bool(),
+        }:
             return problem, sample
-    raise UserError(f"{path} is damaged: a line names no problem and sample; pass another --out")
+    raise UserError(f"{path} is damaged: a line is not that of a completion; pass another --out")
 
 
 def _append(

@@ -221,6 +221,11 @@ def open_folder(
             )
             # A continued evaluation has the batches that it began with.
             max_rows = saved_tasks[task].get("max_rows", 0)
+            if type(max_rows) is not int or max_rows < 0:
+                raise UserError(
+                    f"{folder / _RESULTS}: max_rows={max_rows!r:.60} of {task} is no number; "
+                    "pass another --out"
+                )
             task_entries[task] = {"max_rows": max_rows} | task_entries[task]
         creation = {"created": created} if (created := _created(saved_results)) else {}
     elif folder.is_dir() and any(folder.iterdir()):

@@ -111,13 +111,12 @@ def largest_rows(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> int |
     return max(0, free // row_bytes(model, positions=rollout.positions, dtype=dtype))
 
 
-def format_plan(plan: RunPlan, config: ConfigDict, model: ModelConfig) -> str:
+def format_plan(plan: RunPlan, config: ConfigDict) -> str:
     """Returns a plan as lines of text.
 
     Args:
         plan: the plan of the run.
         config: the resolved config.
-        model: architecture of the policy.
     """
     rollout, update = plan.rollout, plan.update
     again = ", ".join(update.recompute) or "none"

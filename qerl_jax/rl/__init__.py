@@ -1,1 +1,1 @@
-"""How the policy improves: rewards, advantages, losses, the update."""
+"""How the policy improves: advantages, losses, packed buffers, the update."""

@@ -1,1 +1,1 @@
-"""The run folder: its files, metrics, checkpoints, pictures; and how a signal stops a run."""
+"""The run folder: its files, metrics, checkpoints, pictures; and whose it is."""

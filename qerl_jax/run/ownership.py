@@ -69,6 +69,8 @@ def adopt(folder: Path) -> None:
 
     Where the folder or the user's key cannot be written, nothing changes.
     """
+    if not sign(b"", _PURPOSE):  # There is no key.
+        return
     with contextlib.suppress(OSError):
         if not is_own(folder):
             content = json.loads((folder / "config.json").read_bytes())

@@ -15,6 +15,7 @@ from qerl_jax.errors import UserError
 CREATED = "%Y-%m-%dT%H:%M:%S%z"  # form of the time at which a run began
 _MOST = 2**31
 _DEEPEST = 20  # objects and lists inside of each other; runs write fewer than ten
+_ABSENT = object()
 _REWARD = {"function", "weight", "time_limit", "retries", "token_env"}
 
 
@@ -44,12 +45,14 @@ def check_run(path: Path, saved: Mapping[str, Any]) -> None:
     for name, (what, holds) in _FIELDS.items():
         value: Any = saved
         for part in name.split("."):
-            if value is None:
+            if value is _ABSENT:
                 break
             if not isinstance(value, Mapping):
                 raise UserError(f"{path}: not the config of a run: {name} is not in an object")
-            value = value.get(part)
-        if value is not None and not holds(value):
+            value = value.get(part, _ABSENT)
+        if value is None and "." not in name:  # such as the commit of a copy without git
+            continue
+        if value is not _ABSENT and not holds(value):
             raise UserError(
                 f"{path}: not the config of a run: {name} is {value!r:.60} and not {what}"
             )
@@ -108,6 +111,10 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_text, value))
 
 
+def _are_levels(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_text(one) or _is_number(one) for one in value)
+
+
 def _are_names(value: Any) -> bool:
     return _is_object(value) and all(map(_is_text, value.values()))
 
@@ -161,7 +168,7 @@ _FIELDS: dict[str, _Field] = {
     "config.data.eval_path": _TEXT,
     "config.data.eval_source": _TEXT,
     "config.data.fields": _NAMES,
-    "config.data.levels": ("a list", lambda value: isinstance(value, list)),
+    "config.data.levels": ("a list of numbers or texts", _are_levels),
     "config.data.max_prompt_tokens": _COUNT,
     "config.data.max_question_chars": _COUNT,
     "config.data.mixture": ("an object of sources with positive weights", _are_sources),
@@ -179,8 +186,8 @@ _FIELDS: dict[str, _Field] = {
     "config.model.format": _TEXT,
     "config.model.source": _TEXT,
     "config.reward_time_limit": (
-        "a positive number",
-        lambda value: _is_number(value) and value > 0,
+        "a number that is not negative",
+        lambda value: _is_number(value) and value >= 0,
     ),
     "config.rewards": _REWARDS,
     "config.rollout": _OBJECT,

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Generator
 from typing import Any
@@ -12,6 +13,17 @@ from qerl_jax.errors import UserError, first_line
 def names_function(text: str) -> bool:
     """Whether a name in a config is the import path of a function, and not one of our names."""
     return ":" in text
+
+
+def allow_working_directory() -> None:
+    """Lets an installed command import from the working directory, as `python -m` does.
+
+    This is done when a function of the user is imported and not before: JAX and other libraries
+    import optional packages by name, and the working directory may come from another person.
+    """
+    with contextlib.suppress(FileNotFoundError):  # a working directory that was removed
+        if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
+            sys.path.append(os.getcwd())
 
 
 def import_function(path: str, *, what: str) -> Callable[..., Any]:
@@ -33,6 +45,7 @@ def import_function(path: str, *, what: str) -> Callable[..., Any]:
             f"{what} {path!r}: a file path is not an import path; write {stem}:{name}, and start "
             "in the folder that holds it or add the folder to PYTHONPATH"
         )
+    allow_working_directory()
     try:
         module = importlib.import_module(module_name)
     except Exception as error:

@@ -96,12 +96,13 @@ def _read(path: Path) -> bytes | None:
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
             raise UserError(
                 f"{path} is not a file of this user (number {os.geteuid()}): remove it, and the "
-                "next command makes a key"
+                "next command makes a key, or set XDG_CONFIG_HOME to another folder"
             )
         if about.st_mode & _OTHERS or folder.st_mode & _OTHERS_WRITE:
             raise UserError(
                 f"{path} can be read or replaced by other users, so what it signs proves nothing: "
-                f"remove it and run chmod 700 {path.parent}; the next command makes a key"
+                f"remove it and run chmod 700 {path.parent}, and the next command makes a key; or "
+                "set XDG_CONFIG_HOME to a folder that has permissions"
             )
         key = os.read(file, _BYTES + 1)
     finally:

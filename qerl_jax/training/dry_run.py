@@ -72,7 +72,7 @@ def dry_run(
     first = training_prompts(prompts)[0]
     width = max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
     plan = plan_run(config, architecture, this_device(), prompt=width)
-    write(format_plan(plan, config, architecture))
+    write(format_plan(plan, config))
     check_fits(plan, config, architecture)
     shown = f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n"
     write(visible(shown))  # Problems and template may come from another person.

@@ -14,6 +14,11 @@ def installed_file(name: str) -> str:
     return str(_FOLDER / f"{name}.py")
 
 
+def is_installed(text: str) -> bool:
+    """Whether a config file, FILE.py or FILE.py:PRESET, is that of an installed config."""
+    return Path(text.partition(":")[0]).parent == _FOLDER
+
+
 def config_file(text: str) -> str:
     """The config file that a text names, with the preset if the text has one.
 
