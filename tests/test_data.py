@@ -183,19 +183,19 @@ def test_what_is_no_file_is_not_read(tmp_path, name):
         os.mkfifo(path)
     for given in {str(path), str(path.parent)} - {"/dev"}:
         with pytest.raises(UserError, match=r"is a (named pipe|device), not a file"):
-            splits.load_split("", path=given)
+            load_problems("", path=given)
 
 
 @pytest.mark.parametrize("path", ["a\0b.jsonl", "\ud800.jsonl", f"{'x' * 300}.jsonl"])
 def test_what_is_no_path_is_named(path):
     with pytest.raises(UserError, match=r"cannot be a path"):
-        splits.load_split("", path=path)
+        load_problems("", path=path)
 
 
 def test_the_name_of_a_file_cannot_write_to_the_terminal(tmp_path, capsys):
     rows = '{"question": "a", "answer": ""}\n{"question": "b", "answer": "1"}\n'
     (tmp_path / "a\x1b[2J.jsonl").write_text(rows)
-    splits.load_split("", path=str(tmp_path / "a\x1b[2J.jsonl"), split="train")
+    load_problems("", path=str(tmp_path / "a\x1b[2J.jsonl"), split="train")
     said = capsys.readouterr().out
     assert r"a\x1b[2J.jsonl:1" in said
     assert "\x1b" not in said

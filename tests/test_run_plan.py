@@ -108,7 +108,9 @@ def nbytes(tree):
 def test_the_weights_are_those_of_a_policy(model, format):
     config = ARCHITECTURES[model]
     key = jax.random.key(0, impl="threefry2x32")
-    params = jax.eval_shape(functools.partial(random_params, config=config, format=format), key)
+    params = jax.eval_shape(
+        functools.partial(random_params, model_config=config, format=format), key
+    )
     assert sizes.weight_bytes(config, format=format, itemsize=2) == nbytes(params)
     layers = [layer[name] for layer in params["layers"] for name in layer if "_proj" in name]
     assert sizes.packed_bytes(config, format) == (nbytes(layers) if format != "bf16" else 0)
@@ -120,7 +122,9 @@ def test_the_weights_are_those_of_a_policy(model, format):
 def test_the_trained_numbers_are_those_of_a_policy(parameters):
     config, lora = ARCHITECTURES["qwen3-0.6b"], LoraConfig(rank=8, alpha=8.0)
     key = jax.random.key(0, impl="threefry2x32")
-    params = jax.eval_shape(functools.partial(random_params, config=config, format="bf16"), key)
+    params = jax.eval_shape(
+        functools.partial(random_params, model_config=config, format="bf16"), key
+    )
     trained = jax.eval_shape(functools.partial(trained_params, parameters=parameters), params)
     if parameters != "full":
         trained = trained, jax.eval_shape(lambda: init(key, config, lora))

@@ -203,7 +203,7 @@ def test_recipes_whose_learning_rate_decays_to_zero(preset, changes, ends):
     config = get_config(preset)
     config.update_from_flattened_dict(changes | {"steps": 80})
     trained = Path("run/adapter")
-    options = {"schedule_steps": 80, "trained": trained}
+    options = {"schedule_steps": 80, "target": trained}
     check_extension(config, **options)
     advice = how_to_train_on(config, 80, workdir=Path("run"), **options)
     assert ("--config.steps=" in advice) == (not ends)
