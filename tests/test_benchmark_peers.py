@@ -397,7 +397,8 @@ def test_a_step_saves_the_adapter_and_reads_it_back(tmp_path, monkeypatch, capsy
     lora_config = lora_lib.LoraConfig(rank=4, alpha=8.0)
     trainable = Trainable(lora_lib.init(jax.random.key(0), config, lora_config), {})
     setup = types.SimpleNamespace(
-        lora_config=lora_config, model=types.SimpleNamespace(source="random", config=config)
+        method=types.SimpleNamespace(lora_config=lora_config),
+        model=types.SimpleNamespace(source="random", config=config),
     )
     own_step._save_and_read(tmp_path / "adapter", setup, trainable)
     assert "read the same values back" in capsys.readouterr().out

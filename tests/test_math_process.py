@@ -61,7 +61,9 @@ def test_the_callers_time_limit_ends_the_worker():
 
 def test_its_own_time_limit():
     script = (
-        "from qerl_jax.rl import math_process\nmath_process.SECONDS = 1.0\nmath_process._serve()\n"
+        "from qerl_jax.rewards import math_process\n"
+        "math_process.SECONDS = 1.0\n"
+        "math_process._serve()\n"
     )
     worker = subprocess.Popen(
         [sys.executable, "-c", script],
@@ -86,7 +88,7 @@ def test_a_worker_that_was_killed_is_replaced():
 def test_it_ends_with_the_process_that_started_it():
     script = (
         "import os, signal\n"
-        "from qerl_jax.rl import math_process\n"
+        "from qerl_jax.rewards import math_process\n"
         "math_process.verify('1', '1')\n"
         "print(math_process.start().pid, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
