@@ -14,7 +14,7 @@ def test_rollouts_are_compiled_once_refilled_and_stopped(tiny, tmp_path, monkeyp
     compiled, collect = [], qerl_jax.training.step.collect
 
     def recording(*arguments, **options):
-        compiled.append(options["config"].sampler.executables)
+        compiled.append(options["options"].sampler.executables)
         return collect(*arguments, **options)
 
     monkeypatch.setattr(qerl_jax.training.step, "collect", recording)
