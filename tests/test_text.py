@@ -69,7 +69,7 @@ def test_bad_input_of_a_command(capsys):
 
 def test_the_traceback_of_a_bug_in_a_function_of_the_user():
     code = (
-        "import argparse; from experiments import cli\n"
+        "import argparse; from qerl_jax.commands import cli\n"
         f"def run(arguments): raise RuntimeError({HOSTILE!r})\n"
         "cli.run_command(argparse.ArgumentParser(), run, [])\n"
     )

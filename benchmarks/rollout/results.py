@@ -76,7 +76,7 @@ def merge(path: pathlib.Path, device: str, rows: Iterable[dict]) -> None:
     result["rows"] = [by_key[key] for key in sorted(by_key)]
     try:
         write_json(path, result, indent=1)
-    except OSError as error:
+    except (OSError, UserError) as error:
         raise UserError(f"{path}: cannot write rows there ({error}); pass another --out") from error
 
 
