@@ -34,6 +34,8 @@ def test_what_a_run_writes_is_accepted(run):
     saved = json.loads((run / "config.json").read_text()) | provenance()
     assert is_time(saved["created"])
     check_run(PATH, saved)
+    saved["versions"]["qerl-jax"] = None  # a clone that is not installed
+    check_run(PATH, saved)
     check_run(PATH, {"config": {}})  # of an earlier version
 
 
