@@ -276,6 +276,45 @@ def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
     assert not same_adapters(adapters[1], adapters[4])
 
 
+def test_an_evaluation_without_all_scores_chooses_no_adapter(tiny, tmp_path, monkeypatch, capsys):
+    scores = iter(
+        [
+            GreedyScore(accuracy=0.25, truncated=0.0),
+            GreedyScore(accuracy=1.0, truncated=0.0, missing=3),  # of the fourth problem
+            GreedyScore(accuracy=0.5, truncated=0.0),
+            GreedyScore(accuracy=math.nan, truncated=0.0, missing=4),
+        ]
+    )
+    adapters = []
+
+    def greedy_accuracy(sampler, policy, problems, **options):
+        adapters.append(jax.device_get(policy.lora))
+        return next(scores)
+
+    monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
+    run = train(tiny.config({"eval.every": 1, "steps": 3}), workdir=tmp_path / "run")
+    assert tiny_run.evaluations(run) == {0: 0.25, 2: 0.5}
+    assert same_adapters(tiny_run.adapter(run, "best_adapter"), adapters[2])
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if "eval_seconds" in row]
+    assert [row.get("eval_missing") for row in rows] == [None, 3, None, 4]
+    assert [row.get("eval_accuracy") for row in rows[1:]] == [1.0, 0.5, None]
+    assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
+    said = capsys.readouterr().out
+    assert "after step 1: 1.000 (3 completions have no score" in said
+    assert "after step 3: - (4 completions have no score" in said
+
+
+def test_a_run_whose_judge_is_away_has_no_best_adapter(tiny, tmp_path):
+    def away(*arguments):
+        raise ConnectionError("the judge is away")
+
+    rewards = {"correctness": (away, 0.0), "low": (tiny_run.low_fraction, 1.0)}
+    config = tiny.config({"eval.every": 1, "steps": 1})
+    run = train(config, workdir=tmp_path / "run", rewards=rewards)
+    assert not (run / "best_adapter").exists()
+    assert json.loads((run / "summary.json").read_text())["best_accuracy"] is None
+
+
 SCHEDULE = """
 def ramp(*, sigma_start, sigma_end, stages, total_steps):
     return lambda step: sigma_start * (step + 1) / total_steps
