@@ -663,6 +663,27 @@ def test_groups_whose_rewards_differ_train_gdpo_though_totals_do_not(
     assert (row["grad_norm"] > 0) == (advantage == "gdpo")
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "gdpo"])
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+def test_groups_that_differ_by_rounding_alone_train_nothing(tiny, tmp_path, advantage, eps):
+    def low(*arguments):
+        return float(tiny_run.low_fraction(*arguments) > 0.4)
+
+    def high(*arguments):
+        return 1.0 - low(*arguments)
+
+    changes = {"rl.advantage": advantage, "rl.advantage_eps": eps}
+    config = tiny.config({"eval.every": 0, "steps": 1, "log.completions": 8} | changes)
+    rewards = {"a": (low, 0.3), "b": (high, 0.1), "c": (high, 0.2)}  # 0.3 and 0.1 + 0.2
+    run = train(config, workdir=tmp_path / "run", rewards=rewards)
+    samples = read_jsonl(run / "completions.jsonl")
+    assert len({sample["reward"] for sample in samples}) == 2
+    assert {sample["advantage"] for sample in samples} == {0.0}
+    (row,) = tiny_run.results(run)
+    assert row["advantage_zero_groups"] == 1
+    assert row["grad_norm"] == 0
+
+
 def test_another_default_for_the_keys_of_jax_changes_nothing(tiny, tmp_path):
     """JAX_DEFAULT_PRNG_IMPL=rbg makes faster draws elsewhere; the programs here have their own."""
     changes = {"steps": 1, "eval.every": 1}

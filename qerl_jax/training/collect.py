@@ -48,6 +48,7 @@ class CollectConfig:
             `dynamic_sampling_metric`.
         order: rule by which the prompts are drawn.
         advantage: 'grpo' or 'gdpo', whose differences count where the metric is 'total'.
+        advantage_eps: `eps` of the advantages.
     """
 
     prompts_per_step: int
@@ -60,6 +61,7 @@ class CollectConfig:
     metric: str
     order: Order
     advantage: str
+    advantage_eps: float
 
     @property
     def weights(self) -> dict[str, float]:
@@ -269,7 +271,7 @@ def _total_differs(scores: Scores, options: CollectConfig) -> np.ndarray:
     if options.advantage == "grpo":
         return _differ(scores.total, options.sampler.group_size)
     parts = {n: part.reshape(-1, options.sampler.group_size) for n, part in scores.parts.items()}
-    return gdpo_advantages(parts, options.weights).any(axis=1)
+    return gdpo_advantages(parts, options.weights, eps=options.advantage_eps).any(axis=1)
 
 
 def _differ(values: np.ndarray, group_size: int) -> np.ndarray:
