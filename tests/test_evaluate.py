@@ -480,6 +480,23 @@ def test_a_missing_score_is_neither_right_nor_wrong(settings, capsys):
     assert results_of(folder)["tasks"]["problems"]["not_judged"] == 0
 
 
+def test_votes_are_counted_as_the_scorer_compares(settings, rollouts):
+    (folder,) = evaluate(settings(limit=1))
+    path = folder / "problems.jsonl"
+    rows = read_jsonl(path)
+    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", rf"\boxed{{{rows[0]['gold']}}}"]
+    changes = [row | {"completion": text} for row, text in zip(rows, texts, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in changes))
+    rollouts.clear()
+    for scorer, value in (("math_answer", 0.0), ("exact_answer", 1 / 3)):
+        overrides = {"scorer": (f"qerl_jax.rewards.functions:{scorer}",)}
+        evaluate(settings(limit=1, overrides=overrides))
+        figures = results_of(folder)["tasks"]["problems"]
+        assert figures["accuracy"]["value"] == pytest.approx(1 / 3)
+        assert figures["maj@3"]["value"] == pytest.approx(value)
+    assert rollouts == []
+
+
 def test_copies_of_a_problem_are_one_problem(settings, tmp_path, capsys):
     path = tmp_path / "copies.jsonl"
     lines = [f'{{"question": "t{i}", "answer": "{i}"}}\n' for i in (3, 4)]

@@ -363,6 +363,18 @@ def test_scores(run, tmp_path, monkeypatch, capsys):
         assert any(name in line and f"{score:.3f}" in line for line in card.splitlines())
 
 
+def test_a_score_with_missing_rewards_is_not_on_the_card(run, tmp_path, monkeypatch, capsys):
+    found = iter([GreedyScore(1.0, 0.0, missing=2), GreedyScore(0.25, 0.0), GreedyScore(0.75, 0.0)])
+    monkeypatch.setattr(scores, "greedy_accuracy", lambda *_, **__: next(found))
+    config = ExportConfig(
+        source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
+    )
+    card = (export(config) / "README.md").read_text()
+    assert "no pass@1: 2 of 3 scores are missing: NVFP4 base\n" in capsys.readouterr().out
+    assert "1.000" not in card
+    assert "| NVFP4 base + adapter | 0.250 " in card
+
+
 def test_kl():
     """Checks against the KL of (1/4, 3/4) to (1/2, 1/2), and of equal distributions, by hand."""
     p, q = np.log(np.array([[0.25, 0.75]])), np.log(np.array([[0.5, 0.5]]))
