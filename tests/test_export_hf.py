@@ -183,8 +183,9 @@ def test_an_export_has_the_sampling_of_its_scores(form, tiny, tmp_path):
 
 @pytest.mark.parametrize("form", ["merged", "peft", "with_base"])
 def test_the_command_on_the_card_repeats_the_score(form, tiny, tmp_path):
-    run = finished_run.write_run(tmp_path / "run", tiny, own=True, norms=form == "with_base")
-    out = tmp_path / "out"
+    run = tmp_path / "lr=1e-5,seed=0"
+    finished_run.write_run(run, tiny, own=True, norms=form == "with_base")
+    out = run / "exports" / "out"
     export(
         ExportConfig(
             source=str(run),
