@@ -13,12 +13,16 @@ import ml_collections
 import pyarrow
 import pyarrow.parquet
 import pytest
+import reasoning_gym
 from problem_sets import load_problems, load_splits
 
+from qerl_jax.data import sources as problem_sources
 from qerl_jax.data import splits
 from qerl_jax.data.prompts import Problem, encode_prompts, render_prompt
 from qerl_jax.errors import UserError
-from qerl_jax.rewards import functions
+from qerl_jax.rewards import answers, functions
+from qerl_jax.rewards.answers import answer_part, last_marked
+from qerl_jax.rewards.calls import Timed
 
 CHAIN_SUM = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
@@ -64,6 +68,7 @@ def numbered(count):
         ({"problem": "q", "answer": r"\left( 3, \frac{\pi}{2} \right)"}, None),
         ({"problem": "q", "answer": " 025 ", "level": 5}, Problem("q", "025")),
         ({"problem": "q", "solution": r"so \boxed{7}"}, Problem("q", "7")),
+        ({"problem": "q", "solution": r"<think>\boxed{6}</think> So 7"}, Problem("q", "So 7")),
         ({"prompt": "q", "solution": "42"}, Problem("q", "42")),
         ({"problem": "q", "solution": r"\boxed{7}", "answer": "8"}, Problem("q", "8")),
         ({"question": "q", "answer": 18}, Problem("q", "18")),
@@ -158,6 +163,38 @@ def test_a_folder_is_read_by_the_names_of_its_files(tmp_path):
     (tmp_path / "inner").mkdir()
     with pytest.raises(UserError, match=r"no file of problems for train .*the folder has no files"):
         load_problems("", path=str(tmp_path / "inner"))
+
+
+def test_a_split_is_no_other_one_whose_name_begins_alike(tmp_path):
+    for name in ("train", "train_1M", "test", "test_hard", "train-math"):
+        write(tmp_path / f"{name}-00000-of-00001.jsonl", [{"question": f"{name}?", "answer": "1"}])
+    read = lambda split: [  # noqa: E731
+        p.question for p in load_problems("", path=str(tmp_path), train_split=split)
+    ]
+    for name in ("train", "train_1M", "test", "test_hard", "train-math"):
+        assert read(name) == [f"{name}?"]
+    (found,) = load_problems("", eval_path=str(tmp_path), split="eval", eval_size=9)
+    assert found.question == "test?"
+    with pytest.raises(UserError, match=r"no file of problems for tr .* named tr or tr-00000-of-"):
+        read("tr")
+    (tmp_path / "train-00000-of-00001.jsonl").unlink()
+    with pytest.raises(UserError, match=r"no file of problems for train .*train_1M-00000"):
+        read("train")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "train.jsonl",
+        "train-3.jsonl",
+        "train-00000-of-00002.jsonl",
+        "train-00000-of-00002-0123456789abcdef.jsonl",
+    ],
+)
+def test_the_names_of_the_parts_of_a_split(tmp_path, name):
+    write(tmp_path / name, ROWS[:1])
+    write(tmp_path / "train_1M.jsonl", ROWS[1:])
+    assert load_problems("", path=str(tmp_path)) == [Problem("q0", "0")]
 
 
 @pytest.mark.parametrize(
@@ -481,12 +518,129 @@ def test_a_small_task_gives_all_its_problems():
         ("reasoning_gym:chain_sum", {"seed": 2}, "no option 'seed'"),
         ("reasoning_gym:chain_sum", {"min_terms": 9}, "max_terms must be >= min_terms"),
         ("reasoning_gym:chain_sum", {"min_terms": "two"}, "options {'min_terms': 'two'}"),
-        ("reasoning_gym:rubiks_cube", {}, "its problems have no single answer to compare with"),
     ],
 )
 def test_bad_generated_source(source, options, message):
     with pytest.raises(UserError, match=re.escape(message)):
         load_problems(source, options=options, size=2)
+
+
+def by_its_scorer(prompt, completion, answer, num_tokens, finished, metadata):
+    """The scorer of the task, as docs/rewards.md has it."""
+    score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
+    found = last_marked(answer_part(prompt, completion))
+    return score(found, {"answer": answer, "metadata": metadata})
+
+
+COMPARING = [
+    functions.numeric_answer,
+    functions.boxed_answer,
+    functions.tagged_answer,
+    functions.exact_answer,
+    functions.math_answer,
+]
+SEVERAL = [
+    "countdown",
+    "puzzle24",
+    "word_ladder",
+    "n_queens",
+    "tower_of_hanoi",
+    "simple_integration",
+]
+
+
+@pytest.mark.parametrize("task", [*SEVERAL, "rubiks_cube"])
+def test_a_task_with_several_right_answers_has_its_own_scorer(task):
+    source = f"reasoning_gym:{task}"
+    for reward in COMPARING:
+        message = f"accepts several answers, of which {reward.__name__} knows one: name a reward"
+        with pytest.raises(UserError, match=message):
+            load_problems(source, size=2, rewards=[reward])
+        with pytest.raises(UserError, match=message):
+            load_problems(source, size=2, split="eval", eval_size=2, rewards=[Timed(reward, 9.0)])
+    if task == "rubiks_cube":
+        with pytest.raises(UserError, match="its problems have no single answer to compare with"):
+            load_problems(source, size=2, rewards=[by_its_scorer])
+        return
+    for problem in load_problems(source, size=2, rewards=[by_its_scorer]):
+        arguments = "", rf"So \boxed{{{problem.answer}}}", problem.answer, 9, True
+        assert by_its_scorer(*arguments, problem.columns["metadata"]) == 1.0
+
+
+def test_the_bare_target_is_no_right_answer_of_countdown():
+    (problem,) = load_problems("reasoning_gym:countdown", size=1, rewards=[by_its_scorer])
+    metadata = problem.columns["metadata"]
+    # As a value, the target is equal to the expression that leads to it.
+    bare = rf"\boxed{{{metadata['target']}}}"
+    assert functions.math_answer("", bare, problem.answer, 9, True) == 1.0
+    assert by_its_scorer("", bare, problem.answer, 9, True, metadata) < 0.5
+    swapped = rf"\boxed{{0 + {problem.answer}}}".replace("0 + ", "")
+    assert by_its_scorer("", swapped, problem.answer, 9, True, metadata) == 1.0
+
+
+@pytest.mark.parametrize("task", problem_sources._ONE_ANSWER)
+def test_the_scorers_of_other_tasks_accept_one_answer(task):
+    """Up to letters and spaces, and numbers by their value."""
+    entries = reasoning_gym.create_dataset(task, seed=0, size=12)
+    words = lambda text: "".join(text.lower().split())  # noqa: E731
+    for entry in entries:
+        gold = entry["answer"]
+        others = {other["answer"] for other in entries} | {
+            gold[::-1], "x" + gold, gold[:-1], " ".join(reversed(gold.split())),
+            ", ".join(reversed(gold.split(", "))), "",
+        }  # fmt: skip
+        assert entries.score_answer(gold, entry) == 1.0
+        for other in others:
+            number, value = answers.whole_number(other), answers.whole_number(gold)
+            same = number is not None and number == value
+            if not same and words(other) != words(gold):
+                assert entries.score_answer(other, entry) < 1.0, (gold, other)
+
+
+@pytest.mark.parametrize("task", ["word_sequence_reversal", "spell_backward", "caesar_cipher"])
+def test_texts_are_no_formulas(task):
+    with pytest.raises(UserError, match=r"its answers are texts, .* use exact_answer"):
+        load_problems(f"reasoning_gym:{task}", size=2, rewards=[functions.math_answer])
+    assert load_problems(f"reasoning_gym:{task}", size=2, rewards=[functions.exact_answer])
+
+
+# --- Copies ---------------------------------------------------------------------------------------
+
+
+def copies(path, times, distinct):
+    rows = [{"question": f"q{i}?", "answer": str(i)} for i in range(distinct) for _ in range(times)]
+    return write(path, rows)
+
+
+def test_the_held_out_problems_of_a_file_with_copies_differ(tmp_path, capsys):
+    path = copies(tmp_path / "copies.jsonl", 32, 30)
+    train, held_out = load_splits("", path=path, eval_size=20)
+    assert [p.question for p in held_out] == [f"q{i}?" for i in range(10, 30)]
+    assert [p.question for p in train] == [f"q{i}?" for i in range(10) for _ in range(32)]
+    line = "left out 620 problems whose question is held out for evaluation\n"
+    assert capsys.readouterr().out == line
+    # A tenth of the questions, not of the rows.
+    _, held_out = load_splits("", path=path, eval_size=None)
+    assert [p.question for p in held_out] == ["q27?", "q28?", "q29?"]
+
+
+def test_the_copies_of_an_evaluation_file_are_left_out(tmp_path, capsys):
+    path = copies(tmp_path / "copies.jsonl", 3, 4)
+    found = load_problems("", eval_path=path, split="eval", eval_size=3)
+    assert [p.question for p in found] == ["q0?", "q1?", "q2?"]
+    line = "left out 8 problems to evaluate that have the question of another\n"
+    assert capsys.readouterr().out == line
+
+
+def test_the_copies_of_a_test_split_are_left_out(monkeypatch, capsys):
+    row = lambda i: {"question": f"q{i}", "answer": f"#### {i}"}  # noqa: E731
+    dataset = {"train": [row(i) for i in range(4)], "test": [row(i // 2) for i in range(2, 10)]}
+    fake_hub(monkeypatch, lambda *_: dataset)
+    train, found = load_splits("openai/gsm8k", eval_size=2)
+    assert ([p.answer for p in train], [p.answer for p in found]) == (["0", "3"], ["1", "2"])
+    found = load_problems("", eval_source="you/small", split="eval", eval_size=2)
+    assert [p.answer for p in found] == ["1", "2"]
+    assert capsys.readouterr().out.count("left out 4 problems to evaluate that have") == 2
 
 
 def test_options_as_a_config_dict():

@@ -137,6 +137,23 @@ def test_greedy_accuracy_is_the_fraction_of_correct_greedy_completions(tiny):
     assert found.truncated > 0
 
 
+def test_greedy_accuracy_leaves_missing_scores_out(tiny, capsys):
+    model = load(str(tiny.model), format="nvfp4", dtype="float32")
+    problems = load_problems("", eval_path=str(tiny.problems), split="eval", eval_size=8)
+    prompts = encode_prompts(problems, model.tokenizer, max_prompt_tokens=16)
+    sampler = Sampler(model.config, model.tokenizer, SamplingConfig(max_new_tokens=4))
+    for judge, expected in ((no_opinion, (1.0, 4)), (away, (None, 8))):
+        found = greedy_accuracy(
+            sampler, Policy(model.params, None), prompts, correctness=judge, time_limit=1.0
+        )
+        assert (None if np.isnan(found.accuracy) else found.accuracy, found.missing) == expected
+    assert "reward 'correct' is missing for 8 of 8" in capsys.readouterr().err
+
+
+def away(*arguments):
+    raise ConnectionError("the judge is away")
+
+
 def test_the_time_limit_of_a_scorer_is_that_of_the_run(settings, tiny, monkeypatch):
     seen = []
 
@@ -195,7 +212,8 @@ def test_what_is_saved_is_what_is_counted(settings, tiny, rollouts, capsys):
     assert figures["pass@2"]["value"] == pytest.approx(np.mean(chances))
     assert "pass@4" not in figures
     assert figures["pass@3"]["value"] == pytest.approx(correct.any(axis=1).mean())
-    answers = [[rows[3 * p + s]["extracted"] for s in range(3)] for p in range(8)]
+    votes_of = lambda row: "right" if row["correct"] else row["extracted"]  # noqa: E731
+    answers = [[votes_of(rows[3 * p + s]) for s in range(3)] for p in range(8)]
     votes = [majority(a, c) for a, c in zip(answers, correct.tolist(), strict=True)]
     assert figures["maj@3"]["value"] == pytest.approx(np.mean(votes))
     assert figures["format"]["value"] == pytest.approx(np.mean([row["format"] for row in rows]))
@@ -385,14 +403,6 @@ def test_another_seed_gives_other_samples(settings, tmp_path):
     assert sum(a == b for a, b in zip(*texts, strict=True)) < 8
 
 
-def test_the_same_question_twice_has_different_samples(settings, tmp_path):
-    path = tmp_path / "twins.jsonl"
-    path.write_text(2 * '{"question": "t3 t4", "answer": "1"}\n')
-    (folder,) = evaluate(settings(tasks=(str(path),)))
-    texts = [row["completion"] for row in read_jsonl(folder / "twins.jsonl")]
-    assert len(texts) == len(set(texts)) == 6
-
-
 @pytest.mark.parametrize(
     "max_rows", [3, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (1, 24))]
 )
@@ -454,14 +464,46 @@ def no_opinion(prompt, completion, answer, num_tokens, finished):
     return None if int(answer) % 4 == 1 else 1.0
 
 
-def test_a_missing_score_is_not_correct(settings, capsys):
+def test_a_missing_score_is_neither_right_nor_wrong(settings, capsys):
     (folder,) = evaluate(settings(overrides={"scorer": ("test_evaluate:no_opinion",)}))
     figures = results_of(folder)["tasks"]["problems"]
-    assert figures["accuracy"]["value"] == 0.5
+    assert figures["accuracy"]["value"] == 1.0
     assert figures["not_judged"] == 12
     rows = read_jsonl(folder / "problems.jsonl")
     assert {row["problem"] % 4 for row in rows if row["correct"] is None} == {0, 1}
-    assert "no idea" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "no idea" in said.err
+    assert "100.0 % correct so far" in said.out
+    assert "problems: 12 completions have no score and count neither as right" in said.out
+    # A judge that is there again scores them, and nothing is generated.
+    evaluate(settings(overrides={"scorer": ("test_evaluate:odd_problem",)}))
+    assert results_of(folder)["tasks"]["problems"]["not_judged"] == 0
+
+
+def test_votes_are_counted_as_the_scorer_compares(settings, rollouts):
+    (folder,) = evaluate(settings(limit=1))
+    path = folder / "problems.jsonl"
+    rows = read_jsonl(path)
+    texts = [r"\boxed{\frac{1}{2}}", r"\boxed{0.5}", rf"\boxed{{{rows[0]['gold']}}}"]
+    changes = [row | {"completion": text} for row, text in zip(rows, texts, strict=True)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in changes))
+    rollouts.clear()
+    for scorer, value in (("math_answer", 0.0), ("exact_answer", 1 / 3)):
+        overrides = {"scorer": (f"qerl_jax.rewards.functions:{scorer}",)}
+        evaluate(settings(limit=1, overrides=overrides))
+        figures = results_of(folder)["tasks"]["problems"]
+        assert figures["accuracy"]["value"] == pytest.approx(1 / 3)
+        assert figures["maj@3"]["value"] == pytest.approx(value)
+    assert rollouts == []
+
+
+def test_copies_of_a_problem_are_one_problem(settings, tmp_path, capsys):
+    path = tmp_path / "copies.jsonl"
+    lines = [f'{{"question": "t{i}", "answer": "{i}"}}\n' for i in (3, 4)]
+    path.write_text("".join(lines * 4))
+    (folder,) = evaluate(settings(tasks=(str(path),)))
+    assert results_of(folder)["tasks"]["copies"]["problems"] == 2
+    assert "left out 6 problems to evaluate that have the question" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -732,6 +774,25 @@ def test_base_and_adapter_are_compared(run, tmp_path, capsys):
     assert evaluate(config) == [adapter, base, adapter]
     figures = results_of(adapter)["tasks"]["run"]["difference"]
     assert figures == {"to": str(adapter), "value": 0, "low": 0, "high": 0}
+
+
+def unsure(prompt, completion, answer, num_tokens, finished):
+    if len(completion) % 3 == 0:
+        raise ConnectionError("the judge is away")
+    return tiny_run.even_end(prompt, completion, answer, num_tokens, finished)
+
+
+def test_policies_are_compared_where_both_have_a_score(run):
+    overrides = TaskOverrides(scorer=("test_evaluate:unsure",))
+    config = EvaluateConfig(source=str(run), adapters=("none", "adapter"), overrides=overrides)
+    base, adapter = evaluate(config)
+    rows = [read_jsonl(folder / "run.jsonl") for folder in (base, adapter)]
+    scores = [[row["correct"] for row in part] for part in rows]
+    pairs = [(x, y) for x, y in zip(*scores, strict=True) if x is not None and y is not None]
+    assert [None in part for part in scores] == [True, True]
+    assert 0 < len(pairs) < 8
+    difference = results_of(adapter)["tasks"]["run"]["difference"]
+    assert difference["value"] == pytest.approx(np.mean([y - x for x, y in pairs]))
 
 
 def test_an_adapter_that_changed_is_another_policy(run):

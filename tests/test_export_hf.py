@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import finished_run
@@ -15,18 +17,23 @@ import numpy as np
 import pytest
 import tiny_checkpoints
 import tiny_run
+import transformers
 
-from qerl_jax.commands import export_hf
+from qerl_jax.commands import evaluate, export_hf
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.greedy import GreedyScore
 from qerl_jax.evaluation.load_policy import open_policy
 from qerl_jax.export import merge, model_card, scores
 from qerl_jax.export import write as export_lib
+from qerl_jax.export.model_card import Card, serve_lines
 from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy import transformer
 from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.quant import QuantTensor
+from qerl_jax.policy.trainable import Trainable
+from qerl_jax.run.folder import RunFolder
 from qerl_jax.training.loop import train
+from qerl_jax.training.saving import save_policy
 from qerl_jax.weights import safetensors
 from qerl_jax.weights.load import load
 from qerl_jax.weights.peft import save_peft_adapter
@@ -96,8 +103,109 @@ def test_peft(run, tiny, tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-2:] == [
         f"python -m experiments.quantize {tiny.model} {out}-base",
-        f"vllm serve {out}-base --enable-lora --max-lora-rank 8 --lora-modules mine={out}",
+        f"vllm serve {out}-base --enable-lora --max-lora-rank 8 --generation-config vllm "
+        f"""--lora-modules '{{"name": "mine", "path": "{out}"}}'""",
     ]
+
+
+def parsed_by_vllm(item):
+    """Name and path of a value of --lora-modules, as vLLM's LoRAParserAction reads it."""
+    if "=" in item and "," not in item:
+        name, path = item.split("=")
+        return name, path
+    module = json.loads(item)
+    return module["name"], module["path"]
+
+
+@pytest.mark.parametrize(
+    "name", ["mine", "seed=0-1a2b3c4d", "lr=1e-5,seed=0", "a b", "it's", '"', "\u00e9", "a=b=c"]
+)
+def test_vllm_reads_the_line_that_is_printed(name):
+    folder = f"runs/s/{name}/exports/peft"
+    card = Card(
+        name=name,
+        format="peft",
+        folder=folder,
+        base="Q/q",
+        base_format="bf16",
+        source="Q/q",
+        served_base="Q/q",
+        onto="trained",
+        rank=16,
+        trained_norms=False,
+        run=None,
+        steps=None,
+    )
+    *command, item = shlex.split(serve_lines(card)[-1])
+    assert command[-1] == "--lora-modules"
+    assert parsed_by_vllm(item) == (name, folder)
+
+
+PENALTIES = {
+    "bos_token_id": 1,
+    "eos_token_id": [2, 5],
+    "repetition_penalty": 1.1,
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+}
+
+
+@pytest.mark.parametrize("form", ["merged", "nvfp4", "peft", "with_base", "full"])
+def test_an_export_has_the_sampling_of_its_scores(form, tiny, tmp_path):
+    """That of evaluations: greedy, with all stop tokens, and without the base's penalty."""
+    model = shutil.copytree(tiny.model, tmp_path / "model")
+    (model / "generation_config.json").write_text(json.dumps(PENALTIES))
+    if form == "full":
+        loaded, config = load(str(model), format="stored"), {"train.parameters": "full"}
+        setup = types.SimpleNamespace(model=loaded, config=tiny.config(config))
+        folder = RunFolder(tmp_path / "run")
+        save_policy(folder, setup, Trainable(lora=None, params=setup.model.params))
+        written = [folder.model()]
+    else:
+        run = finished_run.write_run(tmp_path / "run", tiny, model=model)
+        with_base = form == "with_base"
+        out = tmp_path / "out"
+        run_export(run, "peft" if with_base else form, out=str(out), with_base=with_base)
+        written = [out, *([tmp_path / "out-base"] if with_base else [])]
+    for folder in written:
+        found = transformers.GenerationConfig.from_pretrained(folder)
+        found.validate(strict=True)
+        assert not found.do_sample
+        assert set(found.eos_token_id) >= {2, 5}
+        assert sorted(found.eos_token_id) == list(load(str(model)).tokenizer.eos_ids)
+        stored = json.loads((folder / "generation_config.json").read_text())
+        assert stored["repetition_penalty"] == stored["temperature"] == stored["top_p"] == 1.0
+        assert "top_k" not in stored
+    assert json.loads((model / "generation_config.json").read_text()) == PENALTIES
+
+
+@pytest.mark.parametrize("form", ["merged", "peft", "with_base"])
+def test_the_command_on_the_card_repeats_the_score(form, tiny, tmp_path):
+    run = tmp_path / "lr=1e-5,seed=0"
+    finished_run.write_run(run, tiny, own=True, norms=form == "with_base")
+    out = run / "exports" / "out"
+    export(
+        ExportConfig(
+            source=str(run),
+            format="peft" if form == "with_base" else form,
+            out=str(out),
+            with_base=form == "with_base",
+            score_problems=3,
+        )
+    )
+    card = (out / "README.md").read_text()
+    (command,) = [line for line in card.splitlines() if "experiments.evaluate" in line]
+    arguments = shlex.split(command)
+    assert arguments[:3] == ["python", "-m", "experiments.evaluate"]
+    evaluate.run(evaluate.make_parser().parse_args(arguments[3:]))
+    (results,) = (run / "evaluations").glob("*/results.json")
+    (figures,) = json.loads(results.read_text())["tasks"].values()
+    name = "this model" if form == "merged" else "NVFP4 base + adapter"
+    row, *_ = [line for line in card.splitlines() if line.startswith(f"| {name} ")]
+    assert f" {figures['accuracy']['value']:.3f} " in row
+    assert figures["problems"] == 3
 
 
 @pytest.mark.parametrize("norms", [False, True])
@@ -254,6 +362,18 @@ def test_scores(run, tmp_path, monkeypatch, capsys):
     assert "pass@1 0.500 on 3 held-out problems: NVFP4 base + adapter\n" in capsys.readouterr().out
     for name, score in (("NVFP4 base", 0.25), ("bf16 base + adapter", 0.75)):
         assert any(name in line and f"{score:.3f}" in line for line in card.splitlines())
+
+
+def test_a_score_with_missing_rewards_is_not_on_the_card(run, tmp_path, monkeypatch, capsys):
+    found = iter([GreedyScore(1.0, 0.0, missing=2), GreedyScore(0.25, 0.0), GreedyScore(0.75, 0.0)])
+    monkeypatch.setattr(scores, "greedy_accuracy", lambda *_, **__: next(found))
+    config = ExportConfig(
+        source=str(run), format="peft", out=str(tmp_path / "out"), score_problems=3
+    )
+    card = (export(config) / "README.md").read_text()
+    assert "no pass@1: 2 of 3 scores are missing: NVFP4 base\n" in capsys.readouterr().out
+    assert "1.000" not in card
+    assert "| NVFP4 base + adapter | 0.250 " in card
 
 
 def test_kl():

@@ -175,11 +175,11 @@ def test_a_model_over_a_local_base_names_no_folder(hub, run, tiny, tmp_path, for
 def test_a_last_look_finds_folders_of_this_machine(hub, run, tiny, tmp_path, monkeypatch):
     found = hub()
     model = shutil.copytree(tiny.model, tmp_path / "model")
-    saved = json.loads((model / "generation_config.json").read_text())
+    saved = json.loads((model / "tokenizer_config.json").read_text())
     saved["_name_or_path"] = str(model / "checkpoint")
-    (model / "generation_config.json").write_text(json.dumps(saved))
+    (model / "tokenizer_config.json").write_text(json.dumps(saved))
     options = {"out": str(tmp_path / "out"), "push": "user/name", "score_problems": 0}
-    with pytest.raises(UserError, match=r"generation_config\.json names .*hf upload user/name"):
+    with pytest.raises(UserError, match=r"tokenizer_config\.json names .*hf upload user/name"):
         export(ExportConfig(str(run), "merged", base=str(model), **options))
     assert not found.calls
 

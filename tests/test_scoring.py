@@ -180,6 +180,54 @@ def test_a_reward_that_waits_too_long_or_fails_is_missing(reward, cause):
     assert score(awaited).errors == []  # The event loop goes on.
 
 
+def wrapper(function):
+    """A decorator that is no `async def` itself."""
+
+    @functools.wraps(function)
+    def call(*arguments, **keywords):
+        return function(*arguments, **keywords)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("reward", "values"),
+    [
+        (functools.partial(awaited), [2, 1]),
+        (wrapper(awaited), [2, 1]),
+        (lambda p, c, a, n, f, tests: awaited(p, c, a, n, f, tests), [2, 1]),
+        (wrapper(functools.partial(awaited)), [2, 1]),
+        (Timed(wrapper(awaited), 1.0), [2, 1]),
+        (wrapper(awaited_lists), [0.5, 1.5]),
+    ],
+)
+def test_a_wrapper_of_a_reward_that_waits_is_awaited(reward, values):
+    found = score(reward)
+    assert found.errors == []
+    assert found.parts["r"].tolist() == values
+
+
+def test_wrapped_rewards_wait_together_and_have_a_time_limit():
+    async def slow(prompt, completion, answer, num_tokens, finished):
+        await asyncio.sleep(0.2)
+        return 1.0
+
+    began = time.perf_counter()
+    found = score(wrapper(slow), ROWS * 32, time_limit=5.0)
+    assert found.parts["r"].tolist() == [1.0] * 64
+    assert time.perf_counter() - began < 2
+    found = score(wrapper(never), time_limit=0.2)
+    assert "exceeded the time limit of 0.2 s" in found.errors[0]
+
+
+def test_a_list_of_calls_that_nobody_awaits_is_named(recwarn):
+    found = score(lambda completions, tests: [awaited("", "", "", 0, True, t) for t in tests])
+    (line,) = found.errors
+    assert "it returned a call that waits; await it in the reward" in line
+    assert np.isnan(found.parts["r"]).all()
+    assert not recwarn.list
+
+
 def test_a_time_limit_of_its_own_is_that_of_a_call():
     def slow(prompt, completion, answer, num_tokens, finished):
         time.sleep(0.1)

@@ -141,6 +141,20 @@ def test_a_run_is_asked_what_it_held_out(run, file):
     assert task.system_prompt == "Be brief."
 
 
+def test_a_generated_task_with_several_answers_has_no_other_judge(run):
+    """Such a run has its own reward; one that compares may not take its place."""
+    own = f"{__name__}:by_the_scorer_of_the_task"
+    run["data"] |= {"source": "reasoning_gym:number_sorting", "options": {}}
+    run["rewards"] = {"correctness": {"function": own, "weight": 1.0}}
+    for judge in ("math_answer", "exact_answer"):
+        with pytest.raises(UserError, match=f"accepts several answers, of which {judge} knows one"):
+            make("run", run=run, scorer=[REWARDS + judge])
+
+
+def by_the_scorer_of_the_task(prompt, completion, answer, num_tokens, finished, metadata):
+    raise NotImplementedError
+
+
 def test_a_benchmark_keeps_its_scorer_and_its_limit_for_a_run(run, hub, file):
     run["rollout"] |= {"stop": ["</answer>"], "kv_cache_dtype": "float8"}
     given = [f"gsm8k={file('1')}"]

@@ -276,6 +276,45 @@ def test_best_adapter_is_kept(tiny, tmp_path, monkeypatch):
     assert not same_adapters(adapters[1], adapters[4])
 
 
+def test_an_evaluation_without_all_scores_chooses_no_adapter(tiny, tmp_path, monkeypatch, capsys):
+    scores = iter(
+        [
+            GreedyScore(accuracy=0.25, truncated=0.0),
+            GreedyScore(accuracy=1.0, truncated=0.0, missing=3),  # of the fourth problem
+            GreedyScore(accuracy=0.5, truncated=0.0),
+            GreedyScore(accuracy=math.nan, truncated=0.0, missing=4),
+        ]
+    )
+    adapters = []
+
+    def greedy_accuracy(sampler, policy, problems, **options):
+        adapters.append(jax.device_get(policy.lora))
+        return next(scores)
+
+    monkeypatch.setattr(qerl_jax.training.loop, "greedy_accuracy", greedy_accuracy)
+    run = train(tiny.config({"eval.every": 1, "steps": 3}), workdir=tmp_path / "run")
+    assert tiny_run.evaluations(run) == {0: 0.25, 2: 0.5}
+    assert same_adapters(tiny_run.adapter(run, "best_adapter"), adapters[2])
+    rows = [row for row in read_jsonl(run / "metrics.jsonl") if "eval_seconds" in row]
+    assert [row.get("eval_missing") for row in rows] == [None, 3, None, 4]
+    assert [row.get("eval_accuracy") for row in rows[1:]] == [1.0, 0.5, None]
+    assert json.loads((run / "summary.json").read_text())["best_accuracy"] == 0.5
+    said = capsys.readouterr().out
+    assert "after step 1: 1.000 (3 completions have no score" in said
+    assert "after step 3: - (4 completions have no score" in said
+
+
+def test_a_run_whose_judge_is_away_has_no_best_adapter(tiny, tmp_path):
+    def away(*arguments):
+        raise ConnectionError("the judge is away")
+
+    rewards = {"correctness": (away, 0.0), "low": (tiny_run.low_fraction, 1.0)}
+    config = tiny.config({"eval.every": 1, "steps": 1})
+    run = train(config, workdir=tmp_path / "run", rewards=rewards)
+    assert not (run / "best_adapter").exists()
+    assert json.loads((run / "summary.json").read_text())["best_accuracy"] is None
+
+
 SCHEDULE = """
 def ramp(*, sigma_start, sigma_end, stages, total_steps):
     return lambda step: sigma_start * (step + 1) / total_steps
@@ -622,6 +661,27 @@ def test_groups_whose_rewards_differ_train_gdpo_though_totals_do_not(
     (row,) = tiny_run.results(train(config, workdir=tmp_path / "run", rewards=rewards))
     assert row["advantage_zero_groups"] == uninformative
     assert (row["grad_norm"] > 0) == (advantage == "gdpo")
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gdpo"])
+@pytest.mark.parametrize("eps", [0.0, 1e-4])
+def test_groups_that_differ_by_rounding_alone_train_nothing(tiny, tmp_path, advantage, eps):
+    def low(*arguments):
+        return float(tiny_run.low_fraction(*arguments) > 0.4)
+
+    def high(*arguments):
+        return 1.0 - low(*arguments)
+
+    changes = {"rl.advantage": advantage, "rl.advantage_eps": eps}
+    config = tiny.config({"eval.every": 0, "steps": 1, "log.completions": 8} | changes)
+    rewards = {"a": (low, 0.3), "b": (high, 0.1), "c": (high, 0.2)}  # 0.3 and 0.1 + 0.2
+    run = train(config, workdir=tmp_path / "run", rewards=rewards)
+    samples = read_jsonl(run / "completions.jsonl")
+    assert len({sample["reward"] for sample in samples}) == 2
+    assert {sample["advantage"] for sample in samples} == {0.0}
+    (row,) = tiny_run.results(run)
+    assert row["advantage_zero_groups"] == 1
+    assert row["grad_norm"] == 0
 
 
 def test_another_default_for_the_keys_of_jax_changes_nothing(tiny, tmp_path):

@@ -27,6 +27,7 @@ import argparse
 import dataclasses
 
 from qerl_jax.commands import cli
+from qerl_jax.system.paths import user_path
 
 _FORMAT = "weight format: nvfp4, mxfp4, nf4, bf16 or stored (default: the run's, or stored)"
 _DTYPE = "dtype of the activations: bfloat16 or float32 (default: the run's, or bfloat16)"
@@ -109,9 +110,14 @@ def run(arguments: argparse.Namespace) -> None:
     )
     fields = [field.name for field in dataclasses.fields(TaskOverrides)]
     overrides = TaskOverrides(**{name: tuple(settings.pop(name)) for name in fields})
-    tasks = tuple(filter(None, settings.pop("tasks").split(",")))
-    adapters = tuple(settings.pop("adapter").split(","))
+    tasks = tuple(filter(None, _items(settings.pop("tasks"))))
+    adapters = _items(settings.pop("adapter"))
     evaluate(EvaluateConfig(tasks=tasks, adapters=adapters, overrides=overrides, **settings))
+
+
+def _items(text: str) -> tuple[str, ...]:
+    """Items separated by commas; a path with commas, as runs of sweeps have, is one item."""
+    return (text,) if text and user_path(text).exists() else tuple(text.split(","))
 
 
 def main() -> None:

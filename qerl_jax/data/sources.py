@@ -14,10 +14,10 @@ from typing import Any
 from qerl_jax.config.fields import GENERATED
 from qerl_jax.data.prompts import Problem
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
-from qerl_jax.rewards.answers import last_boxed
+from qerl_jax.rewards.answers import answer_part, last_boxed
 from qerl_jax.rewards.calls import plain
 from qerl_jax.rewards.functions import Reward, math_answer, number_only_format
-from qerl_jax.rewards.references import can_read, is_prose, needs_answer
+from qerl_jax.rewards.references import COMPARING, can_read, is_prose, needs_answer
 from qerl_jax.system import hub
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_readable, read_bytes
@@ -132,7 +132,8 @@ def _short_answer(text: str, solution: bool, needed: bool) -> str:
     r"""Returns the short answer of a row.
 
     An answer whose last line is `#### NUMBER`, the form of GSM8K, is that number. A solution is
-    otherwise the content of its last box. Any other text is the answer as it stands.
+    otherwise the content of the last box that follows its reasoning. Any other text is the answer
+    as it stands.
 
     Args:
         text: text of the field `answer` or `solution`.
@@ -146,6 +147,7 @@ def _short_answer(text: str, solution: bool, needed: bool) -> str:
         return number.replace(",", "")
     if not solution:
         return text
+    text = answer_part("", text)
     boxed = last_boxed(text)
     if boxed is None and needed and is_prose(text):
         raise _LeftOutError(
@@ -220,6 +222,7 @@ def print_left_out(count: int, what: str) -> None:
 # --- Local files ----------------------------------------------------------------------------------
 
 FILE_TYPES = (".jsonl", ".json", ".parquet")
+_PART = re.compile(r"-[0-9]+(-of-[0-9]+)?(-[0-9a-f]{16})?$")  # with a digest in older datasets
 
 
 def read_problems(path: str, selection: Selection, *, split: str = "train") -> list[Problem]:
@@ -227,9 +230,10 @@ def read_problems(path: str, selection: Selection, *, split: str = "train") -> l
 
     Args:
         path: a file of JSON lines, a file `.json` with one array or with lines, a file `.parquet`,
-            or a folder with such files, which are read in the order of their names. In a folder
-            where names begin with `train`, `test` or the split, as in the folders of datasets on
-            the hub, only those that begin with the split are read.
+            or a folder with such files, which are read in the order of their names. Where a name
+            begins with `train` or `test`, or is that of the split, as in the folders of datasets
+            on the hub, only the files of the split are read: `train.jsonl`, or its parts
+            `train-00000-of-00002.jsonl` or `train-0.jsonl`. `train_1M.jsonl` is another split.
         selection: which problems are kept.
         split: the split to read from a folder.
 
@@ -249,13 +253,14 @@ def read_problems(path: str, selection: Selection, *, split: str = "train") -> l
 
 def _files(folder: Path, split: str) -> list[Path]:
     files = sorted(file for file in folder.iterdir() if file.suffix in FILE_TYPES)
-    if any(file.name.startswith(("train", "test", split)) for file in files):
-        files = [file for file in files if file.name.startswith(split)]
+    of_split = [file for file in files if _PART.sub("", file.stem) == split]
+    if of_split or any(file.name.startswith(("train", "test")) for file in files):
+        files = of_split
     if not files:
         listing = ", ".join(sorted(entry.name for entry in folder.iterdir())[:10])
         raise UserError(
-            f"{folder}: no file of problems for {split} ({', '.join(FILE_TYPES)}); the folder has "
-            f"{listing or 'no files'}"
+            f"{folder}: no file of problems for {split} ({', '.join(FILE_TYPES)}, named {split} or "
+            f"{split}-00000-of-00001); the folder has {listing or 'no files'}"
         )
     return files
 
@@ -301,24 +306,45 @@ def _parquet_rows(file: Path, name: str) -> list[dict[str, Any]]:
 
 # --- Generated problems ---------------------------------------------------------------------------
 
+# Tasks with a scorer of their own that accepts one answer, up to its spelling.
+_ONE_ANSWER = (
+    "ab", "calendar_arithmetic", "chain_sum", "circuit_logic", "color_cube_rotation",
+    "decimal_chain_sum", "dice", "emoji_mystery", "family_relationships", "figlet_font",
+    "gsm_symbolic", "letter_jumble", "needle_haystack", "products",
+    "rectangle_count", "self_reference", "sentence_reordering", "spell_backward",
+    "string_insertion", "tsumego", "zebra_puzzles",
+)  # fmt: skip
+
+
+def _tasks() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings of packages that reasoning_gym imports
+        from reasoning_gym.factory import DATASETS
+
+    return DATASETS
+
 
 def generate_problems(
-    source: str, options: Mapping[str, Any], *, seed: int, size: int
+    source: str,
+    options: Mapping[str, Any],
+    *,
+    seed: int,
+    size: int,
+    rewards: Sequence[Reward] = (),
 ) -> list[Problem]:
     """Returns up to `size` problems with different questions, in the order of their generation.
 
     Raises:
-        UserError: the task does not exist, refuses the options, or has no single answers.
+        UserError: the task does not exist, refuses the options, has no single answers, or is not
+            one for the rewards, see `check_generated`.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings of packages that reasoning_gym imports
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
+    tasks, task = _tasks(), source.removeprefix(GENERATED)
+    if task not in tasks:
+        raise UserError(f"{source}: no such task; there are {', '.join(sorted(tasks))}")
+    check_generated(source, rewards)  # before anything is generated
+    import reasoning_gym
 
-    task = source.removeprefix(GENERATED)
-    if task not in DATASETS:
-        raise UserError(f"{source}: no such task; there are {', '.join(sorted(DATASETS))}")
-    fields = {field.name for field in dataclasses.fields(DATASETS[task][1])} - {"seed", "size"}
+    fields = {field.name for field in dataclasses.fields(tasks[task][1])} - {"seed", "size"}
     for name in options:
         if name not in fields:
             raise UserError(f"{source}: no option {name!r}; it has {', '.join(sorted(fields))}")
@@ -336,7 +362,48 @@ def generate_problems(
         problems.setdefault(question, Problem(question, answer, columns=entry))
         if len(problems) == size:
             break
+    check_generated(source, rewards, problems.values())
     return list(problems.values())
+
+
+def check_generated(
+    source: str, rewards: Sequence[Reward], problems: Iterable[Problem] = ()
+) -> None:
+    """Refuses built-in rewards that judge a generated task otherwise than its own scorer.
+
+    Where a task has several right answers its own scorer knows all of them, and a reward that
+    compares with one does not. Most tasks have a scorer of their own, also where only its partial
+    credit or its tolerance to spelling is its own; these are in `_ONE_ANSWER`. The letters of a
+    text may not change places, as the factors of a formula may.
+
+    Args:
+        source: source of generated problems, or any other one.
+        rewards: functions that score completions of the problems.
+        problems: problems of the source.
+
+    Raises:
+        UserError: a reward does not fit the task.
+    """
+    reward = next((plain(reward) for reward in rewards if plain(reward) in COMPARING), None)
+    task = source.removeprefix(GENERATED)
+    if reward is None or task == source:
+        return
+    from reasoning_gym.dataset import ProceduralDataset
+
+    if (
+        task not in _ONE_ANSWER
+        and _tasks()[task][0].score_answer is not ProceduralDataset.score_answer
+    ):
+        raise UserError(
+            f"{source}: its scorer accepts several answers, of which {reward.__name__} knows one: "
+            "name a reward that calls reasoning_gym.get_score_answer_fn, as in docs/rewards.md"
+        )
+    texts = [p.answer for p in problems if not number_only_format("", p.answer, "", 0, True)]
+    if texts and math_answer in map(plain, rewards):
+        raise UserError(
+            f"{source}: its answers are texts, the first {texts[0]!r:.40}, which math_answer reads "
+            "as formulas, where 'tac' equals 'cat': use exact_answer"
+        )
 
 
 def select_generated(source: str, problems: Iterable[Problem], selection: Selection) -> list:

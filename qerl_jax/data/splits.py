@@ -8,7 +8,6 @@ import dataclasses
 import datetime
 import decimal
 import hashlib
-import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from qerl_jax.errors import UserError
 from qerl_jax.rewards.functions import Reward
 
 MOST_HELD_OUT = 256  # largest number of evaluation problems where no number is given
+_HELD_OUT_PLACE = "held out for evaluation"
 _LARGEST_PART = 10  # At most a tenth of the training problems is held out where no number is given.
 
 
@@ -29,7 +29,8 @@ _LARGEST_PART = 10  # At most a tenth of the training problems is held out where
 class ProblemConfig:
     r"""Where training and evaluation problems come from, and which of them are kept.
 
-    The evaluation problems come from the first of these places that is given or exists:
+    A question that several rows have is one evaluation problem. The evaluation problems come from
+    the first of these places that is given or exists:
 
     * `eval_path`: its first problems;
     * `eval_source`, if it is a hub id: the first problems of its test split;
@@ -98,15 +99,16 @@ class ProblemConfig:
         count = self.eval_most if self.eval_size is None else self.eval_size
         if self.eval_path:
             problems = problem_sources.read_problems(self.eval_path, self.evaluation, split="test")
-            problems = problems[:count]
         else:
-            problems = self.test_problems(self.eval_source, count)
-        return _nonempty(problems, f"{self.eval_path or self.eval_source}: no evaluation problems")
+            splits = problem_sources.load_hub_splits(self.eval_source, "data.eval_path", "test")
+            problems = self.read_test(splits["test"], self.eval_source)
+        return _nonempty(
+            _distinct(problems)[:count],
+            f"{self.eval_path or self.eval_source}: no evaluation problems",
+        )
 
-    def test_problems(self, source: str, count: int) -> list[Problem]:
-        """Returns the first problems of the test split of a dataset on the hub."""
-        splits = problem_sources.load_hub_splits(source, "data.eval_path", "test")
-        rows = itertools.islice(splits["test"], count)
+    def read_test(self, rows: Iterable[Any], source: str) -> list[Problem]:
+        """Returns the evaluation problems in the rows of the test split of a dataset."""
         return problem_sources.read_rows(rows, f"{source}[test]", self.evaluation)
 
 
@@ -214,6 +216,7 @@ def load_mixture(
         )
         train[name], held_out = load_splits(source_config)
         evaluation += held_out
+    evaluation = _distinct(evaluation)
     for name, source in sources.items():
         train[name] = _nonempty(
             not_held_out(train[name], evaluation),
@@ -235,7 +238,7 @@ def not_held_out(problems: list[Problem], held_out: Iterable[Problem]) -> list[P
 
 
 def _remove_questions(
-    problems: list[Problem], questions: set[str], place: str = "held out for evaluation"
+    problems: list[Problem], questions: set[str], place: str = _HELD_OUT_PLACE
 ) -> list[Problem]:
     remaining = [problem for problem in problems if problem.question not in questions]
     if len(remaining) < len(problems):
@@ -252,8 +255,30 @@ def _held_out_size(size: int | None, available: int, limit: int) -> int:
 def _hold_out_last(
     problems: list[Problem], size: int | None, limit: int
 ) -> tuple[list[Problem], list[Problem]]:
-    cut = max(len(problems) - _held_out_size(size, len(problems), limit), 0)
-    return not_held_out(problems[:cut], problems[cut:]), problems[cut:]
+    """Divides problems; a question that several rows have is held out as one problem."""
+    distinct = list(_by_question(reversed(problems)).values())[::-1]
+    cut = max(len(distinct) - _held_out_size(size, len(distinct), limit), 0)
+    train, evaluation = _by_question(distinct[:cut]), distinct[cut:]
+    copies = sum(problem.question not in train for problem in problems) - len(evaluation)
+    if copies:
+        problem_sources.print_left_out(copies, f"whose question is {_HELD_OUT_PLACE}")
+    return [problem for problem in problems if problem.question in train], evaluation
+
+
+def _by_question(problems: Iterable[Problem]) -> dict[str, Problem]:
+    """Returns the first problem with each question."""
+    first: dict[str, Problem] = {}
+    for problem in problems:
+        first.setdefault(problem.question, problem)
+    return first
+
+
+def _distinct(problems: list[Problem]) -> list[Problem]:
+    """Returns the problems without copies, which would count as independent; prints how many."""
+    distinct = list(_by_question(problems).values())
+    if copies := len(problems) - len(distinct):
+        problem_sources.print_left_out(copies, "to evaluate that have the question of another")
+    return distinct
 
 
 def _generate(
@@ -266,7 +291,11 @@ def _generate(
         )
     size = config.size + (config.eval_most if held_out_size is None else held_out_size)
     problems = problem_sources.generate_problems(
-        config.source, config.options, seed=config.seed, size=size
+        config.source,
+        config.options,
+        seed=config.seed,
+        size=size,
+        rewards=config.training.scorers,
     )
     cut = _held_out_size(held_out_size, len(problems), config.eval_most)
     return (
@@ -288,8 +317,7 @@ def _load_hub(
         problems = _remove_questions(problems, test, "in the test split")
         return _hold_out_last(problems, held_out_size, limit)
     count = limit if held_out_size is None else held_out_size
-    rows = itertools.islice(splits["test"], count)
-    evaluation = problem_sources.read_rows(rows, f"{source}[test]", config.evaluation)
+    evaluation = _distinct(config.read_test(splits["test"], source))[:count]
     return not_held_out(problems, evaluation), evaluation
 
 

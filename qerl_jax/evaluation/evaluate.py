@@ -29,7 +29,7 @@ from qerl_jax.evaluation.load_policy import LoadedPolicy, open_policy, read_run,
 from qerl_jax.evaluation.prompts import encode_task
 from qerl_jax.evaluation.results_folder import EvaluateConfig
 from qerl_jax.evaluation.summary import bounds, format_table, task_figures
-from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks
+from qerl_jax.evaluation.tasks import Task, extracted_answer, make_tasks, same_answer
 from qerl_jax.rewards.calls import announce_hosts, check_columns, resolve
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.rollout.completions import Rollout
@@ -116,9 +116,17 @@ def evaluate(config: EvaluateConfig) -> list[Path]:
                 results_folder.save_results(folder, results)
                 path = folder / f"{task.name}.jsonl"
                 rows = _complete(job, path, max_rows=entry["max_rows"], received=received)
-                figures, values = task_figures(rows)
-                if folders:
-                    difference = paired_difference(values, baseline[task.name])
+                figures, values = task_figures(rows, same_answer(task.scorer))
+                if missing := figures["not_judged"]:
+                    print(
+                        f"{visible(task.name)}: {missing} completions have no score and count "
+                        "neither as right nor as wrong; the same command scores them again",
+                        flush=True,
+                    )
+                # A problem without a score for one of the policies takes no part.
+                both = ~np.isnan(values - baseline.get(task.name, values))
+                if folders and both.any():
+                    difference = paired_difference(values[both], baseline[task.name][both])
                     figures["difference"] = {"to": str(folders[0])} | bounds(*difference)
                 baseline.setdefault(task.name, values)
                 entry |= figures
@@ -229,15 +237,15 @@ def _complete(
             for drafts in _completions(job, batch, sampler, watch):
                 additions = [d for d in drafts if (d["problem"], d["sample"]) not in rows]
                 rows |= _append(job, path, additions, received)
-                correct = [
-                    rows[sample_id]["correct"] is True for sample_id in sample_ids & rows.keys()
-                ]
+                scores = [rows[sample_id]["correct"] for sample_id in sample_ids & rows.keys()]
+                correct = [score for score in scores if score is not None]
+                share = f"{100 * np.mean(correct):.1f}" if correct else "-"
                 rate = sum(draft["tokens"] for draft in drafts) / (time.perf_counter() - began)
                 began = time.perf_counter()
                 live.clear()
                 print(
-                    f"{visible(job.task.name)} {len(correct)}/{len(sample_ids)} completions, "
-                    f"{100 * np.mean(correct):.1f} % correct so far, {rate:.0f} tok/s",
+                    f"{visible(job.task.name)} {len(scores)}/{len(sample_ids)} completions, "
+                    f"{share} % correct so far, {rate:.0f} tok/s",
                     flush=True,
                 )
     _write_rows(path, dict(sorted(rows.items())))
@@ -410,7 +418,8 @@ def _score(job: _Job, drafts: Sequence[Mapping[str, Any]], received: list[int]) 
         outcomes: dict[str, bool | None] = {"correct": None, "format": None}
         for name, values in scores.parts.items():
             outcomes[name] = None if np.isnan(values[i]) else bool(is_correct(values[i]))
-        answer = extracted_answer(draft["completion"], job.task.scorer)
+        prompt = job.prompts[draft["problem"]].text
+        answer = extracted_answer(draft["completion"], job.task.scorer, prompt)
         rows[draft["problem"], draft["sample"]] = {**draft, "extracted": answer, **outcomes}
     return rows
 

@@ -5,6 +5,7 @@
 
 import contextlib
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,12 +28,15 @@ class GreedyScore:
     """How a policy answers greedily.
 
     Attributes:
-        accuracy: fraction of completions that are correct.
+        accuracy: fraction of the completions with a score that are correct; NaN without any.
         truncated: fraction of completions that the limit on new tokens cut off.
+        missing: number of completions without a score, because a reward failed. They count neither
+            as right nor as wrong, so that scores over other problems are not comparable.
     """
 
     accuracy: float
     truncated: float
+    missing: int = 0
 
 
 def greedy_accuracy(
@@ -54,7 +58,7 @@ def greedy_accuracy(
         policy: the policy, without noise.
         prompts: prompts to complete.
         correctness: reward that scores a completion. A completion is correct if its reward is more
-            than 0.5; a missing reward counts as not correct.
+            than 0.5.
         time_limit: time limit for one call of the reward in seconds.
         processes: the processes of the run, each of which completes a part of the prompts.
         on_progress: callback for the number of completions that have ended and the number of
@@ -63,7 +67,7 @@ def greedy_accuracy(
     """
     shares = deal([len(prompt.ids) for prompt in prompts], processes.count)
     own_prompts = [prompts[i] for i in shares[processes.index]]
-    correct, finished = np.zeros(0, bool), np.zeros(0, bool)
+    correct, finished = np.zeros(0), np.zeros(0, bool)
     if own_prompts:  # There may be fewer prompts than processes.
         key, ids = jax.random.key(0, impl="threefry2x32"), [prompt.ids for prompt in own_prompts]
         with contextlib.closing(sampler.greedy().steps(key, policy, ids)) as steps:
@@ -82,9 +86,12 @@ def greedy_accuracy(
         )
         correct, finished = is_correct(scores.parts["correct"]), rollout.finished
     results = processes.exchange({"right": correct, "finished": finished})
+    correct = np.concatenate([share["right"] for share in results])
+    judged = correct[~np.isnan(correct)]
     return GreedyScore(
-        accuracy=float(np.concatenate([share["right"] for share in results]).mean()),
+        accuracy=float(judged.mean()) if judged.size else math.nan,
         truncated=float(1 - np.mean(np.concatenate([share["finished"] for share in results]))),
+        missing=correct.size - judged.size,
     )
 
 
@@ -129,5 +136,5 @@ def score_completions(
 
 
 def is_correct(values: np.ndarray) -> np.ndarray:
-    """Returns which scores are more than 0.5; a missing score (NaN) is not."""
-    return np.nan_to_num(values) > 0.5
+    """Returns 1.0 where a score is more than 0.5, 0.0 where not, and NaN where it is missing."""
+    return np.where(np.isnan(values), np.nan, values > 0.5)

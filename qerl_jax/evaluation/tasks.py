@@ -6,22 +6,24 @@ fields.
 """
 
 import dataclasses
+import operator
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from qerl_jax.config.fields import has_own_evaluation
-from qerl_jax.data.mixture import read_mixture
+from qerl_jax.data.mixture import MixtureSource, read_mixture
 from qerl_jax.data.prompts import Problem
-from qerl_jax.data.sources import FILE_TYPES
+from qerl_jax.data.sources import FILE_TYPES, check_generated
 from qerl_jax.data.splits import ProblemConfig, digest_of_problems, load_mixture, load_split
 from qerl_jax.errors import UserError, first_line
 from qerl_jax.evaluation.flags import template_arguments
 from qerl_jax.evaluation.scorers import check_scorers, reader, run_scorers
 from qerl_jax.rewards import functions
 from qerl_jax.rewards.answers import (
+    answer_part,
     completion_number,
     last_boxed,
     last_marked,
@@ -40,6 +42,16 @@ RUN = "run"
 _NUMBER = "qerl_jax.rewards.functions:numeric_answer"
 _MATH = "qerl_jax.rewards.functions:math_answer"
 _BOXED = "qerl_jax.rewards.functions:boxed_format"
+# Rewards that compare values, not texts.
+_COMPARING = {
+    f"{reward.__module__}:{reward.__name__}": reward
+    for reward in (
+        functions.numeric_answer,
+        functions.boxed_answer,
+        functions.tagged_answer,
+        functions.math_answer,
+    )
+}
 _NEW_TOKENS = 1024  # default limit on new tokens for tasks that are files
 # Fields of a run that tasks need; most others are absent in runs of earlier versions.
 _OF_A_RUN = (
@@ -277,10 +289,8 @@ def _make_task(
     elif benchmark is not None:
         source, problems = benchmark.hub, _load_hub(name, benchmark, scorers)
     else:
-        source, problems = (
-            RUN,
-            _held_out_problems(run, folder, flag_values=None if trusted else overrides.values()),
-        )
+        flag_values = None if trusted else overrides.values()
+        source, problems = RUN, _held_out_problems(run, folder, scorers, flag_values=flag_values)
     if scorers is None:
         settings["scorer"] = _NUMBER if _all_numbers(problems) else _MATH
     max_new_tokens = settings.pop("max_new_tokens")
@@ -312,13 +322,18 @@ def _load_hub(name: str, benchmark: Benchmark, scorers: Sequence[Reward] | None)
 
 
 def _held_out_problems(
-    run: Mapping[str, Any] | None, folder: Path | None, *, flag_values: Collection[str] | None
+    run: Mapping[str, Any] | None,
+    folder: Path | None,
+    scorers: Sequence[Reward] | None,
+    *,
+    flag_values: Collection[str] | None,
 ) -> list[Problem]:
     """Returns the evaluation problems of a run, the same as during its training.
 
     Args:
         run: config of the run.
         folder: its folder, as in `make_tasks`.
+        scorers: functions that score the completions, if they are known.
         flag_values: values of the command line; of a run that is not trusted, only rewards that
             are among them, or built in, are imported. None imports all.
     """
@@ -332,6 +347,10 @@ def _held_out_problems(
         raise UserError(
             "the run held out no problems (eval.every=0); pass a benchmark or a file with --tasks"
         )
+    if not has_own_evaluation(data):
+        only = MixtureSource(path=data["path"], source=data["source"])
+        for part in read_mixture(data).values() or (only,):
+            check_generated(part.origin, scorers or ())
     functions = [reward["function"] for reward in run["rewards"].values()]
     may_import = [flag_values is None or f in flag_values or is_built_in(f) for f in functions]
     readers = [reader(f, imports=imports) for f, imports in zip(functions, may_import, strict=True)]
@@ -389,21 +408,24 @@ def _run_settings(run: Mapping[str, Any]) -> dict[str, Any]:
 # --- The answer of a completion -------------------------------------------------------------------
 
 
-def extracted_answer(completion: str, scorer: str) -> str | None:
+def extracted_answer(completion: str, scorer: str, prompt: str = "") -> str | None:
     r"""Extracts the answer of a completion, which is saved with its scores and counts as its vote.
 
-    The answer is extracted in the way of the built-in scorers. Any other scorer is assumed to read
-    the marked answer, `\boxed{}` or `<answer>`, or else the last line. Numbers are normalized:
-    `1,000.0` becomes `1000`. Other answers lose spaces, dollar signs and a final period.
+    The answer is extracted in the way of the built-in scorers, from what follows the reasoning. Any
+    other scorer is assumed to read the marked answer, `\boxed{}` or `<answer>`, or else the last
+    line. Numbers are normalized: `1,000.0` becomes `1000`. Other answers lose spaces, dollar signs
+    and a final period.
 
     Args:
         completion: completion as text.
         scorer: import path of the reward that scores the completion.
+        prompt: its prompt as text, which may open the reasoning.
 
     Returns:
         The answer, or None if no answer is found. (A completion without a mark may still be
         correct, because `math_answer` lets math-verify read its end.)
     """
+    completion = answer_part(prompt, completion)
     marked = last_marked(completion)
     match scorer.removeprefix("qerl_jax.rewards.functions:"):
         case "numeric_answer":
@@ -413,7 +435,7 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
         case "tagged_answer":
             return _digits(marked_number(last_tagged(completion) or ""))
         case "exact_answer":
-            return (completion if marked is None else marked).strip()
+            return (completion if marked is None else marked).strip() or None
         case "math_answer":
             answer = marked or ""
         case _:
@@ -421,6 +443,30 @@ def extracted_answer(completion: str, scorer: str) -> str | None:
     if functions.number_only_format("", answer, "", 0, True):
         return _digits(marked_number(answer))
     return "".join(answer.replace("$", "").split()).removesuffix(".") or None
+
+
+def same_answer(scorer: str) -> Callable[[str, str], bool]:
+    r"""Returns a function that tells whether two extracted answers are equal, as a scorer judges.
+
+    Numbers and formulas are compared by the built-in scorers: `\frac12` equals `0.5` for
+    `math_answer`. For any other scorer equal answers are equal texts.
+
+    Args:
+        scorer: import path of the reward that scores the completions.
+    """
+    reward = _COMPARING.get(scorer)
+    if reward is None:
+        return operator.eq
+
+    def same(answer: str, other: str) -> bool:
+        try:
+            # `math_answer` reads it as a whole, the others the number in it.
+            text = f"<answer>\\boxed{{{answer}}}</answer>"
+            return answer == other or reward("", text, other, 0, True) > 0.5
+        except (ValueError, TimeoutError):  # One of the two cannot be read, or takes too long.
+            return False
+
+    return same
 
 
 def _digits(number: Decimal | None) -> str | None:

@@ -76,6 +76,7 @@ class Card:
         scores: names of policies and their greedy pass@1.
         retention: measures of the kept update by projection; empty if nothing was rounded.
         divergences: names of policies and the KL of the trained policy to them in nats per token.
+        evaluate: command that repeats the score of the export.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Card:
     scores: list[tuple[str, float]] = dataclasses.field(default_factory=list)
     retention: dict[str, UpdateRetention] = dataclasses.field(default_factory=dict)
     divergences: list[tuple[str, float]] = dataclasses.field(default_factory=list)
+    evaluate: str = ""
 
 
 def model_card(card: Card) -> str:
@@ -106,6 +108,10 @@ def model_card(card: Card) -> str:
             "## Scores",
             f"Greedy pass@1 on {card.problems} problems that the run held out:",
             _score_table(card),
+            "Greedy means a temperature of 0 and no repetition penalty. This command repeats the "
+            f"score of this {'adapter' if card.format == 'peft' else 'model'}, with the folder of "
+            "the run and that of these files:",
+            _code("bash", card.evaluate),
         ]
     if card.retention or card.norms or card.divergences:
         parts.append("## What is left of the update")
@@ -136,7 +142,11 @@ def serve_lines(card: Card) -> list[str]:
         lines.append(shlex.join(["python", "-m", "experiments.quantize", card.source, base]))
     rank = str(vllm_rank(card.rank))
     serve = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", rank]
-    return [*lines, shlex.join([*serve, "--lora-modules", f"{card.name}={card.folder}"])]
+    # The sampling of the base, such as a repetition penalty, is not that of the scores.
+    serve += ["--generation-config", "vllm"]
+    # vLLM divides the form NAME=PATH at its equals signs, and takes one with a comma for JSON.
+    module = json.dumps({"name": card.name, "path": card.folder})
+    return [*lines, shlex.join([*serve, "--lora-modules", module])]
 
 
 def vllm_rank(rank: int) -> int:
@@ -272,6 +282,9 @@ def _python(card: Card) -> str:
             options += ", quantization_config=config"
         lines.append(f"base = AutoModelForCausalLM.from_pretrained({base}, {options})")
         lines.append(f"model = PeftModel.from_pretrained(base, {folder})")
+        # The base has the sampling that its authors chose.
+        names.append("GenerationConfig")
+        lines.append(f"model.generation_config = GenerationConfig.from_pretrained({folder})")
     else:
         lines.append(f'model = AutoModelForCausalLM.from_pretrained({folder}, dtype="bfloat16")')
     lines.append(f"tokenizer = AutoTokenizer.from_pretrained({folder})")

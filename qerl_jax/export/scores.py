@@ -172,6 +172,9 @@ def add_score(
 ) -> None:
     """Scores a policy on the held-out problems, prints the score and adds it to the card.
 
+    The card has no score of a policy where the reward failed for a completion: the rows of its
+    table are about the same problems.
+
     Args:
         card: description of the export.
         held_out: held-out problems.
@@ -185,11 +188,16 @@ def add_score(
         del tokens
         live.update(f"scoring {name}: {count}/{total}")
 
-    accuracy = held_out.accuracy(model, lora, on_progress=on_progress).accuracy
+    score = held_out.accuracy(model, lora, on_progress=on_progress)
     live.clear()
-    print(f"pass@1 {accuracy:.3f} on {total} held-out problems: {name}", flush=True)
+    if score.missing:
+        print(
+            f"no pass@1: {score.missing} of {total} completions have no score: {name}", flush=True
+        )
+        return
+    print(f"pass@1 {score.accuracy:.3f} on {total} held-out problems: {name}", flush=True)
     card.problems = total
-    card.scores.append((name, accuracy))
+    card.scores.append((name, score.accuracy))
 
 
 def make_probe(policy: LoadedPolicy, held_out: HeldOutSet | None) -> Probe:

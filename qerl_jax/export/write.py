@@ -13,6 +13,7 @@ the base and on the unquantized weights, and the command that serves it.
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -311,7 +312,7 @@ def _export_model(config: ExportConfig, policy: LoadedPolicy, out: Path) -> Card
             checkpoint_tensors(
                 {**target.model.params, "layers": layers}, target.model.config, norms=card.norms
             ),
-            files=companion_files(target.base, packed=packed),
+            files=companion_files(target.base, packed=packed, trained=True),
         )
         if probe is not None:
             _add_export_scores(card, staged, policy, held_out, probe)
@@ -373,7 +374,22 @@ def _make_card(
         trained_norms=trained_norms,
         run=policy.run,
         steps=steps,
+        evaluate=_evaluate_command(config, out, base_out),
     )
+
+
+def _evaluate_command(config: ExportConfig, out: Path, base_out: Path | None) -> str:
+    """Returns the command that repeats the score of an export of a run."""
+    # A card that is uploaded names no folder of this machine.
+    run, folder, base = ("RUN", "FOLDER", "BASE") if config.push else (config.source, out, base_out)
+    flags = [f"--adapter={folder}"]
+    if config.format != "peft":
+        flags += ["--format=stored", "--dtype=bfloat16"]
+    elif base_out is not None:
+        flags += [f"--base={base}"]
+    flags += [f"--judge={config.judge}"] if config.judge else []
+    flags += [f"--limit={config.score_problems}"] if config.score_problems else []
+    return shlex.join(["python", "-m", "experiments.evaluate", run, *flags])
 
 
 def _served_base(config: ExportConfig, served: str, base_out: Path | None) -> str:
@@ -396,4 +412,4 @@ def _base_files(base: LoadedModel) -> dict[str, bytes]:
         for member in members
         if not isinstance(layer[fused], QuantTensor)
     ]
-    return companion_files(base, packed=packed, ignore=dense if packed else ())
+    return companion_files(base, packed=packed, ignore=dense if packed else (), trained=True)

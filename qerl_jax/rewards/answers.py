@@ -69,6 +69,29 @@ _OPERATOR_AFTER = re.compile(
 _NEAR = 40  # number of characters beside a number that are searched for an operator
 
 
+# --- Reasoning ------------------------------------------------------------------------------------
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Returns whether a prompt ends in `<think>`: a chat template may open the reasoning."""
+    return prompt.rstrip().endswith("<think>")
+
+
+def answer_part(prompt: str, completion: str) -> str:
+    """Returns the part of a completion that answers: what follows the last `</think>`.
+
+    A reasoning that the completion or the prompt opens and that is not closed is no answer: the
+    part ends before it, and is empty where nothing was closed. TRL's `reasoning_accuracy_reward`
+    and lm-eval's `think_end_token` read the same part. Text without reasoning is an answer as a
+    whole.
+    Example: `<think>Is it 3? No.</think> It is 4.` gives ` It is 4.`, `<think>Is it 3?` nothing.
+    """
+    _, closes, answer = completion.rpartition("</think>")
+    if not closes and (opens_reasoning(prompt) or "<think>" in completion):
+        return ""
+    return answer.partition("<think>")[0]
+
+
 # --- Boxes and tags -------------------------------------------------------------------------------
 
 

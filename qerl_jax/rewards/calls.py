@@ -3,6 +3,7 @@
     def f(prompt, completion, answer, num_tokens, finished)           one completion
     def f(prompt, completion, answer, num_tokens, finished, tests)    and its row's column `tests`
     async def f(...)                                                  all are awaited at once
+    def f(...): return g(...)                                         so is what a wrapper returns
     def f(completions, answers, tests)                                lists: a call for a rollout
     http://localhost:8000/score                                       a POST for a rollout
 

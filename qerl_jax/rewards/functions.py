@@ -6,8 +6,9 @@ completion in tokens, and whether the completion ended with an end-of-sequence t
 None if it does not apply to this completion. A config names a reward by its import path,
 `package.module:function`. `rewards/calls.py` has the other forms of a reward.
 
-The built-in rewards search for a *marked* answer, as `answers.last_marked` does: the last boxes,
-`\boxed{...}`, or the last `<answer>...</answer>`, whichever ends later.
+The built-in rewards read what follows the reasoning, as `answers.answer_part` does, and search it
+for a *marked* answer, as `answers.last_marked` does: the last boxes, `\boxed{...}`, or the last
+`<answer>...</answer>`, whichever ends later.
 """
 
 import re
@@ -17,12 +18,14 @@ from typing import Any
 
 from qerl_jax.rewards import math_process
 from qerl_jax.rewards.answers import (
+    answer_part,
     completion_number,
     join_digits,
     last_boxed,
     last_marked,
     last_tagged,
     marked_number,
+    opens_reasoning,
     whole_number,
 )
 
@@ -55,7 +58,7 @@ def numeric_answer(
     a number is wrong.
     Example: `3 * 6 = 18 dollars.` is right for `18`; `I count 18. \boxed{1999}` is wrong.
     """
-    return _same_number(completion_number(completion), answer)
+    return _same_number(completion_number(answer_part(prompt, completion)), answer)
 
 
 def tagged_answer(
@@ -66,7 +69,7 @@ def tagged_answer(
     The numbers are equal if they differ by at most 1e-6.
     Example: `<think>9 + 9</think> <answer>18</answer>` is right for `18`; a bare `18` is wrong.
     """
-    return _same_number(marked_number(last_tagged(completion) or ""), answer)
+    return _same_number(marked_number(last_tagged(answer_part(prompt, completion)) or ""), answer)
 
 
 def boxed_answer(
@@ -77,7 +80,7 @@ def boxed_answer(
     The numbers are equal if they differ by at most 1e-6.
     Example: `so \boxed{1{,}000}` is right for `1000`; `so 1000` is wrong.
     """
-    return _same_number(marked_number(last_boxed(completion) or ""), answer)
+    return _same_number(marked_number(last_boxed(answer_part(prompt, completion)) or ""), answer)
 
 
 def exact_answer(
@@ -85,11 +88,12 @@ def exact_answer(
 ) -> float:
     """Returns 1.0 if the marked answer equals the reference answer, else 0.0.
 
-    Without a mark, the whole completion is compared. Both texts are stripped.
+    Without a mark, all that follows the reasoning is compared. Both texts are stripped.
     Example: ` yes ` is right for `yes`; `yes, it is` is wrong, `<answer>yes</answer>` is right.
     """
-    prediction = last_marked(completion)
-    return float((completion if prediction is None else prediction).strip() == answer.strip())
+    final = answer_part(prompt, completion)
+    prediction = last_marked(final)
+    return float((final if prediction is None else prediction).strip() == answer.strip())
 
 
 def math_answer(
@@ -102,9 +106,10 @@ def math_answer(
     error, and the reward is missing.
     Example: `\boxed{\frac{1}{2}}`, `<answer>1/2</answer>` and `It is $0.5$.` are right for `0.5`.
     """
-    prediction, reference = last_marked(completion), _formula(answer)
+    final, reference = answer_part(prompt, completion), _formula(answer)
+    prediction = last_marked(final)
     if prediction is None:
-        return float(math_process.verify(reference, completion[-500:]))
+        return float(math_process.verify(reference, final[-500:]))
     prediction = _formula(prediction)
     number, value = whole_number(prediction), whole_number(reference)
     if number is not None and value is not None:
@@ -128,8 +133,11 @@ def think_format(
     """Returns 1.0 if the completion has QeRL's layout, else 0.0.
 
     In this layout each tag occurs once, and there is no text before, between or after the tags.
+    The first tag may be the end of the prompt, where a chat template opens the reasoning.
     Example: `<think>9 + 9 = 18</think> <answer>18</answer>`.
     """
+    if opens_reasoning(prompt):
+        completion = "<think>" + completion
     tags = ("<think>", "</think>", "<answer>", "</answer>")
     once = all(completion.count(tag) == 1 for tag in tags)
     return float(once and _THINK.fullmatch(completion.strip()) is not None)
@@ -142,17 +150,17 @@ def boxed_format(
 
     Example: `It is \boxed{18}.`
     """
-    return float(bool((last_boxed(completion) or "").strip()))
+    return float(bool((last_boxed(answer_part(prompt, completion)) or "").strip()))
 
 
 def number_only_format(
     prompt: str, completion: str, answer: str, num_tokens: int, finished: bool
 ) -> float:
-    """Returns 1.0 if the completion is one number and nothing else, else 0.0.
+    """Returns 1.0 if the completion is one number and, but for reasoning, nothing else, else 0.0.
 
     Example: `-1,000.5` is right; `It is 18.` is wrong.
     """
-    return float(whole_number(completion) is not None)
+    return float(whole_number(answer_part(prompt, completion)) is not None)
 
 
 # The rewards that a config may name; a run of another person may call no others.

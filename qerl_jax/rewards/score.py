@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import inspect
 import math
 import os
 import signal
@@ -177,12 +178,7 @@ class Scoring:
         """Calls a reward for some completions, or begins to wait for it."""
         limit = self._limits[name]
         if call.waits:
-            coroutine = _await_within(
-                functools.partial(call.function, *arguments, **keywords), limit
-            )
-            future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
-            ends = time.monotonic() + (limit + _GRACE if limit else math.inf)
-            self._waiting[future] = name, indices, ends
+            self._await(name, indices, functools.partial(call.function, *arguments, **keywords))
             return
         try:
             # A reward may leave the working directory, to which the run folder may be relative.
@@ -192,7 +188,18 @@ class Scoring:
             value = error
         if isinstance(value, _OutOfTimeError):
             self._on_wait()  # It may be the reason, and raises then.
+        if inspect.isawaitable(value):  # of a plain function around one that waits
+            self._await(name, indices, lambda: value)
+            return
         self._take(name, indices, value)
+
+    def _await(self, name: str, indices: list[int], call: Callable[[], Any]) -> None:
+        """Begins to wait for a call, which returns an awaitable."""
+        limit = self._limits[name]
+        coroutine = _await_within(call, limit)
+        future = asyncio.run_coroutine_threadsafe(coroutine, _event_loop())
+        ends = time.monotonic() + (limit + _GRACE if limit else math.inf)
+        self._waiting[future] = name, indices, ends
 
     def _wait(self) -> None:
         """Takes the results of the rewards that wait, each until its time limit at the latest."""
@@ -252,6 +259,10 @@ def _cause(error: BaseException, limit: float) -> tuple[Any, str]:
 def _finite(value: Any) -> float:
     if isinstance(value, str | bytes):
         raise TypeError(f"it returned the text {value!r:.60}; a reward is a number")
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise TypeError("it returned a call that waits; await it in the reward")
     number = float(value)
     if not abs(number) <= LARGEST:
         raise ValueError(f"it returned {number:g}; a reward is a number up to {LARGEST:g}")

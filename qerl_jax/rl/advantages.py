@@ -18,8 +18,8 @@ def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 
         A = (reward - mean of the group) / (standard deviation + eps),
 
     in float64 and with Bessel's correction. A missing reward takes no part in the statistics and
-    has advantage 0. A group whose rewards are all equal has advantage exactly 0 instead of rounding
-    noise divided by `eps`, and so has a group with a single reward.
+    has advantage 0. A group whose rewards are all equal, as in `differ`, has advantage exactly 0
+    instead of rounding noise divided by `eps`, and so has a group with a single reward.
 
     Args:
         rewards: [P, G] rewards; a value that is not finite (usually NaN) is a missing reward.
@@ -44,13 +44,31 @@ def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 
     advantages = np.where(is_present, rewards - mean, 0.0)
     if scale == "group":
         variance = (advantages**2).sum(axis=1, keepdims=True) / np.maximum(count - 1, 1)
-        advantages = advantages / (np.sqrt(variance) + eps)
+        deviation = np.sqrt(variance) + eps
+        advantages = advantages / np.where(deviation > 0, deviation, 1.0)
     elif scale == "batch":
         std = rewards[is_present].std(ddof=1) if is_present.sum() > 1 else 0.0
-        advantages = advantages / (std + eps)
+        advantages = advantages / ((std + eps) or 1.0)
+    return np.where(differ(rewards, is_present), advantages, 0.0).astype(np.float32)
+
+
+def differ(rewards: np.ndarray, is_present: np.ndarray) -> np.ndarray:
+    """Returns whether rewards differ by more than rounding: 0.3 and 0.1 + 0.2 are equal.
+
+    They are equal where the largest and the smallest differ by at most 1e-8, and 1e-12 of their
+    size. TRL counts a group as one without a difference if its standard deviation is at most 1e-8.
+
+    Args:
+        rewards: [P, G] rewards.
+        is_present: bool [P, G], False where a reward takes no part.
+
+    Returns:
+        bool [P, 1].
+    """
     highest = np.where(is_present, rewards, -np.inf).max(axis=1, keepdims=True)
     lowest = np.where(is_present, rewards, np.inf).min(axis=1, keepdims=True)
-    return np.where(highest > lowest, advantages, 0.0).astype(np.float32)
+    size = np.where(is_present, np.abs(rewards), 0.0).max(axis=1, keepdims=True)
+    return highest - lowest > 1e-8 + 1e-12 * size
 
 
 def gdpo_advantages(
@@ -65,7 +83,7 @@ def gdpo_advantages(
 
     where A_n are the advantages of `group_advantages` for the reward n. Rewards whose sum is equal
     thus stay apart. A missing reward adds 0 to S; a completion without any reward with a weight
-    has advantage 0, and so have the completions of a group in which every reward is equal.
+    has advantage 0, and so have the completions of a group whose sums are equal, as in `differ`.
 
     Args:
         rewards: [P, G] rewards by name; a value that is not finite is a missing reward.
@@ -73,7 +91,7 @@ def gdpo_advantages(
         eps: constant that is added to the standard deviations.
 
     Returns:
-        float32 [P, G] advantages; 0 where all sums are equal, also for an eps of 0.
+        float32 [P, G] advantages.
 
     Raises:
         UserError: no reward has a weight.
@@ -85,10 +103,9 @@ def gdpo_advantages(
         name: group_advantages(rewards[name], scale="group", eps=eps) for name in nonzero_weights
     }
     has_reward = np.any([np.isfinite(rewards[name]) for name in nonzero_weights], axis=0)
-    informative = np.any([part.any(axis=1) for part in parts.values()], axis=0)
     weighted = [weight * parts[name].astype(np.float64) for name, weight in nonzero_weights.items()]
     sums = np.sum(weighted, axis=0)
     present_sums = sums[has_reward]
     std = present_sums.std(ddof=1) if len(present_sums) > 1 else 0.0
     advantages = (sums - (present_sums.mean() if len(present_sums) else 0.0)) / ((std + eps) or 1.0)
-    return np.where(has_reward & informative[:, None], advantages, 0.0).astype(np.float32)
+    return np.where(has_reward & differ(sums, has_reward), advantages, 0.0).astype(np.float32)

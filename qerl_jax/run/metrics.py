@@ -57,7 +57,7 @@ _SECTIONS = {
         "sigma_at_bound",
         "noise_kl_not_finite",
     ),
-    "eval": ("eval_accuracy", "eval_accuracy_before", "eval_truncated"),
+    "eval": ("eval_accuracy", "eval_accuracy_before", "eval_truncated", "eval_missing"),
 }
 _SECTION_OF = {key: section for section, keys in _SECTIONS.items() for key in keys}
 
@@ -181,11 +181,15 @@ def read_steps(path: str | Path) -> list[dict[str, Any]]:
 def read_evaluations(path: str | Path) -> dict[int, float]:
     """The greedy accuracy by step in a metrics.jsonl; step 0 is before training.
 
+    Evaluations in which scores are missing (`eval_missing`) are left out: they are not comparable.
+
     Raises:
         UserError: the file is missing or damaged.
     """
     accuracies = {}
     for row in _objects(path):
+        if row.get("eval_missing"):
+            continue
         if is_number(row.get("eval_accuracy_before")):
             accuracies[0] = row["eval_accuracy_before"]
         if is_number(row.get("eval_accuracy")) and type(row.get("step")) is int:

@@ -33,7 +33,7 @@ def wilson_interval(mean: float, trials: float, *, z: float = Z95) -> tuple[floa
     return max(0.0, (center - spread) / scale), min(1.0, (center + spread) / scale)
 
 
-def interval(values: np.ndarray, *, samples: int, z: float = Z95) -> tuple[float, float]:
+def interval(values: np.ndarray, *, samples: float, z: float = Z95) -> tuple[float, float]:
     """Returns the interval of a mean over problems that were each sampled several times.
 
     The result is Wilson's interval at the effective number of trials, mean (1 - mean) / se^2, where
@@ -45,7 +45,7 @@ def interval(values: np.ndarray, *, samples: int, z: float = Z95) -> tuple[float
 
     Args:
         values: [P] one value in [0, 1] per problem, for example the fraction of correct samples.
-        samples: number of samples per problem.
+        samples: mean number of samples per problem.
         z: normal quantile, as in `wilson_interval`.
 
     Returns:

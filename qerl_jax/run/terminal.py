@@ -53,6 +53,8 @@ def _format_evaluation(row: Mapping[str, Any]) -> str:
     cut = row.get("eval_truncated")
     cut = cut if is_number(cut) else 0.0
     note = f" ({100 * cut:.0f} % of the completions were cut off)" if cut else ""
+    if missing := row.get("eval_missing"):
+        note += f" ({missing} completions have no score, so it does not choose the best policy)"
     return f"greedy accuracy {moment}: {_number(accuracy, '.3f')}{note}"
 
 

@@ -14,7 +14,7 @@ from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
 from qerl_jax.rewards.scores import Completion, Scores
-from qerl_jax.rl.advantages import group_advantages
+from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
 from qerl_jax.rollout.completions import Rollout
 from qerl_jax.rollout.progress import RolloutProgress, live_fraction
 from qerl_jax.rollout.replicas import deal
@@ -47,7 +47,8 @@ class CollectConfig:
         metric: name of the reward that must differ within an informative group, as in
             `dynamic_sampling_metric`.
         order: rule by which the prompts are drawn.
-        advantage: 'grpo' or 'gdpo'; with 'gdpo' a group is informative if any reward differs.
+        advantage: 'grpo' or 'gdpo', whose differences count where the metric is 'total'.
+        advantage_eps: `eps` of the advantages.
     """
 
     prompts_per_step: int
@@ -60,6 +61,7 @@ class CollectConfig:
     metric: str
     order: Order
     advantage: str
+    advantage_eps: float
 
     @property
     def weights(self) -> dict[str, float]:
@@ -268,8 +270,8 @@ def _total_differs(scores: Scores, options: CollectConfig) -> np.ndarray:
     """Returns bool [groups]: whether the advantages of a group are not all 0."""
     if options.advantage == "grpo":
         return _differ(scores.total, options.sampler.group_size)
-    parts = [scores.parts[name] for name, weight in options.weights.items() if weight]
-    return np.any([_differ(part, options.sampler.group_size) for part in parts], axis=0)
+    parts = {n: part.reshape(-1, options.sampler.group_size) for n, part in scores.parts.items()}
+    return gdpo_advantages(parts, options.weights, eps=options.advantage_eps).any(axis=1)
 
 
 def _differ(values: np.ndarray, group_size: int) -> np.ndarray:

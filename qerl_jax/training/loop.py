@@ -246,7 +246,8 @@ def _evaluation_is_due(run: Run) -> bool:
 def _evaluate(run: Run) -> None:
     """Measures and logs the greedy accuracy if the step has an evaluation that is not logged yet.
 
-    A policy that is better than all before it is written as the best one.
+    A policy that is better than all before it is written as the best one. An evaluation in which
+    scores are missing is not compared.
     """
     setup, config, step = run.setup, run.setup.config, run.progress.step
     if not _evaluation_is_due(run):
@@ -263,11 +264,13 @@ def _evaluate(run: Run) -> None:
         on_wait=run.stop_if_asked,
     )
     seconds = time.perf_counter() - began
-    if run.log is not None and step and score.accuracy > best_so_far(run):
-        save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
-    run.evaluations[step] = score.accuracy
+    if not score.missing:
+        if run.log is not None and step and score.accuracy > best_so_far(run):
+            save_best(run.folder, setup, trainable, step=step, accuracy=score.accuracy)
+        run.evaluations[step] = score.accuracy
     key = "eval_accuracy" if step else "eval_accuracy_before"
     row = {"step": step, key: score.accuracy, "eval_truncated": score.truncated}
+    row |= {"eval_missing": score.missing} if score.missing else {}
     row |= {"eval_seconds": seconds} | run.compilations.take()
     run.live.clear()
     print(format_row(row, config.steps), flush=True)

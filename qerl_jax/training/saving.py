@@ -90,7 +90,7 @@ def finish(run: Run) -> None:
     memory = jax.local_devices()[0].memory_stats() or {}
     summary = {
         "steps": run.progress.step,
-        "best_accuracy": best_so_far(run) if run.setup.eval_prompts else None,
+        "best_accuracy": best if (best := best_so_far(run)) >= 0 else None,
         "peak_memory_bytes": memory.get("peak_bytes_in_use"),  # peak of this process
     }
     write_json(run.folder.summary, summary)
@@ -98,7 +98,7 @@ def finish(run: Run) -> None:
 
 
 def best_so_far(run: Run) -> float:
-    """The accuracy of the best policy, which may belong to a step that the log does not hold.
+    """The accuracy of the best policy, -1 without one; the log may not hold its step.
 
     A run that ended between an evaluation and the next checkpoint has lost that step. It may take
     the step again without evaluating it, if the evaluation was due only at the run's earlier end.
@@ -162,7 +162,7 @@ def save_policy(
     write_checkpoint(
         path,
         checkpoint_tensors(policy, model.config, dtype=dtype, norms="float32"),
-        files=companion_files(model, packed=False, dtype=dtype),
+        files=companion_files(model, packed=False, dtype=dtype, trained=True),
         replace=True,
     )
 

@@ -241,6 +241,7 @@ def _collect_config(
         metric=_metric(config, rewards),
         order=order,
         advantage=config.rl.advantage,
+        advantage_eps=config.rl.advantage_eps,
     )
 
 

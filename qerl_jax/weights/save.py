@@ -58,6 +58,8 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
+# Greedy decoding; a program that samples has the distribution of the policy itself.
+_SAMPLING = {"do_sample": False, "temperature": 1.0, "top_p": 1.0, "repetition_penalty": 1.0}
 # Files that are copied from the folder from which a model was loaded.
 _COMPANIONS = (
     "generation_config.json",
@@ -169,22 +171,30 @@ def companion_files(
     packed: bool,
     ignore: Sequence[str] = (),
     dtype: str = "bfloat16",
+    trained: bool = False,
 ) -> dict[str, bytes]:
     """Returns the companions of a checkpoint: config.json, generation_config.json, the tokenizer.
 
     The files of a model folder are copied as they are; only the number format in config.json is
-    adapted. A folder without a tokenizer is exported without one. For a GGUF file all companions
-    are generated.
+    adapted, and of a trained policy the sampling. A folder without a tokenizer is exported without
+    one. For a GGUF file all companions are generated.
 
     Args:
         model: the model that is exported.
         packed: whether the projections are exported in NVFP4.
         ignore: names of the projections that stay dense, as `names.layer_module` writes them.
         dtype: 'bfloat16' or 'float32', the dtype of every tensor that is not packed.
+        trained: whether the policy was trained. Its scores are greedy, with the stop tokens of the
+            tokenizer, and the policy is not what the base's repetition penalty makes of it.
 
     Returns:
         Contents by file name.
     """
+    if trained:
+        assert model.tokenizer is not None, "a policy has a tokenizer"
+        sampling = json.dumps(tokenizer_lib.token_ids(model.tokenizer) | _SAMPLING, indent=2)
+        files = companion_files(model, packed=packed, ignore=ignore, dtype=dtype)
+        return files | {"generation_config.json": f"{sampling}\n".encode()}
     if not model.path.is_dir():
         assert model.tokenizer is not None, "only a folder can lack a tokenizer"
         return tokenizer_lib.to_files(model.tokenizer) | {
