@@ -22,6 +22,7 @@ import qerl_jax.training.step
 from pallas_kernels import device
 from qerl_jax.compile.operation import Executables, Programs
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
+from qerl_jax.data.order import Order, Source
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore
@@ -448,13 +449,17 @@ REWARD = np.array([1.0, 0.5, 0.5, 1.0, 0.0, -1.0, 0.5, 1.0])
 def test_groups_are_informative_by_the_metric(metric, informative):
     scores = Scores(total=REWARD, parts={"correctness": CORRECT}, errors=[])
     done = types.SimpleNamespace(
-        scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int))
+        scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int)), places=[0, 1, 2, 3]
     )
-    sampler = types.SimpleNamespace(group_size=2)
     options = types.SimpleNamespace(
-        prompts_per_step=2, sampler=sampler, rounds=1, metric=metric, advantage="grpo"
+        prompts_per_step=2,
+        sampler=types.SimpleNamespace(group_size=2),
+        rounds=1,
+        metric=metric,
+        advantage="grpo",
+        order=Order((Source("", 4),)),
     )
-    rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, options)
+    rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, [0, 0], options)
     assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 
 

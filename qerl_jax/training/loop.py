@@ -232,7 +232,9 @@ def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
     if run.log is None:
         return
     run.log.write(row)
-    samples = sample_rows(result, config.rollout.group_size, config.log.completions)
+    samples = sample_rows(
+        result, config.rollout.group_size, config.log.completions, run.setup.collect.order
+    )
     run.log.write_completions(number, samples)
 
 
