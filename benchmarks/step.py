@@ -131,10 +131,15 @@ class _RandomText:
         """The ids that end a row."""
         return tuple(range(self.ends)) or (-1,)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns no text: the rewards do not read any."""
-        del ids
+        del ids, skip_special
         return ""
+
+    def has_special(self, text: str) -> bool:
+        """Returns that a text holds no special token."""
+        del text
+        return False
 
 
 def _setup(
