@@ -315,7 +315,7 @@ def measure(
         "update_s": update,
         "step_s": seconds,
         "samples_per_s": batch / seconds,
-        "update_tokens_per_s": median("train_tokens_per_second"),
+        "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
         "update_buffers": median("update_buffers"),
         "buffer_tokens": setup.memory.buffer_tokens,

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -429,6 +430,30 @@ def test_dynamic_sampling_replaces_uninformative_groups(tiny, tmp_path):
 def test_the_metric_of_dynamic_sampling(name, weights, penalty, metric):
     found = collect.dynamic_sampling_metric(name, weights, has_length_penalty=penalty)
     assert found == metric
+
+
+def test_a_step_logs_only_what_it_measures(tiny, tmp_path):
+    """Where no row teaches, nothing is forwarded: no entropy, ratio or rate is known."""
+
+    def reward(prompt, completion, answer, num_tokens, finished):
+        return 1.0 if next(calls) <= 8 else tiny_run.low_fraction(0, completion, 0, num_tokens, 0)
+
+    calls = itertools.count(1)  # All completions of the first step have one reward.
+    config = tiny.config({"steps": 2, "eval.every": 0, "rl.updates_per_rollout": 2})
+    run = train(config, workdir=tmp_path / "run", rewards={"correctness": (reward, 1.0)})
+    nothing, something = read_steps(run / "metrics.jsonl")
+    unmeasured = {name for name, value in nothing.items() if value is None}
+    assert unmeasured == {
+        *("train_entropy", "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max"),
+        *("clip_fraction", "clip_fraction_low", "clip_fraction_high"),
+        *("train_tokens_per_second", "format"),
+    }
+    assert nothing["packed_tokens"] == nothing["update_buffers"] == 0
+    assert nothing["forwarded_fraction"] == nothing["grad_norm"] == nothing["loss"] == 0
+    assert nothing["entropy"] > 0  # that of the rollout
+    assert {name for name, value in something.items() if value is None} == {"format"}
+    tokens = something["train_tokens_per_second"] * something["train_seconds"]
+    assert tokens == pytest.approx(2 * something["packed_tokens"])
 
 
 def test_the_metric_of_dynamic_sampling_must_exist(tiny, tmp_path):

@@ -65,10 +65,9 @@ class Completions:
         self._stops: list[tuple[list[str], Callable[[Sequence[int]], str]]] = []
         for special in (False, True):
             strings = [text for text in sampling.stop if tokenizer.has_special(text) == special]
-            decode = tokenizer.decode
-            if special:
-                decode = functools.partial(decode, skip_special=False)
-            self._stops += [(strings, decode)] if strings else []
+            if strings:
+                options = {"skip_special": False} if special else {}
+                self._stops.append((strings, functools.partial(tokenizer.decode, **options)))
         self.rollout = Rollout(
             tokens=np.full((rows, width), tokenizer.pad_id, np.int32),
             lengths=np.zeros(rows, np.int32),

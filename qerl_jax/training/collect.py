@@ -356,7 +356,7 @@ def _metrics(
     groups = scores.total.reshape(-1, options.sampler.group_size)
     metrics = {
         "reward": _mean(scores.total),
-        "reward_std": float(np.mean([_std(group) for group in groups])),
+        "reward_std": _mean(np.array([_std(group) for group in groups])),
         "accuracy": _mean(scores.parts.get("correctness", np.array([]))),
         "format": _mean(scores.parts.get("format", np.array([]))),
         "length": float(rollout.lengths.mean()),
@@ -391,4 +391,4 @@ def _mean(values: np.ndarray) -> float:
 
 def _std(values: np.ndarray) -> float:
     present = values[~np.isnan(values)]
-    return float(present.std(ddof=1)) if present.size > 1 else 0.0
+    return float(present.std(ddof=1)) if present.size > 1 else float("nan")
