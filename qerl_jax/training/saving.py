@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from qerl_jax.data.order import Order
-from qerl_jax.policy.trainable import Trainable, current_policy
+from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.run.folder import OpenRun, RunFolder
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
@@ -190,9 +190,15 @@ def save_policy(
 def save_best(
     folder: RunFolder, setup: Setup, trainable: Trainable, *, step: int, accuracy: float
 ) -> None:
-    """Writes the policy of a step as the best one, and records its accuracy."""
+    """Writes the policy of a step as the best one, and then records its step and accuracy.
+
+    With an adapter the record has its checksum, as another run may read both in between.
+    """
     save_policy(folder, setup, trainable, best=True)
-    write_atomic(folder.best, json.dumps({"step": step, "accuracy": accuracy}) + "\n")
+    record: dict[str, Any] = {"step": step, "accuracy": accuracy}
+    if trainable.lora is not None:
+        record["checksum"] = checksum(trainable)
+    write_atomic(folder.best, json.dumps(record) + "\n")
 
 
 def best_accuracy(folder: RunFolder) -> float:
