@@ -78,8 +78,8 @@ def timed(command: Sequence[str]) -> float:
 def summarize(folder: pathlib.Path) -> dict:
     """The figures of a run.
 
-    `update_tokens_per_second` counts the prompt and completion tokens of all rows, those of the
-    rows that the update leaves out included, over the updates of all steps but the first.
+    `forwarded_tokens_per_second` counts the positions that hold a token in the buffers of the
+    updates of all steps but the first.
 
     Raises:
         UserError: the run has less than two steps.
@@ -92,19 +92,20 @@ def summarize(folder: pathlib.Path) -> dict:
         "reward_mean": statistics.mean(row["reward"] for row in rows),
         "accuracy_mean": statistics.mean(row["accuracy"] for row in rows),
         "median": {
-            key: statistics.median(row[key] for row in rows[1:])
+            key: statistics.median(values)
             for key in _MEDIANS
-            if key in rows[-1]
+            if (values := [row[key] for row in rows[1:] if row.get(key) is not None])
         },
-        "update_tokens_per_second": _update_tokens_per_second(rows[1:]),
+        "forwarded_tokens_per_second": _forwarded_tokens_per_second(rows[1:]),
         "fastest_step_seconds": min(row["step_seconds"] for row in rows),
         "peak_memory_bytes": _peak_memory(folder, rows),
         "by_step": {key: [row.get(key) for row in rows] for key in _SERIES},
     } | describe_run(folder)
 
 
-def _update_tokens_per_second(rows: list[dict]) -> float:
-    tokens = sum(row["train_tokens_per_second"] * row["train_seconds"] for row in rows)
+def _forwarded_tokens_per_second(rows: list[dict]) -> float:
+    # A step that forwards no token has no rate.
+    tokens = sum((row["train_tokens_per_second"] or 0) * row["train_seconds"] for row in rows)
     return tokens / sum(row["train_seconds"] for row in rows)
 
 

@@ -131,10 +131,15 @@ class _RandomText:
         """The ids that end a row."""
         return tuple(range(self.ends)) or (-1,)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Returns no text: the rewards do not read any."""
-        del ids
+        del ids, skip_special
         return ""
+
+    def has_special(self, text: str) -> bool:
+        """Returns that a text holds no special token."""
+        del text
+        return False
 
 
 def _setup(
@@ -310,7 +315,7 @@ def measure(
         "update_s": update,
         "step_s": seconds,
         "samples_per_s": batch / seconds,
-        "update_tokens_per_s": median("train_tokens_per_second"),
+        "update_tokens_per_s": batch * (arguments.prompt + median("length")) * updates / update,
         "trained_tokens_per_s": median("packed_tokens") * updates / update,
         "update_buffers": median("update_buffers"),
         "buffer_tokens": setup.memory.buffer_tokens,

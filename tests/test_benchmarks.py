@@ -121,10 +121,10 @@ def test_a_summary_times_the_command_that_writes_the_run(tmp_path):
     assert not (tmp_path / "none.json").exists()
 
 
-def test_updates_are_counted_by_the_tokens_of_all_rows(tmp_path):
+def test_updates_are_counted_by_the_tokens_that_they_forward(tmp_path):
     summary = run_summary.summarize(write_run(tmp_path / "run", [0.5, 0.25, 0.0]))
     # Steps 2 and 3 take 2 and 3 seconds at 2 and 3 tokens per second.
-    assert summary["update_tokens_per_second"] == (2 * 2 + 3 * 3) / (2 + 3)
+    assert summary["forwarded_tokens_per_second"] == (2 * 2 + 3 * 3) / (2 + 3)
 
 
 def test_the_engine_agrees_with_the_trainer_and_an_error_shows(monkeypatch):

@@ -3,20 +3,26 @@
 import dataclasses
 import json
 import shutil
+import types
 
 import jax
 import numpy as np
 import optax
 import pytest
 import tiny_run
+from ml_collections import ConfigDict
 from tiny_checkpoints import model_config
 
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import Device, plan_run
+from qerl_jax.policy.lora import LoraConfig
+from qerl_jax.policy.trainable import checksum
 from qerl_jax.run.checkpoints import Checkpoints, read_latest
-from qerl_jax.training import init_from
+from qerl_jax.run.folder import RunFolder
+from qerl_jax.training import init_from, saving
 from qerl_jax.training.loop import train
 from qerl_jax.training.session import open_session
+from qerl_jax.weights.peft import load_peft_adapter
 
 CHANGES = {"eval.every": 0, "aqn.schedule": "constant", "aqn.stages": 4}
 
@@ -85,7 +91,7 @@ def test_adapter_optimizer_and_cursor_are_taken_over(origin, begun):
     saved = json.loads((new / "config.json").read_text())
     assert saved["init_from"] == {
         "run": str(origin), "step": 2, "best": False, "optimizer": True, "cursor": meta["cursor"],
-        "checksum": init_from._checksum(old.trainable),
+        "checksum": checksum(old.trainable),
     }  # fmt: skip
 
 
@@ -161,6 +167,125 @@ def test_the_best_adapter(origin, begun, tmp_path):
     assert "its state is that of the last step" in said
     assert same(state.trainable.lora, tiny_run.adapter(run, "best_adapter"))
     assert not any(leaf.any() for leaf in jax.tree.leaves(state.opt_state))
+
+
+@pytest.fixture
+def best(origin, tmp_path, monkeypatch):
+    """A run with a best adapter, and a function that saves another one as the run does.
+
+    Before the function writes best.json, it calls its argument.
+    """
+    monkeypatch.setattr(init_from, "_PAUSE", 0.01)
+    run = shutil.copytree(origin, tmp_path / "other")
+    saved = json.loads((run / "config.json").read_text())["config"]
+    lora = {name: saved["lora"][name] for name in ("rank", "alpha", "rslora")}
+    options = LoraConfig(**lora, targets=tuple(saved["lora"]["targets"]))
+
+    def save(step, between=lambda: None):
+        trainable = load_peft_adapter(run / "adapter", model_config(), options)
+        trainable = jax.tree.map(lambda x: x + step, trainable)
+        write = saving.write_atomic
+
+        def late(*arguments):
+            between()
+            write(*arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "write_atomic", late)
+            method = types.SimpleNamespace(lora_config=options)
+            model = types.SimpleNamespace(source="base")
+            config = ConfigDict({"train": {"parameters": "lora"}})
+            setup = types.SimpleNamespace(method=method, model=model, config=config)
+            saving.save_best(RunFolder(run), setup, trainable, step=step, accuracy=step / 10)
+        return checksum(trainable)
+
+    method = types.SimpleNamespace(lora_config=options)
+    model = types.SimpleNamespace(config=model_config())
+    config = ConfigDict({"init_from": f"{run}:best"})
+    setup = types.SimpleNamespace(config=config, method=method, model=model)
+
+    def read():
+        step, trainable = init_from._read_best(setup, RunFolder(run))
+        return step, checksum(trainable)
+
+    return types.SimpleNamespace(run=run, save=save, read=read)
+
+
+def test_the_best_adapter_and_its_step_are_those_of_one_save(best, monkeypatch):
+    """The other run saves the next one before, while and after they are read."""
+    crcs = {step: best.save(step) for step in (1, 2, 3)}
+    assert best.read() == (3, crcs[3])
+    load, saves = init_from.load_peft_adapter, [1]
+
+    def slow(*arguments):
+        loaded = load(*arguments)
+        if saves:
+            best.save(saves.pop())
+        return loaded
+
+    with monkeypatch.context() as patch:
+        patch.setattr(init_from, "load_peft_adapter", slow)
+        assert best.read() == (1, crcs[1])
+    # The folder is that of step 2, and best.json stays that of step 1 or comes later.
+    with pytest.raises(UserError, match=r"best_adapter and best.json are of different steps"):
+        best.save(2, between=best.read)
+    assert json.loads((best.run / "best.json").read_text())["step"] == 1
+    record = {"step": 2, "accuracy": 0.2, "checksum": crcs[2]}
+    write = lambda _: (best.run / "best.json").write_text(json.dumps(record))  # noqa: E731
+    monkeypatch.setattr(init_from.time, "sleep", write)
+    assert best.read() == (2, crcs[2])
+
+
+def test_the_number_of_an_earlier_version_is_read_before_its_adapter(best, monkeypatch):
+    """Its best.json has no checksum, and is written after the folder."""
+    crc = best.save(1)
+    record = best.run / "best.json"
+    record.write_text('{"step": 1, "accuracy": 0.5}')
+    load = init_from.load_peft_adapter
+
+    def slow(*arguments):
+        loaded = load(*arguments)
+        record.write_text('{"step": 2, "accuracy": 0.6}')
+        return loaded
+
+    monkeypatch.setattr(init_from, "load_peft_adapter", slow)
+    assert best.read() == (1, crc)
+
+
+def test_process_0_chooses_the_checkpoint(origin, begun, monkeypatch):
+    """The other run may save between the reads of two processes, or remove what one has read."""
+    monkeypatch.setattr(init_from, "_PAUSE", 0.0)
+    *_, state, _ = begun({"init_from": str(origin)})
+    states = {step: read_latest(origin / "checkpoints", state, step=step) for step in (1, 2)}
+    crcs = {step: checksum(found[1].trainable) for step, found in states.items()}
+    assert crcs[1] != crcs[2]
+    values = []
+
+    def read(first, *, writes, absent=()):
+        def exchange(value):
+            values.append(value)
+            return [value if writes else first, value]
+
+        def read_latest_of_this_process(*arguments, step):
+            return None if step in absent else read_latest(*arguments, step=step)
+
+        monkeypatch.setattr(init_from, "read_latest", read_latest_of_this_process)
+        setup = types.SimpleNamespace(
+            config=ConfigDict({"init_from": str(origin)}),
+            state_shapes=state,
+            processes=types.SimpleNamespace(writes=writes, exchange_json=exchange),
+        )
+        return init_from._read_together(setup, RunFolder(origin), best=False)[0]
+
+    assert read(None, writes=True) == 2
+    assert read([1, 1, crcs[1]], writes=False) == 1
+    assert values[-2:] == [[2, 2, crcs[2]], [1, 1, crcs[1]]]
+    with pytest.raises(UserError, match="read other checkpoints than process 0"):
+        read([1, 1, crcs[1]], writes=False, absent=[1])
+    with pytest.raises(UserError, match="read other checkpoints than process 0"):
+        read([1, 1, crcs[2]], writes=False)  # the same step of another run
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        read(None, writes=False)
 
 
 @pytest.mark.parametrize(

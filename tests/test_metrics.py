@@ -3,16 +3,23 @@
 import json
 import math
 import os
+import re
+import shutil
 import sys
 import types
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_run
 
 from qerl_jax.errors import UserError
+from qerl_jax.processes.group import ALONE
 from qerl_jax.run import metrics, terminal
+from qerl_jax.run.folder import config_digest, open_run
+from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.system.jsonl import read_jsonl
+from qerl_jax.training.loop import _metrics_log
 
 
 def open_log(folder, **options):
@@ -213,6 +220,38 @@ def test_wandb_gets_a_project_a_group_and_a_table_of_completions(tmp_path, monke
         log.write_completions(4, [])
     table = ["step", "prompt", "reward", "x"], [[3, "a", None, None], [3, "b", None, 1]]
     assert calls == [("p", "g"), ({"completions": table}, 3)]
+
+
+def test_the_name_at_services_belongs_to_the_folder(tmp_path, monkeypatch):
+    """Two runs of one config under one id: the rows of the second are dropped."""
+    names = []
+    monkeypatch.setattr(MetricsLog, "__init__", lambda *_, run_name, **__: names.append(run_name))
+    monkeypatch.setattr(MetricsLog, "__exit__", lambda *_: None)
+    config = tiny_run.Tiny(tmp_path, tmp_path, tmp_path).config({"log.wandb": True})
+
+    def start(path):
+        with open_run(path, config) as folder, _metrics_log(folder, config, ALONE):
+            (folder.path / "checkpoints" / "1").mkdir(parents=True, exist_ok=True)
+        return names[-1]
+
+    first, second = start(tmp_path / "one" / "run"), start(tmp_path / "two" / "run")
+    assert first != second
+    assert re.fullmatch(r"run-[0-9a-f]{8}", first)
+    assert (start(tmp_path / "one" / "run"), start(tmp_path / "two" / "run")) == (first, second)
+    moved = shutil.move(tmp_path / "one", tmp_path / "moved") / "run"
+    assert start(moved) == first
+    copied = shutil.copytree(moved, tmp_path / "copied")
+    other = start(copied)
+    assert other not in (first, second)
+    assert (start(copied), start(moved)) == (other, first)
+    # A run that an earlier version began keeps the name that it has there.
+    saved = json.loads((moved / "config.json").read_text())
+    del saved["trackers"]
+    (moved / "config.json").write_text(json.dumps(saved))
+    assert start(moved) == start(moved) == f"run-{config_digest(config)}"
+    strange = start(tmp_path / "a" / ("b#c?d%e:f" + "x" * 200))
+    assert re.fullmatch(r"b-c-d-e-fx+-[0-9a-f]{8}", strange)
+    assert len(strange) < 128
 
 
 def test_format_row():

@@ -5,7 +5,9 @@ import json
 import pathlib
 import re
 import shutil
+import types
 
+import numpy as np
 import pytest
 import tiny_run
 from ml_collections import ConfigDict
@@ -14,14 +16,19 @@ from problem_sets import load_mixture
 from qerl_jax.commands.cli import _ConfigParser
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.data.mixture import MixtureSource, divide, read_mixture
+from qerl_jax.data.order import Cursor, Order, Source, draw, draw_turns, source_metrics, take_turns
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.tasks import _held_out_problems
 from qerl_jax.export.model_card import _training
+from qerl_jax.rewards.scores import Scores
+from qerl_jax.rollout.completions import Rollout
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.show.view import curves, open_views
 from qerl_jax.system.jsonl import read_jsonl
-from qerl_jax.training import dry_run
+from qerl_jax.training import collect, dry_run
+from qerl_jax.training.experience import Experience, choose, concatenate
 from qerl_jax.training.loop import train
+from qerl_jax.training.saving import sample_rows
 
 CHANGES = {
     "steps": 4,
@@ -105,6 +112,88 @@ def test_draws_metrics_and_cursors(mixed, tmp_path):
         "sources": {"long": {"epoch": 0, "index": 4}, "short": {"epoch": 2, "index": 2}}
     }
     assert set(meta["problems"]) == {"train/long", "train/short", "eval"}
+
+
+@pytest.mark.parametrize(("rates", "rounds"), [((0.7, 0.7), 3), ((0.9, 0.3), 12), ((1.0, 0.0), 3)])
+def test_dynamic_sampling_trains_on_the_shares_of_the_weights(rates, rounds):
+    """A source whose groups are often uninformative has more draws, and no smaller part."""
+    size, group = 8, 2
+    order = Order((Source("a", 100), Source("b", 100)))
+    options = types.SimpleNamespace(
+        prompts_per_step=size,
+        sampler=types.SimpleNamespace(group_size=group),
+        rounds=rounds,
+        metric="correctness",
+        order=order,
+    )
+    rng, cursor, trained, informative_shares = np.random.default_rng(0), Cursor(), [], []
+
+    def sample(index, cursor, turns, tokens):
+        places, cursor = draw_turns(order, cursor, turns)
+        mixed = rng.random(size) < np.array(rates)[order.sources_of(places)]
+        correct = np.stack([mixed, np.zeros(size)], axis=1).reshape(-1)
+        zeros = np.zeros((size * group, 1), np.float32)
+        rollout = Rollout(zeros, np.ones(size * group, int), zeros[:, 0], zeros, zeros)
+        scores = Scores(correct, {"correctness": correct}, [])
+        return Experience(places, places, [""] * 16, rollout, scores, [], 1.0), cursor
+
+    for _ in range(60):
+        turns, cursor = take_turns(order, cursor, size)
+        assert sorted(turns) == [0] * 4 + [1] * 4
+        parts, informative, cursor = collect._sample_rounds(sample, cursor, turns, options)
+        whole = concatenate(parts)
+        groups = collect._choose_groups(whole.places, informative, turns, order)
+        trained += choose(whole, groups).places
+        of_step = order.sources_of(whole.places)[groups]
+        informative_shares.append(np.mean(of_step[informative[groups]] == 0))
+    assert source_metrics(order, trained, {})["source/a/share"] == 0.5
+    if rounds == 12:
+        assert set(informative_shares) == {0.5}
+        sampled = cursor.positions["b"].epoch * 100 + cursor.positions["b"].index
+        assert sampled > 2 * (cursor.positions["a"].epoch * 100 + cursor.positions["a"].index)
+
+
+def logged(order, prompts, count, steps, known=True):
+    """The sources, as letters, of the completions that some steps log."""
+    group, cursor, sources = 8, Cursor(), []
+    for step in range(steps):
+        places, cursor = draw(order, cursor, prompts)
+        rows = prompts * group
+        experience = types.SimpleNamespace(
+            places=places,
+            texts=[str(row) for row in range(rows)],
+            row_prompts=[
+                types.SimpleNamespace(
+                    text="abcd"[order.sources_of([place])[0]],
+                    problem=types.SimpleNamespace(answer=""),
+                )
+                for place in places
+                for _ in range(group)
+            ],
+            scores=types.SimpleNamespace(total=np.zeros(rows), parts={}),
+            rollout=types.SimpleNamespace(lengths=np.ones(rows), finished=np.ones(rows)),
+        )
+        progress = types.SimpleNamespace(step=step)
+        result = types.SimpleNamespace(
+            experience=experience, advantages=np.zeros(rows), progress=progress
+        )
+        found = sample_rows(result, group, count, order if known else None)
+        assert len({row["completion"] for row in found}) == len(found) == min(count, rows)
+        sources.append("".join(row["prompt"] for row in found))
+    return sources
+
+
+def test_the_logged_completions_are_those_of_all_sources():
+    thirds = Order((Source("a", 100), Source("b", 100), Source("c", 100, 2.0)))
+    assert set("".join(logged(thirds, 16, 4, 20, known=False))) == set("abc")
+    assert all(set(found) == set("abc") for found in logged(thirds, 16, 4, 20))
+    rare = Order((Source("a", 50, 14.0), Source("b", 50), Source("c", 50), Source("d", 50)))
+    assert all(set(found) == set("abcd") for found in logged(rare, 17, 4, 20))
+    assert set("".join(logged(rare, 17, 1, 40))) == set("abcd")
+    # All completions of a step, and the first of each group where there is one source.
+    assert len(logged(thirds, 4, 99, 1)[0]) == 32
+    single = Order((Source("", 9),))
+    assert logged(single, 3, 4, 1) == ["aaaa"]
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from qerl_jax.data.order import (
     order_metrics,
     read_cursor,
     record_results,
+    refill_turns,
     source_metrics,
 )
 from qerl_jax.errors import UserError
@@ -81,6 +82,18 @@ def test_sources_are_drawn_by_their_weights():
     ours = [place for place in whole if place < 5]
     assert ours == draw(single(5, seed=2), Cursor(), 33)[0]
     assert sorted(ours[:5]) == list(range(5))
+
+
+def test_sources_take_turns_within_a_call():
+    order = Order((Source("a", 20), Source("b", 20), Source("c", 20, 2.0)))
+    taken, _ = draw(order, Cursor(), 8)
+    numbers = order.sources_of(taken)
+    assert numbers.tolist() == [2, 0, 1, 2, 2, 0, 1, 2]
+
+
+def test_draws_that_replace_others_go_to_the_sources_that_lack_some():
+    assert refill_turns([0, 3, 1], 8) == [1, 1, 2, 1, 1, 1, 2, 1]
+    assert refill_turns([0, 0, 2], 3) == [2, 2, 2]
 
 
 def test_sources_of_equal_problems_have_orders_of_their_own():
@@ -221,4 +234,7 @@ def test_metrics_of_the_sources():
     assert found["source/b/reward"] == 3.0
     assert np.isnan(found["source/c/reward"])
     assert [found[f"source/{name}/share"] for name in "abc"] == pytest.approx([2 / 3, 1 / 3, 0])
+    trained = source_metrics(order, [0, 7, 4], {"reward": rewards}, [7])
+    assert trained["source/a/reward"] == pytest.approx(13 / 4)
+    assert [trained[f"source/{name}/share"] for name in "abc"] == [0, 1, 0]
     assert source_metrics(single(5), [0, 1, 2], {"reward": rewards}) == {}

@@ -1,19 +1,28 @@
 """Rewards that a server computes: answers, failures, retries, time limits and tokens."""
 
 import contextlib
+import datetime
+import decimal
+import fractions
 import http.server
 import json
+import math
 import threading
 import time
+import uuid
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
+from qerl_jax.data.sources import Selection, read_problems
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import calls
 from qerl_jax.rewards import score as scoring
+from qerl_jax.rewards.calls import Timed
 from qerl_jax.rewards.references import needs_answer
-from qerl_jax.rewards.url import UrlReward, is_key, without_keys
+from qerl_jax.rewards.url import UrlReward, is_key, json_value, without_keys
 
 SECRET = "s3cr3t-t0ken"
 
@@ -251,3 +260,78 @@ def test_a_password_is_left_out_of_a_text():
 
 def test_a_server_may_judge_without_a_reference_answer():
     assert not needs_answer(calls.resolve("http://127.0.0.1:1/", time_limit=3.0))
+
+
+# --- Columns --------------------------------------------------------------------------------------
+
+MOMENT = datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC)
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        (math.nan, None),
+        (-math.inf, None),
+        ([1.0, math.nan, {"a": math.inf}], [1.0, None, {"a": None}]),
+        (MOMENT, "2026-01-02T03:04:05+00:00"),
+        (MOMENT.date(), "2026-01-02"),
+        (MOMENT.time(), "03:04:05"),
+        (datetime.timedelta(minutes=1.5), 90.0),
+        (b"\x00png", "AHBuZw=="),
+        (decimal.Decimal("1.50"), "1.50"),
+        (decimal.Decimal("NaN"), None),
+        (uuid.UUID(int=5), "00000000-0000-0000-0000-000000000005"),
+        (np.float32("nan"), None),
+        (np.int64(3), 3),
+        (np.arange(3.0), [0.0, 1.0, 2.0]),
+        ((1, "a", True, None), [1, "a", True, None]),
+        ({1: {"b": (2,)}}, {"1": {"b": [2]}}),
+    ],
+    ids=str,
+)
+def test_columns_that_json_does_not_have_are_sent_in_another_form(value, sent):
+    """No request was ever made for them, which a run found out after its first rollout."""
+    rows = [{"question": "q", "x": value}] * 3 + [{"question": "q", "x": 1.0}]
+    with served(lambda handler, body: reply(handler, [1.0] * len(body["completions"]))) as (
+        url,
+        requests,
+    ):
+        reward = UrlReward(url, retries=0)
+        calls.check_columns("judge", reward, rows)
+        texts = [""] * 4
+        found = scoring.score(
+            {"judge": (reward, 1.0)}, texts, texts, texts, [1] * 4, [True] * 4, columns=rows,
+            time_limit=5.0,
+        )  # fmt: skip
+    assert found.errors == []
+    assert found.total.tolist() == [1.0] * 4
+    ((*_, body),) = requests
+    assert body["columns"] == {"question": ["q"] * 4, "x": [sent] * 3 + [1.0]}
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(fractions.Fraction(1, 2), "Fraction"), ([{"a": {3}}], "set"), ({(1, 2): 3}, "dict")],
+)
+def test_columns_without_a_form_in_json_are_refused_before_training(value, kind):
+    reward, rows = UrlReward("http://127.0.0.1:9/x"), [{"x": 1}, {"x": value}]
+    with pytest.raises(UserError, match=f"'judge' .* type {kind} in the column 'x' of problem 2: "):
+        calls.check_columns("judge", Timed(reward, 3.0), rows)
+    calls.check_columns("judge", lambda *_, **columns: 1.0, rows)  # which gets them as they are
+    (line,) = scoring.score(
+        {"r": (reward, 1.0)}, ["p"], ["c"], ["a"], [1], [True], columns=rows[1:], time_limit=5.0
+    ).errors
+    assert f"JSON has no form of the type {kind} in the column 'x'" in line
+
+
+def test_the_columns_of_a_parquet_file_reach_a_server(tmp_path):
+    columns = {"when": [MOMENT] * 2, "image": [b"\x00"] * 2, "score": [math.nan, 1.0]}
+    columns |= {"price": [decimal.Decimal("1.50")] * 2}
+    table = {"question": ["1+1?", "2+2?"], "answer": ["2", "4"]} | columns
+    pyarrow.parquet.write_table(pyarrow.table(table), tmp_path / "p.parquet")
+    rows = [problem.columns for problem in read_problems(str(tmp_path / "p.parquet"), Selection())]
+    calls.check_columns("judge", UrlReward("http://127.0.0.1:9/x"), rows)
+    assert json_value(dict(rows[0])) == {
+        "question": "1+1?", "answer": "2", "when": "2026-01-02T03:04:05+00:00", "image": "AA==",
+        "score": None, "price": "1.50",
+    }  # fmt: skip

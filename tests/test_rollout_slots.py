@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import json
 import weakref
 from unittest import mock
 
@@ -9,14 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny_checkpoints
 import tiny_rollout
 from tiny_model import random_tokens
 from tiny_rollout import KEY, PAD, PROMPTS, TinyTokenizer, configs, letters
 
 from qerl_jax.errors import UserError
 from qerl_jax.rollout import decode, shapes
+from qerl_jax.rollout.completions import Completions
 from qerl_jax.rollout.config import EngineConfig, SamplingConfig
+from qerl_jax.rollout.decode import Samples
 from qerl_jax.rollout.progress import live_fraction
+from qerl_jax.weights.tokenizer import from_folder
 
 policy = functools.partial(tiny_rollout.policy, layers=1)
 progress = functools.partial(tiny_rollout.progress, layers=1)
@@ -279,6 +284,37 @@ def test_a_stop_string_ends_a_completion_after_its_last_token(max_rows, chunk_st
         assert not result.logprobs[row, length:].any()
         assert not result.entropies[row, length:].any()
     assert cut >= 2
+
+
+@pytest.mark.parametrize(
+    ("stop", "length"),
+    [
+        (("<|im_end|>",), 3),
+        (("t9", "<|im_end|>"), 3),
+        (("t4", "<|im_end|>"), 2),
+        (("t4 <|im_end|> t5",), 4),  # text around it
+        (("t4 t5",), 4),  # text without it, which reads on across it
+        (("im_end",), 6),  # no text of the completion
+        (("t9",), 6),
+    ],
+)
+@pytest.mark.parametrize("chunk", [1, 2, 6])
+def test_a_stop_string_may_hold_a_special_token(stop, length, chunk, tmp_path):
+    """Such a token has no text, so that only the text with special tokens shows it."""
+    tiny_checkpoints.write_tokenizer(tmp_path, eos_token="<|endoftext|>")
+    settings = {"eos_token_id": tiny_checkpoints.VOCAB - 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    tokenizer = from_folder(tmp_path)
+    assert tokenizer.has_special("a<|im_end|>")
+    assert not tokenizer.has_special("t4 t5")
+    ids = np.array([[3, 4, tiny_checkpoints.VOCAB - 1, 5, 6, 7]], np.int32)
+    zeros = np.zeros((1, chunk), np.float32)
+    completions = Completions(1, SamplingConfig(max_new_tokens=6, stop=stop), tokenizer)
+    for start in range(0, 6, chunk):
+        part = ids[:, start : start + chunk]
+        completions.append(np.array([0]), Samples(part, zeros, zeros))
+    assert completions.rollout.lengths[0] == length
+    assert completions.rollout.finished[0] == (length < 6)
 
 
 # --- Memory ---------------------------------------------------------------------------------------

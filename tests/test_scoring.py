@@ -228,6 +228,53 @@ def test_a_list_of_calls_that_nobody_awaits_is_named(recwarn):
     assert not recwarn.list
 
 
+async def execute(code):
+    exec(code, {"asyncio": asyncio})
+
+
+async def gathering(prompt, completion, answer, num_tokens, finished, tests):
+    await asyncio.gather(execute(tests))
+    return 1.0
+
+
+async def grouping(prompt, completion, answer, num_tokens, finished, tests):
+    async with asyncio.TaskGroup() as group:
+        group.create_task(execute(tests))
+    return 1.0
+
+
+async def forgetting(prompt, completion, answer, num_tokens, finished, tests):
+    asyncio.get_running_loop().call_soon(exec, tests, {"asyncio": asyncio})
+    await asyncio.sleep(0.05)
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        ("exit()", "SystemExit"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise BaseException('no')", "BaseException: no"),
+        ("asyncio.get_running_loop().stop()", ""),
+    ],
+)
+def test_a_task_that_exits_costs_its_reward_alone(code, cause):
+    """Generated code may do so; asyncio raises it out of the event loop of all rewards."""
+    rows = [{"tests": "x = 1"}, {"tests": code}, {"tests": "x = 2"}]
+    for reward in (gathering, grouping, forgetting):
+        if reward is forgetting and cause.startswith("BaseException"):
+            continue  # It would be a message of asyncio on the terminal.
+        began = time.perf_counter()
+        scores = score(reward, rows=rows, time_limit=5)
+        assert time.perf_counter() - began < 2
+        caught = bool(cause) and reward is not forgetting
+        np.testing.assert_array_equal(scores.parts["r"], [1.0, np.nan if caught else 1.0, 1.0])
+        assert len(scores.errors) == caught
+        if caught and reward is gathering:
+            assert f"reward 'r' is missing for 1 of 3 completions: {cause}" in scores.errors[0]
+    assert score(awaited).errors == []  # The event loop goes on.
+
+
 def test_a_time_limit_of_its_own_is_that_of_a_call():
     def slow(prompt, completion, answer, num_tokens, finished):
         time.sleep(0.1)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import math
 import shutil
@@ -22,6 +23,7 @@ import qerl_jax.training.step
 from pallas_kernels import device
 from qerl_jax.compile.operation import Executables, Programs
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
+from qerl_jax.data.order import Order, Source
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.evaluate import evaluate
 from qerl_jax.evaluation.greedy import GreedyScore
@@ -469,6 +471,30 @@ def test_the_metric_of_dynamic_sampling(name, weights, penalty, metric):
     assert found == metric
 
 
+def test_a_step_logs_only_what_it_measures(tiny, tmp_path):
+    """Where no row teaches, nothing is forwarded: no entropy, ratio or rate is known."""
+
+    def reward(prompt, completion, answer, num_tokens, finished):
+        return 1.0 if next(calls) <= 8 else tiny_run.low_fraction(0, completion, 0, num_tokens, 0)
+
+    calls = itertools.count(1)  # All completions of the first step have one reward.
+    config = tiny.config({"steps": 2, "eval.every": 0, "rl.updates_per_rollout": 2})
+    run = train(config, workdir=tmp_path / "run", rewards={"correctness": (reward, 1.0)})
+    nothing, something = read_steps(run / "metrics.jsonl")
+    unmeasured = {name for name, value in nothing.items() if value is None}
+    assert unmeasured == {
+        *("train_entropy", "ratio_mean", "ratio_max", "logprob_diff_mean", "logprob_diff_max"),
+        *("clip_fraction", "clip_fraction_low", "clip_fraction_high"),
+        *("train_tokens_per_second", "format"),
+    }
+    assert nothing["packed_tokens"] == nothing["update_buffers"] == 0
+    assert nothing["forwarded_fraction"] == nothing["grad_norm"] == nothing["loss"] == 0
+    assert nothing["entropy"] > 0  # that of the rollout
+    assert {name for name, value in something.items() if value is None} == {"format"}
+    tokens = something["train_tokens_per_second"] * something["train_seconds"]
+    assert tokens == pytest.approx(2 * something["packed_tokens"])
+
+
 def test_the_metric_of_dynamic_sampling_must_exist(tiny, tmp_path):
     changes = {"rl.dynamic_sampling": True, "rl.dynamic_sampling_metric": "acuracy"}
     with pytest.raises(UserError, match=r"'acuracy': choose from correctness, format, total, or"):
@@ -487,13 +513,17 @@ REWARD = np.array([1.0, 0.5, 0.5, 1.0, 0.0, -1.0, 0.5, 1.0])
 def test_groups_are_informative_by_the_metric(metric, informative):
     scores = Scores(total=REWARD, parts={"correctness": CORRECT}, errors=[])
     done = types.SimpleNamespace(
-        scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int))
+        scores=scores, rollout=types.SimpleNamespace(lengths=np.ones(8, int)), places=[0, 1, 2, 3]
     )
-    sampler = types.SimpleNamespace(group_size=2)
     options = types.SimpleNamespace(
-        prompts_per_step=2, sampler=sampler, rounds=1, metric=metric, advantage="grpo"
+        prompts_per_step=2,
+        sampler=types.SimpleNamespace(group_size=2),
+        rounds=1,
+        metric=metric,
+        advantage="grpo",
+        order=Order((Source("", 4),)),
     )
-    rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, options)
+    rounds, found, cursor = collect._sample_rounds(lambda *_: (done, 5), 0, [0, 0], options)
     assert (rounds, found.tolist(), cursor) == ([done], informative, 5)
 
 

@@ -272,7 +272,7 @@ def test_processes_compare_the_code_of_their_loss(module):
         reference_digest=None,
     )
     begin._check_processes(setup, {}, None)
-    assert found[f"code of {module}:pg"] == losses.custom_loss_digest(f"{module}:pg")[:16]
+    assert found[f"code of {module}:pg"] == losses.custom_loss_digest(f"{module}:pg", 48)[:16]
 
 
 def test_an_edited_loss_is_another_program(module, tmp_path):
@@ -303,3 +303,94 @@ def test_an_edited_loss_is_another_program(module, tmp_path):
 def test_an_own_loss_has_no_dual_clip(module):
     with pytest.raises(UserError, match="does not clip the ratio"):
         losses.loss_config(f"{module}:pg", dual_clip=3.0)
+
+
+BASE = "return -ratio * adv"
+# Pieces of a loss before and after an edit; of the first, four tokens show everything.
+EDITS = {
+    "code": (BASE, "return -2.0 * ratio * adv"),
+    "size of a buffer": (
+        "return -ratio * adv * (1.0 if ratio.shape[0] < 100 else 1.0)",
+        "return -ratio * adv * (1.0 if ratio.shape[0] < 100 else 7.0)",
+    ),
+    "gradient alone": (
+        "return -jax.lax.stop_gradient(ratio) * adv * logprobs",
+        "return -ratio * adv * logprobs",
+    ),
+    "table": (
+        "return -ratio * adv * row(0)[idx(adv)]",
+        "return -ratio * adv * row(1)[idx(adv)]",
+    ),
+    "helper": (
+        "return -ratio * adv * by_size(ratio, 1.0)",
+        "return -ratio * adv * by_size(ratio, 7.0)",
+    ),
+    "backward pass": ("return -doubled(ratio) * adv", "return -tripled(ratio) * adv"),
+}
+HELPERS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TABLE = np.arange(10000, dtype=np.float32).reshape(2, -1)
+TABLE[1] = TABLE[0]
+TABLE[1, 2500] = 1e6
+
+def row(number):
+    return jnp.asarray(TABLE[number])
+
+def idx(adv):
+    return (adv * 100).astype(int)
+
+def by_size(ratio, factor):
+    return factor if ratio.shape[0] > 100 else 1.0
+
+def with_slope(slope):
+    same = jax.custom_vjp(lambda x: x)
+    same.defvjp(lambda x: (x, None), lambda _, g: (slope * g,))
+    return same
+
+doubled, tripled = with_slope(2.0), with_slope(3.0)
+
+def loss(ratio, adv, logprobs, mask):
+    return CHOICE(ratio, adv, logprobs)
+"""
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("where", ["function", "closure"])
+def test_the_digest_of_a_loss_sees_all_of_it(edit, where, monkeypatch):
+    """A cached program of the code before the edit would be run."""
+
+    def digest(line):
+        namespace = {"__name__": "my_losses"}
+        exec(f"{HELPERS}\ndef choice(ratio, adv, logprobs):\n    {line}\n", namespace)
+        namespace["CHOICE"] = namespace["choice"]
+        module = types.ModuleType("my_losses")
+        module.f = namespace["loss"]
+        if where == "closure":
+            chosen = namespace["choice"]
+            module.f = lambda ratio, adv, logprobs, mask: chosen(ratio, adv, logprobs)
+        monkeypatch.setitem(sys.modules, "my_losses", module)
+        return losses.custom_loss_digest("my_losses:f", 128)
+
+    before, after = map(digest, EDITS[edit])
+    assert before != after
+    assert before == digest(EDITS[edit][0])
+
+
+def test_the_source_of_a_loss_is_part_of_its_digest(monkeypatch):
+    """Where a loss depends on another number of tokens than that of the program."""
+
+    def first(ratio, adv, logprobs, mask):
+        return -ratio * adv * (2.0 if ratio.shape[0] == 37 else 1.0)
+
+    def second(ratio, adv, logprobs, mask):
+        return -ratio * adv * (7.0 if ratio.shape[0] == 37 else 1.0)
+
+    module = types.ModuleType("my_losses")
+    monkeypatch.setitem(sys.modules, "my_losses", module)
+    digests = []
+    for module.f in (first, second):
+        digests.append(losses.custom_loss_digest("my_losses:f"))
+    assert digests[0] != digests[1]

@@ -35,6 +35,9 @@ class TinyTokenizer:
     def decode(self, ids):
         return self.text(ids)
 
+    def has_special(self, text):
+        return False
+
 
 @functools.cache
 def policy(quantized=False, layers=2):

@@ -33,7 +33,10 @@ class _NoText:
     eos_ids = (-1,)
     pad_id = 0
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        raise NotImplementedError("random token ids have no text")
+
+    def has_special(self, text: str) -> bool:
         raise NotImplementedError("random token ids have no text")
 
 

@@ -59,6 +59,10 @@ class Order:
         ends = np.cumsum([source.size for source in self.sources])
         return [0, *ends[:-1].tolist()]
 
+    def sources_of(self, places: Sequence[int]) -> np.ndarray:
+        """The number of the source, int [P], that holds each of P places."""
+        return np.searchsorted(self.starts, np.asarray(places, int), side="right") - 1
+
 
 @dataclasses.dataclass(frozen=True)
 class SourcePosition:
@@ -149,10 +153,45 @@ def _read_position(saved: Mapping[str, Any]) -> SourcePosition:
 def draw(
     order: Order, cursor: Cursor, n: int, *, exclude: Collection[int] = ()
 ) -> tuple[list[int], Cursor]:
-    """Draws the next n problems.
+    """Draws the next n problems: `draw_turns` for the sources of `take_turns`."""
+    turns, cursor = take_turns(order, cursor, n)
+    return draw_turns(order, cursor, turns, exclude=exclude)
+
+
+def take_turns(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:
+    """Divides the next n draws among the sources.
 
     Each draw goes to the source that lags behind its share of the draws the most, so that no
     source is ever a whole problem ahead of its share.
+
+    Returns:
+        The number of the source of each draw, and the cursor with the new credits.
+    """
+    credits = [cursor.position(source).credit for source in order.sources]
+    turns, credits = _divide(order.shares, credits, n)
+    for source, credit in zip(order.sources, credits, strict=True):
+        cursor = cursor.at(source, dataclasses.replace(cursor.position(source), credit=credit))
+    return turns, cursor
+
+
+def refill_turns(lack: Sequence[int] | np.ndarray, n: int) -> list[int]:
+    """Divides n draws that replace others among the sources, in proportion to what they lack.
+
+    Args:
+        lack: how many problems each source lacks; one lacks some.
+        n: number of draws.
+
+    Returns:
+        The number of the source of each draw.
+    """
+    shares = np.asarray(lack, float) / np.sum(lack)
+    return _divide(shares.tolist(), [0.0] * len(shares), n)[0]
+
+
+def draw_turns(
+    order: Order, cursor: Cursor, turns: Sequence[int], *, exclude: Collection[int] = ()
+) -> tuple[list[int], Cursor]:
+    """Draws a problem from each of some sources.
 
     With a curriculum, a draw goes to it with the probability `curriculum_share`. It then takes a
     problem with a probability in proportion to its learnability p (1 - p), where p is the part of
@@ -164,19 +203,18 @@ def draw(
     Args:
         order: the rule.
         cursor: where the last call ended.
-        n: number of problems. They may reach into the next epochs of a source.
+        turns: the number of the source of each draw. They may reach into its next epochs.
         exclude: problems that the curriculum does not take, as the step has them already.
 
     Returns:
-        Places of n problems in the list of all problems, and the cursor for the next call.
+        Places of the problems in the list of all problems, and the cursor for the next call.
 
     Raises:
         UserError: the cursor lies past the end of a source, or a source has no problems.
     """
-    places: list[int] = []
-    counts, cursor = _divide(order, cursor, n)
+    places = []  # by source
     for number, (source, start) in enumerate(zip(order.sources, order.starts, strict=True)):
-        position, count = cursor.position(source), counts[number]
+        position, count = cursor.position(source), turns.count(number)
         excluded = {problem - start for problem in exclude}
         rng = np.random.default_rng((order.seed, position.decided, number, _KEY_CURRICULUM))
         curriculum_count = (
@@ -193,9 +231,10 @@ def draw(
         )
         if order.curriculum_share:
             position = dataclasses.replace(position, decided=position.decided + count)
-        places += [start + problem for problem in (*epoch_problems, *curriculum_problems, *fill)]
+        problems = (*epoch_problems, *curriculum_problems, *fill)
+        places.append(iter([start + problem for problem in problems]))
         cursor = cursor.at(source, position)
-    return places, cursor
+    return [next(places[number]) for number in turns], cursor
 
 
 def record_results(
@@ -256,44 +295,47 @@ def order_metrics(
 
 
 def source_metrics(
-    order: Order, problems: Sequence[int], values: Mapping[str, np.ndarray]
+    order: Order,
+    problems: Sequence[int],
+    values: Mapping[str, np.ndarray],
+    trained: Sequence[int] | None = None,
 ) -> dict[str, float]:
     """Means of the completions of each source in a mixture; {} where a run has one source.
 
     Args:
         order: the rule.
-        problems: P places in the list of all problems.
+        problems: P places, in the list of all problems, of those that were sampled.
         values: float [P, G] of the completions by the name of the metric; NaN is missing.
+        trained: places of the problems that the step trains on; None is all that were sampled.
 
     Returns:
         `source/NAME/METRIC`, NaN where the step has no value, and `source/NAME/share`, the part of
-        the step's problems.
+        the problems that the step trains on.
     """
-    places = np.asarray(problems)
+    numbers = order.sources_of(problems)
+    trained_numbers = numbers if trained is None else order.sources_of(trained)
     metrics: dict[str, float] = {}
-    for source, start in zip(order.sources, order.starts, strict=True):
+    for number, source in enumerate(order.sources):
         if not source.name:
             continue
-        mask = (start <= places) & (places < start + source.size)
+        mask = numbers == number
         for name, rows in values.items():
             present = rows[mask][~np.isnan(rows[mask])]
             metrics[f"source/{source.name}/{name}"] = present.mean() if present.size else np.nan
-        metrics[f"source/{source.name}/share"] = mask.mean()
+        metrics[f"source/{source.name}/share"] = (trained_numbers == number).mean()
     return {name: float(value) for name, value in metrics.items()}
 
 
-def _divide(order: Order, cursor: Cursor, n: int) -> tuple[list[int], Cursor]:
-    """How many of n draws go to each source; the cursor has the new credits."""
-    shares, counts = order.shares, [0] * len(order.sources)
-    credits = [cursor.position(source).credit for source in order.sources]
+def _divide(
+    shares: Sequence[float], credits: Sequence[float], n: int
+) -> tuple[list[int], list[float]]:
+    """The number of the source of each of n draws, and the new credits."""
+    turns, credits = [], list(credits)
     for _ in range(n):
         credits = [credit + share for credit, share in zip(credits, shares, strict=True)]
-        largest = int(np.argmax(credits))
-        credits[largest] -= 1.0
-        counts[largest] += 1
-    for source, credit in zip(order.sources, credits, strict=True):
-        cursor = cursor.at(source, dataclasses.replace(cursor.position(source), credit=credit))
-    return counts, cursor
+        turns.append(int(np.argmax(credits)))
+        credits[turns[-1]] -= 1.0
+    return turns, credits
 
 
 def _draw_epoch(

@@ -1,9 +1,11 @@
 """What training changes: the adapter, the adapter and the layers' norms, or every parameter."""
 
+import zlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from qerl_jax.errors import UserError
@@ -59,6 +61,14 @@ def trained_params(params: dict, parameters: str) -> dict:
             "--config.model.format=bf16, or train.parameters=lora"
         )
     return jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), part)
+
+
+def checksum(trainable: Trainable) -> int:
+    """Returns the CRC-32 of the trained parameters."""
+    crc = 0
+    for leaf in jax.tree.leaves(trainable):
+        crc = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), crc)
+    return crc
 
 
 def current_policy(params: dict, trainable: Trainable, noise: aqn.Noise | None = None) -> dict:

@@ -25,7 +25,7 @@ from typing import Any
 from qerl_jax.errors import UserError
 from qerl_jax.rewards import math_process
 from qerl_jax.rewards.functions import BUILT_IN, Reward, math_answer
-from qerl_jax.rewards.url import UrlReward, is_url
+from qerl_jax.rewards.url import UrlReward, check_json, is_url
 from qerl_jax.system.import_path import import_function, path_of
 
 LISTS = ("prompts", "completions", "answers", "num_tokens", "finished")
@@ -214,7 +214,7 @@ def columns_read(rewards: Iterable[Reward], rows: Sequence[Mapping[str, Any]]) -
 
 
 def check_columns(name: str, reward: Reward, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Refuses rows that lack a column that a reward needs.
+    """Refuses rows that lack a column that a reward needs, or have one that it cannot send.
 
     Args:
         name: name of the reward.
@@ -222,9 +222,12 @@ def check_columns(name: str, reward: Reward, rows: Sequence[Mapping[str, Any]]) 
         rows: the rows of the problems.
 
     Raises:
-        UserError: a row lacks a column.
+        UserError: a row lacks a column, or has one without a form in JSON where a server needs it.
     """
-    for column in call_of(reward).needed:
+    call = call_of(reward)
+    if isinstance(call.function, UrlReward):
+        check_json(name, [call.columns(row) for row in rows])
+    for column in call.needed:
         lacking = [row for row in rows if column not in row]
         if lacking:
             raise UserError(

@@ -240,7 +240,9 @@ class Scoring:
                 if isinstance(reward, BaseException):
                     raise reward
                 self._parts[name][index] = np.nan if reward is None else _finite(reward)
-            except (_OutOfTimeError, Exception, SystemExit) as error:
+            except BaseException as error:
+                if error is not reward and not isinstance(error, Exception | SystemExit):
+                    raise
                 kind, message = _cause(error, self._limits[name])
                 self._failures[name].setdefault(kind, message)
                 self._counts[name, kind] += 1
@@ -310,14 +312,19 @@ def _time_limit(seconds: float, on_wait: Callable[[], None]) -> Generator[None]:
 
 
 async def _await_within(call: Callable[[], Any], seconds: float) -> Any:
-    """Awaits a call; returns an exception as a value, as it must not end the event loop."""
+    """Awaits a call; returns an exception as a value, as it must not end the event loop.
+
+    No KeyboardInterrupt in this thread is that of the user.
+    """
     limit = asyncio.timeout(seconds or None)
     try:
         async with limit:
             return await call()
     except TimeoutError as error:
         return _OutOfTimeError() if limit.expired() else error
-    except (Exception, SystemExit) as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
         return error
 
 
@@ -332,8 +339,16 @@ def _result(future: concurrent.futures.Future) -> Any:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The event loop of all rewards that wait, in a thread that ends with the process.
 
-    It stays the same from step to step, so that a reward may keep connections open.
+    It stays the same from step to step, so that a reward may keep connections open. Where a task or
+    a callback of a reward exits or stops the loop, all others go on, and a reward that awaits the
+    task gets its exception.
     """
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="rewards", daemon=True).start()
+
+    def run() -> None:
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    threading.Thread(target=run, name="rewards", daemon=True).start()
     return loop

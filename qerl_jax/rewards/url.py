@@ -6,6 +6,8 @@ rows under their names:
     {"prompts": [...], "completions": [...], "answers": [...], "num_tokens": [...],
      "finished": [...], "columns": {"tests": [...]}}
 
+Values of columns that JSON does not have are sent as `json_value` says.
+
 The answer is a JSON list with one number for each completion, or {"rewards": [...]}. Any other
 status than 200, other JSON, another length, null and numbers that are not finite make rewards
 missing. A request that does not reach the server, or that the server refuses for the moment, is
@@ -13,13 +15,21 @@ repeated. Redirects are not followed: the token would go to another host.
 """
 
 import asyncio
+import base64
 import dataclasses
+import datetime
+import decimal
 import ipaddress
 import json
+import math
 import os
 import re
 import urllib.parse
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.rewards.functions import LARGEST
@@ -70,6 +80,60 @@ def without_keys(text: str) -> str:
 def _parameters(query: str) -> list[str]:
     pairs = urllib.parse.parse_qsl(query.replace(";", "&"), keep_blank_values=True)
     return [name for name, _ in pairs]
+
+
+def json_value(value: Any) -> Any:
+    """Returns a value of a column as JSON has it.
+
+    Numbers that are not finite become null; times and dates texts of ISO 8601, durations seconds,
+    bytes base64, decimal numbers and UUIDs their text, and arrays lists.
+
+    Raises:
+        TypeError: there is no such form of the value, or of a part of it; the message is its type.
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [json_value(part) for part in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        return {str(key): json_value(part) for key, part in value.items()}
+    if isinstance(value, datetime.date | datetime.time):  # A datetime is a date.
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, decimal.Decimal):
+        return str(value) if value.is_finite() else None
+    if isinstance(value, uuid.UUID):
+        return str(value)
+    raise TypeError(type(value).__name__)
+
+
+def check_json(name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuses rows with a value that a reward by URL cannot send.
+
+    Args:
+        name: name of the reward.
+        rows: the columns that it gets, by row.
+
+    Raises:
+        UserError: `json_value` has no form of a value.
+    """
+    for number, row in enumerate(rows, 1):
+        for column, value in row.items():
+            try:
+                json_value(value)
+            except TypeError as error:
+                raise UserError(
+                    f"reward {name!r} sends all columns to its server, and JSON has no form of the "
+                    f"type {error} in the column {column!r} of problem {number}: take the column "
+                    "out, or make it text"
+                ) from error
 
 
 def is_url(text: str) -> bool:
@@ -159,14 +223,20 @@ class UrlReward:
         """
         import httpx2
 
-        body = {
+        body: dict[str, Any] = {
+            "columns": {},
             "prompts": prompts,
             "completions": completions,
             "answers": answers,
             "num_tokens": num_tokens,
             "finished": finished,
-            "columns": columns,
         }
+        for column, values in columns.items():
+            try:
+                body["columns"][column] = json_value(values)
+            except TypeError as error:
+                message = f"JSON has no form of the type {error} in the column {column!r}"
+                raise RewardError(message) from error
         content = json.dumps(body, allow_nan=False).encode()
         failure: RewardError | None = None
         # The caller bounds the call as a whole; no part of it has a time limit of its own.

@@ -7,6 +7,7 @@ an update only add: losses, gradients and metrics do not depend on how the rows 
 
 import dataclasses
 import hashlib
+import inspect
 from typing import Any
 
 import flax.struct
@@ -37,6 +38,9 @@ OBJECTIVES = ("clipped_ratio", "clipped_weight", "soft_gate")
 KL_GRADS = ("k3", "k3_clipped", "unbiased")
 
 _K3_CLIP = 10.0  # the bound that verl uses
+# Nats to which verl clamps a log ratio before it takes the exponential: e^89 overflows float32, and
+# then a gradient is NaN even where it is multiplied by the 0 of a clip.
+_LOG_RATIO_CLIP = 20.0
 
 Metrics = dict[str, jax.Array | tuple[jax.Array, jax.Array]]
 
@@ -268,6 +272,8 @@ def _compute_user_weights(
 def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
     """Estimates KL(policy | reference) at each sampled token as exp(ref - new) - (ref - new) - 1.
 
+    The difference is clamped to 20 nats on either side, beyond which there is no gradient.
+
     Args:
         logprobs: log-probabilities of the sampled tokens under the policy.
         ref_logprobs: log-probabilities of the same tokens under the reference policy, same shape.
@@ -276,6 +282,8 @@ def k3(logprobs: jax.Array, ref_logprobs: jax.Array) -> jax.Array:
         The estimates in nats, in the shape of the arguments, never negative.
     """
     difference = ref_logprobs - logprobs
+    far = jnp.abs(difference) > _LOG_RATIO_CLIP
+    difference = jnp.where(far, jax.lax.stop_gradient(_clip(difference)), difference)
     return jnp.expm1(difference) - difference
 
 
@@ -333,8 +341,8 @@ def policy_loss(
     sampled with other kernels or with noise, and therefore differs from the old one; without
     tis_cap, w is 1.
 
-    Log-probabilities outside the mask may have any value, NaN included. Nothing else is clamped: a
-    ratio that overflows float32 makes the gradient non-finite.
+    Log-probabilities outside the mask may have any value, NaN included. The logarithm of every
+    ratio is clamped to 20 nats on either side before the exponential, as in verl.
 
     Args:
         logprobs: [M] log-probabilities of the sampled tokens under the policy that is trained.
@@ -346,7 +354,7 @@ def policy_loss(
     Returns:
         The loss, a float32 scalar, and the metrics. The losses of all tokens of an update add up
         to the loss of the update. A metric is a pair (sum over tokens, number of tokens) or a
-        maximum that is at least 0; `add_metrics` and `summarize_metrics` combine the metrics of
+        maximum, -inf over no token; `add_metrics` and `summarize_metrics` combine the metrics of
         the parts of an update.
 
     Raises:
@@ -359,7 +367,8 @@ def policy_loss(
     logprobs = masked(logprobs, in_loss)
     old_logprobs = logprobs if tokens.old_logprobs is None else masked(tokens.old_logprobs, in_loss)
     old_logprobs = jax.lax.stop_gradient(old_logprobs)
-    ratio = jnp.exp(_log_ratio(logprobs, old_logprobs, in_loss, tokens.rows, config.ratio))
+    log_ratio = _log_ratio(logprobs, old_logprobs, in_loss, tokens.rows, config.ratio)
+    ratio = _exp(log_ratio)
     count = _count_tokens(in_loss)
     loss, metrics = _token_loss(logprobs, ratio, tokens.advantages, in_loss, config=config)
     if config.off_policy_delta is not None and rollout_logprobs is not None:
@@ -379,7 +388,7 @@ def policy_loss(
         )
         metrics |= difference_metrics
         if config.tis_cap is not None:
-            importance = jnp.minimum(jnp.exp(difference), config.tis_cap)
+            importance = jnp.minimum(_exp(difference), config.tis_cap)
             loss = loss * importance
             metrics["tis_weight"] = (masked(importance, in_loss).sum(), count)
     if ref_logprobs is not None:
@@ -405,6 +414,27 @@ def _check_needs(config: LossConfig, tokens: LossTokens, entropies: jax.Array | 
     ):
         if getattr(config, field) and array is None:
             raise ValueError(f"{field}={getattr(config, field)} needs {array_name}")
+
+
+def _clip(log_ratio: jax.Array) -> jax.Array:
+    """Returns a log ratio whose exponential is finite; NaN stays NaN."""
+    return jnp.clip(log_ratio, -_LOG_RATIO_CLIP, _LOG_RATIO_CLIP)
+
+
+@jax.custom_jvp
+def _exp(log_ratio: jax.Array) -> jax.Array:
+    """Returns exp of a clipped log ratio, without a gradient where the clip changes it.
+
+    The gradient of `jnp.clip` is a factor of its own, by which XLA would round others differently.
+    """
+    return jnp.exp(_clip(log_ratio))
+
+
+@_exp.defjvp
+def _exp_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    ratio = _exp(*primals)
+    slope = jnp.where(jnp.abs(primals[0]) > _LOG_RATIO_CLIP, 0.0, ratio)
+    return ratio, tangents[0] * slope
 
 
 def _log_ratio(
@@ -436,7 +466,7 @@ def _rollout_difference(
     distance = jnp.abs(difference)
     return difference, {
         "logprob_diff_mean": (distance.sum(), has_record.sum().astype(jnp.float32)),
-        "logprob_diff_max": distance.max(),
+        "logprob_diff_max": _max(distance, has_record),
     }
 
 
@@ -458,12 +488,30 @@ def summarize_metrics(metrics: Metrics) -> dict[str, jax.Array]:
         metrics: metrics of all parts of the update, combined by `add_metrics`.
 
     Returns:
-        Scalars by name: the mean over all tokens of each pair, 0 if there are no tokens, and the
-        maxima.
+        Scalars by name: the mean over all tokens of each pair, and the maxima; NaN where there are
+        no tokens, as nothing was measured.
+    """
+
+    def summarize(value: Any) -> jax.Array:
+        if isinstance(value, tuple):
+            total, count = value
+            return jnp.where(count > 0, total / jnp.maximum(count, 1.0), jnp.nan)
+        return jnp.where(value == -jnp.inf, jnp.nan, value)
+
+    return {name: summarize(value) for name, value in metrics.items()}
+
+
+def zero_metrics(shapes: Metrics) -> Metrics:
+    """Returns the metrics of no token, which change nothing in `add_metrics`.
+
+    Args:
+        shapes: metrics, or their shapes.
     """
     return {
-        name: value[0] / jnp.maximum(value[1], 1.0) if isinstance(value, tuple) else value
-        for name, value in metrics.items()
+        name: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value)
+        if isinstance(value, tuple)
+        else jnp.full(value.shape, -jnp.inf, value.dtype)
+        for name, value in shapes.items()
     }
 
 
@@ -539,25 +587,38 @@ def check_custom_loss(function: str) -> None:
     Raises:
         UserError: as in `custom_loss`.
     """
-    jax.eval_shape(lambda *a: custom_loss(function, *a), *_four_tokens())
+    values, in_loss = (jax.ShapeDtypeStruct((4,), dtype) for dtype in (np.float32, np.bool_))
+    jax.eval_shape(lambda *a: custom_loss(function, *a), values, values, values, in_loss)
 
 
-def custom_loss_digest(function: str) -> str:
+def custom_loss_digest(function: str, tokens: int = 4096) -> str:
     """Returns a digest of what a user function computes, for the names of compiled programs.
 
-    Its import path stays the same where its code, or a number that it reads, has changed.
+    Its import path stays the same where its code, or a number that it reads, has changed. The
+    digest is that of its source, and of the program of its values and its gradients, which shows
+    what it calls and closes over.
+
+    Args:
+        function: import path 'package.module:function'.
+        tokens: number of tokens of a buffer, on which the program may depend.
 
     Raises:
         UserError: as in `custom_loss`.
     """
-    lowered = jax.jit(lambda *a: custom_loss(function, *a)).lower(*_four_tokens())
-    return hashlib.sha256(lowered.as_text().encode()).hexdigest()
 
+    def with_gradient(ratio, advantages, logprobs, in_loss, cotangent):
+        loss, pull_back = jax.vjp(
+            lambda *a: custom_loss(function, a[0], advantages, a[1], in_loss), ratio, logprobs
+        )
+        return loss, pull_back(cotangent)
 
-def _four_tokens() -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The arguments of `custom_loss` after the function, for four tokens."""
-    values = jax.ShapeDtypeStruct((4,), np.float32)
-    return values, values, values, jax.ShapeDtypeStruct((4,), np.bool_)
+    values, in_loss = (jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (np.float32, np.bool_))
+    lowered = jax.jit(with_gradient).lower(values, values, values, in_loss, values)
+    try:
+        source = inspect.getsource(import_function(function, what="loss"))
+    except (OSError, TypeError):  # A callable object, or a function without a file.
+        source = ""
+    return hashlib.sha256(f"{source}\0{lowered.as_text()}".encode()).hexdigest()
 
 
 def off_policy_mask(
@@ -641,10 +702,15 @@ def _count_tokens(in_loss: jax.Array) -> jax.Array:
     return in_loss.sum().astype(jnp.float32)
 
 
+def _max(x: jax.Array, measured: jax.Array) -> jax.Array:
+    """Returns the maximum of some tokens, a float32 scalar; -inf of none."""
+    return jnp.max(x, where=measured, initial=-jnp.inf).astype(jnp.float32)
+
+
 def _ratio_metrics(ratio: jax.Array, in_loss: jax.Array) -> Metrics:
     return {
         "ratio_mean": (masked(ratio, in_loss).sum(), _count_tokens(in_loss)),
-        "ratio_max": masked(ratio, in_loss).max(),
+        "ratio_max": _max(ratio, in_loss),
     }
 
 

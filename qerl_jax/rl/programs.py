@@ -114,7 +114,7 @@ def operations(
         )
     identity: tuple = update_config, buffer_tokens, tree_signature((state, noise, reference))
     if names_function(update_config.loss.objective):
-        identity = *identity, custom_loss_digest(update_config.loss.objective)
+        identity = *identity, custom_loss_digest(update_config.loss.objective, buffer_tokens)
     if mesh is not None:
         identity = *identity, tuple(mesh.shape.items())
     keys = {name: (name, *identity) for name in arguments}

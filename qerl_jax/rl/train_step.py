@@ -30,6 +30,7 @@ from qerl_jax.rl.losses import (
     add_metrics,
     policy_loss,
     summarize_metrics,
+    zero_metrics,
 )
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
 
@@ -184,8 +185,8 @@ def zero_totals(trainable: Trainable, *, update_config: UpdateConfig) -> Totals:
         buffer,
         True,
     )
-    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-    return Totals(loss=jnp.float32(0), gradient=zeros(trainable), metrics=zeros(metrics))
+    gradient = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable)
+    return Totals(loss=jnp.float32(0), gradient=gradient, metrics=zero_metrics(metrics))
 
 
 @functools.partial(jax.jit, static_argnames="update_config", donate_argnames="totals")

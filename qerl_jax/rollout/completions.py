@@ -1,5 +1,6 @@
 """The completions of a rollout on the host, which grow with every chunk of samples."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,6 +61,13 @@ class Completions:
     def __init__(self, rows: int, sampling: SamplingConfig, tokenizer: Tokenizer) -> None:
         width = sampling.max_new_tokens
         self._sampling, self._tokenizer = sampling, tokenizer
+        # Stop strings, and the function to the text in which they are looked for.
+        self._stops: list[tuple[list[str], Callable[[Sequence[int]], str]]] = []
+        for special in (False, True):
+            strings = [text for text in sampling.stop if tokenizer.has_special(text) == special]
+            if strings:
+                options = {"skip_special": False} if special else {}
+                self._stops.append((strings, functools.partial(tokenizer.decode, **options)))
         self.rollout = Rollout(
             tokens=np.full((rows, width), tokenizer.pad_id, np.int32),
             lengths=np.zeros(rows, np.int32),
@@ -95,10 +103,12 @@ class Completions:
         finished = ends.any(axis=1)
         counts = np.where(finished, ends.argmax(axis=1) + 1, tokens.shape[1])
         counts = np.minimum(counts, limit - starts)
-        for i, row in enumerate(rows) if self._sampling.stop else ():
-            count = self._tokens_to_stop(rollout.tokens[row, : starts[i]], tokens[i, : counts[i]])
-            if count is not None:
-                counts[i], finished[i] = count, True
+        for i, row in enumerate(rows) if self._stops else ():
+            for stop, decode in self._stops:
+                context, added = rollout.tokens[row, : starts[i]], tokens[i, : counts[i]]
+                count = _tokens_to_stop(context, added, stop, decode)
+                if count is not None:
+                    counts[i], finished[i] = count, True
         row, step = np.nonzero(np.arange(tokens.shape[1]) < counts[:, None])
         index = rows[row], starts[row] + step
         rollout.tokens[index] = tokens[row, step]
@@ -108,23 +118,28 @@ class Completions:
         rollout.finished[rows] = finished
         self.ended[rows] = finished | (rollout.lengths[rows] == limit)
 
-    def _tokens_to_stop(self, context: np.ndarray, tokens: np.ndarray) -> int | None:
-        """Returns how many of the tokens complete a stop string; None if they complete none.
 
-        A stop string begins in the tokens, or at most its own number of bytes before them. A token
-        with text has at least one byte, but special tokens have no text. So the window of the
-        context grows until its text is at least as long as the longest stop string.
-        """
-        stop, decode = self._sampling.stop, self._tokenizer.decode
-        window = longest = max(len(s.encode()) for s in stop)
-        while window < len(context) and len(decode(context[-window:].tolist())) < longest:
-            window *= 2
-        tail = context[-window:].tolist()
+def _tokens_to_stop(
+    context: np.ndarray,
+    tokens: np.ndarray,
+    stop: Sequence[str],
+    decode: Callable[[Sequence[int]], str],
+) -> int | None:
+    """Returns how many of the tokens complete a stop string; None if they complete none.
 
-        def complete(count: int) -> bool:
-            text = decode(tail + tokens[:count].tolist())
-            return any(s in text for s in stop)
+    A stop string begins in the tokens, or at most its own number of bytes before them. A token with
+    text has at least one byte, but special tokens may have no text. So the window of the context
+    grows until its text is at least as long as the longest stop string.
+    """
+    window = longest = max(len(s.encode()) for s in stop)
+    while window < len(context) and len(decode(context[-window:].tolist())) < longest:
+        window *= 2
+    tail = context[-window:].tolist()
 
-        if not complete(len(tokens)):
-            return None
-        return next(count for count in range(1, len(tokens) + 1) if complete(count))
+    def complete(count: int) -> bool:
+        text = decode(tail + tokens[:count].tolist())
+        return any(s in text for s in stop)
+
+    if not complete(len(tokens)):
+        return None
+    return next(count for count in range(1, len(tokens) + 1) if complete(count))

@@ -23,8 +23,12 @@ class Tokenizer(Protocol):
         """Token id that fills a row after its completion."""
         ...
 
-    def decode(self, ids: Sequence[int], /) -> str:
+    def decode(self, ids: Sequence[int], /, *, skip_special: bool = True) -> str:
         """Returns the text of token ids, which is needed for stop strings only."""
+        ...
+
+    def has_special(self, text: str, /) -> bool:
+        """Returns whether a text, such as a stop string, holds a special token."""
         ...
 
 
@@ -44,7 +48,9 @@ class SamplingConfig:
         top_k: number of likeliest tokens that are sampled from; 0 is all tokens.
         top_p: probability of the smallest set of likeliest tokens that is sampled from; 1 is all
             tokens.
-        stop: strings that end a completion, which is cut after the token that completes one.
+        stop: strings that end a completion, which is cut after the token that completes one. One
+            that holds a special token is looked for in the text with special tokens, any other in
+            the text without them.
 
     Raises:
         UserError: a value is out of its range.

@@ -203,7 +203,9 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
     return {}
 
 
-def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]] | None:
+def read_latest(
+    folder: str | Path, like: Any, *, step: int | None = None
+) -> tuple[int, Any, dict[str, Any]] | None:
     """Reads the newest undamaged checkpoint of a folder, and changes nothing there.
 
     A run may train in the meantime and remove the checkpoint that is being read; then the next one
@@ -213,6 +215,7 @@ def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]
         folder: folder of the checkpoints of a run.
         like: as in `Checkpoints.restore_latest`. Where an array has parts in other processes, this
             process gets the whole array on its first device.
+        step: the step of the checkpoint to read, and no other; None is the newest.
 
     Returns:
         As `Checkpoints.restore_latest` does.
@@ -223,14 +226,15 @@ def read_latest(folder: str | Path, like: Any) -> tuple[int, Any, dict[str, Any]
     abstract = jax.tree.map(functools.partial(_abstract, local=True), like)
     reasons: dict[int, str] = {}
     for _ in range(3):
-        steps = [int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()]
-        for step in sorted(set(steps) - reasons.keys(), reverse=True):
-            path = Path(folder) / str(step)
+        steps = {int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()}
+        steps = steps if step is None else steps & {step}
+        for number in sorted(steps - reasons.keys(), reverse=True):
+            path = Path(folder) / str(number)
             # An incomplete or damaged checkpoint raises exceptions without a common class.
             try:
-                return step, *_read(path, abstract)
+                return number, *_read(path, abstract)
             except Exception as error:
-                reasons[step] = _root_cause(error)
+                reasons[number] = _root_cause(error)
     if reasons:
         details = "; ".join(f"{step}: {reason}" for step, reason in reasons.items())
         raise UserError(f"no checkpoint in {folder} can be read ({details})")

@@ -100,7 +100,7 @@ class RunFolder:
 
     @property
     def best(self) -> Path:
-        """Step and accuracy of the best evaluation, whose policy `adapter(best=True)` holds."""
+        """Step and accuracy of the best evaluation, and checksum of `adapter(best=True)`."""
         return self.path / "best.json"
 
     @property

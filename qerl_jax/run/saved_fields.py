@@ -119,6 +119,10 @@ def _are_names(value: Any) -> bool:
     return _is_object(value) and all(map(_is_text, value.values()))
 
 
+def _is_tracker(value: Any) -> bool:
+    return _are_names(value) and value.keys() == {"name", "folder"}
+
+
 def _are_versions(value: Any) -> bool:
     # A package that is not installed has no version, such as the project itself in a clone.
     return _is_object(value) and all(one is None or _is_text(one) for one in value.values())
@@ -167,6 +171,7 @@ _FIELDS: dict[str, _Field] = {
     "device": _OBJECT,
     "git": ("an object with a commit", _is_commit),
     "python_rewards": _REWARDS,
+    "trackers": ("an object with the texts name and folder", _is_tracker),
     "versions": ("an object of versions", _are_versions),
     "config.data": _OBJECT,
     "config.data.chat_template_args": _OBJECT,

@@ -154,7 +154,8 @@ def _check_processes(
     }
     objective = setup.update.loss.objective
     if names_function(objective):  # Its path says nothing of the code that a host has under it.
-        facts[f"code of {objective}"] = custom_loss_digest(objective)[:16]
+        digest = custom_loss_digest(objective, setup.memory.buffer_tokens)
+        facts[f"code of {objective}"] = digest[:16]
     remedy = "give all of them the same model, problems, code and GPU memory"
     setup.processes.check_same(facts, remedy)
 

@@ -9,7 +9,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from qerl_jax.data.order import Cursor, Order, draw, order_metrics, record_results, source_metrics
+from qerl_jax.data.order import (
+    Cursor,
+    Order,
+    draw_turns,
+    order_metrics,
+    record_results,
+    refill_turns,
+    source_metrics,
+    take_turns,
+)
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
@@ -119,9 +128,10 @@ def collect(
     A completion is scored as soon as it has ended, while the others are still decoded.
 
     With several rounds, groups without any difference in the metric are replaced by groups of
-    further prompts, until there are P informative groups or the rounds are used up. Missing groups
-    are then filled with uninformative ones, so that all steps have the same shapes. The groups of a
-    round in which every reward failed are uninformative ones.
+    further prompts of the same source, until there are P informative groups or the rounds are used
+    up. Missing groups are then filled with uninformative ones of the same source, so that all steps
+    have the same shapes, and each source its share of them. The groups of a round in which every
+    reward failed are uninformative ones.
 
     Args:
         key: key of all draws of this step.
@@ -143,8 +153,10 @@ def collect(
     """
     first_cursor, drawn_places = cursor, list[int]()
 
-    def sample(index: int, cursor: Cursor, tokens: int) -> tuple[Experience, Cursor]:
-        places, cursor = draw(options.order, cursor, options.prompts_per_step, exclude=drawn_places)
+    def sample(
+        index: int, cursor: Cursor, turns: Sequence[int], tokens: int
+    ) -> tuple[Experience, Cursor]:
+        places, cursor = draw_turns(options.order, cursor, turns, exclude=drawn_places)
         drawn_places.extend(places)
         round_prompts = [prompts[place] for place in places]
         shares = deal([len(prompt.ids) for prompt in round_prompts], processes.count)
@@ -185,15 +197,15 @@ def collect(
         cursor = record_results(options.order, cursor, places, _correct(scores, options))
         return dataclasses.replace(experience, scores=scores), cursor
 
-    rounds, informative, cursor = _sample_rounds(sample, cursor, options)
+    turns, cursor = take_turns(options.order, cursor, options.prompts_per_step)
+    rounds, informative, cursor = _sample_rounds(sample, cursor, turns, options)
     sampled = concatenate(rounds)
     _check_rewards(sampled.scores)
-    # Informative groups first, each kind in the order of sampling.
-    groups = np.sort(np.argsort(~informative, stable=True)[: options.prompts_per_step])
-    metrics = _metrics(sampled, options) | order_metrics(
+    trained = choose(sampled, _choose_groups(sampled.places, informative, turns, options.order))
+    metrics = _metrics(sampled, trained, options) | order_metrics(
         options.order, first_cursor, cursor, drawn_places
     )
-    return choose(sampled, groups), metrics, cursor
+    return trained, metrics, cursor
 
 
 class _Texts:
@@ -233,30 +245,54 @@ class _Texts:
 
 
 def _sample_rounds(
-    sample: Callable[[int, Cursor, int], tuple[Experience, Cursor]],
+    sample: Callable[[int, Cursor, Sequence[int], int], tuple[Experience, Cursor]],
     cursor: Cursor,
+    turns: Sequence[int],
     options: CollectConfig,
 ) -> tuple[list[Experience], np.ndarray, Cursor]:
     """DAPO's dynamic sampling: samples until P groups are informative or the rounds are used up.
 
-    A group is informative when the metric of its completions differs.
+    A group is informative when the metric of its completions differs. A later round draws from the
+    sources that lack informative groups, so that a source whose groups are often uninformative
+    keeps its share.
 
     Args:
-        sample: samples a round from its index, the cursor and the number of tokens sampled so far.
+        sample: samples a round from its index, the cursor, the sources of its draws and the number
+            of tokens sampled so far.
         cursor: position of the next prompt.
+        turns: sources of the P groups of the step.
         options: options.
 
     Returns:
         The rounds, bool [groups] that marks the informative groups, and the cursor.
     """
     rounds: list[Experience] = []
-    informative = np.zeros(0, bool)
-    while informative.sum() < options.prompts_per_step and len(rounds) < options.rounds:
+    informative, sources = np.zeros(0, bool), options.order.sources
+    lack = quota = np.bincount(turns, minlength=len(sources))
+    while lack.any() and len(rounds) < options.rounds:
         tokens = sum(int(one.rollout.lengths.sum()) for one in rounds)
-        experience, cursor = sample(len(rounds), cursor, tokens)
+        if rounds:
+            turns = refill_turns(lack, options.prompts_per_step)
+        experience, cursor = sample(len(rounds), cursor, turns, tokens)
         rounds.append(experience)
         informative = np.concatenate([_is_informative(one.scores, options) for one in rounds])
+        numbers = options.order.sources_of([place for one in rounds for place in one.places])
+        lack = (quota - np.bincount(numbers[informative], minlength=len(sources))).clip(0)
     return rounds, informative, cursor
+
+
+def _choose_groups(
+    places: Sequence[int], informative: np.ndarray, turns: Sequence[int], order: Order
+) -> np.ndarray:
+    """Returns the groups that a step trains on: of each source as many as it has turns.
+
+    Informative groups go first, and each kind in the order of sampling.
+    """
+    numbers = order.sources_of(places)
+    quota = np.bincount(turns, minlength=len(order.sources))
+    by_kind = np.argsort(~informative, stable=True)
+    of_sources = [by_kind[numbers[by_kind] == i][:count] for i, count in enumerate(quota)]
+    return np.sort(np.concatenate(of_sources))
 
 
 def _is_informative(scores: Scores, options: CollectConfig) -> np.ndarray:
@@ -313,13 +349,16 @@ def _correct(scores: Scores, options: CollectConfig) -> np.ndarray:
     return np.where(np.isnan(values), np.nan, values > 0.5).reshape(-1, options.sampler.group_size)
 
 
-def _metrics(experience: Experience, options: CollectConfig) -> dict[str, float]:
+def _metrics(
+    experience: Experience, trained: Experience, options: CollectConfig
+) -> dict[str, float]:
+    """Values to log of what was sampled, and of the part that the step trains on."""
     rollout, scores = experience.rollout, experience.scores
     tokens = max(1, int(rollout.lengths.sum()))
     groups = scores.total.reshape(-1, options.sampler.group_size)
     metrics = {
         "reward": _mean(scores.total),
-        "reward_std": float(np.mean([_std(group) for group in groups])),
+        "reward_std": _mean(np.array([_std(group) for group in groups])),
         "accuracy": _mean(scores.parts.get("correctness", np.array([]))),
         "format": _mean(scores.parts.get("format", np.array([]))),
         "length": float(rollout.lengths.mean()),
@@ -344,7 +383,7 @@ def _metrics(experience: Experience, options: CollectConfig) -> dict[str, float]
         if "correctness" in scores.parts
         else {}
     )
-    return metrics | source_metrics(options.order, experience.places, values)
+    return metrics | source_metrics(options.order, experience.places, values, trained.places)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -354,4 +393,4 @@ def _mean(values: np.ndarray) -> float:
 
 def _std(values: np.ndarray) -> float:
     present = values[~np.isnan(values)]
-    return float(present.std(ddof=1)) if present.size > 1 else 0.0
+    return float(present.std(ddof=1)) if present.size > 1 else float("nan")

@@ -7,13 +7,13 @@ other run is only read, whether it is finished, stopped or under way.
 
 import dataclasses
 import json
-import zlib
+import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -22,7 +22,7 @@ from qerl_jax.data.order import Cursor, read_cursor
 from qerl_jax.errors import UserError
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.sharding import shard
-from qerl_jax.policy.trainable import Trainable, current_policy
+from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.rl.train_step import TrainState, init_state
 from qerl_jax.run.checkpoints import read_latest
 from qerl_jax.run.folder import OpenRun, RunFolder, config_dict, flatten, record_fact
@@ -41,6 +41,7 @@ BEST = ":best"
 # on, are not drawn again.
 KEY_ORIGIN = 2**32 - 2
 _REMEDY = "begin from a run that has ended, or start again"
+_ATTEMPTS, _PAUSE = 8, 0.25  # reads of a run that saves meanwhile, and the seconds between two
 # The fields that say what the trained parameters are. The scale of the adapter is among them: the
 # same parameters with another scale are another policy.
 _SAME_FIELDS = (
@@ -114,13 +115,7 @@ def begin_from(
     """
     config = setup.config
     origin, best = _origin(config.init_from)
-    checkpoint = read_latest(origin.checkpoints, setup.state_shapes)
-    if checkpoint is None:
-        raise UserError(
-            f"init_from={config.init_from}: the run has no checkpoint yet; it writes one every "
-            "checkpoint.every steps and when SIGTERM stops it"
-        )
-    step, state, meta = checkpoint
+    step, state, meta = _read_together(setup, origin, best=best)
     check_meta(origin.checkpoints, meta)
     if meta["fingerprint"] != setup.model.fingerprint:
         raise UserError(
@@ -129,11 +124,6 @@ def begin_from(
         )
     reset_reason = _optimizer_reset_reason(config, _saved_config(origin), best=best)
     cursor, cursor_note = _cursor(setup, origin, meta, problem_digests)
-    if best:
-        path = origin.adapter(best=True)
-        trainable = load_peft_adapter(path, setup.model.config, setup.method.lora_config)
-        step = int(read_number(origin.best, "step"))
-        state = dataclasses.replace(state, trainable=trainable)
     if reset_reason:
         state = init_state(state.trainable, setup.method.optimizer)
     state = _reset_schedule(state)
@@ -142,7 +132,7 @@ def begin_from(
         f"{origin.path}; {reset_reason or 'its optimizer state goes on'}; {cursor_note}",
         flush=True,
     )
-    checksum = _checksum(state.trainable)
+    origin_checksum = checksum(state.trainable)
     if setup.processes.writes:
         record_fact(
             folder,
@@ -153,7 +143,7 @@ def begin_from(
                 "best": best,
                 "optimizer": not reset_reason,
                 "cursor": cursor.without_scores().to_json(),
-                "checksum": checksum,
+                "checksum": origin_checksum,
             },
         )
         if config.rl.kl_coef:
@@ -163,19 +153,87 @@ def begin_from(
                 setup.method.lora_config,
                 base_model=setup.model.source,
             )
-    setup.processes.check_same({"step": step, "cursor": cursor.to_json()}, _REMEDY)
-    return restore_origin(setup, folder, checksum), Progress(step=0, state=state, cursor=cursor)
+    facts = {"step": step, "cursor": cursor.to_json(), "parameters": origin_checksum}
+    setup.processes.check_same(facts, _REMEDY)
+    setup = restore_origin(setup, folder, origin_checksum)
+    return setup, Progress(step=0, state=state, cursor=cursor)
 
 
-def _checksum(trainable: Trainable) -> int:
-    """CRC-32 of the trained parameters."""
-    crc = 0
-    for leaf in jax.tree.leaves(trainable):
-        crc = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8), crc)
-    return crc
+def _read_together(
+    setup: Setup, origin: RunFolder, *, best: bool
+) -> tuple[int, TrainState, dict[str, Any]]:
+    """Reads what the run begins from, the same in all processes, though the other run may save.
+
+    Process 0 chooses the checkpoint.
+
+    Returns:
+        The step, the state, with the best adapter if that is asked for, and the meta object of the
+        checkpoint.
+
+    Raises:
+        UserError: process 0 cannot read one, or the other processes cannot read the same one.
+    """
+    exchange, chosen = setup.processes.exchange_json, None
+    for _ in range(_ATTEMPTS):
+        checkpoint = identity = None
+        try:
+            checkpoint = read_latest(origin.checkpoints, setup.state_shapes, step=chosen)
+        except UserError:
+            if setup.processes.writes:
+                raise
+        if checkpoint is not None:
+            number, state, meta = checkpoint
+            if best:
+                step, trainable = _read_best(setup, origin)
+                checkpoint = step, dataclasses.replace(state, trainable=trainable), meta
+            identity = [number, checkpoint[0], checksum(checkpoint[1].trainable)]
+        first, *others = exchange(identity)
+        if first is None:
+            raise UserError(
+                f"init_from={setup.config.init_from}: the run has no checkpoint yet; it writes one "
+                "every checkpoint.every steps and when SIGTERM stops it"
+            )
+        if checkpoint is not None and all(other == first for other in others):
+            return checkpoint
+        chosen = None if setup.processes.writes else first[0]
+        time.sleep(_PAUSE)
+    raise UserError(
+        f"init_from={setup.config.init_from}: the processes read other checkpoints than process 0; "
+        f"{_REMEDY}"
+    )
 
 
-def restore_origin(setup: Setup, folder: RunFolder, checksum: int | None = None) -> Setup:
+def _read_best(setup: Setup, origin: RunFolder) -> tuple[int, Trainable]:
+    """Reads the best adapter of a run, and its step, which are those of one save.
+
+    A run replaces the folder first, and then writes best.json with the checksum of the adapter. One
+    of an earlier version writes no checksum.
+
+    Raises:
+        UserError: they cannot be read, or do not belong together.
+    """
+    path = origin.adapter(best=True)
+    for attempt in range(_ATTEMPTS):
+        try:
+            place = path.stat()
+            step = int(read_number(origin.best, "step"))
+            saved = json.loads(read_bytes(origin.best)).get("checksum")
+            trainable = load_peft_adapter(path, setup.model.config, setup.method.lora_config)
+            replaced = not os.path.samestat(place, path.stat())
+        except (OSError, UserError):
+            if attempt == _ATTEMPTS - 1:
+                raise
+        else:
+            if not replaced and saved in (None, checksum(trainable)):
+                return step, trainable
+        time.sleep(_PAUSE)
+    raise UserError(
+        f"init_from={setup.config.init_from}: {path} and {origin.best.name} are of different "
+        f"steps, as after the run was killed between both: go on with the run, or leave out {BEST}"
+    )
+
+
+def restore_origin(setup: Setup, folder: RunFolder, crc: int | None = None) -> Setup:
     """The setup of a run that began from another one: its own key, and its reference policy.
 
     The reference policy is the one that training starts from, whose adapter lies in the folder of
@@ -184,7 +242,7 @@ def restore_origin(setup: Setup, folder: RunFolder, checksum: int | None = None)
     Args:
         setup: the parts of the run.
         folder: the run folder.
-        checksum: checksum of the parameters that the run begins with; None reads what `begin_from`
+        crc: checksum of the parameters that the run begins with; None reads what `begin_from`
             recorded. A run that an earlier version began has none, and keeps the plain key.
 
     Raises:
@@ -192,13 +250,13 @@ def restore_origin(setup: Setup, folder: RunFolder, checksum: int | None = None)
     """
     if not setup.config.init_from:
         return setup
-    if checksum is None:
+    if crc is None:
         origin = json.loads(read_bytes(folder.config)).get("init_from")
-        checksum = origin.get("checksum") if isinstance(origin, dict) else None
-        if checksum is not None and not (type(checksum) is int and 0 <= checksum < 2**32):
+        crc = origin.get("checksum") if isinstance(origin, dict) else None
+        if crc is not None and not (type(crc) is int and 0 <= crc < 2**32):
             raise UserError(f"{folder.config} is damaged: init_from.checksum is no checksum")
-    if checksum is not None:
-        key = jax.random.fold_in(jax.random.fold_in(setup.key, KEY_ORIGIN), checksum)
+    if crc is not None:
+        key = jax.random.fold_in(jax.random.fold_in(setup.key, KEY_ORIGIN), crc)
         setup = dataclasses.replace(setup, key=key)
     if not setup.config.rl.kl_coef:
         return setup

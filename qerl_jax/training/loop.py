@@ -39,6 +39,7 @@ from qerl_jax.run.metrics import MetricsLog
 from qerl_jax.run.ownership import adopt, trusts
 from qerl_jax.run.saved_fields import check_run
 from qerl_jax.run.terminal import format_row
+from qerl_jax.run.trackers import tracker_name
 from qerl_jax.system.import_path import names_function
 from qerl_jax.system.safe_files import read_bytes
 from qerl_jax.system.signals import StoppedError, stop_signals
@@ -172,6 +173,9 @@ def _metrics_log(
 ) -> contextlib.AbstractContextManager[MetricsLog | None]:
     if not processes.writes:
         return contextlib.nullcontext()
+    name = f"{folder.path.name}-{config_digest(config)}"  # of a run of an earlier version
+    if config.log.wandb or config.log.trackio or not folder.resumed:
+        name = tracker_name(folder, earlier=name)
     return MetricsLog(
         folder.path,
         tensorboard=config.log.tensorboard,
@@ -179,7 +183,7 @@ def _metrics_log(
         trackio=config.log.trackio,
         project=config.log.project,
         group=config.log.group,
-        run_name=f"{folder.path.name}-{config_digest(config)}",
+        run_name=name,
     )
 
 
@@ -232,7 +236,9 @@ def _log_step(run: Run, result: StepResult, durations: list[float]) -> None:
     if run.log is None:
         return
     run.log.write(row)
-    samples = sample_rows(result, config.rollout.group_size, config.log.completions)
+    samples = sample_rows(
+        result, config.rollout.group_size, config.log.completions, run.setup.collect.order
+    )
     run.log.write_completions(number, samples)
 
 

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from qerl_jax.policy.trainable import Trainable, current_policy
+from qerl_jax.data.order import Order
+from qerl_jax.policy.trainable import Trainable, checksum, current_policy
 from qerl_jax.run.folder import OpenRun, RunFolder
 from qerl_jax.run.plots import plot_run
 from qerl_jax.system.atomic import write_atomic, write_json
@@ -120,10 +121,29 @@ def _draw(run: Run) -> Path | None:
     return plot_run(run.folder.path) if run.folder.metrics.exists() else None
 
 
-def sample_rows(result: StepResult, group_size: int, count: int) -> list[dict[str, Any]]:
-    """The first `count` completions to show: the first of each group, then the second, ..."""
+def sample_rows(
+    result: StepResult, group_size: int, count: int, order: Order | None = None
+) -> list[dict[str, Any]]:
+    """The `count` completions of a step to show.
+
+    They are the first of each group, then the second, and so on. In a mixture the sources take
+    turns, in an order that changes with the step, so that fewer completions than sources show all.
+
+    Args:
+        result: the step.
+        group_size: G.
+        count: number of completions.
+        order: the rule with the sources of the problems; None for one source.
+    """
     experience, prompts = result.experience, result.experience.row_prompts
-    order = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)[:count]
+    rows = np.arange(len(experience.texts)).reshape(-1, group_size).T.reshape(-1)
+    if order is not None and len(order.sources) > 1:
+        numbers = order.sources_of(experience.places)[rows // group_size]
+        ranks = np.zeros(len(rows), int)  # of the rows within their sources
+        for number in np.unique(numbers):
+            ranks[numbers == number] = np.arange(np.sum(numbers == number))
+        turns = np.random.default_rng(result.progress.step).permutation(len(order.sources))
+        rows = rows[np.lexsort((turns[numbers], ranks))]
     return [
         {
             "prompt": prompts[row].text,
@@ -135,7 +155,7 @@ def sample_rows(result: StepResult, group_size: int, count: int) -> list[dict[st
             "tokens": int(experience.rollout.lengths[row]),
             "finished": bool(experience.rollout.finished[row]),
         }
-        for row in order.tolist()
+        for row in rows[:count].tolist()
     ]
 
 
@@ -170,9 +190,15 @@ def save_policy(
 def save_best(
     folder: RunFolder, setup: Setup, trainable: Trainable, *, step: int, accuracy: float
 ) -> None:
-    """Writes the policy of a step as the best one, and records its accuracy."""
+    """Writes the policy of a step as the best one, and then records its step and accuracy.
+
+    With an adapter the record has its checksum, as another run may read both in between.
+    """
     save_policy(folder, setup, trainable, best=True)
-    write_atomic(folder.best, json.dumps({"step": step, "accuracy": accuracy}) + "\n")
+    record: dict[str, Any] = {"step": step, "accuracy": accuracy}
+    if trainable.lora is not None:
+        record["checksum"] = checksum(trainable)
+    write_atomic(folder.best, json.dumps(record) + "\n")
 
 
 def best_accuracy(folder: RunFolder) -> float:

@@ -212,7 +212,7 @@ def take_step(
         buffers = [dataclasses.replace(x, ref_logprobs=logprobs(x, divisor)) for x in buffers]
 
     # --- 7. Optimizer steps ---------------------------------------------------------------------
-    state, updates = _update(
+    state, updates, count = _update(
         progress.state,
         params,
         buffers,
@@ -222,14 +222,15 @@ def take_step(
         number=config.rl.updates_per_rollout,
     )
     seconds = time.perf_counter() - began
-    metrics |= sampling_metrics | updates | packing_metrics(batch, packed)
+    packing = packing_metrics(batch, packed)
+    tokens = packing["packed_tokens"] * count
+    metrics |= sampling_metrics | updates | packing
     metrics |= {
         "perturbed_norms": perturbed_norms,
         "temperature": temperature,
         "train_seconds": seconds,
+        "train_tokens_per_second": tokens / seconds if tokens else float("nan"),
     }
-    tokens = float(batch.lengths.sum()) * config.rl.updates_per_rollout
-    metrics["train_tokens_per_second"] = tokens / seconds
     progress = Progress(step=progress.step + 1, state=state, cursor=cursor, noise=noise_state)
     return StepResult(progress, experience, advantages, metrics)
 
@@ -266,8 +267,12 @@ def _update(
     *,
     programs: Programs,
     number: int,
-) -> tuple[TrainState, dict[str, float]]:
-    """The optimizer steps on one rollout; returns the state and metrics as Python numbers."""
+) -> tuple[TrainState, dict[str, float], int]:
+    """The optimizer steps on one rollout.
+
+    Returns:
+        The state, metrics as Python numbers, and the number of optimizer steps.
+    """
     history = []
     for update in range(number):
         totals, first = programs["zero_totals"](state.trainable), np.bool_(update == 0)
@@ -281,10 +286,11 @@ def _update(
         if history[-1]["update_skipped"]:
             break  # The same rollout would give the same gradient.
     combine = {"update_skipped": np.sum, "ratio_max": np.max, "logprob_diff_max": np.max}
-    return state, {
+    means = {
         name: combine.get(name, np.mean)([metrics[name] for metrics in history]).item()
         for name in history[0]
     }
+    return state, means, len(history)
 
 
 def _measure_noise(

@@ -65,6 +65,11 @@ class Tokenizer:
         """Returns the text of token ids, by default without the special tokens."""
         return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
+    def has_special(self, text: str) -> bool:
+        """Returns whether a text holds a special token, which `decode` leaves out by default."""
+        added = self.backend.get_added_tokens_decoder().values()
+        return any(token.special and token.content in text for token in added)
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, str]],
