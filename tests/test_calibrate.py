@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from qerl_jax.export.quantize import pack_layer, round_layers, write_packed
 from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 
 from qerl_jax.export import calibrate
-from qerl_jax.export.quantize import pack_layer, round_layers, write_packed
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import dequantize, quantize_nvfp4
 from qerl_jax.weights.checkpoint import open_checkpoint

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from qerl_jax.export.quantize import round_layers, write_packed
 from tiny_checkpoints import model_config, random_tensors, write_folder, write_gguf
 
 from qerl_jax.commands import quantize as command
 from qerl_jax.errors import UserError
-from qerl_jax.export.quantize import round_layers, write_packed
 from qerl_jax.policy import transformer
 from qerl_jax.policy.quant import QuantTensor, dequantize
 from qerl_jax.weights.checkpoint import open_checkpoint

@@ -1,4 +1,4 @@
-"""The base of a run in NVFP4: the calibrated weights, made once, or exactly those of a saved run."""
+"""The base of a run in NVFP4: calibrated once, or exactly that of a saved run."""
 
 import dataclasses
 import functools
@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
+from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.sharding import make_mesh, shard, shard_params
 from qerl_jax.quantization import cache
 from qerl_jax.quantization.cache import Entry
@@ -32,6 +33,12 @@ _VERSION = 1  # of what a base is made of; another one makes each base again
 def is_calibrated(model: Mapping[str, Any]) -> bool:
     """Whether the section `model` of a config asks for a calibrated base."""
     return model.get("format") == "nvfp4" and model.get("calibration") == "gptq"
+
+
+def recorded_digest(run: Mapping[str, Any]) -> str:
+    """The digest of the calibrated base that config.json of a run records; '' where it has none."""
+    fact = run.get(FACT)
+    return fact.get("digest", "") if isinstance(fact, Mapping) else ""
 
 
 def calibrated_base(
@@ -72,12 +79,13 @@ def calibrated_base(
         if mesh is not None:
             model = dataclasses.replace(model, params=shard(model.params, mesh))
         print(f"calibrating on completions of {len(chosen)} training prompts", flush=True)
+        plan = plan_run(config, checkpoint.config, this_device()).rollout
         engine = EngineConfig(
             chunk_steps=config.rollout.chunk_steps,
+            max_rows=plan.rows,
+            prefill_prompts=plan.prefill_prompts,
             kv_cache_dtype=config.rollout.kv_cache_dtype,
-            kv_cache_bytes=config.rollout.kv_cache_bytes,
-            max_rows=config.rollout.max_rows,
-            dequantize=config.rollout.dequantize,
+            dequantize=plan.dequantize,
             compact="once",
         )
         return sample_windows(model, chosen, text, engine)
@@ -157,10 +165,12 @@ def load_base_of_run(
     Raises:
         UserError: as in `load` and `restored_base`.
     """
-    digest = (run.get(FACT) or {}).get("digest")
-    if format != "nvfp4" or digest is None:
+    digest = recorded_digest(run)
+    if format != "nvfp4" or not digest:
         return load(source, format=format, dtype=dtype)
     checkpoint = open_checkpoint(source)
+    if checkpoint.packed:  # such as the base that was exported with an adapter
+        return load(source, format=format, dtype=dtype)
     entry = restored_base(checkpoint, digest, tokens)
     return load_calibrated(entry, checkpoint, dtype=dtype)
 

@@ -1,8 +1,8 @@
 """Calibrates a model for NVFP4: GPTQ layer after layer, on the inputs that the layers will see.
 
 The device holds one layer at a time and the activations of the whole text, so that models are
-calibrated that would not fit in 16 bits. The inputs of a projection are those behind the projections
-that are quantized already, so that it also makes up for their errors.
+calibrated that would not fit in 16 bits. The inputs of a projection are those behind the
+projections that are quantized already, so that it also makes up for their errors.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The text that a model is calibrated on: completions of training prompts, as a run samples them."""
+"""The text that a model is calibrated on: training prompts with completions of the model."""
 
 import dataclasses
 from collections.abc import Sequence

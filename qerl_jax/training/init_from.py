@@ -45,6 +45,7 @@ _REMEDY = "begin from a run that has ended, or start again"
 # same parameters with another scale are another policy.
 _SAME_FIELDS = (
     "model.format",
+    "model.calibration",
     "lora.rank",
     "lora.alpha",
     "lora.rslora",
