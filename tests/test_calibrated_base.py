@@ -50,7 +50,9 @@ def digest_of(folder):
 
 
 def entries(home):
-    return sorted(path.parent for path in (home / "qerl_jax" / "calibrated").glob("*/calibration.json"))
+    return sorted(
+        path.parent for path in (home / "qerl_jax" / "calibrated").glob("*/calibration.json")
+    )
 
 
 def assert_equal(some, others):
@@ -96,9 +98,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(run, tiny, tmp_path):
     assert tiny_run.results(tmp_path / "run") == tiny_run.results(whole)
 
 
-def test_a_missing_base_is_made_again_from_the_text_of_the_run(
-    run, tmp_path, monkeypatch, capsys
-):
+def test_a_missing_base_is_made_again_from_the_text_of_the_run(run, tmp_path, monkeypatch, capsys):
     expected = packed(open_policy(str(run)).base.params)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert_equal(packed(open_policy(str(run)).base.params), expected)

@@ -19,7 +19,7 @@ from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import FUSED, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize
-from qerl_jax.quantization.gptq import block_scales, gptq, pack_codes
+from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_codes
 from qerl_jax.quantization.rounding import PackedLayer
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
@@ -27,9 +27,6 @@ from qerl_jax.weights.load import DTYPES, each_layer, read_layer
 
 _ROWS = 8  # text windows that run through a layer together
 _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a factor
-# The compiler would time candidates for matrix products, and could choose others the next time:
-# the same text must give the same bytes.
-_COMPILER = {"xla_gpu_autotune_level": 0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +121,7 @@ def _quantize(
     return packed, quantized, ratios
 
 
-@functools.partial(jax.jit, compiler_options=_COMPILER)
+@functools.partial(jax.jit, compiler_options=SAME_PROGRAM)
 def _output_squares(
     weight: jax.Array, quantized: jax.Array, hessian: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -133,7 +130,7 @@ def _output_squares(
     return jnp.sum((error @ hessian) * error, axis=1), jnp.sum((weight @ hessian) * weight, axis=1)
 
 
-@functools.partial(jax.jit, static_argnames=("name", "config"), compiler_options=_COMPILER)
+@functools.partial(jax.jit, static_argnames=("name", "config"), compiler_options=SAME_PROGRAM)
 def _moments(layer: dict, x: jax.Array, *, name: str, config: ModelConfig) -> jax.Array:
     """Returns the mean of x x^T, float32 [K, K], over the inputs of a projection.
 
@@ -151,7 +148,7 @@ def _moments(layer: dict, x: jax.Array, *, name: str, config: ModelConfig) -> ja
             rows,
             rows,
             (((0,), (0,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
+            precision=_precision(rows.dtype),
             preferred_element_type=jnp.float32,
         )
         return total + product, None
@@ -161,8 +158,13 @@ def _moments(layer: dict, x: jax.Array, *, name: str, config: ModelConfig) -> ja
     return total / (x.size // x.shape[-1])
 
 
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Products of bfloat16 numbers are exact in float32 already; those of float32 need not be."""
+    return jax.lax.Precision.DEFAULT if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+
+
 @functools.partial(
-    jax.jit, static_argnames="config", donate_argnames="x", compiler_options=_COMPILER
+    jax.jit, static_argnames="config", donate_argnames="x", compiler_options=SAME_PROGRAM
 )
 def _outputs(layer: dict, x: jax.Array, *, config: ModelConfig) -> jax.Array:
     """Returns the outputs [batches, B, T, D] of a layer."""

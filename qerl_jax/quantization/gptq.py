@@ -29,6 +29,11 @@ import jax.numpy as jnp
 from pallas_kernels.fp4_matmul import FORMATS
 from qerl_jax.policy.quant import BLOCK
 
+# The compiler would time candidates for matrix products, and could choose others the next time: the
+# same text must give the same bytes. Without timing, the kernels that it generates are slow at
+# products (a layer of 7B takes 3.7 s instead of 1.1), so that those of cuBLAS are used.
+SAME_PROGRAM = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
 _DAMPING = 0.01  # of the mean diagonal of H
 _PANELS = (128, 64, 32, 16)  # columns between two products with all columns
 _GROWTH = 8  # FP8 numbers above the scale of the largest weight: eight are a factor of two
@@ -83,8 +88,7 @@ def block_scales(weight: Array, energy: Array, *, grow: bool = True) -> tuple[Ar
     return scales_of(steps), divisor
 
 
-# Without timing candidates for products, the compiler makes the same program each time.
-@functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
+@functools.partial(jax.jit, compiler_options=SAME_PROGRAM)
 def gptq(
     weight: Array, hessian: Array, scales: Array, divisor: Array, damping: float = _DAMPING
 ) -> tuple[Array, Array]:
