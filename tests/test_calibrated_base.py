@@ -72,9 +72,10 @@ def test_a_run_trains_on_calibrated_bytes_and_records_them(run, tiny, home):
         (a != b).any() for a, b in zip(packed(stored.params), packed(rounded.params), strict=True)
     )
     # Exports name the model, and can still be made from its 16 bits.
-    assert policy.base.source == str(tiny.model.resolve()) and not policy.base.packed
+    assert policy.base.source == str(tiny.model.resolve())
+    assert not policy.base.packed
     text = np.load(RunFolder(run).calibration)
-    assert text.dtype == np.int32 and text.ndim == 2
+    assert (text.dtype, text.ndim) == (np.int32, 2)
     assert_equal([text], [np.load(entry / "tokens.npy")])
 
 
@@ -119,7 +120,8 @@ def test_a_damaged_base_is_made_again(run, tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert_equal(packed(open_policy(str(run)).base.params), expected)
     out = capsys.readouterr().out
-    assert "damaged" in out and "calibrated on" in out
+    assert "damaged" in out
+    assert "calibrated on" in out
 
 
 def test_other_bytes_are_refused(run, tmp_path, monkeypatch):
@@ -142,7 +144,7 @@ def test_a_text_of_somebody_else_is_checked(run, tmp_path, monkeypatch, content)
         path.write_bytes(content)
     else:
         np.save(path, content)
-    with pytest.raises(UserError, match="calibration_tokens.npy"):
+    with pytest.raises(UserError, match=r"calibration_tokens\.npy"):
         open_policy(str(tmp_path / "run"))
 
 
