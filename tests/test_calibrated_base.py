@@ -1,12 +1,16 @@
 """The calibrated base of a run: made once, recorded, and exactly the same wherever it is used."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 import tiny_run
+from test_processes import Started
 
 import qerl_jax
 from qerl_jax.errors import UserError
@@ -194,3 +198,28 @@ def test_an_nvfp4_checkpoint_is_taken_as_it_is(run, tiny, home, tmp_path, monkey
     other = qerl_jax.train(tiny.config(changes), workdir=tmp_path / "run")
     assert "calibration" not in json.loads((other / "config.json").read_text())
     assert not entries(tmp_path)
+
+
+def test_two_devices_sample_the_same_text_and_share_the_bytes(run, tiny, tmp_path):
+    file = tiny.config_file(tmp_path / "config.py", CALIBRATED | {"mesh.data": 2})
+    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2"
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    subprocess.run(
+        [sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}", "--workdir=run"],
+        env=tiny.environment() | environment,
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    assert digest_of(tmp_path / "run") == digest_of(run)
+
+
+@pytest.mark.slow  # 40 s: two processes that compile
+def test_of_two_processes_one_calibrates(run, tiny, tmp_path):
+    file = tiny.config_file(tmp_path / "config.py", CALIBRATED | {"mesh.data": 2})
+    environment = tiny.environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}", "--workdir=run"]
+    started = Started(lambda _: command, [environment] * 2, tmp_path)
+    assert started.wait(300) == [0, 0], [started.said(0), started.said(1)]
+    assert digest_of(tmp_path / "run") == digest_of(run)
+    assert len(entries(tmp_path)) == 1
