@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,10 @@ from ml_collections import ConfigDict
 from qerl_jax.data.prompts import Prompt
 from qerl_jax.errors import UserError
 from qerl_jax.memory.run_plan import plan_run, this_device
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import projection_shapes
 from qerl_jax.policy.sharding import make_mesh, shard, shard_params
+from qerl_jax.policy.sizes import weight_bytes
 from qerl_jax.quantization import cache
 from qerl_jax.quantization.cache import Entry
 from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
@@ -27,6 +31,8 @@ from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.load import LoadedModel, Place, load
 
 FACT = "calibration"  # in config.json of a run: the digest of its base
+# Sampling, compiling and writing; and quantizing, on an H100 (benchmarks/results/calibration.json).
+_SECONDS, _SECONDS_PER_WEIGHT = 40, 5e-9
 _VERSION = 1  # of what a base is made of; another one makes each base again
 
 
@@ -39,6 +45,35 @@ def recorded_digest(run: Mapping[str, Any]) -> str:
     """The digest of the calibrated base that config.json of a run records; '' where it has none."""
     fact = run.get(FACT)
     return fact.get("digest", "") if isinstance(fact, Mapping) else ""
+
+
+def calibration_cost(model: ModelConfig) -> tuple[int, int]:
+    """Estimates the seconds on an H100 and the bytes on the disk that a calibrated base takes.
+
+    Args:
+        model: the architecture.
+    """
+    weights = model.num_layers * sum(map(math.prod, projection_shapes(model).values()))
+    seconds = _SECONDS + _SECONDS_PER_WEIGHT * weights
+    return round(seconds), weight_bytes(model, format="nvfp4", itemsize=2)
+
+
+def describe_cost(config: ConfigDict, model: ModelConfig) -> str:
+    """Returns a line that says what the calibrated base of a run takes; '' for a run without one.
+
+    Args:
+        config: the resolved config. Whether its model is in NVFP4 already, and then stays as it is,
+            is not looked up.
+        model: the architecture.
+    """
+    if not is_calibrated(config.model):
+        return ""
+    seconds, size = calibration_cost(model)
+    return (
+        f"calibration of 16-bit weights before the first step: about {seconds} s on an H100 and "
+        f"{size / 1e9:.1f} GB in {cache.cache_folder()}, once for all runs of this model on these "
+        "problems\n"
+    )
 
 
 def calibrated_base(
