@@ -15,9 +15,12 @@ from test_processes import Started
 import qerl_jax
 from qerl_jax.errors import UserError
 from qerl_jax.evaluation.load_policy import open_policy
+from qerl_jax.export import write
+from qerl_jax.export.write import ExportConfig, export
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.quantization import cache
 from qerl_jax.run.folder import RunFolder
+from qerl_jax.weights import safetensors
 from qerl_jax.weights.load import load
 
 CALIBRATED = {"model.calibration": "gptq", "steps": 2, "eval.every": 0}
@@ -223,3 +226,22 @@ def test_of_two_processes_one_calibrates(run, tiny, tmp_path):
     assert started.wait(300) == [0, 0], [started.said(0), started.said(1)]
     assert digest_of(tmp_path / "run") == digest_of(run)
     assert len(entries(tmp_path)) == 1
+
+
+def test_an_export_names_the_calibrated_weights(run, home, tmp_path, capsys):
+    (entry,) = entries(home)
+    export(ExportConfig(str(run), "peft", out=str(tmp_path / "one"), score_problems=0))
+    assert f"vllm serve {entry} --enable-lora" in capsys.readouterr().out
+    options = {"score_problems": 0, "with_base": True}
+    export(ExportConfig(str(run), "peft", out=str(tmp_path / "two"), **options))
+    assert f"vllm serve {tmp_path / 'two-base'} --enable-lora" in capsys.readouterr().out
+    written = safetensors.read_folder(tmp_path / "two-base")
+    for name, tensor in safetensors.read_folder(entry).items():
+        np.testing.assert_array_equal(written[name].view(np.uint8), tensor.view(np.uint8))
+
+
+def test_an_adapter_is_not_uploaded_without_its_calibrated_base(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(write, "check_push", lambda *_, **__: None)
+    options = {"base_name": "user/base", "score_problems": 0}
+    with pytest.raises(UserError, match=r"calibrated weights .* --with-base"):
+        export(ExportConfig(str(run), "peft", push="user/name", out=str(tmp_path / "o"), **options))

@@ -182,6 +182,7 @@ def load_calibrated(
         source=checkpoint.source,
         path=checkpoint.path,
         packed=False,
+        calibrated=entry.path,
     )
 
 
