@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from test_processes import Started
 
 import qerl_jax
 from qerl_jax.errors import UserError
@@ -215,17 +214,6 @@ def test_two_devices_sample_the_same_text_and_share_the_bytes(run, tiny, tmp_pat
         capture_output=True,
     )
     assert digest_of(tmp_path / "run") == digest_of(run)
-
-
-@pytest.mark.slow  # 40 s: two processes that compile
-def test_of_two_processes_one_calibrates(run, tiny, tmp_path):
-    file = tiny.config_file(tmp_path / "config.py", CALIBRATED | {"mesh.data": 2})
-    environment = tiny.environment() | {"XDG_CACHE_HOME": str(tmp_path)}
-    command = [sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}", "--workdir=run"]
-    started = Started(lambda _: command, [environment] * 2, tmp_path)
-    assert started.wait(300) == [0, 0], [started.said(0), started.said(1)]
-    assert digest_of(tmp_path / "run") == digest_of(run)
-    assert len(entries(tmp_path)) == 1
 
 
 def test_an_export_names_the_calibrated_weights(run, home, tmp_path, capsys):

@@ -243,7 +243,7 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
     if config.push and config.format == "peft" and base.calibrated and not config.with_base:
         raise UserError(
             f"--push={config.push}: the adapter belongs to the calibrated weights in "
-            f"{base.calibrated}, which nobody else has; upload them too, --with-base"
+            f"{base.calibrated}, which no hub has; upload them too, --with-base"
         )
     if config.onto == "bf16" and base.packed:
         raise UserError(

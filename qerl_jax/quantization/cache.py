@@ -98,7 +98,7 @@ def entry_path(key: str) -> Path:
 
 
 def open_entry(path: Path) -> Entry | None:
-    """Opens an entry; None where there is none, or where its weights are not those it had."""
+    """Opens an entry; None without an entry, or where its weights are not those it had."""
     if not (path / _RECORD).exists():
         return None
     try:
@@ -113,7 +113,7 @@ def open_entry(path: Path) -> Entry | None:
 
 
 def find(digest: str) -> Entry | None:
-    """Finds the entry with a digest; None where there is none."""
+    """Finds the entry with a digest; None without such an entry."""
     for path in sorted(cache_folder().glob(f"{'[0-9a-f]' * _ID_DIGITS}/{_RECORD}")):
         with contextlib.suppress(UserError):
             if json_file.read_object(path).get("digest") == digest:

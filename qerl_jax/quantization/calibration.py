@@ -1,8 +1,8 @@
 """Calibrates a model for NVFP4: GPTQ layer after layer, on the inputs that the layers will see.
 
 The device holds one layer at a time and the activations of the whole text, so that models are
-calibrated that would not fit in 16 bits. The inputs of a projection are those behind the
-projections that are quantized already, so that it also makes up for their errors.
+calibrated that would not fit in 16 bits. The inputs of a projection are those that
+the quantized projections before it give, so that it also makes up for their errors.
 """
 
 import dataclasses
@@ -59,8 +59,8 @@ def calibrated_layers(
 
     Yields:
         The layers in order. Their errors are those of the outputs on the text: the mean square of
-        the error relative to the mean square of the output. Without `reports_errors` there are
-        none.
+        the error relative to the mean square of the output. Without `reports_errors` no
+        error is measured.
 
     Raises:
         UserError: a weight is not finite, or the moments of a projection's inputs are not.
