@@ -1,15 +1,19 @@
 """Trains and scores arms of the comparison on GSM8K on all GPUs of a machine: grids, then seeds.
 
-    uv run --extra cuda python -m benchmarks.gsm8k_arms --gpus=2 \
-        --arms=bf16-lora,nvfp4-lora,nvfp4-lora-aqn-kl0.01 --seeds=0,1,2 \
+    uv run --extra cuda python -m benchmarks.gsm8k_arms --gpus=4 \
+        --arms=bf16-lora,nvfp4-rounded-lora,nvfp4-lora --seeds=0,1,2,3,4 \
         --model=qwen2.5-coder-1.5b.gguf --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
 
 Each job is a process on one GPU: a run of an arm's grid of learning rates, then, with the rate of
 the best held-out accuracy, the training of a seed and the evaluations of `benchmarks.gsm8k`, and
-the evaluations of the start. The first seed of all arms comes before the second one. Grids and rows
-go to gsm8k.json as they get ready. Those that are there, and what lies finished in --workdir, are
-not done again, so the same command continues after it was stopped, also with other arms, seeds or
-GPUs. `--seeds=` without a seed runs the grids alone, from which the noise is chosen.
+the evaluations of the start. The first seed of all arms comes before the second one, an arm whose
+grid is there does not wait for the grids of others, and the evaluations of a run come after as many
+further trainings as there are GPUs: so all are busy to the end, and rows come early. Weights are
+calibrated by the first job that needs them, while the others of their arm wait.
+
+Grids and rows go to gsm8k.json as they get ready. Those that are there, and what lies finished in
+--workdir, are not done again, so the same command continues after it was stopped, also with other
+arms, seeds or GPUs. `--seeds=` without a seed runs the grids alone, from which the noise is chosen.
 
 Each job says what it does to logs/NAME.log in --workdir. One that fails is named at the end.
 """
@@ -20,7 +24,7 @@ import itertools
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import gsm8k
 from experiments.configs import evidence
@@ -31,6 +35,13 @@ from qerl_jax.run.jobs import Job, devices_of, run_jobs
 from qerl_jax.system.paths import user_path
 
 _RATE = "optimizer.learning_rate"
+
+
+class _SeedJobs(NamedTuple):
+    """The jobs of a seed of an arm: the evaluations need the training."""
+
+    training: Job
+    evaluations: list[Job]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -46,7 +57,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", default="0,1,2", help=seeds)
     add("--gpus", type=int, default=0, help="jobs at a time, one per GPU (default: one job)")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
-    add("--calibrated", default="", help="folder of the calibrated weights of the arms with awq")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
     add("--test", default="", help="JSONL file of test problems (default: the hub's)")
     add("--workdir", type=user_path, default=pathlib.Path("runs/evidence"), help="run folders")
@@ -76,9 +86,16 @@ def jobs(arms: list[str], seeds: list[int], arguments: argparse.Namespace) -> It
     for arm in arms:
         if arm not in content["grids"]:
             yield from _grid_jobs(arm, arguments)
-    for seed, arm in itertools.product(seeds, arms):
-        if arm in content["grids"] and gsm8k.run_name(arm, seed) not in content["runs"]:
-            yield from _seed_jobs(arm, seed, best_rate(content["grids"][arm]), arguments)
+    runs = [
+        _seed_jobs(arm, seed, best_rate(content["grids"][arm]), arguments)
+        for seed, arm in itertools.product(seeds, arms)
+        if arm in content["grids"] and gsm8k.run_name(arm, seed) not in content["runs"]
+    ]
+    for number in range(len(runs) + arguments.gpus):
+        if number < len(runs):
+            yield runs[number].training
+        if number >= arguments.gpus and runs[number - arguments.gpus].training.is_finished():
+            yield from runs[number - arguments.gpus].evaluations
 
 
 def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
@@ -89,19 +106,19 @@ def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
         yield _training(f"grid-{arm}-{run.name}", command, run)
 
 
-def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) -> Iterator[Job]:
+def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) -> _SeedJobs:
     job_arguments = argparse.Namespace(**vars(arguments), rest=[f"--config.{_RATE}={rate}"])
     run = arguments.workdir / gsm8k.run_name(arm, seed)
     folders = gsm8k.evaluation_folders(run, arm)
     commands = gsm8k.commands(arm, seed, job_arguments)
     training = _training(f"{run.name}-train", commands.pop("train"), run)
-    yield training
-    if training.is_finished():
-        for part, command in commands.items():
-            # Arms of the same weights share the evaluations of the start.
-            shared = part.startswith("start")
-            name = f"{part}-{gsm8k.weights_of(arm)}" if shared else f"{run.name}-{part}"
-            yield Job(name, command, functools.partial(_is_evaluated, folders[part]))
+    evaluations = []
+    for part, command in commands.items():
+        # Arms of the same weights share the evaluations of the start.
+        shared = part.startswith("start")
+        name = f"{part}-{gsm8k.weights_of(arm)}" if shared else f"{run.name}-{part}"
+        evaluations.append(Job(name, command, functools.partial(_is_evaluated, folders[part])))
+    return _SeedJobs(training, evaluations)
 
 
 def _training(name: str, command: list[str], run: pathlib.Path) -> Job:
@@ -126,8 +143,6 @@ def run(arguments: argparse.Namespace) -> None:
     arms, seeds = arguments.arms.split(","), _seeds(arguments.seeds)
     if unknown := [arm for arm in arms if arm not in evidence.ARMS]:
         raise UserError(f"unknown arm {unknown[0]!r}: choose from {', '.join(evidence.ARMS)}")
-    for arm in arms:
-        gsm8k.source_of(arm, arguments)  # before any job starts
 
     def ready() -> Iterator[Job]:
         _publish(arms, arguments)
