@@ -59,7 +59,7 @@ class Difference(NamedTuple):
 
 
 def difference_text(difference: Difference | None, spec: str = "+.1f") -> str:
-    """A difference and its interval, for a table; '-' where there is none."""
+    """A difference and its interval, for a table; '-' for None."""
     if difference is None:
         return "-"
     value, low, high = (f"{part:{spec}}" for part in difference)

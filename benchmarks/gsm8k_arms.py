@@ -6,10 +6,9 @@
 
 Each job is a process on one GPU: a run of an arm's grid of learning rates, then, with the rate of
 the best held-out accuracy, the training of a seed and the evaluations of `benchmarks.gsm8k`, and
-the evaluations of the start. The first seed of all arms comes before the second one, an arm whose
-grid is there does not wait for the grids of others, and the evaluations of a run come after as many
-further trainings as there are GPUs: so all are busy to the end, and rows come early. Weights are
-calibrated by the first job that needs them, while the others of their arm wait.
+the evaluations of the start. The first seed of all arms comes before the second one, and an arm
+whose grid is there does not wait for the grids of others. Weights are calibrated by the first job
+that needs them, while others that need them wait.
 
 Grids and rows go to gsm8k.json as they get ready. Those that are there, and what lies finished in
 --workdir, are not done again, so the same command continues after it was stopped, also with other
@@ -24,7 +23,7 @@ import itertools
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import gsm8k
 from experiments.configs import evidence
@@ -35,13 +34,6 @@ from qerl_jax.run.jobs import Job, devices_of, run_jobs
 from qerl_jax.system.paths import user_path
 
 _RATE = "optimizer.learning_rate"
-
-
-class _SeedJobs(NamedTuple):
-    """The jobs of a seed of an arm: the evaluations need the training."""
-
-    training: Job
-    evaluations: list[Job]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -86,16 +78,9 @@ def jobs(arms: list[str], seeds: list[int], arguments: argparse.Namespace) -> It
     for arm in arms:
         if arm not in content["grids"]:
             yield from _grid_jobs(arm, arguments)
-    runs = [
-        _seed_jobs(arm, seed, best_rate(content["grids"][arm]), arguments)
-        for seed, arm in itertools.product(seeds, arms)
-        if arm in content["grids"] and gsm8k.run_name(arm, seed) not in content["runs"]
-    ]
-    for number in range(len(runs) + arguments.gpus):
-        if number < len(runs):
-            yield runs[number].training
-        if number >= arguments.gpus and runs[number - arguments.gpus].training.is_finished():
-            yield from runs[number - arguments.gpus].evaluations
+    for seed, arm in itertools.product(seeds, arms):
+        if arm in content["grids"] and gsm8k.run_name(arm, seed) not in content["runs"]:
+            yield from _seed_jobs(arm, seed, best_rate(content["grids"][arm]), arguments)
 
 
 def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
@@ -106,19 +91,21 @@ def _grid_jobs(arm: str, arguments: argparse.Namespace) -> Iterator[Job]:
         yield _training(f"grid-{arm}-{run.name}", command, run)
 
 
-def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) -> _SeedJobs:
+def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) -> Iterator[Job]:
     job_arguments = argparse.Namespace(**vars(arguments), rest=[f"--config.{_RATE}={rate}"])
     run = arguments.workdir / gsm8k.run_name(arm, seed)
     folders = gsm8k.evaluation_folders(run, arm)
     commands = gsm8k.commands(arm, seed, job_arguments)
     training = _training(f"{run.name}-train", commands.pop("train"), run)
-    evaluations = []
-    for part, command in commands.items():
-        # Arms of the same weights share the evaluations of the start.
-        shared = part.startswith("start")
-        name = f"{part}-{gsm8k.weights_of(arm)}" if shared else f"{run.name}-{part}"
-        evaluations.append(Job(name, command, functools.partial(_is_evaluated, folders[part])))
-    return _SeedJobs(training, evaluations)
+    yield training
+    if training.is_finished():
+        # The longest first, so that few GPUs are idle at the end.
+        for part in sorted(commands, key=lambda part: "samples" not in part):
+            # Arms of the same weights share the evaluations of the start.
+            shared = part.startswith("start")
+            name = f"{part}-{gsm8k.weights_of(arm)}" if shared else f"{run.name}-{part}"
+            is_finished = functools.partial(_is_evaluated, folders[part])
+            yield Job(name, commands[part], is_finished)
 
 
 def _training(name: str, command: list[str], run: pathlib.Path) -> Job:

@@ -30,6 +30,7 @@ from benchmarks.gsm8k import RESULTS
 from experiments.configs import evidence
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
+from qerl_jax.quantization import cache as calibrated
 from qerl_jax.run import jobs as processes
 from qerl_jax.run.folder import config_dict, flatten
 from qerl_jax.run.jobs import Job
@@ -374,21 +375,24 @@ def all_arms(tmp_path, *flags):
     return gsm8k_arms.make_parser().parse_args(given)
 
 
-class Ended:
-    """A process that has done the work of a job at once, by what its command says."""
+def do_work(command, held_out):
+    """Writes what a job leaves, by what its command says."""
+    flags = dict(flag.lstrip("-").split("=", 1) for flag in command if "=" in flag)
+    if "grpo_gsm8k" in command[1]:
+        run = pathlib.Path(flags["workdir"])
+        arm = flags["config"].rpartition(":")[2]
+        rate = float(flags["config.optimizer.learning_rate"])
+        write_training(run, arm=arm, seed=int(flags["config.seed"]), rate=rate)
+        set_held_out(run, held_out(arm, rate))
+    else:
+        samples = int(flags.get("samples", 1))
+        write_evaluation(pathlib.Path(flags["out"]), correct=(1, 0, 1, 1), samples=samples)
 
-    def __init__(self, command, held_out):
-        flags = dict(flag.lstrip("-").split("=", 1) for flag in command if "=" in flag)
-        self.returncode = 0
-        if "grpo_gsm8k" in command[1]:
-            run = pathlib.Path(flags["workdir"])
-            arm = flags["config"].rpartition(":")[2]
-            rate = float(flags["config.optimizer.learning_rate"])
-            write_training(run, arm=arm, seed=int(flags["config.seed"]), rate=rate)
-            set_held_out(run, held_out(arm, rate))
-        else:
-            samples = int(flags.get("samples", 1))
-            write_evaluation(pathlib.Path(flags["out"]), correct=(1, 0, 1, 1), samples=samples)
+
+class Ended:
+    """A process that has done its work."""
+
+    returncode = 0
 
     def poll(self):
         return self.returncode
@@ -414,8 +418,8 @@ def end_at_once(monkeypatch, tmp_path, best):
 
     def start(job, device, workdir):
         started.append((job.name, device))
-        process = Ended(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
-        return processes._RunningJob(job, tmp_path / "log", process, 0.0)
+        do_work(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
+        return processes._RunningJob(job, tmp_path / "log", Ended(), 0.0)
 
     monkeypatch.setattr(processes, "_start", start)
     return started
@@ -440,7 +444,8 @@ def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatc
     gsm8k_arms.run(all_arms(tmp_path, *flags))
     assert not started
     gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=2"))
-    assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in gsm8k.PARTS[:3]]
+    parts = ("train", "samples", "end")
+    assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in parts]
 
 
 def test_no_seeds_run_the_grids_alone(tmp_path, monkeypatch, quick):
@@ -459,12 +464,116 @@ def test_published_grids_and_rows_are_not_done_again_without_their_folders(
     shutil.rmtree(tmp_path / "work")
     started.clear()
     gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=0,1"))
-    ends = [f"{ARM}-s1-train", f"{ARM}-s1-end", f"{ARM}-s1-samples"]
     assert [name for name, _ in started] == [
-        *(*ends, "start-nvfp4-gptq", "start-samples-nvfp4-gptq")
+        *(f"{ARM}-s1-{part}" for part in ("train", "samples")),
+        *("start-samples-nvfp4-gptq", f"{ARM}-s1-end", "start-nvfp4-gptq"),
     ]
     rows = gsm8k.read_results(tmp_path / "results")["rows"]
     assert [(row["seed"], row["learning_rate"]) for row in rows] == [(0, 1e-4), (1, 1e-4)]
+
+
+class PowerCutError(Exception):
+    """The machine is gone."""
+
+
+JOB_SECONDS = {"bf16": 166, "nvfp4": 142, "end": 70, "samples": 130, "calibration": 50}
+
+
+class Machine:
+    """Four GPUs whose jobs take as long as on a card, by a clock of its own.
+
+    Attributes:
+        now: the time in seconds.
+        jobs: name, device, begin and end of each job.
+    """
+
+    def __init__(self, monkeypatch, tmp_path, ends_at=float("inf")):
+        self.now, self.ends_at, self.calibrated, self.jobs = 0.0, ends_at, None, []
+        self.tmp_path = tmp_path
+        monkeypatch.setattr(processes, "_start", self.start)
+        monkeypatch.setattr(processes, "time", self)
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if self.now >= self.ends_at:
+            raise PowerCutError
+
+    def perf_counter(self):
+        return self.now
+
+    def start(self, job, device, workdir):
+        end = self.now + self.seconds(job)
+        self.jobs.append((job.name, device, self.now, end))
+        return processes._RunningJob(job, self.tmp_path / "log", Timed(self, job, end), self.now)
+
+    def seconds(self, job):
+        if job.run is None:
+            return JOB_SECONDS["samples" if "samples" in job.name else "end"]
+        if "bf16" in job.name:
+            return JOB_SECONDS["bf16"]
+        if self.calibrated is None:  # Others wait for its lock.
+            self.calibrated = self.now + JOB_SECONDS["calibration"]
+        return max(self.calibrated - self.now, 0) + JOB_SECONDS["nvfp4"]
+
+    def idle(self):
+        """GPU-seconds without a job until the last one ends."""
+        return 4 * self.now - sum(end - begin for *_, begin, end in self.jobs)
+
+
+class Timed(Ended):
+    """A process whose work is done at some time."""
+
+    def __init__(self, machine, job, end):
+        self.machine, self.job, self.end, self.returncode = machine, job, end, None
+
+    def poll(self):
+        if self.returncode is None and self.machine.now >= self.end:
+            do_work(self.job.command, lambda arm, rate: 0.6 if rate == 1e-4 else 0.5)
+            self.returncode = 0
+        return self.returncode
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """The arguments of a queue of two arms; that in bf16 has its grid and three of five seeds."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    results = tmp_path / "results"
+    content = gsm8k.read_results(RESULTS)
+    content["grids"] = {"bf16-lora": content["grids"]["bf16-lora"]}
+    content["rows"] = [row for row in content["rows"] if row["arm"] == "bf16-lora"][:3]
+    names = {gsm8k.run_name(row["arm"], row["seed"]) for row in content["rows"]}
+    content["runs"] = {name: content["runs"][name] for name in names}
+    gsm8k.write_json(results / "gsm8k.json", content)
+    flags = ["--arms=bf16-lora,nvfp4-lora", "--seeds=0,1,2,3,4", "--gpus=4"]
+    return all_arms(tmp_path, *flags)
+
+
+def test_a_queue_keeps_four_gpus_busy(queue, tmp_path, monkeypatch):
+    machine = Machine(monkeypatch, tmp_path)
+    gsm8k_arms.run(queue)
+    names = [name for name, *_ in machine.jobs]
+    # The grid of an arm does not hold up one whose grid is there.
+    assert [name for name in names[:4] if "grid" not in name] == ["bf16-lora-s3-train"]
+    new = [("bf16-lora", seed) for seed in (3, 4)] + [("nvfp4-lora", seed) for seed in range(5)]
+    rows = gsm8k.read_results(queue.results)["rows"]
+    assert {(row["arm"], row["seed"]) for row in rows[3:]} == set(new)
+    assert len(names) == len(set(names)) == 3 + 3 * len(new) + 4
+    assert machine.idle() < 0.06 * 4 * machine.now
+
+
+def test_a_queue_that_was_killed_continues(queue, tmp_path, monkeypatch):
+    first = Machine(monkeypatch, tmp_path, ends_at=560.0)
+    with pytest.raises(PowerCutError):
+        gsm8k_arms.run(queue)
+    content = gsm8k.read_results(queue.results)
+    assert "nvfp4-lora" in content["grids"]
+    done = {name for name, _, _, end in first.jobs if end < first.now}
+    second = Machine(monkeypatch, tmp_path)
+    gsm8k_arms.run(queue)
+    assert not done & {name for name, *_ in second.jobs}
+    rows = gsm8k.read_results(queue.results)["rows"]
+    assert [row for row in rows if row["arm"] == "bf16-lora"][:3] == content["rows"][:3]
+    assert len(rows) == 10
 
 
 def test_arms_have_the_best_rates_of_the_published_grids():
@@ -772,16 +881,81 @@ def test_the_result_of_a_speedrun(tmp_path):
     run = write_run(tmp_path / "runs", arm="speedrun")
     saved = json.loads((run / "config.json").read_text())
     changed = saved | {"config": saved["config"] | {"steps": 60}}
+    known = {"seconds": 300.0, "entries": set(), "problems": 1000}
     (run / "config.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match=r"evaluations after steps \[0, 4\], not 0 and"):
-        speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
+        speedrun.result_of(run, state="warm", **known)
     (run / "config.json").write_text(json.dumps(saved))
-    result = speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
+    result = speedrun.result_of(run, state="warm", **known)
     assert (result["pass1_start"], result["pass1_end"], result["n"]) == (25.0, 50.0, 1000)
     assert (result["device"], result["commit"]) == ("NVIDIA H100", "b" * 40)
+    assert "calibration" not in result
     assert speedrun.new_folder(tmp_path) == tmp_path / "run-1"
     (tmp_path / "run-1").mkdir()
     assert speedrun.new_folder(tmp_path) == tmp_path / "run-2"
+
+
+def test_a_speedrun_is_cold_only_if_it_also_calibrates(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    entry = calibrated.entry_path("a" * 24)
+    entry.mkdir(parents=True)
+    (entry / "model.safetensors").write_bytes(b"weights")
+    calibrated.complete_entry(entry, np.zeros((1, 2), np.int32), {"seconds": 40.5})
+    digest = {"digest": json.loads((entry / "calibration.json").read_text())["digest"]}
+    run = write_run(tmp_path / "runs", arm="speedrun")
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(saved | {"calibration": digest}))
+
+    def result(state, entries):
+        return speedrun.result_of(run, seconds=300.0, state=state, entries=entries, problems=9)
+
+    cold, warm = result("cold", set()), result("warm", {entry})
+    assert (cold["cache"], cold["calibration_seconds"]) == ("cold", 40.5)
+    assert (warm["cache"], warm["calibration"]) == ("warm", digest)
+    assert "calibration_seconds" not in warm
+    for state, entries in ("cold", {entry}), ("warm", set()):
+        with pytest.raises(UserError, match=f"{state} for compiled programs only: the next run"):
+            result(state, entries)
+
+
+def test_a_speedrun_keeps_its_caches_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    data = [f"--{name}={tmp_path}/test.jsonl" for name in ("model", "train", "test")]
+    out = tmp_path / "speedrun.json"
+    monkeypatch.setattr(sys, "argv", ["x", *data, f"--workdir={tmp_path}/runs", f"--out={out}"])
+    for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "of the user"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+
+    def train(command):
+        (run,) = [word.partition("=")[2] for word in command if word.startswith("--workdir=")]
+        write_training(pathlib.Path(run), arm="speedrun")
+        pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "program").touch()
+
+    monkeypatch.setattr(speedrun, "timed", train)
+    for state in ("cold", "warm"):
+        speedrun.main()
+        assert json.loads(out.read_text())["cache"] == state
+        assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "runs" / "cache")
+        assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "runs/cache/programs")
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"cache": "cold"}, "on one H100 in 250 s, compilation included."),
+        ({"cache": "warm"}, "on one H100 in 250 s with warm caches."),
+        (
+            {"cache": "warm", "cold": {"seconds": 330.4, "calibration_seconds": 41.6}},
+            "in 250 s with warm caches; with empty ones it takes 330 s, compilation and 42 s of "
+            "calibration included.",
+        ),
+    ],
+)
+def test_the_readme_says_what_a_speedrun_took(result, expected):
+    known = {"seconds": 250.4, "pass1_start": 54.0, "pass1_end": 69.2, "n": 1000}
+    text = tables.speedrun_sentence(known | {"device": "NVIDIA H100 80GB HBM3"} | result)
+    assert text.endswith(expected)
 
 
 def test_a_warm_run_is_kept_beside_a_cold_one():
