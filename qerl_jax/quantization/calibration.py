@@ -1,8 +1,8 @@
 """Calibrates a model for NVFP4: GPTQ layer after layer, on the inputs that the layers will see.
 
 The device holds one layer at a time and the activations of the whole text, so that models are
-calibrated that would not fit in 16 bits. The inputs of a projection are those that
-the quantized projections before it give, so that it also makes up for their errors.
+calibrated that would not fit in 16 bits. The inputs of a projection come from the projections that
+are quantized already, so that it also makes up for their errors.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from qerl_jax.errors import UserError
 from qerl_jax.policy import transformer
 from qerl_jax.policy.attention import rotary_angles
 from qerl_jax.policy.config import ModelConfig
-from qerl_jax.policy.lora import FUSED, member_bounds
-from qerl_jax.policy.quant import QuantTensor, dequantize
+from qerl_jax.policy.lora import FUSED, member_bounds, projection_shapes
+from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_on_device
 from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_codes
 from qerl_jax.quantization.rounding import PackedLayer
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
 from qerl_jax.weights.load import DTYPES, each_layer, read_layer
 
-_ROWS = 8  # text windows that run through a layer together
+_ROWS = range(4, 9)  # text windows that run through a layer together
 _DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a factor
 
 
@@ -35,11 +35,14 @@ class CalibrationOptions:
 
     Attributes:
         grow: whether scales of blocks may grow, see `gptq.block_scales`.
+        orders: whether columns are taken by descending energy, see `gptq.gptq`.
         damping: what is added to the diagonal of the moments, relative to its mean.
-        reports_errors: whether the errors of outputs are measured, which takes two more products.
+        reports_errors: whether the errors of outputs are measured, also those of rounding, which
+            takes a few more products.
     """
 
     grow: bool = True
+    orders: bool = True
     damping: float = _DAMPING[0]
     reports_errors: bool = False
 
@@ -54,19 +57,21 @@ def calibrated_layers(
     Args:
         checkpoint: the model, with weights that are not packed.
         tokens: int32 [B, T] token ids, one window of the text in each row. Of more than eight
-            windows as many are used as fill batches of eight.
+            windows as many are used as fill equal batches.
         options: what GPTQ does.
 
     Yields:
-        The layers in order. Their errors are those of the outputs on the text: the mean square of
-        the error relative to the mean square of the output. Without `reports_errors` no
-        error is measured.
+        The layers in order. With `reports_errors` they have the errors of the outputs on the text,
+        and those of rounding the projection, whose inputs come from the same calibrated layers.
 
     Raises:
-        UserError: a weight is not finite, or the moments of a projection's inputs are not.
+        UserError: the inputs of a projection fill no whole blocks, a weight is not finite, or the
+            moments of a projection's inputs are not.
     """
     config = checkpoint.config
-    rows = min(_ROWS, len(tokens))
+    for shape in projection_shapes(config).values():
+        check_inputs(shape, "nvfp4")
+    rows = _batch_rows(len(tokens))
     tokens = tokens[: len(tokens) // rows * rows]
     dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     embedding = checkpoint.read(names.EMBED, DTYPES["bfloat16"])
@@ -75,59 +80,80 @@ def calibrated_layers(
     read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
     for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
         layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
-        arrays, errors = dict(dense), {}
+        arrays, errors, rounded_errors = dict(dense), {}, {}
         for fused, members in FUSED.items():
             hessian = _moments(layer, x, name=fused, config=config)
             try:
-                packed, quantized, ratios = _quantize(
-                    dense[fused], hessian, member_bounds(fused, config), options
-                )
+                packed = _quantize(layer[fused], hessian, options)
             except UserError as error:
                 where = f"layer {number}, {'/'.join(members)}"
                 raise UserError(f"{checkpoint.path}: {where}: {error}") from error
-            layer[fused] = quantized.astype(dtype)
+            if options.reports_errors:
+                bounds = member_bounds(fused, config)
+                ratios = _output_errors(layer[fused], packed, hessian, bounds)
+                errors |= dict(zip(members, ratios, strict=True))
+                rounded = quantize_on_device(jnp.split(layer[fused], bounds), format="nvfp4")
+                ratios = _output_errors(layer[fused], rounded, hessian, bounds)
+                rounded_errors |= dict(zip(members, ratios, strict=True))
+            layer[fused] = dequantize(packed, dtype)
             arrays[fused] = packed
-            errors |= dict(zip(members, ratios, strict=True)) if ratios else {}
+            del hessian  # The moments of the next projection need the memory.
         x = _outputs(layer, x, config=config)
-        yield PackedLayer(jax.device_get(arrays), errors)
+        yield PackedLayer(jax.device_get(arrays), errors, rounded_errors)
+
+
+def _batch_rows(windows: int) -> int:
+    """Returns how many windows form a batch, so that batches of equal size leave few windows out.
+
+    Args:
+        windows: number of windows, at least 1.
+    """
+    sizes = range(min(windows, _ROWS[0]), _ROWS[-1] + 1)
+    return max(sizes, key=lambda rows: (windows // rows * rows, rows))
 
 
 def _on_device(name: str, array: np.ndarray, dtype: jnp.dtype) -> jax.Array:
     return jnp.asarray(array) if name.endswith("norm") else jnp.asarray(array, dtype)
 
 
-def _quantize(
-    weight: np.ndarray, hessian: jax.Array, bounds: list[int], options: CalibrationOptions
-) -> tuple[QuantTensor, jax.Array, list[float]]:
-    """Returns a fused weight in NVFP4, its values, and the error of each member's outputs."""
-    wide = jnp.asarray(weight, jnp.float32)
-    if not (np.isfinite(float(jnp.abs(wide).max())) and jnp.isfinite(jnp.trace(hessian))):
+def _quantize(weight: jax.Array, hessian: jax.Array, options: CalibrationOptions) -> QuantTensor:
+    """Returns a fused weight in NVFP4."""
+    wide = weight.astype(jnp.float32)
+    if not (jnp.isfinite(jnp.abs(wide).max()) and jnp.isfinite(jnp.trace(hessian))):
         raise UserError("the weights, or the activations in front of them, are not finite")
     scales, divisor = block_scales(wide, jnp.diagonal(hessian), grow=options.grow)
-    for damping in (options.damping, *_DAMPING[1:]):
-        codes, is_finite = gptq(wide, hessian, scales, divisor, damping)
+    for damping in (options.damping, *(more for more in _DAMPING if more > options.damping)):
+        codes, is_finite = gptq(wide, hessian, scales, divisor, damping, orders=options.orders)
         if is_finite:
             break
     else:
         raise UserError("the inputs have moments without a Cholesky factor")
     rows = jnp.full(len(wide), divisor)
-    packed = QuantTensor(packed=pack_codes(codes), scales=scales, global_scale=rows)
-    quantized = dequantize(packed, jnp.float32)
-    if not options.reports_errors:
-        return packed, quantized, []
-    squares = jax.device_get(_output_squares(wide, quantized, hessian))
+    return QuantTensor(packed=pack_codes(codes), scales=scales, global_scale=rows)
+
+
+def _output_errors(
+    weight: jax.Array, packed: QuantTensor, hessian: jax.Array, bounds: list[int]
+) -> list[float]:
+    """Returns the relative error of the outputs of each member of a fused weight."""
+    squares = jax.device_get(_output_squares(weight, packed, hessian))
     parts = [np.split(rows, bounds) for rows in squares]
-    ratios = [float(a.sum() / max(b.sum(), 1e-30)) for a, b in zip(*parts, strict=True)]
-    return packed, quantized, ratios
+    return [float(np.sqrt(a.sum() / max(b.sum(), 1e-30))) for a, b in zip(*parts, strict=True)]
 
 
 @functools.partial(jax.jit, compiler_options=SAME_PROGRAM)
 def _output_squares(
-    weight: jax.Array, quantized: jax.Array, hessian: jax.Array
+    weight: jax.Array, packed: QuantTensor, hessian: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the mean squares [N] of the errors of each output, and of the output."""
-    error = weight - quantized
-    return jnp.sum((error @ hessian) * error, axis=1), jnp.sum((weight @ hessian) * weight, axis=1)
+    wide = weight.astype(jnp.float32)
+
+    def squares(rows: jax.Array) -> jax.Array:
+        # The error is small where columns make up for each other: in float32 throughout.
+        outputs = jnp.matmul(rows, hessian, precision=jax.lax.Precision.HIGHEST)
+        return jnp.sum(outputs * rows, axis=1)
+
+    return squares(wide - dequantize(packed, jnp.float32)), squares(wide)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "config"), compiler_options=SAME_PROGRAM)

@@ -62,7 +62,9 @@ def block_scales(weight: Array, energy: Array, *, grow: bool = True) -> tuple[Ar
     amax = jnp.abs(blocks).max(axis=-1)
     largest = jnp.abs(weight).max()
     room = _ROOM if grow else _LARGEST_SCALE
-    divisor = jnp.where(largest > 0, room * 6.0 / largest, 1.0).astype(jnp.float32)
+    # The quotient of weights below about 1e-35 overflows; all of them then become zero.
+    divisor = room * 6.0 / largest
+    divisor = jnp.where(jnp.isfinite(divisor), divisor, 1.0).astype(jnp.float32)
     default = (amax / 6.0 * divisor).astype(jnp.float8_e4m3fn)
     default = jnp.where(default == 0, jnp.float8_e4m3fn(0.125), default)
     if not grow:
@@ -88,9 +90,15 @@ def block_scales(weight: Array, energy: Array, *, grow: bool = True) -> tuple[Ar
     return scales_of(steps), divisor
 
 
-@functools.partial(jax.jit, compiler_options=SAME_PROGRAM)
+@functools.partial(jax.jit, static_argnames="orders", compiler_options=SAME_PROGRAM)
 def gptq(
-    weight: Array, hessian: Array, scales: Array, divisor: Array, damping: float = _DAMPING
+    weight: Array,
+    hessian: Array,
+    scales: Array,
+    divisor: Array,
+    damping: float = _DAMPING,
+    *,
+    orders: bool = True,
 ) -> tuple[Array, Array]:
     """Rounds a weight column by column, as the module says.
 
@@ -100,6 +108,7 @@ def gptq(
         scales: FP8 (E4M3) scales [N, K/16], which stay as they are.
         divisor: float32 divisor of the scales.
         damping: what is added to the diagonal of H, relative to its mean.
+        orders: whether columns are taken by descending H_jj, or as they stand.
 
     Returns:
         E2M1 codes uint8 [N, K], and whether all numbers stayed finite. An H that is too close to a
@@ -109,11 +118,13 @@ def gptq(
     energy = jnp.diagonal(hessian)
     # An input that is always zero changes no output, and its column becomes zero.
     is_dead = energy == 0
-    order = jnp.argsort(-energy)
+    order = jnp.argsort(-energy) if orders else jnp.arange(inputs)
     added = jnp.where(is_dead, 1.0, 0.0) + damping * energy.mean()
-    matrix = (hessian + jnp.diag(added))[order][:, order]
-    # The factor of the flipped matrix is lower triangular; flipped again, it is upper triangular.
-    factor = jnp.linalg.cholesky(matrix[::-1, ::-1])[::-1, ::-1]
+    # The factor of the reversed matrix is lower triangular; reversed again, it is upper triangular.
+    # H of 72B has 3.5 GB, so that no step makes a copy that it does not need.
+    last = order[::-1]
+    matrix = hessian[last[:, None], last] + jnp.diag(added[last])
+    factor = jnp.linalg.cholesky(matrix, symmetrize_input=False)[::-1, ::-1]
     columns = jnp.where(is_dead, 0.0, weight).T[order]  # [K, N], so that a column is contiguous
     steps = (scales.astype(jnp.float32) / divisor).T  # [K/16, N]
     width = next(panel for panel in _PANELS if inputs % panel == 0)
@@ -159,10 +170,13 @@ def round_to_e2m1(values: Array) -> Array:
 
 
 def e2m1_code(values: Array) -> Array:
-    """Returns the codes uint8 of E2M1 numbers: three bits of magnitude, and 8 for a minus."""
+    """Returns the codes uint8 of E2M1 numbers: three bits of magnitude, and 8 for a minus.
+
+    A zero keeps its sign, as it does in llm-compressor.
+    """
     size = jnp.abs(values)
     code = jnp.where(size < 2.0, 2.0 * size, jnp.where(size < 4.0, size + 2.0, size / 2.0 + 4.0))
-    return code.astype(jnp.uint8) | (values < 0).astype(jnp.uint8) << 3
+    return code.astype(jnp.uint8) | jnp.signbit(values).astype(jnp.uint8) << 3
 
 
 def pack_codes(codes: Array) -> Array:

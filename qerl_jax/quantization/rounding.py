@@ -30,12 +30,15 @@ class PackedLayer:
 
     Attributes:
         arrays: the layer of the parameter tree as NumPy arrays, its projections packed.
-        errors: relative error (ratio of root mean squares) that rounding caused in each
-            projection: in its weight, or in its outputs on the text where it was calibrated.
+        errors: relative error (ratio of root mean squares) of each projection: of its weight, or
+            of its outputs on the text where it was calibrated.
+        rounded_errors: relative error that rounding to the nearest would have caused in the
+            outputs, where that was measured.
     """
 
     arrays: dict
     errors: dict[str, float]
+    rounded_errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
