@@ -59,9 +59,11 @@ def run_name(arm: str, seed: int) -> str:
 
 
 def weights_of(arm: str) -> str:
-    """The name of the weights that an arm begins with: their format, and how they were rounded."""
-    form = evidence.get_config(arm).model.format
-    return f"{form}-awq" if evidence.is_calibrated(arm) else form
+    """The name of the weights that an arm begins with: their format, and how they got it."""
+    model = evidence.get_config(arm).model
+    if model.format != "nvfp4":
+        return model.format
+    return "nvfp4-rounded" if model.calibration == "none" else f"nvfp4-{model.calibration}"
 
 
 def evaluation_folders(run: pathlib.Path, arm: str) -> dict[str, pathlib.Path]:
@@ -75,22 +77,6 @@ def evaluation_folders(run: pathlib.Path, arm: str) -> dict[str, pathlib.Path]:
     }
 
 
-def source_of(arm: str, args: argparse.Namespace) -> str:
-    """The file or folder of the weights of an arm; '' for those of the hub.
-
-    Raises:
-        UserError: the arm needs calibrated weights, and none are given.
-    """
-    if not evidence.is_calibrated(arm):
-        return args.model
-    if not args.calibrated:
-        raise UserError(
-            f"{arm}: pass --calibrated=FOLDER with what `experiments.quantize MODEL FOLDER "
-            "--calibrate=TEXT` wrote"
-        )
-    return args.calibrated
-
-
 def train_command(
     arm: str, seed: int, run: pathlib.Path, args: argparse.Namespace, changes: Sequence[str]
 ) -> list[str]:
@@ -100,15 +86,12 @@ def train_command(
         arm: name of the arm.
         seed: seed of the run.
         run: the run folder.
-        args: the parsed arguments, of which `model`, `calibrated` and `train` count.
+        args: the parsed arguments, of which `model` and `train` count.
         changes: flags of further fields of the config.
-
-    Raises:
-        UserError: as in `source_of`.
     """
     command = ["-m", "experiments.grpo_gsm8k", f"--config={_CONFIG}:{arm}", f"--config.seed={seed}"]
-    if source := source_of(arm, args):
-        command.append(f"--config.model.source={source}")
+    if args.model:
+        command.append(f"--config.model.source={args.model}")
     if args.train:
         command.append(f"--config.data.path={args.train}")
     return [*command, *changes, f"--workdir={run}"]
@@ -370,6 +353,7 @@ def grid_of(sweep: pathlib.Path) -> tuple[str, list[dict[str, Any]]]:
                 "command": about["command"],
                 "git": about["git"],
                 "device": about["device"],
+                **({"calibration": about["calibration"]} if "calibration" in about else {}),
             }
         )
     if len(arms) != 1:
@@ -407,7 +391,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--grid", type=user_path, help="folder of a sweep over an arm's learning rates to add")
     add("--only", default=",".join(PARTS), help=f"parts to run, from {','.join(PARTS)}")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
-    add("--calibrated", default="", help="folder of the calibrated weights of the arms with awq")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
     add("--test", default="", help="JSONL file of test problems (default: the hub's)")
     add("--workdir", type=user_path, default=pathlib.Path("runs/evidence"), help="run folders")

@@ -1,15 +1,18 @@
 """Trains and scores arms of the comparison on GSM8K on all GPUs of a machine: grids, then seeds.
 
-    uv run --extra cuda python -m benchmarks.gsm8k_arms --gpus=2 \
-        --arms=bf16-lora,nvfp4-lora,nvfp4-lora-aqn-kl0.01 --seeds=0,1,2 \
+    uv run --extra cuda python -m benchmarks.gsm8k_arms --gpus=4 \
+        --arms=bf16-lora,nvfp4-rounded-lora,nvfp4-lora --seeds=0,1,2,3,4 \
         --model=qwen2.5-coder-1.5b.gguf --train=gsm8k_train.jsonl --test=gsm8k_test_first1000.jsonl
 
 Each job is a process on one GPU: a run of an arm's grid of learning rates, then, with the rate of
 the best held-out accuracy, the training of a seed and the evaluations of `benchmarks.gsm8k`, and
-the evaluations of the start. The first seed of all arms comes before the second one. Grids and rows
-go to gsm8k.json as they get ready. Those that are there, and what lies finished in --workdir, are
-not done again, so the same command continues after it was stopped, also with other arms, seeds or
-GPUs. `--seeds=` without a seed runs the grids alone, from which the noise is chosen.
+the evaluations of the start. The first seed of all arms comes before the second one, and an arm
+whose grid is there does not wait for the grids of others. Weights are calibrated by the first job
+that needs them, while others that need them wait.
+
+Grids and rows go to gsm8k.json as they get ready. Those that are there, and what lies finished in
+--workdir, are not done again, so the same command continues after it was stopped, also with other
+arms, seeds or GPUs. `--seeds=` without a seed runs the grids alone, from which the noise is chosen.
 
 Each job says what it does to logs/NAME.log in --workdir. One that fails is named at the end.
 """
@@ -46,7 +49,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("--seeds", default="0,1,2", help=seeds)
     add("--gpus", type=int, default=0, help="jobs at a time, one per GPU (default: one job)")
     add("--model", default="", help="GGUF file or folder of the model (default: the hub's)")
-    add("--calibrated", default="", help="folder of the calibrated weights of the arms with awq")
     add("--train", default="", help="JSONL file of training problems (default: the hub's)")
     add("--test", default="", help="JSONL file of test problems (default: the hub's)")
     add("--workdir", type=user_path, default=pathlib.Path("runs/evidence"), help="run folders")
@@ -97,11 +99,13 @@ def _seed_jobs(arm: str, seed: int, rate: float, arguments: argparse.Namespace) 
     training = _training(f"{run.name}-train", commands.pop("train"), run)
     yield training
     if training.is_finished():
-        for part, command in commands.items():
+        # The longest first, so that few GPUs are idle at the end.
+        for part in sorted(commands, key=lambda part: "samples" not in part):
             # Arms of the same weights share the evaluations of the start.
             shared = part.startswith("start")
             name = f"{part}-{gsm8k.weights_of(arm)}" if shared else f"{run.name}-{part}"
-            yield Job(name, command, functools.partial(_is_evaluated, folders[part]))
+            is_finished = functools.partial(_is_evaluated, folders[part])
+            yield Job(name, commands[part], is_finished)
 
 
 def _training(name: str, command: list[str], run: pathlib.Path) -> Job:
@@ -126,8 +130,6 @@ def run(arguments: argparse.Namespace) -> None:
     arms, seeds = arguments.arms.split(","), _seeds(arguments.seeds)
     if unknown := [arm for arm in arms if arm not in evidence.ARMS]:
         raise UserError(f"unknown arm {unknown[0]!r}: choose from {', '.join(evidence.ARMS)}")
-    for arm in arms:
-        gsm8k.source_of(arm, arguments)  # before any job starts
 
     def ready() -> Iterator[Job]:
         _publish(arms, arguments)

@@ -48,10 +48,14 @@ _SERIES = (
 
 
 def describe_run(folder: pathlib.Path) -> dict:
-    """Commit, device, versions, command and config of a run; of each path only the last part."""
+    """Commit, device, versions, command and config of a run; of each path only the last part.
+
+    With a calibrated base there is also `calibration`, which has its digest.
+    """
     text = RunFolder(folder).config.read_text(encoding="utf-8")
     config = json.loads(without_folders(text))
-    return {key: config[key] for key in ("git", "device", "versions", "command", "config")}
+    about = {key: config[key] for key in ("git", "device", "versions", "command", "config")}
+    return about | ({"calibration": config["calibration"]} if "calibration" in config else {})
 
 
 def _peak_memory(folder: pathlib.Path, rows: list[dict]) -> int | None:

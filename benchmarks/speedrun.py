@@ -6,9 +6,10 @@
 trains the preset `speedrun` of experiments/configs/evidence.py in a new folder, with the first
 1,000 test problems as its evaluation before the first step and after the last, at 1,024 new tokens.
 The clock runs from the start of this command until the training command has ended, both evaluations
-included. Compiled programs are kept in runs/speedrun/programs: the cache counts as cold where the
-folder is empty. The result goes to benchmarks/results/speedrun.json: that of a warm run, beside
-which `cold` holds the run with a cold cache. Arguments --config.FIELD=VALUE are passed on.
+included. Compiled programs and calibrated weights are kept in runs/speedrun/cache: the run is cold
+where this folder is empty, and then compiles and calibrates. The result goes to
+benchmarks/results/speedrun.json: that of a warm run, beside which `cold` holds the cold run with
+its seconds of calibration. Arguments --config.FIELD=VALUE are passed on.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 from benchmarks.gsm8k import RESULTS
 from benchmarks.run_summary import describe_run, timed
 from qerl_jax.errors import UserError
+from qerl_jax.quantization import cache as calibrated
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.metrics import read_evaluations
 from qerl_jax.run.provenance import without_folders
@@ -56,17 +58,21 @@ def new_folder(workdir: pathlib.Path) -> pathlib.Path:
     return workdir / f"run-{number}"
 
 
-def result_of(run: pathlib.Path, *, seconds: float, cache: str, problems: int) -> dict[str, Any]:
+def result_of(
+    run: pathlib.Path, *, seconds: float, state: str, entries: set[pathlib.Path], problems: int
+) -> dict[str, Any]:
     """The result of a finished run.
 
     Args:
         run: the run folder.
         seconds: from the command to the verdict.
-        cache: 'warm' or 'cold'.
+        state: 'warm' or 'cold', of the cache of compiled programs before the run.
+        entries: the calibrated models in the cache before the run.
         problems: number of test problems.
 
     Raises:
-        UserError: the run has no evaluation before or after training.
+        UserError: the run has no evaluation before or after training, or it compiled nothing and
+            calibrated, or the other way round.
     """
     about, evaluations = describe_run(run), read_evaluations(RunFolder(run).metrics)
     steps = about["config"]["steps"]
@@ -74,9 +80,22 @@ def result_of(run: pathlib.Path, *, seconds: float, cache: str, problems: int) -
         raise UserError(
             f"{run} has evaluations after steps {sorted(evaluations)}, not 0 and {steps}"
         )
+    calibration = {}
+    if "calibration" in about:
+        entry = calibrated.find(about["calibration"]["digest"])
+        is_new = entry is not None and entry.path not in entries
+        if is_new != (state == "cold"):
+            raise UserError(
+                f"{run} began with a cache that is {state} for compiled programs only: "
+                "the next run is warm, and one without the folder of the cache is cold"
+            )
+        calibration = {"calibration": about["calibration"]}
+        if entry is not None and is_new:
+            calibration["calibration_seconds"] = entry.record["seconds"]
     return {
         "seconds": seconds,
-        "cache": cache,
+        "cache": state,
+        **calibration,
         "pass1_start": 100 * evaluations[0],
         "pass1_end": 100 * evaluations[steps],
         "n": problems,
@@ -121,11 +140,14 @@ def main() -> None:
     unknown = [argument for argument in args.rest if not argument.startswith("--config.")]
     if unknown:
         parser.error(f"unknown argument {unknown[0]}")
-    programs = args.workdir.resolve() / "programs"
+    cache = args.workdir.resolve() / "cache"
+    programs = cache / "programs"
     programs.mkdir(parents=True, exist_ok=True)
-    cache = "warm" if any(programs.iterdir()) else "cold"
+    state = "warm" if any(programs.iterdir()) else "cold"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    entries = set(calibrated.cache_folder().glob("*"))
     run = new_folder(args.workdir)
     try:
         check_writable(args.out)
@@ -134,13 +156,16 @@ def main() -> None:
         seconds = time.perf_counter() - began
         problems = sum(bool(line.strip()) for line in args.test.read_bytes().splitlines())
         problems = min(problems, _PROBLEMS)
-        result = result_of(run, seconds=seconds, cache=cache, problems=problems)
+        result = result_of(run, seconds=seconds, state=state, entries=entries, problems=problems)
     except UserError as error:
         sys.exit(f"error: {error}")
     write_json(args.out, merged(content, result))
+    suffix = ""
+    if "calibration_seconds" in result:
+        suffix = f", {result['calibration_seconds']:.0f} s of it calibration"
     print(
         f"{result['pass1_start']:.1f} -> {result['pass1_end']:.1f} % of {problems} problems in "
-        f"{seconds:.0f} s ({cache} cache): {args.out}",
+        f"{seconds:.0f} s ({state} cache{suffix}): {args.out}",
         flush=True,
     )
 

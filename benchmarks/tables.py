@@ -12,6 +12,8 @@ import pathlib
 import textwrap
 
 from benchmarks.config_page import config_page
+from benchmarks.differences import runs_by_arm
+from benchmarks.evidence_tables import cost_sentence
 from benchmarks.mesh_tables import scaling_sentence, scaling_table, tensor_ratios
 from benchmarks.result_tables import (
     SAME,
@@ -45,8 +47,6 @@ from qerl_jax.config import models
 
 _ROOT = pathlib.Path(__file__).resolve().parents[1]
 _RESULTS = _ROOT / "benchmarks" / "results"
-# What a run with this cache of compiled programs spends.
-_CACHE = {"cold": "compilation included", "warm": "programs compiled before"}
 _DECODE_PICTURE = "![Time of a decode step in NVFP4 and in bf16](%s)"
 _GPU_RUN = "grpo_qwen2.5-coder-1.5b_h100.json"
 
@@ -161,7 +161,6 @@ def speed_text() -> str:
     }
     few = [fraction for (_, batch), fraction in fractions.items() if batch <= 64]
     many = [fraction for (_, batch), fraction in fractions.items() if batch > 64]
-    speedrun = _read("speedrun.json")
     (problems,) = rows_of(rollout, "gsm8k", SAME | {"lora_rank": 32})
     sentences = (
         f"In 4 bits a decode step takes {100 * min(few):.0f} to {100 * max(few):.0f} % of the time "
@@ -169,26 +168,44 @@ def speed_text() -> str:
         "(7B, 14B and 32B, random weights). GSM8K rollouts of a 1.5B model reach "
         f"{problems['tokens_per_s']:,.0f} tokens per second on one {rollout['device']}. "
         + scaling_sentence(_read("step.json")["rows"]),
-        f"`benchmarks.speedrun` takes Qwen2.5-Coder-1.5B from {speedrun['pass1_start']:.1f} to "
-        f"{speedrun['pass1_end']:.1f} % of {speedrun['n']:,} GSM8K test problems in "
-        f"{speedrun['seconds']:.0f} s on one {short_name(speedrun['device'])}, "
-        f"{_CACHE[speedrun['cache']]}. {_evidence_text()}",
+        speedrun_sentence(_read("speedrun.json")),
     )
     wrap = textwrap.TextWrapper(100, subsequent_indent="  ", break_on_hyphens=False)
     return peers_text() + "\n".join(wrap.fill(f"- {sentence}") for sentence in sentences)
 
 
-def _evidence_text() -> str:
-    """What the README states about training in 4 bits against bf16."""
-    ends: dict[str, list[float]] = {}
-    rows = _read("gsm8k.json")["rows"]
-    for row in rows:
-        if row["main"] or row["arm"] in ("bf16-lora", "nvfp4-lora"):
-            ends.setdefault(row["arm"], []).append(row["pass1_end"])
-    means = [f"{sum(values) / len(values):.1f} % (`{arm}`)" for arm, values in ends.items()]
-    return (
-        f"Averaged over seeds, {rows[0]['steps']} steps reach {', '.join(means)} of the same "
-        "problems: `docs/evidence.md` compares training in bf16 and in 4 bits."
+def speedrun_sentence(result: dict) -> str:
+    """What the README states of the speedrun.
+
+    Args:
+        result: content of speedrun.json.
+    """
+    text = (
+        f"`benchmarks.speedrun` takes Qwen2.5-Coder-1.5B from {result['pass1_start']:.1f} to "
+        f"{result['pass1_end']:.1f} % of {result['n']:,} GSM8K test problems on one "
+        f"{short_name(result['device'])}"
+    )
+    if result["cache"] == "cold":
+        return f"{text} in {_cold_seconds(result)}."
+    text += f" in {result['seconds']:.0f} s"
+    if "cold" not in result:
+        return f"{text} with warm caches."
+    return f"{text} with warm caches; with empty ones it takes {_cold_seconds(result['cold'])}."
+
+
+def _cold_seconds(result: dict) -> str:
+    calibration = result.get("calibration_seconds")
+    also = f" and {calibration:.0f} s of calibration" if calibration else ""
+    return f"{result['seconds']:.0f} s, compilation{also} included"
+
+
+def cost_text() -> str:
+    """What the README states first: what four bits cost."""
+    text = cost_sentence(runs_by_arm(_read("gsm8k.json")))
+    return textwrap.fill(
+        f"{text} The 16-bit weights come from a file in Q4_K_M: `docs/evidence.md`.",
+        110,
+        break_on_hyphens=False,
     )
 
 
@@ -416,7 +433,12 @@ def with_generated_parts(readme: str) -> str:
     Raises:
         ValueError: the README lacks the marks of a part.
     """
-    parts = {"speed": speed_text(), "presets": preset_table(), "folders": source_tree(_ROOT)}
+    parts = {
+        "cost": cost_text(),
+        "speed": speed_text(),
+        "presets": preset_table(),
+        "folders": source_tree(_ROOT),
+    }
     for name, text in parts.items():
         readme = replace_part(readme, name, text, page="README.md")
     return readme

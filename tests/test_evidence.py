@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -14,12 +15,22 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import (
+    claims,
+    differences,
+    evidence_tables,
+    gsm8k,
+    gsm8k_arms,
+    pictures,
+    speedrun,
+    tables,
+)
 from benchmarks import evidence as page
-from benchmarks import gsm8k, gsm8k_arms, pictures, speedrun
 from benchmarks.gsm8k import RESULTS
 from experiments.configs import evidence
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.errors import UserError
+from qerl_jax.quantization import cache as calibrated
 from qerl_jax.run import jobs as processes
 from qerl_jax.run.folder import config_dict, flatten
 from qerl_jax.run.jobs import Job
@@ -144,7 +155,7 @@ def write_run(workdir, *, arm=ARM, seed=1, correct=(1, 1, 0, 1), without=()):
     """A finished run with its evaluations but for some parts."""
     run = workdir / gsm8k.run_name(arm, seed)
     write_training(run, arm=arm, seed=seed)
-    for part, folder in gsm8k.evaluation_folders(run, ARM).items():
+    for part, folder in gsm8k.evaluation_folders(run, arm).items():
         if part not in without and not folder.exists():
             start = part.startswith("start")
             samples = 64 if part.endswith("samples") else 1
@@ -233,7 +244,7 @@ def test_rows_are_added_once_and_in_the_order_of_the_arms(tmp_path, monkeypatch)
     rows = gsm8k.read_results(results)["rows"]
     assert [(row["arm"], row["main"]) for row in rows] == [("nvfp4-lora", False), (ARM, True)]
     assert (results / "gsm8k" / f"{ARM}-s1.jsonl.gz").read_bytes() == before
-    steps = page.read_metrics(results / "gsm8k" / "nvfp4-lora-s0.jsonl.gz")
+    steps = differences.read_metrics(results / "gsm8k" / "nvfp4-lora-s0.jsonl.gz")
     assert [step["step"] for step in steps] == [1, 2, 3, 4]
     monkeypatch.setattr(gsm8k, "write_json", None)
     assert gsm8k.collect(runs, results) == []
@@ -254,14 +265,13 @@ def test_a_grid_by_hand(tmp_path):
     rows = gsm8k.read_results(results)["grids"][ARM]
     assert [row["learning_rate"] for row in rows] == [2e-5, 1e-4]
     assert {(row["held_out_start"], row["held_out_end"]) for row in rows} == {(25.0, 50.0)}
-    table = page.results_text(gsm8k.read_results(results), results)
+    table = page.page_parts(gsm8k.read_results(results), results)["evidence"]
     assert f"| `{ARM}` | 2e-05: 50.0, 1e-04: 50.0 | 25.0 | 4 | bbbbbbbb |" in table
     assert table.endswith("No arm has run yet.")
 
 
 def arguments(tmp_path, **changes):
     given = {"workdir": tmp_path, "model": "m.gguf", "train": "a.jsonl", "test": "b.jsonl"}
-    given |= {"calibrated": ""}
     return argparse.Namespace(**given | {"rest": [], "only": list(gsm8k.PARTS)} | changes)
 
 
@@ -283,15 +293,31 @@ def test_the_commands_of_a_run(tmp_path):
     assert full["end"][3] == "--adapter=model"
 
 
-def test_arms_with_calibrated_weights(tmp_path):
-    arm = "nvfp4-awq-lora"
-    given = arguments(tmp_path, calibrated="qwen-awq")
-    found = gsm8k.commands(arm, 0, given)
-    assert "--config.model.source=qwen-awq" in found["train"]
-    assert found["start"][-2] == f"--out={tmp_path / 'start-nvfp4-awq' / 'greedy'}"
-    assert "--config.model.source=m.gguf" in gsm8k.commands(ARM, 0, given)["train"]
-    with pytest.raises(UserError, match=f"{arm}: pass --calibrated=FOLDER"):
-        gsm8k.commands(arm, 0, arguments(tmp_path))
+def test_arms_share_the_start_of_their_weights(tmp_path):
+    starts = {}
+    for arm in ("bf16-lora", "nf4-lora", "nvfp4-lora", ARM, "nvfp4-rounded-lora"):
+        start = gsm8k.commands(arm, 0, arguments(tmp_path))["start"]
+        (folder,) = [word.partition("=")[2] for word in start if word.startswith("--out=")]
+        starts[arm] = pathlib.Path(folder).relative_to(tmp_path).parts[0]
+    assert list(starts.values()) == [
+        *("start-bf16", "start-nf4", "start-nvfp4-gptq", "start-nvfp4-gptq", "start-nvfp4-rounded")
+    ]
+
+
+def test_a_row_names_the_calibrated_weights_of_its_run(tmp_path):
+    run = write_run(tmp_path)
+    assert "calibration" not in gsm8k.row_of(run)[1]
+    saved = json.loads((run / "config.json").read_text())
+    digest = {"digest": "c" * 64}
+    (run / "config.json").write_text(json.dumps(saved | {"calibration": digest}))
+    assert gsm8k.row_of(run)[1]["calibration"] == digest
+    (tmp_path / "sweep").mkdir()
+    run.rename(tmp_path / "sweep" / "lr5e-05")
+    saved["config"]["steps"] = 4
+    text = json.dumps(saved | {"calibration": digest})
+    (tmp_path / "sweep" / "lr5e-05" / "config.json").write_text(text)
+    _, (row,) = gsm8k.grid_of(tmp_path / "sweep")
+    assert row["calibration"] == digest
 
 
 def test_finished_parts_are_skipped_and_a_failure_ends_the_rest(tmp_path, monkeypatch):
@@ -349,21 +375,24 @@ def all_arms(tmp_path, *flags):
     return gsm8k_arms.make_parser().parse_args(given)
 
 
-class Ended:
-    """A process that has done the work of a job at once, by what its command says."""
+def do_work(command, held_out):
+    """Writes what a job leaves, by what its command says."""
+    flags = dict(flag.lstrip("-").split("=", 1) for flag in command if "=" in flag)
+    if "grpo_gsm8k" in command[1]:
+        run = pathlib.Path(flags["workdir"])
+        arm = flags["config"].rpartition(":")[2]
+        rate = float(flags["config.optimizer.learning_rate"])
+        write_training(run, arm=arm, seed=int(flags["config.seed"]), rate=rate)
+        set_held_out(run, held_out(arm, rate))
+    else:
+        samples = int(flags.get("samples", 1))
+        write_evaluation(pathlib.Path(flags["out"]), correct=(1, 0, 1, 1), samples=samples)
 
-    def __init__(self, command, held_out):
-        flags = dict(flag.lstrip("-").split("=", 1) for flag in command if "=" in flag)
-        self.returncode = 0
-        if "grpo_gsm8k" in command[1]:
-            run = pathlib.Path(flags["workdir"])
-            arm = flags["config"].rpartition(":")[2]
-            rate = float(flags["config.optimizer.learning_rate"])
-            write_training(run, arm=arm, seed=int(flags["config.seed"]), rate=rate)
-            set_held_out(run, held_out(arm, rate))
-        else:
-            samples = int(flags.get("samples", 1))
-            write_evaluation(pathlib.Path(flags["out"]), correct=(1, 0, 1, 1), samples=samples)
+
+class Ended:
+    """A process that has done its work."""
+
+    returncode = 0
 
     def poll(self):
         return self.returncode
@@ -389,8 +418,8 @@ def end_at_once(monkeypatch, tmp_path, best):
 
     def start(job, device, workdir):
         started.append((job.name, device))
-        process = Ended(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
-        return processes._RunningJob(job, tmp_path / "log", process, 0.0)
+        do_work(job.command, lambda arm, rate: 0.6 if rate == best[arm] else 0.5)
+        return processes._RunningJob(job, tmp_path / "log", Ended(), 0.0)
 
     monkeypatch.setattr(processes, "_start", start)
     return started
@@ -415,7 +444,8 @@ def test_arms_are_trained_with_the_best_rate_of_their_grids(tmp_path, monkeypatc
     gsm8k_arms.run(all_arms(tmp_path, *flags))
     assert not started
     gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=2"))
-    assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in gsm8k.PARTS[:3]]
+    parts = ("train", "samples", "end")
+    assert [name for name, _ in started] == [f"{ARM}-s2-{part}" for part in parts]
 
 
 def test_no_seeds_run_the_grids_alone(tmp_path, monkeypatch, quick):
@@ -434,10 +464,116 @@ def test_published_grids_and_rows_are_not_done_again_without_their_folders(
     shutil.rmtree(tmp_path / "work")
     started.clear()
     gsm8k_arms.run(all_arms(tmp_path, f"--arms={ARM}", "--seeds=0,1"))
-    ends = [f"{ARM}-s1-train", f"{ARM}-s1-end", f"{ARM}-s1-samples"]
-    assert [name for name, _ in started] == [*ends, "start-nvfp4", "start-samples-nvfp4"]
+    assert [name for name, _ in started] == [
+        *(f"{ARM}-s1-{part}" for part in ("train", "samples")),
+        *("start-samples-nvfp4-gptq", f"{ARM}-s1-end", "start-nvfp4-gptq"),
+    ]
     rows = gsm8k.read_results(tmp_path / "results")["rows"]
     assert [(row["seed"], row["learning_rate"]) for row in rows] == [(0, 1e-4), (1, 1e-4)]
+
+
+class PowerCutError(Exception):
+    """The machine is gone."""
+
+
+JOB_SECONDS = {"bf16": 166, "nvfp4": 142, "end": 70, "samples": 130, "calibration": 50}
+
+
+class Machine:
+    """Four GPUs whose jobs take as long as on a card, by a clock of its own.
+
+    Attributes:
+        now: the time in seconds.
+        jobs: name, device, begin and end of each job.
+    """
+
+    def __init__(self, monkeypatch, tmp_path, ends_at=float("inf")):
+        self.now, self.ends_at, self.calibrated, self.jobs = 0.0, ends_at, None, []
+        self.tmp_path = tmp_path
+        monkeypatch.setattr(processes, "_start", self.start)
+        monkeypatch.setattr(processes, "time", self)
+
+    def sleep(self, seconds):
+        self.now += seconds
+        if self.now >= self.ends_at:
+            raise PowerCutError
+
+    def perf_counter(self):
+        return self.now
+
+    def start(self, job, device, workdir):
+        end = self.now + self.seconds(job)
+        self.jobs.append((job.name, device, self.now, end))
+        return processes._RunningJob(job, self.tmp_path / "log", Timed(self, job, end), self.now)
+
+    def seconds(self, job):
+        if job.run is None:
+            return JOB_SECONDS["samples" if "samples" in job.name else "end"]
+        if "bf16" in job.name:
+            return JOB_SECONDS["bf16"]
+        if self.calibrated is None:  # Others wait for its lock.
+            self.calibrated = self.now + JOB_SECONDS["calibration"]
+        return max(self.calibrated - self.now, 0) + JOB_SECONDS["nvfp4"]
+
+    def idle(self):
+        """GPU-seconds without a job until the last one ends."""
+        return 4 * self.now - sum(end - begin for *_, begin, end in self.jobs)
+
+
+class Timed(Ended):
+    """A process whose work is done at some time."""
+
+    def __init__(self, machine, job, end):
+        self.machine, self.job, self.end, self.returncode = machine, job, end, None
+
+    def poll(self):
+        if self.returncode is None and self.machine.now >= self.end:
+            do_work(self.job.command, lambda arm, rate: 0.6 if rate == 1e-4 else 0.5)
+            self.returncode = 0
+        return self.returncode
+
+
+@pytest.fixture
+def queue(tmp_path, monkeypatch):
+    """The arguments of a queue of two arms; that in bf16 has its grid and three of five seeds."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    results = tmp_path / "results"
+    content = gsm8k.read_results(RESULTS)
+    content["grids"] = {"bf16-lora": content["grids"]["bf16-lora"]}
+    content["rows"] = [row for row in content["rows"] if row["arm"] == "bf16-lora"][:3]
+    names = {gsm8k.run_name(row["arm"], row["seed"]) for row in content["rows"]}
+    content["runs"] = {name: content["runs"][name] for name in names}
+    gsm8k.write_json(results / "gsm8k.json", content)
+    flags = ["--arms=bf16-lora,nvfp4-lora", "--seeds=0,1,2,3,4", "--gpus=4"]
+    return all_arms(tmp_path, *flags)
+
+
+def test_a_queue_keeps_four_gpus_busy(queue, tmp_path, monkeypatch):
+    machine = Machine(monkeypatch, tmp_path)
+    gsm8k_arms.run(queue)
+    names = [name for name, *_ in machine.jobs]
+    # The grid of an arm does not hold up one whose grid is there.
+    assert [name for name in names[:4] if "grid" not in name] == ["bf16-lora-s3-train"]
+    new = [("bf16-lora", seed) for seed in (3, 4)] + [("nvfp4-lora", seed) for seed in range(5)]
+    rows = gsm8k.read_results(queue.results)["rows"]
+    assert {(row["arm"], row["seed"]) for row in rows[3:]} == set(new)
+    assert len(names) == len(set(names)) == 3 + 3 * len(new) + 4
+    assert machine.idle() < 0.06 * 4 * machine.now
+
+
+def test_a_queue_that_was_killed_continues(queue, tmp_path, monkeypatch):
+    first = Machine(monkeypatch, tmp_path, ends_at=560.0)
+    with pytest.raises(PowerCutError):
+        gsm8k_arms.run(queue)
+    content = gsm8k.read_results(queue.results)
+    assert "nvfp4-lora" in content["grids"]
+    done = {name for name, _, _, end in first.jobs if end < first.now}
+    second = Machine(monkeypatch, tmp_path)
+    gsm8k_arms.run(queue)
+    assert not done & {name for name, *_ in second.jobs}
+    rows = gsm8k.read_results(queue.results)["rows"]
+    assert [row for row in rows if row["arm"] == "bf16-lora"][:3] == content["rows"][:3]
+    assert len(rows) == 10
 
 
 def test_arms_have_the_best_rates_of_the_published_grids():
@@ -489,7 +625,6 @@ def test_a_signal_is_passed_on_to_the_jobs_once(tmp_path, monkeypatch):
     ("flags", "message"),
     [
         (["--arms=fp8"], "unknown arm 'fp8'"),
-        ([f"--arms={ARM},nvfp4-awq-lora"], r"nvfp4-awq-lora: pass --calibrated=FOLDER"),
         ([f"--arms={ARM}", "--seeds=0,9"], r"--seeds=0,9: '9' is none of 0,1,2,3,4"),
         ([f"--arms={ARM}", "--gpus=-1"], r"--gpus=-1"),
     ],
@@ -514,70 +649,210 @@ def results(tmp_path):
 
 
 def test_the_tables(results):
-    runs = page.runs_by_arm(gsm8k.read_results(results))
+    runs = differences.runs_by_arm(gsm8k.read_results(results))
     assert list(runs) == ["nvfp4-lora", ARM]
-    label = f"`{ARM}`" + " (main)" * (evidence.MAIN == ARM)
     # 50, 75 and 25 with t(0.975, 2) = 4.303 times their standard error of 14.43.
     for seeds, end in ("0, 1, 2", "50.0 ± 62.1"), ("0, 1", "62.5"):
         few = {ARM: runs[ARM][: len(seeds.split(","))]}
-        row = page.accuracy_table(few).splitlines()[-1]
+        row = evidence_tables.accuracy_table(few).splitlines()[-1]
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        assert cells[:6] == [label, seeds, "5e-05", "25.0", end, "10.0"]
-    _, _, row = page.difference_table(runs).splitlines()
+        assert cells[:6] == [f"`{ARM}`", seeds, "5e-05", "25.0", end, "10.0"]
+    _, _, row = evidence_tables.difference_table(runs).splitlines()
     # Differences of the problems 1, -1/3, 1/3, 0: their mean is 0.25.
     assert row.startswith(f"| `nvfp4-lora` | `{ARM}` | +25.0 [")
-    assert row.endswith("| one seed |")
-    runs["nvfp4-lora"] *= 2
-    assert page.difference_table(runs).endswith("| 2 seeds |")
+    assert row.endswith("| - |")
     runs["nvfp4-lora"] = [runs["nvfp4-lora"][0] | {"pass1_end": end} for end in (30, 40, 50)]
     # Means of 50 and 40, standard errors of 14.43 and 5.77: Welch's t has 2.62 degrees of freedom.
-    assert page.difference_table(runs).endswith("| +10.0 [-43.7, +63.7] |")
-    # Each pair of references comes once.
-    pairs = [
-        line.split("|")[1:3]
-        for line in page.difference_table(runs | {"bf16-lora": runs[ARM]}).splitlines()[2:]
-    ]
-    assert [[cell.strip(" `") for cell in pair] for pair in pairs] == [
-        ["bf16-lora", "nvfp4-lora"],
-        ["bf16-lora", ARM],
+    assert evidence_tables.difference_table(runs).endswith("| +10.0 [-43.7, +63.7] |")
+
+
+def test_an_arm_is_compared_with_what_it_changes():
+    row = {"pass1_end": 50.0, "about": {"evaluations": {"end": {"correct": "01"}}}}
+    names = ("bf16-lora", "nvfp4-rounded-lora", "nvfp4-lora", "nf4-lora", ARM)
+    lines = evidence_tables.difference_table({name: [row] for name in names}).splitlines()[2:]
+    pairs = [[cell.strip(" `") for cell in line.split("|")[1:3]] for line in lines]
+    assert pairs == [
+        *(["bf16-lora", name] for name in names[1:]),
+        ["nvfp4-rounded-lora", "nvfp4-lora"],
         ["nvfp4-lora", ARM],
+        *(["nf4-lora", name] for name in ("nvfp4-rounded-lora", "nvfp4-lora", ARM)),
     ]
 
 
-def test_the_page_and_its_figures(results, tmp_path):
-    docs = tmp_path / "docs"
+def test_intervals_by_hand():
+    difference = differences.over_common_seeds({0: 1.0, 1: 2.0, 2: 3.0, 5: 9.0}, {0: 2, 1: 3, 2: 7})
+    # Differences of 1, 1 and 4: t(0.975, 2) = 4.303 times a standard error of 1.
+    assert difference == pytest.approx((2.0, 2.0 - 4.303, 2.0 + 4.303), abs=1e-3)
+    assert differences.over_common_seeds({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0, 2: 3.0}) is None
+    # Newcombe (1998), 56/70 and 48/80: 0.2 from 0.0524 to 0.3339.
+    value = {"value": 80.0, "low": 69.18, "high": 87.72}
+    reference = {"value": 60.0, "low": 49.04, "high": 70.04}
+    difference = differences.unpaired(reference, value)
+    assert difference == pytest.approx((20.0, 5.24, 33.39), abs=0.05)
+
+
+# The interval over seeds of a difference, and that over problems; what a claim gets.
+UP, DOWN, WIDE = (
+    differences.Difference(*numbers) for numbers in ((2, 1, 3), (-2, -3, -1), (0.5, -2, 3))
+)
+
+
+@pytest.mark.parametrize(
+    ("problems", "seeds", "equal", "verdict"),
+    [
+        (UP, UP, False, "supported"),
+        (DOWN, DOWN, False, "contradicted"),
+        (WIDE, WIDE, False, "undecided"),
+        (DOWN, WIDE, False, "undecided (contradicted by these seeds)"),
+        (UP, None, False, "supported (few seeds)"),
+        (None, None, False, "undecided (few seeds)"),
+        (WIDE, None, True, "not contradicted (few seeds)"),
+        (UP, UP, True, "exceeded"),
+        (DOWN, DOWN, True, "contradicted"),
+    ],
+)
+def test_the_verdict_follows_from_the_intervals(problems, seeds, equal, verdict):
+    claim = claims._Claim("more", claims._ACCURACY, [], equal)
+    rows = {"arm": "nvfp4-lora", "learning_rate": 1e-4}
+    assert claims._verdict(claim, problems, seeds, ([rows], [rows])) == verdict
+    rounded = rows | {"arm": "nvfp4-rounded-lora", "learning_rate": 2e-4}
+    text = claims._verdict(claim, problems, seeds, ([rows], [rounded]))
+    assert text.endswith("another rate; rounded)")
+
+
+@pytest.fixture
+def costs(tmp_path):
+    """Results of the three arms that differ in their weights, three seeds each."""
+    ends = {
+        "bf16-lora": [(1, 1, 1, 0), (1, 1, 0, 1), (1, 1, 1, 1)],
+        "nvfp4-rounded-lora": [(1, 0, 0, 0), (1, 1, 0, 0), (0, 0, 0, 1)],
+        "nvfp4-lora": [(1, 1, 1, 0), (1, 1, 0, 0), (1, 1, 1, 1)],
+    }
+    for arm, seeds in ends.items():
+        for seed, correct in enumerate(seeds):
+            write_run(tmp_path / "runs", arm=arm, seed=seed, correct=correct)
+    gsm8k.collect(tmp_path / "runs", tmp_path / "results")
+    return tmp_path / "results"
+
+
+def test_what_four_bits_cost(costs):
+    content = gsm8k.read_results(costs)
+    runs = differences.runs_by_arm(content)
+    text = evidence_tables.cost_sentence(runs)
+    assert text.startswith(
+        "Of 4 GSM8K test problems Qwen2.5-Coder-1.5B solves 25.0 % in bf16, 25.0 % in calibrated "
+        "NVFP4 and 25.0 % in NVFP4 rounded to nearest; after 4 steps with LoRA 83.3, 75.0 and "
+        "33.3 %. Calibrated, four bits cost 8.3 points (95 % interval: "
+    )
+    # Differences by problem of 0, 0, 0, 1/3: their mean is 1/12, its standard error too.
+    assert "-8.0 to 24.7 over problems" in text
+    assert "Rounded to nearest, four bits cost 50.0 points" in text
+    part = page.page_parts(content, costs)["cost"]
+    assert text in part
+    assert "| pass@1 after, over problems | -8.3 [-24.7, +8.0] | -50.0 [" in part
+    del runs["nvfp4-lora"]
+    assert "alibrated" not in evidence_tables.cost_sentence(runs)
+    del runs["bf16-lora"]
+    assert evidence_tables.cost_sentence(runs) == "What four bits cost was not measured."
+
+
+@pytest.mark.parametrize(
+    ("rounded", "calibrated", "expected"),
+    [
+        (0.1, 0.0, "Rounding to nearest raises it .*, calibration to the same format does not "
+         "change it .* Rounding alone supported the claim"),
+        (0.1, 0.1, "raises it .*, calibration to the same format raises it .* nats\\)\\.$"),
+        (0.0, 0.0, "does not change it .*, calibration .* does not change it .* nats\\)\\.$"),
+        (0.1, None, "raises it .* calibrated weights were not measured yet\\.$"),
+    ],
+)  # fmt: skip
+def test_whether_quantization_explores(rounded, calibrated, expected, monkeypatch):
+    added = {"bf16-lora": 0.0, "nvfp4-rounded-lora": rounded, "nvfp4-lora": calibrated}
+    runs = {
+        arm: [{"arm": arm, "seed": seed} for seed in range(3)]
+        for arm, value in added.items()
+        if value is not None
+    }
+    noise = {arm: np.array([-0.01, 0.0, 0.01]) * number for number, arm in enumerate(added)}
+    monkeypatch.setattr(
+        differences,
+        "steps_of",
+        lambda row, _: [{"entropy": 0.3 + added[row["arm"]] + noise[row["arm"]][row["seed"]]}],
+    )
+    text = evidence_tables.exploration_sentence(runs, pathlib.Path())
+    assert re.search(expected, text), text
+
+
+MARKS = "".join(
+    f"<!-- {name}: python -m benchmarks.evidence -->\n<!-- end of {name} -->\n\n"
+    for name in ("cost", "evidence", "claims")
+)
+
+
+@pytest.mark.parametrize("name", ["results", "costs"])
+def test_the_page_and_its_figures(name, request, tmp_path):
+    results, docs = request.getfixturevalue(name), tmp_path / "docs"
     docs.mkdir()
-    marks = "<!-- evidence: python -m benchmarks.evidence -->", "<!-- end of evidence -->"
-    (docs / "evidence.md").write_text("Above.\n\n{}\n{}\n\nBelow.\n".format(*marks))
+    (docs / "evidence.md").write_text(f"Above.\n\n{MARKS}Below.\n")
     page.write_page(results, docs)
     text = (docs / "evidence.md").read_text()
     assert text.startswith("Above.\n")
     assert text.endswith("Below.\n")
-    assert f"`{ARM}-s1`" in text
-    explored = f"| `{ARM}` | 0.300, 0.300, 0.200 | 75, 75 | 0.150, 0.350 | 25.0 -> "
-    (line,) = [line for line in text.splitlines() if line.startswith(explored)]
-    assert line.endswith("| 90.0 -> 90.0 | 95.0 -> 95.0 |")
     content = gsm8k.read_results(results)
     curves = page.curves_data(content, results)
-    assert curves["mixed_groups"][ARM] == [[0.75] * 4] * 3
     assert pictures.data_in(docs / "evidence_curves.svg") == {"sha256": page.digest(curves)}
     assert pictures.data_in(docs / "evidence_accuracy.svg") == page.accuracy_data(content)
+    if name == "results":
+        explored = f"| `{ARM}` | 0.300, 0.300, 0.200 | 75, 75 | 0.150, 0.350 | 25.0 -> "
+        (line,) = [line for line in text.splitlines() if line.startswith(explored)]
+        assert line.endswith("| 90.0 -> 90.0 | 95.0 -> 95.0 |")
+        assert curves["mixed_groups"][ARM] == [[0.75] * 4] * 3
+        assert f"| `{ARM}` | 0, 1, 2 | bbbbbbbb | H100 | - | `python -m" in text
     page.write_page(results, docs)
     assert (docs / "evidence.md").read_text() == text
 
 
 def test_the_evidence_is_up_to_date():
     content = gsm8k.read_results(RESULTS)
-    assert page.results_text(content, RESULTS) in (DOCS / "evidence.md").read_text(encoding="utf-8")
+    text = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    for part in page.page_parts(content, RESULTS).values():
+        assert part in text
     names = {gsm8k.run_name(row["arm"], row["seed"]) for row in content["rows"]}
     assert {path.name for path in RESULTS.glob("gsm8k/*")} == {f"{n}.jsonl.gz" for n in names}
     for row in content["rows"]:
         assert row.keys() == FIELDS
+        assert row["main"] == (row["arm"] == evidence.MAIN)
     if names:
         digest = page.digest(page.curves_data(content, RESULTS))
         assert pictures.data_in(DOCS / "evidence_curves.svg") == {"sha256": digest}
         accuracy = page.accuracy_data(content)
         assert pictures.data_in(DOCS / "evidence_accuracy.svg") == accuracy
+
+
+def test_rows_have_the_weights_that_their_arms_name():
+    """Runs without `model.calibration` have rounded weights, and an earlier name."""
+    content = gsm8k.read_results(RESULTS)
+    for row in content["rows"]:
+        about = content["runs"][gsm8k.run_name(row["arm"], row["seed"])]
+        model, preset = about["config"]["model"], about["config"]["preset"]
+        weights = evidence.get_config(row["arm"]).model
+        assert model["format"] == weights.format
+        if weights.format == "nvfp4":
+            assert model.get("calibration", "none") == weights.calibration
+            assert ("calibration" in about) == (weights.calibration == "gptq")
+        if "calibration" not in model:
+            preset = preset.replace("nvfp4-", "nvfp4-rounded-")
+        assert preset == row["arm"]
+
+
+def test_the_readme_says_what_four_bits_cost():
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    text = tables.cost_text()
+    assert text in readme
+    assert readme.index(text) < readme.index("## Start")
+    sentence = evidence_tables.cost_sentence(differences.runs_by_arm(gsm8k.read_results(RESULTS)))
+    assert sentence in text.replace("\n", " ")
+    assert "95 % interval" in sentence
 
 
 def test_metrics_are_compressed_to_the_same_bytes(tmp_path):
@@ -606,16 +881,81 @@ def test_the_result_of_a_speedrun(tmp_path):
     run = write_run(tmp_path / "runs", arm="speedrun")
     saved = json.loads((run / "config.json").read_text())
     changed = saved | {"config": saved["config"] | {"steps": 60}}
+    known = {"seconds": 300.0, "entries": set(), "problems": 1000}
     (run / "config.json").write_text(json.dumps(changed))
     with pytest.raises(UserError, match=r"evaluations after steps \[0, 4\], not 0 and"):
-        speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
+        speedrun.result_of(run, state="warm", **known)
     (run / "config.json").write_text(json.dumps(saved))
-    result = speedrun.result_of(run, seconds=300.0, cache="warm", problems=1000)
+    result = speedrun.result_of(run, state="warm", **known)
     assert (result["pass1_start"], result["pass1_end"], result["n"]) == (25.0, 50.0, 1000)
     assert (result["device"], result["commit"]) == ("NVIDIA H100", "b" * 40)
+    assert "calibration" not in result
     assert speedrun.new_folder(tmp_path) == tmp_path / "run-1"
     (tmp_path / "run-1").mkdir()
     assert speedrun.new_folder(tmp_path) == tmp_path / "run-2"
+
+
+def test_a_speedrun_is_cold_only_if_it_also_calibrates(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    entry = calibrated.entry_path("a" * 24)
+    entry.mkdir(parents=True)
+    (entry / "model.safetensors").write_bytes(b"weights")
+    calibrated.complete_entry(entry, np.zeros((1, 2), np.int32), {"seconds": 40.5})
+    digest = {"digest": json.loads((entry / "calibration.json").read_text())["digest"]}
+    run = write_run(tmp_path / "runs", arm="speedrun")
+    saved = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(saved | {"calibration": digest}))
+
+    def result(state, entries):
+        return speedrun.result_of(run, seconds=300.0, state=state, entries=entries, problems=9)
+
+    cold, warm = result("cold", set()), result("warm", {entry})
+    assert (cold["cache"], cold["calibration_seconds"]) == ("cold", 40.5)
+    assert (warm["cache"], warm["calibration"]) == ("warm", digest)
+    assert "calibration_seconds" not in warm
+    for state, entries in ("cold", {entry}), ("warm", set()):
+        with pytest.raises(UserError, match=f"{state} for compiled programs only: the next run"):
+            result(state, entries)
+
+
+def test_a_speedrun_keeps_its_caches_in_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    data = [f"--{name}={tmp_path}/test.jsonl" for name in ("model", "train", "test")]
+    out = tmp_path / "speedrun.json"
+    monkeypatch.setattr(sys, "argv", ["x", *data, f"--workdir={tmp_path}/runs", f"--out={out}"])
+    for name in ("XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / "of the user"))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "1")
+
+    def train(command):
+        (run,) = [word.partition("=")[2] for word in command if word.startswith("--workdir=")]
+        write_training(pathlib.Path(run), arm="speedrun")
+        pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"], "program").touch()
+
+    monkeypatch.setattr(speedrun, "timed", train)
+    for state in ("cold", "warm"):
+        speedrun.main()
+        assert json.loads(out.read_text())["cache"] == state
+        assert os.environ["XDG_CACHE_HOME"] == str(tmp_path / "runs" / "cache")
+        assert os.environ["JAX_COMPILATION_CACHE_DIR"] == str(tmp_path / "runs/cache/programs")
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        ({"cache": "cold"}, "on one H100 in 250 s, compilation included."),
+        ({"cache": "warm"}, "on one H100 in 250 s with warm caches."),
+        (
+            {"cache": "warm", "cold": {"seconds": 330.4, "calibration_seconds": 41.6}},
+            "in 250 s with warm caches; with empty ones it takes 330 s, compilation and 42 s of "
+            "calibration included.",
+        ),
+    ],
+)
+def test_the_readme_says_what_a_speedrun_took(result, expected):
+    known = {"seconds": 250.4, "pass1_start": 54.0, "pass1_end": 69.2, "n": 1000}
+    text = tables.speedrun_sentence(known | {"device": "NVIDIA H100 80GB HBM3"} | result)
+    assert text.endswith(expected)
 
 
 def test_a_warm_run_is_kept_beside_a_cold_one():

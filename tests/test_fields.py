@@ -79,7 +79,10 @@ IMPLEMENTED = {
     "train.parameters": PARAMETERS,
 }
 # Names that no module has in a table.
-COMPARED_IN_PLACE = {"data.curriculum", "rollout.dequantize", "aqn.correction"}
+COMPARED_IN_PLACE = {
+    *("data.curriculum", "rollout.dequantize", "aqn.correction"),
+    "model.calibration",
+}
 
 RESUMED = {
     "memory": {
@@ -123,6 +126,8 @@ def test_a_row_has_a_meaning_and_its_default_is_allowed():
             value = math.inf if isinstance(value, LinkedDefault) else value
             assert row.limits[0] <= value, row.name
         if row.choices:
+            if isinstance(value, ModelDefault):
+                value = tuple(map(value.value, MODELS))
             items = value if isinstance(value, tuple) else (value,)
             assert set(items) <= set(row.choices), row.name
 
@@ -161,7 +166,10 @@ def test_defaults_that_depend_on_the_model_or_on_a_field(experiment):
     special = {
         row.name for row in ROWS.values() if isinstance(row.default, ModelDefault | LinkedDefault)
     }
-    assert special == {"model.source", "data.chat_template_args", "eval.max_new_tokens"}
+    assert special == {
+        *("model.source", "model.calibration"),
+        *("data.chat_template_args", "eval.max_new_tokens"),
+    }
     assert {ROWS["model.source"].default.value(model) for model in MODELS}
     config = experiment.get_config("qwen3-8b")
     assert config.model.source == "Qwen/Qwen3-8B"

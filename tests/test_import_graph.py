@@ -22,6 +22,7 @@ FLOORS = (
     ("policy", "compile", "rewards", "config"),
     ("rollout", "rl", "weights", "run"),
     ("data", "memory", "processes", "show"),
+    ("quantization",),
     ("evaluation",),
     ("training", "export"),
     ("commands",),

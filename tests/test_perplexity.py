@@ -12,7 +12,12 @@ from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
 from tokenizers import processors
 
 from qerl_jax.errors import UserError
-from qerl_jax.evaluation.perplexity import read_documents, window_losses, windows
+from qerl_jax.evaluation.perplexity import (
+    read_documents,
+    window_divergences,
+    window_losses,
+    windows,
+)
 from qerl_jax.policy import transformer
 from qerl_jax.weights.load import load
 
@@ -37,6 +42,35 @@ def test_losses_are_those_of_the_next_tokens(model):
     expected = -np.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0].mean(axis=1)
     assert losses.shape == (6,)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_divergences_are_those_of_the_logits(model, monkeypatch):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (6, 9), np.int32)
+    noise = {"norm": model.params["norm"] + 0.3 * rng.standard_normal(32, np.float32)}
+    other = types.SimpleNamespace(params=model.params | noise, config=model.config)
+    lengths = jnp.full(6, 9, jnp.int32)
+    p, q = (
+        np.asarray(
+            jax.nn.log_softmax(
+                transformer.forward(m.params, None, tokens, lengths, config=model.config)
+            )
+        )[:, :-1]
+        for m in (model, other)
+    )
+    for chunk_bytes in (256 << 20, 10 * 4 * VOCAB):
+        monkeypatch.setattr("qerl_jax.rl.logprobs._CHUNK_BYTES", chunk_bytes)
+        result = window_divergences(model, other, tokens)
+        kl = (np.exp(p) * (p - q)).sum(axis=-1).mean(axis=1)
+        assert kl.min() > 1e-3
+        np.testing.assert_allclose(result.kl, kl, rtol=1e-4)
+        np.testing.assert_allclose(result.losses, window_losses(other, None, tokens), rtol=1e-5)
+        agreement = (p.argmax(axis=-1) == q.argmax(axis=-1)).mean(axis=1)
+        assert 0 < agreement.mean() < 1
+        np.testing.assert_allclose(result.agreement, agreement, rtol=1e-6)
+    same = window_divergences(model, model, tokens)
+    np.testing.assert_array_equal(same.kl, np.zeros(6))
+    np.testing.assert_array_equal(same.agreement, np.ones(6))
 
 
 def test_a_uniform_model(model):

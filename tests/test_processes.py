@@ -511,3 +511,16 @@ def test_a_start_that_fails_leaves_neither_mark_nor_folder(tmp_path):
     ):
         pass
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow  # 40 s: two processes that compile
+def test_one_of_two_processes_calibrates_the_base(tmp_path):
+    tiny = tiny_run.write_tiny(tmp_path, tmp_path / "programs", num_layers=1)
+    changes = {"steps": 1, "mesh.data": 2, "eval.every": 0, "model.calibration": "gptq"}
+    file = tiny.config_file(tmp_path / "config.py", changes)
+    environment = tiny.environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "experiments.grpo_gsm8k", f"--config={file}", "--workdir=run"]
+    started = Started(lambda _: command, [environment] * 2, tmp_path)
+    assert started.wait(300) == [0, 0], [started.said(0), started.said(1)]
+    assert len(list((tmp_path / "qerl_jax" / "calibrated").glob("*/calibration.json"))) == 1
+    assert "calibration" in json.loads((tmp_path / "run" / "config.json").read_text())

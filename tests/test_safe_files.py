@@ -96,7 +96,7 @@ def properties(folder):
     return found | {make(best=best) for make in (folder.adapter, folder.model) for best in both}
 
 
-FILES = ("config", "lock", "metrics", "completions", "curves", "summary", "best")
+FILES = ("config", "calibration", "lock", "metrics", "completions", "curves", "summary", "best")
 PLACES = sorted(path.name for path in properties(RunFolder(pathlib.Path("run"))))
 FILE_NAMES = {getattr(RunFolder(pathlib.Path("run")), name).name for name in FILES}
 TRAINED = [path for path in PLACES if path.endswith(("adapter", "model"))]

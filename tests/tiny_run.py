@@ -30,6 +30,7 @@ SETTINGS = {
     "preset": "tiny",
     "steps": STEPS,
     "model.dtype": "float32",
+    "model.calibration": "none",
     "lora.rank": 4,
     "lora.alpha": 8.0,
     "data.system_prompt": "",

@@ -54,6 +54,7 @@ def run(config: ConfigDict, workdir: str | None) -> None:
         name = f"{_MEMORY.value:g} GB"
     from qerl_jax.config.overrides import check_overrides
     from qerl_jax.memory import report, run_plan
+    from qerl_jax.quantization import base
     from qerl_jax.system.device_memory import pool_of
     from qerl_jax.training.validate import validate
 
@@ -76,13 +77,16 @@ def run(config: ConfigDict, workdir: str | None) -> None:
             "largest_rows": rows,
             "largest_new_tokens": length,
         }
+        if base.is_calibrated(config.model):
+            seconds, size = base.calibration_cost(model)
+            fields |= {"calibration_seconds_h100": seconds, "calibration_bytes": size}
         print(json.dumps(fields, indent=1))
     else:
         devices = config.mesh.data * config.mesh.tensor
         card = name if _MEMORY.value is not None else f"{name}, {memory / 1e9:.1f} GB"
         where = f"each of {devices} x {card}" if devices > 1 else card
         print(f"{config.preset} in {config.model.format} on {where}")
-        print(report.format_plan(plan, config), end="")
+        print(report.format_plan(plan, config) + base.describe_cost(config, model), end="")
         print(
             f"largest that fits: {rows} rows together at {config.rollout.max_new_tokens} new "
             f"tokens; {length} new tokens with fewer rows"

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
-from qerl_jax.config.models import SOURCES, TEMPLATE_ARGS
+from qerl_jax.config.models import SOURCES, TEMPLATE_ARGS, calibration_of
 from qerl_jax.system.import_path import names_function
 
 GENERATED = "reasoning_gym:"  # what the source of generated problems begins with
@@ -118,6 +118,7 @@ def has_own_evaluation(data: Mapping[str, Any]) -> bool:
     return evaluates_separately(data.get("eval_source", ""), data["eval_path"])
 
 
+_NVFP4 = Condition("model.format='nvfp4'", lambda c: c.model.format == "nvfp4")
 _ADAPTER = Condition(
     "an adapter: train.parameters other than 'full'",
     lambda c: c.train.parameters != "full",
@@ -200,6 +201,15 @@ FIELDS: tuple[Section | Field, ...] = (
         "'nf4' (QLoRA's). 'bf16' does not quantize; the paper halves the learning rate for it "
         "(5e-6).",
         choices=("nvfp4", "mxfp4", "nf4", "bf16"),
+    ),
+    Field(
+        "model.calibration",
+        ModelDefault("'none' of the stand-in, 'gptq' of others", calibration_of),
+        "How a model of 16 bits becomes one in nvfp4: 'gptq' calibrates it on completions of the "
+        "run's training prompts before the first step, once for all runs; 'none' rounds it to the "
+        "nearest numbers, as llm-compressor's NVFP4A16 does. A model in NVFP4 stays as it is.",
+        choices=("gptq", "none"),
+        read_if=_NVFP4,
     ),
     Field(
         "model.dtype",

@@ -29,6 +29,12 @@ MODELS = tuple(SOURCES)
 # Family -> variables of its chat template.
 TEMPLATE_ARGS = {"qwen3": {"enable_thinking": True}}
 
+
+def calibration_of(model: str) -> str:
+    """How a model becomes one in nvfp4; the stand-in is for a CPU, which calibrates slowly."""
+    return "none" if model == STAND_IN else "gptq"
+
+
 # Settings of the stand-in, in place of an experiment's task: short sums, few and small steps.
 SUMS: dict[str, Any] = {
     "steps": 30,

@@ -26,6 +26,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     # --config.rollout.max_new_tokens=2048 --config.lora.rank=16 --config.lora.alpha=16
     # --config.train.micro_batch_rows=2.
     "reference_code": {
+        "model.calibration": "none",
         "aqn.schedule": "reference",
         "aqn.stages": 10,
         "aqn.sigma_start": 1e-2,

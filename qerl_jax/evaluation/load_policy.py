@@ -16,6 +16,7 @@ from qerl_jax.policy.config import ModelConfig
 from qerl_jax.policy.lora import Lora, LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy
+from qerl_jax.quantization.base import load_base_of_run
 from qerl_jax.rewards.from_config import PYTHON_REWARDS
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.ownership import adopt, has_own_tag, trusts
@@ -113,13 +114,16 @@ def open_policy(
             f"--base={base}: {base_source} is itself the model, and no adapter names another one; "
             "leave out --base"
         )
-    if run is None and folder is not None:
-        settings = {"format": _format_of_run(folder)}
-    model = load(
-        base or base_source,
-        format=format or settings.get("format", "stored"),
-        dtype=dtype or settings.get("dtype", "bfloat16"),
-    )
+    owner, owner_run = (RunFolder(path), run) if run is not None else _run_of(folder)
+    if run is None and owner_run is not None:
+        settings = {"format": owner_run["config"]["model"]["format"]}
+    format = format or settings.get("format", "stored")
+    dtype = dtype or settings.get("dtype", "bfloat16")
+    if base or owner_run is None or not names_base:
+        model = load(base or base_source, format=format, dtype=dtype)
+    else:
+        tokens = owner.calibration
+        model = load_base_of_run(base_source, owner_run, tokens, format=format, dtype=dtype)
     if folder is None:
         return LoadedPolicy(
             base=model,
@@ -273,18 +277,13 @@ def _sha256(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _format_of_run(adapter: pathlib.Path) -> str:
-    """Returns the format of the base that an adapter in a run folder was trained on.
-
-    Returns:
-        The format of the run; 'stored' for an adapter outside of a run folder, whose config says
-        nothing about the format.
-    """
+def _run_of(adapter: pathlib.Path | None) -> tuple[RunFolder, dict[str, Any] | None]:
+    """Returns the run in whose folder an adapter lies, and its content; None outside of a run."""
     # An adapter lies in the run folder itself or, if it was exported, in the folder of exports.
-    for folder in adapter.resolve().parents[:2]:
+    for folder in [] if adapter is None else adapter.resolve().parents[:2]:
         if (run := read_run(folder)) is not None:
-            return run["config"]["model"]["format"]
-    return "stored"
+            return RunFolder(folder), run
+    return RunFolder(pathlib.Path()), None
 
 
 def _adapter_folder(run: pathlib.Path, adapter: str) -> pathlib.Path | None:

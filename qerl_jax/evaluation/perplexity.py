@@ -1,11 +1,11 @@
-"""Perplexity: how well a policy predicts a text."""
+"""How well a policy predicts a text, and how far another one is from it there."""
 
 import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 
 from qerl_jax.errors import UserError, check_unicode, first_line
 from qerl_jax.policy.lora import Lora
-from qerl_jax.rl.logprobs import completion_logprobs
+from qerl_jax.rl.logprobs import completion_logprobs, row_divergences
 from qerl_jax.system import hub
 from qerl_jax.system.paths import user_path
 from qerl_jax.weights.load import LoadedModel
@@ -22,6 +22,21 @@ from qerl_jax.weights.tokenizer import Tokenizer
 _ROWS = 4  # number of windows in a forward pass
 _HUB_ROWS = 20_000  # number of rows that are read of a dataset
 _MAX_BYTES = 256 << 20
+
+
+class Divergence(NamedTuple):
+    """How far a policy is from a reference, as means over the tokens of each window of a text.
+
+    Attributes:
+        losses: float32 [B] negative log-likelihoods under the policy, in nats per token.
+        kl: float32 [B] KL(reference | policy), in nats per token.
+        agreement: float32 [B] fractions of the tokens at which both find the same token the
+            likeliest.
+    """
+
+    losses: np.ndarray
+    kl: np.ndarray
+    agreement: np.ndarray
 
 
 def read_documents(source: str) -> list[str]:
@@ -108,15 +123,36 @@ def window_losses(model: LoadedModel, lora: Lora | None, tokens: np.ndarray) -> 
         )
     )
     losses = []
-    for start in range(0, len(tokens), _ROWS):
-        # The last rows are filled up, so that one program is compiled.
-        rows = np.resize(tokens[start : start + _ROWS], (_ROWS, tokens.shape[1]))
-        first = jnp.ones(_ROWS, jnp.int32)
-        logprobs, _ = compute_logprobs(
-            model.params, lora, jnp.asarray(rows), first, first * rows.shape[1]
-        )
+    first = jnp.ones(_ROWS, jnp.int32)
+    for rows in _batches(tokens):
+        logprobs, _ = compute_logprobs(model.params, lora, rows, first, first * rows.shape[1])
         losses.append(-np.asarray(logprobs).mean(axis=1))
     return np.concatenate(losses)[: len(tokens)]
+
+
+def window_divergences(
+    reference: LoadedModel, model: LoadedModel, tokens: np.ndarray
+) -> Divergence:
+    """Compares a model with a reference on each window of a text; both are on the device.
+
+    Args:
+        reference: the reference, such as the weights in 16 bits.
+        model: a model of the same architecture.
+        tokens: int32 [B, T] token ids, as in `windows`.
+    """
+    compare = jax.jit(functools.partial(row_divergences, model_config=model.config))
+    batches = [compare(reference.params, model.params, rows) for rows in _batches(tokens)]
+    logprobs, kl, agrees = (
+        np.concatenate([np.asarray(part, np.float32).mean(axis=1) for part in parts])
+        for parts in zip(*batches, strict=True)
+    )
+    return Divergence(*(values[: len(tokens)] for values in (-logprobs, kl, agrees)))
+
+
+def _batches(tokens: np.ndarray) -> Iterator[jax.Array]:
+    """Yields the windows in batches; the last one is filled up, so that one program is compiled."""
+    for start in range(0, len(tokens), _ROWS):
+        yield jnp.asarray(np.resize(tokens[start : start + _ROWS], (_ROWS, tokens.shape[1])))
 
 
 def _read(path: pathlib.Path) -> str:

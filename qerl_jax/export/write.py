@@ -241,6 +241,11 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
             "machine; pass the hub id that it has, --base-name=USER/NAME, or upload it too, "
             "--with-base"
         )
+    if config.push and config.format == "peft" and base.calibrated and not config.with_base:
+        raise UserError(
+            f"--push={config.push}: the adapter belongs to the calibrated weights in "
+            f"{base.calibrated}, which no hub has; upload them too, --with-base"
+        )
     if config.onto == "bf16" and base.packed:
         raise UserError(
             f"--onto=bf16: {base.path} holds NVFP4 weights alone; leave it out, or pass the "
@@ -356,7 +361,7 @@ def _make_card(
     # A card that is uploaded names no folder of this machine.
     hides = config.push and Path(base.source).is_absolute()
     public = config.base_name or (Path(base.source).name if hides else base.source)
-    served = public if base.format == "bf16" or base.packed else ""
+    served = public if base.format == "bf16" or base.packed else str(base.calibrated or "")
     source_name = (
         policy.base.source if policy.run is None else policy.run["config"]["model"]["source"]
     )

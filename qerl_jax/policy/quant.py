@@ -11,8 +11,8 @@ consecutive inputs of a row:
     nf4    quantiles of a normal distribution as codes and, for 64 inputs, a float32 scale: 4.5 bits
            a weight (https://arxiv.org/abs/2305.14314). The bytes equal those of bitsandbytes.
 
-`fp4_matmul.FORMATS` holds the formats as data. All quantizers round to nearest, without calibration
-data; `export.scale_search` finds scales of NVFP4 with which they round more closely.
+`fp4_matmul.FORMATS` holds the formats as data. All quantizers here round to nearest, without
+calibration data; `quantization.gptq` finds codes and scales of NVFP4 by the inputs of a weight.
 """
 
 import functools
@@ -77,16 +77,13 @@ class QuantTensor:
         return fp4_matmul.format_of(self.scales.dtype).name
 
 
-def quantize(
-    weights: Sequence[np.ndarray], *, format: str, scales: Array | None = None
-) -> QuantTensor:
+def quantize(weights: Sequence[np.ndarray], *, format: str) -> QuantTensor:
     """Rounds the members of one fused group to a format.
 
     Args:
         weights: members of shape [N_i, K], for example [q, k, v]; they are rounded to bfloat16
             first.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
-        scales: FP8 scales [sum N_i, K/16] for NVFP4, in place of those by the largest weights.
 
     Returns:
         A QuantTensor of NumPy arrays with the rows of all members stacked, [sum N_i, K].
@@ -95,12 +92,10 @@ def quantize(
         UserError: the format is unknown, K is not a multiple of its block, or a weight is not
             finite.
     """
-    return jax.tree.map(np.array, quantize_on_device(weights, format=format, scales=scales))
+    return jax.tree.map(np.array, quantize_on_device(weights, format=format))
 
 
-def quantize_on_device(
-    weights: Sequence[np.ndarray], *, format: str, scales: Array | None = None
-) -> QuantTensor:
+def quantize_on_device(weights: Sequence[Array], *, format: str) -> QuantTensor:
     """Rounds a fused group, as in `quantize`, and leaves the result on the default device.
 
     NVFP4 rounds as llm-compressor's NVFP4A16 does. The scales are computed in bfloat16 where
@@ -125,7 +120,6 @@ def quantize_on_device(
     Args:
         weights: members of shape [N_i, K], as in `quantize`.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
-        scales: as in `quantize`.
 
     Returns:
         A QuantTensor of arrays on the device, [sum N_i, K].
@@ -138,19 +132,16 @@ def quantize_on_device(
     for weight in weights:
         check_inputs(weight.shape, format)
     bits = [[bfloat16_bits(weight)] for weight in weights]
-    return quantize_bits(bits, format=format, scales=scales)
+    return quantize_bits(bits, format=format)
 
 
-def quantize_bits(
-    members: Sequence[Sequence[jax.Array]], *, format: str, scales: Array | None = None
-) -> QuantTensor:
+def quantize_bits(members: Sequence[Sequence[jax.Array]], *, format: str) -> QuantTensor:
     """Rounds a fused group that is on the device, as `quantize_on_device` does.
 
     Args:
         members: chunks of the rows of each member, uint16 [rows, K] with the bits of bfloat16
             weights.
         format: 'nvfp4', 'mxfp4' or 'nf4'.
-        scales: as in `quantize`.
 
     Returns:
         A QuantTensor of arrays on the device, [sum N_i, K].
@@ -172,15 +163,14 @@ def quantize_bits(
         packed, scales = _encode(bits, *_mxfp4_tables(), format=format)
         return QuantTensor(packed=packed, scales=scales)
     global_scale = min(_global_scale(amax) for amax in _values(largest))
-    scale_bytes = None if scales is None else jnp.asarray(scales).view(jnp.uint8)
-    packed, scales = _encode(bits, *_nvfp4_tables(global_scale), scale_bytes, format=format)
+    packed, scales = _encode(bits, *_nvfp4_tables(global_scale), format=format)
     rows = np.full(len(packed), global_scale, np.float32)
     return QuantTensor(packed=packed, scales=scales, global_scale=jax.device_put(rows))
 
 
-def quantize_nvfp4(weights: Sequence[np.ndarray], scales: Array | None = None) -> QuantTensor:
+def quantize_nvfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
     """Rounds a fused group to NVFP4, as in `quantize`."""
-    return quantize(weights, format="nvfp4", scales=scales)
+    return quantize(weights, format="nvfp4")
 
 
 def quantize_mxfp4(weights: Sequence[np.ndarray]) -> QuantTensor:
@@ -390,7 +380,6 @@ def _encode(
     weights: Sequence[jax.Array],
     scale_table: jax.Array | None,
     thresholds: jax.Array,
-    scale_bytes: jax.Array | None = None,
     *,
     format: str,
 ) -> tuple[jax.Array, jax.Array]:
@@ -400,7 +389,6 @@ def _encode(
         weights: bits of bfloat16 weights, uint16 [N_i, K].
         scale_table: scale byte of each largest magnitude, uint8 [2^15], or None in NF4.
         thresholds: int16 [2^15, 15] by largest magnitude in NF4, otherwise [256, 8] by scale byte.
-        scale_bytes: uint8 [N, K/block] to use in place of those of `scale_table`, or None.
         format: name of the format.
     """
     form = FORMATS[format]
@@ -415,8 +403,7 @@ def _encode(
         keys = jnp.where(negative, -magnitude, magnitude)
         codes = jnp.zeros(blocks.shape, jnp.uint8)
     else:
-        if scale_bytes is None:
-            scale_bytes = scale_table[amax]
+        scale_bytes = scale_table[amax]
         scales = jax.lax.bitcast_convert_type(scale_bytes, form.scale_dtype)
         limits = thresholds[scale_bytes]
         keys = magnitude

@@ -86,8 +86,7 @@ def packed_kl(
     def exact_kl(_, hidden, other):
         logprobs = _log_softmax(_head(params), hidden, temperature, model_config)
         other_logprobs = _log_softmax(_head(other_params), other, temperature, model_config)
-        partial_kl = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
-        return None, over_vocabulary(jax.lax.psum, partial_kl, model_config)
+        return None, _exact_kl(logprobs, other_logprobs, model_config)
 
     count = buffer.mask.sum(dtype=jnp.int32)
     _, kl = _scan_chunks(
@@ -134,6 +133,48 @@ def completion_logprobs(
         _head(params), *rows, temperature, model_config, False
     )
     return logprobs.reshape(ids.shape), entropies.reshape(ids.shape)
+
+
+def row_divergences(
+    params: dict, other_params: dict, tokens: jax.Array, *, model_config: ModelConfig
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Compares two policies at each token of a text, at temperature 1.
+
+    Args:
+        params: parameters of the policy, on one device.
+        other_params: parameters of the other policy.
+        tokens: int32 [B, T] rows of text without padding.
+        model_config: architecture of both policies.
+
+    Returns:
+        float32 [B, T - 1] log-probabilities of the tokens from the second on under the other
+        policy, float32 [B, T - 1] exact KL(policy | other policy) of their distributions, in nats,
+        and bool [B, T - 1], whether both policies find the same token the likeliest.
+    """
+    assert model_config.shards == 1
+    lengths = jnp.full(len(tokens), tokens.shape[1], jnp.int32)
+    hidden, other = (
+        transformer.hidden_states(p, None, tokens, lengths, config=model_config)[:, :-1]
+        for p in (params, other_params)
+    )
+    ids = tokens[:, 1:]
+
+    def compare(_, hidden, other, ids):
+        logprobs = _log_softmax(_head(params), hidden, 1.0, model_config)
+        other_logprobs = _log_softmax(_head(other_params), other, 1.0, model_config)
+        token_logprobs = jnp.take_along_axis(other_logprobs, ids[:, None], axis=-1)[:, 0]
+        agrees = logprobs.argmax(axis=-1) == other_logprobs.argmax(axis=-1)
+        return None, (token_logprobs, _exact_kl(logprobs, other_logprobs, model_config), agrees)
+
+    states = (h.reshape(-1, h.shape[-1]) for h in (hidden, other))
+    _, results = _scan_chunks(
+        compare,
+        None,
+        (*states, ids.reshape(-1)),
+        count=jnp.int32(ids.size),
+        vocab_size=model_config.vocab_size,
+    )
+    return tuple(result.reshape(ids.shape) for result in results)
 
 
 def _predicting_states(params, lora, buffer, *, model_config, recompute=()):
@@ -287,6 +328,12 @@ def _log_softmax(head, hidden, temperature, model_config):
     below = logits - highest
     total = jnp.exp(below).sum(axis=-1, keepdims=True)
     return below - jnp.log(over_vocabulary(jax.lax.psum, total, model_config))
+
+
+def _exact_kl(logprobs, other_logprobs, model_config):
+    """KL [M] between distributions, given all log-probabilities [M, V]."""
+    partial_kl = jnp.sum(jnp.exp(logprobs) * (logprobs - other_logprobs), axis=-1)
+    return over_vocabulary(jax.lax.psum, partial_kl, model_config)
 
 
 def _head(params):

@@ -59,6 +59,11 @@ class RunFolder:
         return self.path / "lock"
 
     @property
+    def calibration(self) -> Path:
+        """The text that a calibrated base was made from: int32 [B, T] token ids."""
+        return self.path / "calibration_tokens.npy"
+
+    @property
     def checkpoints(self) -> Path:
         """The folder of `checkpoints.Checkpoints`."""
         return self.path / "checkpoints"
@@ -134,7 +139,7 @@ class RunFolder:
     def files(self) -> list[Path]:
         """The places of files."""
         return [
-            *(self.config, self.lock, self.metrics, self.completions),
+            *(self.config, self.calibration, self.lock, self.metrics, self.completions),
             *(self.curves, self.summary, self.best),
         ]
 
@@ -323,7 +328,7 @@ def _remove_if_block_fails(folder: RunFolder, new_folders: Sequence[Path]) -> It
     except BaseException:
         if new_folders and not _has_begun(folder):
             shutil.rmtree(folder.programs, ignore_errors=True)  # JAX's cache has them too.
-            own_files = {folder.lock, folder.config}
+            own_files = {folder.lock, folder.config, folder.calibration}
             with contextlib.suppress(OSError):  # A folder that is not empty stays.
                 for path in [path for path in folder.path.iterdir() if path.is_dir()]:
                     path.rmdir()

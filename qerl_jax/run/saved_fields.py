@@ -132,6 +132,14 @@ def _is_commit(value: Any) -> bool:
     return _is_object(value) and _is_text(value.get("commit"))
 
 
+def _has_digest(value: Any) -> bool:
+    return _is_object(value) and "digest" in value
+
+
+def _is_digest(value: Any) -> bool:
+    return _is_text(value) and re.fullmatch("[0-9a-f]{64}", value) is not None
+
+
 def _are_sources(value: Any) -> bool:
     return _is_object(value) and all(
         _is_object(source)
@@ -166,6 +174,8 @@ _NAMES: _Field = "an object of texts", _are_names
 _REWARDS: _Field = f"an object of rewards, which have {', '.join(sorted(_REWARD))}", _are_rewards
 
 _FIELDS: dict[str, _Field] = {
+    "calibration": ("an object with a digest", _has_digest),
+    "calibration.digest": ("64 hex digits", _is_digest),
     "command": _TEXT,
     "created": (f"a time of the form {CREATED}", is_time),
     "device": _OBJECT,

@@ -24,6 +24,7 @@ from qerl_jax.errors import visible
 from qerl_jax.memory.report import check_fits, format_plan
 from qerl_jax.memory.run_plan import plan_run, this_device
 from qerl_jax.policy.config import ModelConfig
+from qerl_jax.quantization.base import describe_cost
 from qerl_jax.rewards.from_config import rewards_of
 from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.folder import RunFolder, default_folder
@@ -72,7 +73,7 @@ def dry_run(
     first = training_prompts(prompts)[0]
     width = max(len(prompt.ids) for split_prompts in prompts.values() for prompt in split_prompts)
     plan = plan_run(config, architecture, this_device(), prompt=width)
-    write(format_plan(plan, config))
+    write(format_plan(plan, config) + describe_cost(config, architecture))
     check_fits(plan, config, architecture)
     shown = f"the first training prompt:\n{first.text}\n\nits answer: {first.problem.answer}\n"
     write(visible(shown))  # Problems and template may come from another person.

@@ -46,6 +46,7 @@ _ATTEMPTS, _PAUSE = 8, 0.25  # reads of a run that saves meanwhile, and the seco
 # same parameters with another scale are another policy.
 _SAME_FIELDS = (
     "model.format",
+    "model.calibration",
     "lora.rank",
     "lora.alpha",
     "lora.rslora",

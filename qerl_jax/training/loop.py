@@ -137,7 +137,9 @@ def _train_in(
         created = processes.broadcast_from_first(saved.get("created", ""))
         with template_date(created):  # A resumed run has the same prompts.
             steps = folder.schedule_steps
-            setup = prepare(config, rewards, schedule_steps=steps, processes=processes)
+            setup = prepare(
+                config, rewards, schedule_steps=steps, processes=processes, folder=folder
+            )
         with (
             memory_errors(out_of_memory(setup.memory, config, setup.model.config)),
             keep_programs(folder.programs, trusted=trust, writes=processes.writes),

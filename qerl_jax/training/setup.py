@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import re
-import sys
 from collections.abc import Callable, Mapping
 
 import jax
@@ -13,7 +11,6 @@ from ml_collections import ConfigDict
 
 from qerl_jax.data.from_config import (
     EVAL,
-    check_positions,
     encode_problems,
     load_problems,
     order_of,
@@ -43,7 +40,9 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.head import rollout_head
 from qerl_jax.rollout.replicas import largest_share
 from qerl_jax.rollout.sampler import Sampler
+from qerl_jax.run.folder import RunFolder
 from qerl_jax.system.import_path import names_function
+from qerl_jax.training.base import load_base
 from qerl_jax.training.collect import CollectConfig, dynamic_sampling_metric
 from qerl_jax.training.initial_policy import (
     first_trainable,
@@ -52,7 +51,7 @@ from qerl_jax.training.initial_policy import (
 )
 from qerl_jax.training.step import Method, StepSetup
 from qerl_jax.weights.checkpoint import read_architecture
-from qerl_jax.weights.load import LoadedModel, load
+from qerl_jax.weights.load import LoadedModel
 from qerl_jax.weights.peft import read_peft_config
 
 
@@ -87,6 +86,7 @@ def prepare(
     *,
     schedule_steps: int,
     processes: Processes = ALONE,
+    folder: RunFolder | None = None,
 ) -> Setup:
     """Loads the model and the problems, and makes the other parts from the config.
 
@@ -95,6 +95,7 @@ def prepare(
         rewards: function and weight by name.
         schedule_steps: number of steps that the schedules of noise and learning rate span.
         processes: processes of the run.
+        folder: the run folder, as `base.load_base` takes it.
 
     Raises:
         UserError: the config asks for something that cannot be done.
@@ -107,7 +108,7 @@ def prepare(
     if device.pool is not None or config.mesh.tensor > 1:
         architecture = read_architecture(config.model.source)
         check_fits(plan_run(config, architecture, device), config, architecture)
-    model = _load_model(config, mesh)
+    model = load_base(config, problems, mesh=mesh, processes=processes, folder=folder)
     prompts = encode_problems(config, model.tokenizer, problems)
     _announce(config, model, prompts)
     setup = assemble(config, rewards, model, prompts, method=method, mesh=mesh)
@@ -243,31 +244,6 @@ def _collect_config(
         advantage=config.rl.advantage,
         advantage_eps=config.rl.advantage_eps,
     )
-
-
-def _load_model(config: ConfigDict, mesh: Mesh | None) -> LoadedModel:
-    """The model; refuses lengths that it has no positions for."""
-    device = jax.devices()[0]
-    size = re.search(r"-([0-9.]+)b(?:-|$)", config.preset)
-    if device.platform == "cpu" and size and float(size[1]) >= 1:
-        print(
-            f"warning: preset {config.preset} has {size[1]} billion parameters and runs on a CPU, "
-            "where a step takes hours; on a machine with an NVIDIA GPU install the GPU version, "
-            "uv run --extra cuda python ..., and ask a scheduler for a GPU (SLURM: --gres=gpu:1)",
-            file=sys.stderr,
-            flush=True,
-        )
-    devices = config.mesh.data * config.mesh.tensor
-    kind = f"{devices} x {device.device_kind}" if devices > 1 else device.device_kind
-    print(f"loading {config.model.source} as {config.model.format} on {kind}", flush=True)
-    model = load(
-        config.model.source,
-        format=config.model.format,
-        dtype=config.model.dtype,
-        place=functools.partial(shard_params, mesh=mesh),
-    )
-    check_positions(config, model.config)
-    return model
 
 
 def _announce(config: ConfigDict, model: LoadedModel, prompts: Mapping[str, list[Prompt]]) -> None:

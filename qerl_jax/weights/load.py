@@ -59,6 +59,8 @@ class LoadedModel:
         format: the number format of the projections, one of `FORMATS`.
         packed: whether the source stores NVFP4 weights, so that no other format can be loaded.
         fingerprint: sha256 over the name, dtype, shape and first 4 KiB of every stored tensor.
+        calibrated: the folder with these weights, where they were calibrated from those of `path`;
+            None for others.
     """
 
     config: ModelConfig
@@ -69,6 +71,7 @@ class LoadedModel:
     format: str
     packed: bool
     fingerprint: str
+    calibrated: pathlib.Path | None = None
 
 
 def load(

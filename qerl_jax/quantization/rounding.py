@@ -1,4 +1,4 @@
-"""Turns a 16-bit checkpoint into an NVFP4 checkpoint, one layer at a time."""
+"""Rounds a 16-bit checkpoint to NVFP4, and writes NVFP4 checkpoints, one layer at a time."""
 
 import dataclasses
 import pathlib
@@ -9,13 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.export.scale_search import best_scales
 from qerl_jax.policy.lora import FUSED, member_bounds
 from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
 from qerl_jax.weights import names
 from qerl_jax.weights.checkpoint import Checkpoint
 from qerl_jax.weights.load import DTYPES, each_layer, read_layer
-from qerl_jax.weights.save import checkpoint_tensors, companion_files, write_checkpoint
+from qerl_jax.weights.save import (
+    SHARD_BYTES,
+    checkpoint_tensors,
+    companion_files,
+    fill_checkpoint,
+)
 
 _BFLOAT16 = DTYPES["bfloat16"]
 
@@ -26,21 +30,22 @@ class PackedLayer:
 
     Attributes:
         arrays: the layer of the parameter tree as NumPy arrays, its projections packed.
-        errors: relative error (ratio of root mean squares) that rounding caused in each
-            projection: in its weight, or in its outputs on the text where it was calibrated.
+        errors: relative error (ratio of root mean squares) of each projection: of its weight, or
+            of its outputs on the text where it was calibrated.
+        rounded_errors: relative error that rounding to the nearest would have caused in the
+            outputs, where that was measured.
     """
 
     arrays: dict
     errors: dict[str, float]
+    rounded_errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-def round_layers(checkpoint: Checkpoint, *, search: bool = False) -> Iterator[PackedLayer]:
+def round_layers(checkpoint: Checkpoint) -> Iterator[PackedLayer]:
     """Rounds the layers of a checkpoint to the nearest NVFP4 numbers, as llm-compressor does.
 
     Args:
         checkpoint: the model, with weights that are not packed.
-        search: whether each block gets the scale with the least error (`scale_search`), instead of
-            that of llm-compressor.
 
     Returns:
         An iterator over the quantized layers in order.
@@ -51,21 +56,18 @@ def round_layers(checkpoint: Checkpoint, *, search: bool = False) -> Iterator[Pa
 
     def read(layer: int) -> PackedLayer:
         dense = read_layer(checkpoint, layer, dtype=_BFLOAT16)
-        return pack_layer(checkpoint, layer, dense, search=search)
+        return pack_layer(checkpoint, layer, dense)
 
     return each_layer(read, checkpoint.config.num_layers, label="quantizing")
 
 
-def pack_layer(
-    checkpoint: Checkpoint, layer: int, dense: dict, *, search: bool = False
-) -> PackedLayer:
+def pack_layer(checkpoint: Checkpoint, layer: int, dense: dict) -> PackedLayer:
     """Quantizes the projections of a layer.
 
     Args:
         checkpoint: the checkpoint of the layer.
         layer: number of the layer, named in errors.
         dense: NumPy arrays of the layer; the projections are rounded to bfloat16 first.
-        search: as in `round_layers`.
 
     Returns:
         The layer, with its errors measured on the weights.
@@ -78,12 +80,7 @@ def pack_layer(
         weight = np.asarray(dense[fused], _BFLOAT16)
         bounds = member_bounds(fused, checkpoint.config)
         try:
-            parts = np.split(weight, bounds)
-            packed = quantize_nvfp4(parts)
-            if search:
-                scales = best_scales(weight, packed.scales, packed.global_scale[0])
-                packed = quantize_nvfp4(parts, scales)
-            arrays[fused] = packed
+            arrays[fused] = quantize_nvfp4(np.split(weight, bounds))
         except UserError as error:
             where = f"layer {layer}, {'/'.join(members)}"
             raise UserError(f"{checkpoint.path}: {where}: {error}") from error
@@ -101,28 +98,28 @@ def _squares(weight: jax.Array, packed: QuantTensor) -> tuple[jax.Array, jax.Arr
     return jnp.sum(difference**2, axis=1), jnp.sum(weight**2, axis=1)
 
 
-def write_packed(
-    folder: pathlib.Path | str,
+def fill_packed(
+    folder: pathlib.Path,
     checkpoint: Checkpoint,
     layers: Iterable[PackedLayer],
     *,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = SHARD_BYTES,
 ) -> list[dict[str, float]]:
-    """Writes an NVFP4A16 checkpoint as llm-compressor does; it appears complete or not at all.
+    """Fills an empty folder with an NVFP4A16 checkpoint, as llm-compressor writes it.
 
     Memory holds the tensors of at most one file, the embedding and a few layers.
 
     Args:
-        folder: target path; must not exist or be an empty folder.
+        folder: existing empty folder.
         checkpoint: the checkpoint of the layers; all other tensors are copied from it in bfloat16.
         layers: the quantized layers in order.
-        max_shard_bytes: largest number of tensor bytes in one file, as in `write_checkpoint`.
+        max_shard_bytes: largest number of tensor bytes in one file, as in `fill_checkpoint`.
 
     Returns:
         For every layer the error of each projection.
 
     Raises:
-        UserError: the folder exists or cannot be written, or values are not finite.
+        UserError: values are not finite.
     """
     errors = []
 
@@ -142,7 +139,7 @@ def write_packed(
         params["lm_head"] = checkpoint.read(names.HEAD, _BFLOAT16)
     for name, array in params.items():
         _check_finite(checkpoint, name, array)
-    write_checkpoint(
+    fill_checkpoint(
         folder,
         checkpoint_tensors(params | {"layers": arrays()}, checkpoint.config),
         files=companion_files(checkpoint, packed=True),

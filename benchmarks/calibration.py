@@ -1,0 +1,451 @@
+r"""Measures what each choice of the calibration gains on held-out text, and its time and memory.
+
+    uv run --extra cuda python -m benchmarks.calibration qwen2.5-coder-1.5b.gguf \
+        --train=gsm8k_train.jsonl
+    uv run --extra cuda python -m benchmarks.calibration --random=qwen2.5-72b --layers=10
+
+The first command calibrates a model once for each choice, on completions of training problems by
+the rounded model, and compares the results with the weights in 16 bits on completions of other
+training problems by the 16-bit model at temperature 1. Its rows, kind "choice":
+
+    loss, above       nats a token, and the loss above that in 16 bits
+    above_gptq        the loss above that of the row "gptq", which has the defaults
+    kl, top1          KL(16 bits, 4 bits) in nats a token, and the fraction of tokens at which both
+                      find the same one the likeliest; `NAME_interval` is half a 95 % interval over
+                      windows
+    output_errors     by projection, the mean over layers of the mean squared error of the outputs
+                      on the calibration text, relative to their mean square
+    seconds, compile_s, peak_gb
+                      from the file in 16 bits to that in 4 bits; the seconds in which programs were
+                      compiled, which the first choice does for most; the largest memory so far
+
+The second command calibrates layers of random weights in the shapes of a model, which are made as
+they are read: no file of the whole model is needed, and none is written. Its row, kind "random",
+has the seconds of the first layer (which compiles), the mean of the others, and those of the whole
+model, which are computed from the two where `layers` are not all (`computed`).
+
+Each part is a process of its own, which alone takes the device. Rows of the same model, choice and
+device are replaced in --out. On a copy of the project without git, QERL_COMMIT names the commit.
+"""
+
+import argparse
+import concurrent.futures
+import multiprocessing
+import pathlib
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from qerl_jax.commands import cli
+from qerl_jax.system.paths import user_path
+
+KEYS = ("kind", "model", "choice", "layers", "device")
+DEFAULT, ROUNDED, BY_16_BITS = "gptq", "rounded", "gptq, completions of the 16-bit model"
+# Choice -> what it changes of `CalibrationOptions`.
+CHOICES: dict[str, dict[str, Any]] = {
+    DEFAULT: {},
+    "gptq, scales do not grow": {"grow": False},
+    "gptq, columns as they stand": {"orders": False},
+    "gptq, damping 0.001": {"damping": 0.001},
+    "gptq, damping 0.1": {"damping": 0.1},
+    BY_16_BITS: {},
+}
+_PROMPTS_OF = "qwen2.5-coder-1.5b"  # preset of grpo_gsm8k that prompts are rendered as
+_POOL = (1 << 24) - 3  # random weights that tensors repeat; no row begins where another one does
+_SIZE = 0.02  # standard deviation of random weights
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The arguments of the command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.calibration",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", nargs="?", default="", help="folder, .gguf file or hub id of a model in 16 bits")
+    add("--train", default="", help="FILE.jsonl with question and answer")
+    add("--choices", default="", help="choices by number from 0, with commas (default: all)")
+    add("--prompts", type=int, default=400, help="problems of a text (default: 400)")
+    add("--new-tokens", type=int, default=512, help="limit of a completion (default: 512)")
+    add("--windows", type=int, default=160, help="windows of a text (default: 160)")
+    add("--width", type=int, default=512, help="tokens of a window (default: 512)")
+    add("--random", default="", help="name of the shapes of random weights")
+    add("--layers", type=int, default=0, help="layers of random weights (default: all)")
+    add(
+        "--out",
+        type=user_path,
+        default="benchmarks/results/calibration.json",
+        help="JSON file of the rows (default: benchmarks/results/calibration.json)",
+    )
+    return parser
+
+
+def sample(
+    source: str,
+    form: str,
+    train: str,
+    parts: dict[str, str],
+    text: dict[str, int],
+) -> None:
+    """Samples texts from a model.
+
+    Args:
+        source: source of the weights.
+        form: format that they are loaded in.
+        train: file of the problems.
+        parts: file to write by what it holds: completions of the 'calibration' problems or of the
+            'held-out' ones.
+        text: fields of `TextConfig`.
+
+    Raises:
+        UserError: there are too few problems for a text that is held out.
+    """
+    import dataclasses
+
+    import numpy as np
+
+    from qerl_jax.config.experiments import grpo_gsm8k
+    from qerl_jax.data.from_config import encode_problems
+    from qerl_jax.data.splits import ProblemConfig, load_split
+    from qerl_jax.errors import UserError
+    from qerl_jax.quantization.text import TextConfig, choose_prompts, sample_windows
+    from qerl_jax.rollout.config import EngineConfig
+    from qerl_jax.weights.load import load
+
+    config = grpo_gsm8k.get_config(_PROMPTS_OF)
+    model = load(source, format=form, dtype=_dtype())
+    problems = load_split(ProblemConfig(path=train))
+    prompts = [
+        p.ids for p in encode_problems(config, model.tokenizer, {"train": problems})["train"]
+    ]
+    options = TextConfig(**text)
+    # The prompts of a smaller choice are the first of a larger one.
+    chosen = choose_prompts(prompts, dataclasses.replace(options, prompts=2 * options.prompts))
+    if len(chosen) < 2 * options.prompts:
+        raise UserError(
+            f"{train}: holds {len(prompts)} problems, and two texts of --prompts={options.prompts} "
+            f"take twice as many; pass --prompts={len(prompts) // 2}"
+        )
+    halves = {"calibration": chosen[: options.prompts], "held-out": chosen[options.prompts :]}
+    engine = EngineConfig(chunk_steps=config.rollout.chunk_steps, compact="once")
+    for name, file in parts.items():
+        np.save(file, sample_windows(model, halves[name], options, engine))
+
+
+def calibrate(source: str, work: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """Calibrates a model once for each choice, and returns what that took.
+
+    Args:
+        source: source of the weights.
+        work: choice, file of the text and folder to write of each calibration.
+    """
+    return [_calibrate_once(source, *arguments) for arguments in work]
+
+
+def _calibrate_once(source: str, choice: str, text: str, folder: str) -> dict[str, Any]:
+    """Returns `seconds`, `compile_s`, `peak_gb`, `layers`, and the errors by projection."""
+    import numpy as np
+
+    from qerl_jax.compile.count import count_compilations
+    from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
+    from qerl_jax.quantization.rounding import PackedLayer, fill_packed
+    from qerl_jax.system.staging import staged_folder
+    from qerl_jax.weights.checkpoint import open_checkpoint
+
+    rounded_errors: list[dict[str, float]] = []
+    options = CalibrationOptions(reports_errors=True, **CHOICES[choice])
+    began = time.perf_counter()
+
+    def layers() -> Iterator[PackedLayer]:
+        for layer in calibrated_layers(checkpoint, np.load(text), options):
+            rounded_errors.append(layer.rounded_errors)
+            yield layer
+
+    with count_compilations() as compiled:
+        checkpoint = open_checkpoint(source)
+        with staged_folder(folder) as new:
+            errors = fill_packed(new, checkpoint, layers())
+    seconds = time.perf_counter() - began
+    print(f"{choice}: {seconds:.0f} s", flush=True)
+    return {
+        "seconds": seconds,
+        "compile_s": compiled.take()["compile_seconds"],
+        "peak_gb": _peak_gb(),
+        "layers": checkpoint.config.num_layers,
+        "output_errors": _mean_squares(errors),
+        "rounded_errors": _mean_squares(rounded_errors),
+    }
+
+
+def _mean_squares(errors: list[dict[str, float]]) -> dict[str, float]:
+    return {name: sum(row[name] ** 2 for row in errors) / len(errors) for name in errors[0]}
+
+
+def compare(source: str, models: dict[str, str], held_out: str) -> list[dict[str, Any]]:
+    """Compares models in 4 bits with the weights in 16 bits on a text.
+
+    Args:
+        source: source of the weights in 16 bits.
+        models: source of the weights in 4 bits by choice; it has the default.
+        held_out: file of the text.
+
+    Returns:
+        A row for 16 bits, then one for each choice.
+    """
+    import jax
+    import numpy as np
+
+    from benchmarks.rollout.results import origin
+    from qerl_jax.evaluation.perplexity import window_divergences, window_losses
+    from qerl_jax.run.statistics import half_interval
+    from qerl_jax.weights.load import load
+
+    tokens = np.load(held_out)
+    reference = load(source, format="bf16", dtype=_dtype())
+    losses = window_losses(reference, None, tokens)
+    common = {"held_out_tokens": int(tokens.size), "device": jax.devices()[0].device_kind}
+    common |= origin("benchmarks.calibration")
+    results = {
+        name: window_divergences(reference, load(folder, format="nvfp4", dtype=_dtype()), tokens)
+        for name, folder in models.items()
+    }
+
+    def with_interval(name: str, values: np.ndarray) -> dict[str, float | None]:
+        half = half_interval(values) if len(values) > 1 else None
+        return {name: float(values.mean()), f"{name}_interval": half}
+
+    rows = [{"choice": "16 bits", "loss": float(losses.mean()), **common}]
+    for name, result in results.items():
+        rows.append(
+            {
+                "choice": name,
+                "loss": float(result.losses.mean()),
+                **with_interval("above", result.losses - losses),
+                **with_interval("above_gptq", result.losses - results[DEFAULT].losses),
+                **with_interval("kl", result.kl),
+                **with_interval("top1", result.agreement),
+                **common,
+            }
+        )
+    return rows
+
+
+def measure_random(model: str, layers: int, windows: int, width: int) -> dict[str, Any]:
+    """Calibrates layers of random weights, and returns the row of what that took.
+
+    Args:
+        model: name of the shapes.
+        layers: number of layers; 0 is all.
+        windows: windows of the text.
+        width: tokens of a window.
+    """
+    import dataclasses
+    import resource
+
+    import jax
+    import numpy as np
+
+    from benchmarks.rollout.results import origin
+    from qerl_jax.policy.architectures import ARCHITECTURES
+    from qerl_jax.quantization.calibration import calibrated_layers
+
+    whole = ARCHITECTURES[model]
+    count = min(layers or whole.num_layers, whole.num_layers)
+    checkpoint = random_weights(model, dataclasses.replace(whole, num_layers=count))
+    tokens = np.random.default_rng(0).integers(0, whole.vocab_size, (windows, width), np.int32)
+    times = [time.perf_counter()]
+    for number, _ in enumerate(calibrated_layers(checkpoint, tokens)):
+        times.append(time.perf_counter())
+        print(f"layer {number}: {times[-1] - times[-2]:.2f} s", flush=True)
+    seconds = np.diff(times)
+    later = float(seconds[1:].mean()) if count > 1 else None
+    return {
+        "kind": "random",
+        "model": model,
+        "choice": DEFAULT,
+        "layers": count,
+        "layers_of_model": whole.num_layers,
+        "tokens": int(tokens.size),
+        "first_layer_s": float(seconds[0]),
+        "layer_s": later,
+        "seconds": float(seconds.sum()),
+        "whole_s": float(seconds.sum() + (whole.num_layers - count) * (later or seconds[0])),
+        "computed": count < whole.num_layers,
+        "peak_gb": _peak_gb(),
+        "host_peak_gb": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9,
+        "device": jax.devices()[0].device_kind,
+        **origin("benchmarks.calibration"),
+    }
+
+
+def random_weights(model: str, config: Any) -> Any:
+    """A checkpoint whose tensors are made when they are read.
+
+    Args:
+        model: name of the model.
+        config: its architecture.
+    """
+    import ml_dtypes
+    import numpy as np
+
+    from qerl_jax.weights import names
+    from qerl_jax.weights.checkpoint import Checkpoint
+
+    shapes = names.expected_shapes(config)
+    pool = _SIZE * np.random.default_rng(0).standard_normal(_POOL, np.float32)
+    pool = pool.astype(ml_dtypes.bfloat16)
+
+    def read(name: str, dtype: np.dtype) -> np.ndarray:
+        if "norm" in name:
+            return np.ones(shapes[name], dtype)
+        flat = np.empty(int(np.prod(shapes[name])), pool.dtype)
+        start, begin = 0, zlib.crc32(name.encode()) % len(pool)
+        while start < len(flat):
+            part = pool[begin : begin + len(flat) - start]
+            flat[start : start + len(part)] = part
+            start, begin = start + len(part), 0
+        return flat.reshape(shapes[name]).astype(dtype, copy=False)
+
+    return Checkpoint(
+        path=pathlib.Path(model),
+        source=model,
+        config=config,
+        tokenizer=None,
+        tensors={},
+        shapes=shapes,
+        packed=frozenset(),
+        read=read,
+        chunks=lambda name, dtype, memory: iter([read(name, dtype)]),
+    )
+
+
+def _dtype() -> str:
+    """The dtype of what is not packed: bfloat16 is slow on a CPU."""
+    import jax
+
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def _peak_gb() -> float | None:
+    """The largest memory of the device so far; None where it is not known."""
+    import jax
+
+    peak = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return None if peak is None else peak / 1e9
+
+
+def in_process[Result](function: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls a function in a process of its own, which alone takes the device."""
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(function, *arguments).result()
+
+
+def measure_choices(
+    source: str, train: str, choices: Sequence[str], text: dict[str, int]
+) -> list[dict[str, Any]]:
+    """Returns the rows of the choices, the first of which is the default.
+
+    Args:
+        source: source of the weights.
+        train: file of the problems.
+        choices: keys of `CHOICES`.
+        text: fields of `TextConfig`.
+    """
+    from benchmarks.rollout.subject import model_name
+
+    with tempfile.TemporaryDirectory() as scratch:
+        rounded, exact, held_out = (f"{scratch}/{name}.npy" for name in ("4", "16", "held_out"))
+        in_process(sample, source, "nvfp4", train, {"calibration": rounded}, text)
+        parts = {"held-out": held_out}
+        if BY_16_BITS in choices:
+            parts["calibration"] = exact
+        in_process(sample, source, "bf16", train, parts, text)
+        folders = {choice: f"{scratch}/{number}" for number, choice in enumerate(choices)}
+        work = [
+            (choice, exact if choice == BY_16_BITS else rounded, folder)
+            for choice, folder in folders.items()
+        ]
+        costs = in_process(calibrate, source, work)
+        rows = in_process(compare, source, {ROUNDED: source, **folders}, held_out)
+    by_choice = dict(zip(choices, costs, strict=True))
+    common = {"kind": "choice", "model": model_name(source), "layers": costs[0]["layers"]}
+    for row in rows:
+        row |= common
+        if row["choice"] == ROUNDED:
+            row["output_errors"] = costs[0]["rounded_errors"]
+        elif row["choice"] in by_choice:
+            cost = by_choice[row["choice"]]
+            row |= {key: value for key, value in cost.items() if key != "rounded_errors"}
+    return rows
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """A row as one line of text."""
+    peak = "" if row.get("peak_gb") is None else f", {row['peak_gb']:.1f} GB at most"
+    if row["kind"] == "random":
+        how = " (computed)" if row["computed"] else ""
+        return (
+            f"{row['model']}: {row['layers']} layers in {row['seconds']:.0f} s, all "
+            f"{row['layers_of_model']} in {row['whole_s']:.0f} s{how}{peak}"
+        )
+    text = f"{row['choice']}: loss {row['loss']:.4f}"
+    if "kl" in row:
+        text += f" ({row['above']:+.4f}), KL {row['kl']:.4f}, top-1 {100 * row['top1']:.1f} %"
+    return text + (f", {row['seconds']:.0f} s{peak}" if "seconds" in row else "")
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Runs the benchmark with the parsed arguments."""
+    from benchmarks.rollout.results import check_out
+    from benchmarks.rollout.subject import check_names
+    from benchmarks.step import merge
+    from qerl_jax.errors import UserError, check_limits
+
+    limits = ("layers", 0), ("prompts", 1), ("new_tokens", 1), ("windows", 1), ("width", 8)
+    check_limits(
+        {f"--{name.replace('_', '-')}": (getattr(arguments, name), low) for name, low in limits}
+    )
+    check_out(arguments.out, KEYS)
+    if arguments.random:
+        check_names([arguments.random], [])
+        shape = arguments.layers, arguments.windows, arguments.width
+        rows = [in_process(measure_random, arguments.random, *shape)]
+    else:
+        if not (arguments.model and arguments.train):
+            raise UserError("pass MODEL and --train=FILE.jsonl, or --random=NAME")
+        choices = _choices(arguments.choices)
+        text = {
+            "prompts": arguments.prompts,
+            "max_new_tokens": arguments.new_tokens,
+            "windows": arguments.windows,
+            "width": arguments.width,
+        }
+        rows = measure_choices(arguments.model, arguments.train, choices, text)
+    for row in rows:
+        print(format_row(row), flush=True)
+        merge(arguments.out, row, KEYS)
+
+
+def _choices(text: str) -> list[str]:
+    """The choices of --choices; the default is always the first.
+
+    Raises:
+        UserError: a number is none of a choice.
+    """
+    from qerl_jax.errors import UserError
+
+    names = list(CHOICES)
+    numbers = text.split(",") if text else [str(number) for number in range(len(names))]
+    for number in numbers:
+        if not (number.isdecimal() and int(number) < len(names)):
+            numbered = ", ".join(f"{index}: {name}" for index, name in enumerate(names))
+            raise UserError(f"--choices={text}: the choices are {numbered}")
+    return [DEFAULT, *(names[int(number)] for number in numbers if int(number) > 0)]
+
+
+if __name__ == "__main__":
+    cli.run_command(make_parser(), run)

@@ -1,0 +1,247 @@
+"""The base of a run in NVFP4: calibrated once, or exactly that of a saved run."""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from qerl_jax.data.prompts import Prompt
+from qerl_jax.errors import UserError
+from qerl_jax.memory.run_plan import plan_run, this_device
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import projection_shapes
+from qerl_jax.policy.sharding import make_mesh, shard, shard_params
+from qerl_jax.policy.sizes import weight_bytes
+from qerl_jax.quantization import cache
+from qerl_jax.quantization.cache import Entry
+from qerl_jax.quantization.calibration import CalibrationOptions, calibrated_layers
+from qerl_jax.quantization.rounding import fill_packed
+from qerl_jax.quantization.text import TextConfig, check_tokens, choose_prompts, sample_windows
+from qerl_jax.rollout.config import EngineConfig
+from qerl_jax.run.provenance import versions
+from qerl_jax.system.staging import staged_folder
+from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
+from qerl_jax.weights.load import LoadedModel, Place, load
+
+FACT = "calibration"  # in config.json of a run: the digest of its base
+# Sampling, compiling and writing; and quantizing, on an H100 (benchmarks/results/calibration.json).
+_SECONDS, _SECONDS_PER_WEIGHT = 40, 5e-9
+_VERSION = 1  # of what a base is made of; another one makes each base again
+
+
+def is_calibrated(model: Mapping[str, Any]) -> bool:
+    """Whether the section `model` of a config asks for a calibrated base."""
+    return model.get("format") == "nvfp4" and model.get("calibration") == "gptq"
+
+
+def recorded_digest(run: Mapping[str, Any]) -> str:
+    """The digest of the calibrated base that config.json of a run records; '' where it has none."""
+    fact = run.get(FACT)
+    return fact.get("digest", "") if isinstance(fact, Mapping) else ""
+
+
+def calibration_cost(model: ModelConfig) -> tuple[int, int]:
+    """Estimates the seconds on an H100 and the bytes on the disk that a calibrated base takes.
+
+    Args:
+        model: the architecture.
+    """
+    weights = model.num_layers * sum(map(math.prod, projection_shapes(model).values()))
+    seconds = _SECONDS + _SECONDS_PER_WEIGHT * weights
+    return round(seconds), weight_bytes(model, format="nvfp4", itemsize=2)
+
+
+def describe_cost(config: ConfigDict, model: ModelConfig) -> str:
+    """Returns a line that says what the calibrated base of a run takes; '' for a run without one.
+
+    Args:
+        config: the resolved config. Whether its model is in NVFP4 already, and then stays as it is,
+            is not looked up.
+        model: the architecture.
+    """
+    if not is_calibrated(config.model):
+        return ""
+    seconds, size = calibration_cost(model)
+    return (
+        f"calibration of 16-bit weights before the first step: about {seconds} s on an H100 and "
+        f"{size / 1e9:.1f} GB in {cache.cache_folder()}, once for all runs of this model on these "
+        "problems\n"
+    )
+
+
+def calibrated_base(
+    config: ConfigDict, checkpoint: Checkpoint, prompts: Sequence[Prompt], *, processes: int = 1
+) -> Entry:
+    """Returns the calibrated base of a new run: from the cache, or calibrated now.
+
+    The rounded policy, which fits wherever the run fits, completes training prompts. Then one layer
+    after the other is quantized on the first device, with the text of the completions.
+
+    Args:
+        config: the resolved config.
+        checkpoint: the model, with weights that are not packed.
+        prompts: the training prompts.
+        processes: number of processes of the run. This one samples with its own devices.
+
+    Raises:
+        UserError: the cache cannot be written, or the model cannot be quantized.
+    """
+    text = TextConfig(max_new_tokens=min(512, config.rollout.max_new_tokens))
+    chosen = choose_prompts([prompt.ids for prompt in prompts], text)
+    facts = _facts(checkpoint) | {
+        "prompts": cache.key_of({"ids": [list(ids) for ids in chosen]}),
+        "text": dataclasses.asdict(text),
+    }
+
+    def sample() -> np.ndarray:
+        mesh = make_mesh(
+            config.mesh.data // processes,
+            config.mesh.tensor,
+            jax.local_devices() if processes > 1 else None,
+        )
+        model = load(
+            config.model.source,
+            dtype=config.model.dtype,
+            place=functools.partial(shard_params, mesh=mesh),
+        )
+        if mesh is not None:
+            model = dataclasses.replace(model, params=shard(model.params, mesh))
+        print(f"calibrating on completions of {len(chosen)} training prompts", flush=True)
+        plan = plan_run(config, checkpoint.config, this_device()).rollout
+        engine = EngineConfig(
+            chunk_steps=config.rollout.chunk_steps,
+            max_rows=plan.rows,
+            prefill_prompts=plan.prefill_prompts,
+            kv_cache_dtype=config.rollout.kv_cache_dtype,
+            dequantize=plan.dequantize,
+            compact="once",
+        )
+        return sample_windows(model, chosen, text, engine)
+
+    return _entry(checkpoint, facts, sample)
+
+
+def restored_base(checkpoint: Checkpoint, digest: str, tokens: Path) -> Entry:
+    """Returns exactly the calibrated base that a run was trained on.
+
+    Where the cache lacks it, it is calibrated again on the text that the run kept.
+
+    Args:
+        checkpoint: the model of the run.
+        digest: digest of the base that the run recorded.
+        tokens: the file with the text.
+
+    Raises:
+        UserError: the base is not in the cache, and cannot be made again or came out different.
+    """
+    if (entry := cache.find(digest)) is not None:
+        return entry
+    remedy = (
+        f"copy {cache.cache_folder()} from the machine of the run, or export there with "
+        "`export_hf RUN --with-base`"
+    )
+    if not tokens.exists():
+        raise UserError(
+            f"the calibrated base of the run ({digest[:16]}) is not in the cache, and the run has "
+            f"no {tokens.name} to make it from; {remedy}"
+        )
+    windows = check_tokens(cache.read_tokens(tokens), checkpoint.config.vocab_size, tokens)
+    facts = _facts(checkpoint) | {"tokens": cache.key_of({"ids": windows.tolist()})}
+    entry = _entry(checkpoint, facts, lambda: windows)
+    if entry.digest != digest:
+        raise UserError(
+            f"the calibrated base of the run is {digest[:16]}, and the weights of "
+            f"{checkpoint.path} give {entry.digest[:16]} on this machine; {remedy}"
+        )
+    return entry
+
+
+def load_calibrated(
+    entry: Entry, checkpoint: Checkpoint, *, dtype: str, place: Place | None = None
+) -> LoadedModel:
+    """Loads a calibrated base under the name of the model that it was made from.
+
+    Args:
+        entry: the base.
+        checkpoint: the model that it was made from.
+        dtype: as in `load`.
+        place: as in `load`.
+    """
+    model = load(str(entry.path), format="nvfp4", dtype=dtype, place=place)
+    assert checkpoint.tokenizer is not None
+    return dataclasses.replace(
+        model,
+        tokenizer=checkpoint.tokenizer,
+        source=checkpoint.source,
+        path=checkpoint.path,
+        packed=False,
+        calibrated=entry.path,
+    )
+
+
+def load_base_of_run(
+    source: str, run: Mapping[str, Any], tokens: Path, *, format: str, dtype: str
+) -> LoadedModel:
+    """Loads the base of a saved run: calibrated, as it was, or as `load` does.
+
+    Args:
+        source: the model.
+        run: content of config.json of the run.
+        tokens: the text that the run keeps.
+        format: format of the weights; another one than nvfp4 is not calibrated.
+        dtype: as in `load`.
+
+    Raises:
+        UserError: as in `load` and `restored_base`.
+    """
+    digest = recorded_digest(run)
+    if format != "nvfp4" or not digest:
+        return load(source, format=format, dtype=dtype)
+    checkpoint = open_checkpoint(source)
+    if checkpoint.packed:  # such as the base that was exported with an adapter
+        return load(source, format=format, dtype=dtype)
+    entry = restored_base(checkpoint, digest, tokens)
+    return load_calibrated(entry, checkpoint, dtype=dtype)
+
+
+def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {
+        "weights": cache.weights_digest(checkpoint.path),
+        "options": dataclasses.asdict(CalibrationOptions()),
+        "version": _VERSION,
+        "versions": {name: versions()[name] for name in ("qerl-jax", "jax")},
+    }
+
+
+def _entry(
+    checkpoint: Checkpoint, facts: Mapping[str, Any], sample: Callable[[], np.ndarray]
+) -> Entry:
+    """Returns the entry of the cache that is made from `facts`, which is made if it is missing."""
+    key = cache.key_of(facts)
+    path = cache.entry_path(key)
+    with cache.lock(key):
+        if (entry := cache.open_entry(path)) is not None:
+            return entry
+        began = time.perf_counter()
+        tokens = sample()
+        sampled = time.perf_counter() - began
+        with staged_folder(path, replace=True) as folder:
+            fill_packed(folder, checkpoint, calibrated_layers(checkpoint, tokens))
+            seconds = time.perf_counter() - began
+            record = {**facts, "source": checkpoint.source, "seconds": round(seconds, 1)}
+            cache.complete_entry(folder, tokens, record)
+        print(
+            f"calibrated on {tokens.size} tokens in {seconds:.0f} s ({sampled:.0f} s of them for "
+            f"the completions); kept in {path}",
+            flush=True,
+        )
+        entry = cache.open_entry(path)
+    assert entry is not None
+    return entry

@@ -1,0 +1,173 @@
+"""Calibrated models, which all runs of this user share: made once, and found by key or by digest.
+
+An entry is a checkpoint in NVFP4, the text that it was calibrated on, and calibration.json. Its key
+says what it was made from: all bytes of the weights, the prompts, settings and versions. Its digest
+says which bytes came out, and a run records it: the same weights and text give other bytes on
+another kind of device.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import io
+import json
+import os
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.system import json_file
+from qerl_jax.system.atomic import write_json
+from qerl_jax.system.safe_files import make_folder, open_to_read, open_to_write, read_bytes
+
+TOKENS = "tokens.npy"
+_RECORD = "calibration.json"
+_DIGESTS = "digests.json"  # of files that were read before
+_LARGEST_TOKENS_FILE = 1 << 27
+_ID_DIGITS = 24
+
+
+class Entry(NamedTuple):
+    """A calibrated model.
+
+    Attributes:
+        path: its folder.
+        digest: SHA-256 of its weights, in hex digits.
+        record: content of calibration.json.
+    """
+
+    path: Path
+    digest: str
+    record: dict[str, Any]
+
+    @property
+    def tokens(self) -> Path:
+        """The text that it was calibrated on."""
+        return self.path / TOKENS
+
+
+def cache_folder() -> Path:
+    """The folder of all entries, `$XDG_CACHE_HOME/qerl_jax/calibrated`."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "qerl_jax", "calibrated")
+
+
+def key_of(facts: Mapping[str, Any]) -> str:
+    """The key of what a model is made from."""
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:_ID_DIGITS]
+
+
+def weights_digest(path: Path) -> str:
+    """SHA-256 over all bytes of the weights of a model, in hex digits.
+
+    Digests are remembered by path, size and time of change, so that a file is read once.
+
+    Args:
+        path: a .gguf file, or a folder of safetensors files.
+    """
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    memory = cache_folder() / _DIGESTS
+    try:
+        known = json_file.read_object(memory)
+    except UserError:  # It is missing, or damaged: all files are read again.
+        known = {}
+    digests, is_new = [], False
+    for file in files:
+        real = file.resolve()
+        about = real.stat()
+        version = [about.st_size, about.st_mtime_ns, about.st_ino]
+        saved = known.get(str(real))
+        if not (isinstance(saved, list) and len(saved) == 2 and saved[0] == version):
+            with open_to_read(real) as stream:
+                saved = [version, hashlib.file_digest(stream, "sha256").hexdigest()]
+            known[str(real)], is_new = saved, True
+        digests.append(saved[1])
+    if is_new:
+        known = {name: value for name, value in known.items() if os.path.exists(name)}
+        write_json(memory, known, indent=0)
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def entry_path(key: str) -> Path:
+    """The folder of the entry with a key."""
+    return cache_folder() / key
+
+
+def open_entry(path: Path) -> Entry | None:
+    """Opens an entry; None without an entry, or where its weights are not those it had."""
+    if not (path / _RECORD).exists():
+        return None
+    try:
+        record = json_file.read_object(path / _RECORD)
+        intact = weights_digest(path) == record.get("digest") and (path / TOKENS).is_file()
+    except (UserError, OSError):
+        intact, record = False, {}
+    if not intact:
+        print(f"{path}: damaged; it is made again", flush=True)
+        return None
+    return Entry(path, record["digest"], record)
+
+
+def find(digest: str) -> Entry | None:
+    """Finds the entry with a digest; None without such an entry."""
+    for path in sorted(cache_folder().glob(f"{'[0-9a-f]' * _ID_DIGITS}/{_RECORD}")):
+        with contextlib.suppress(UserError):
+            if json_file.read_object(path).get("digest") == digest:
+                return open_entry(path.parent)
+    return None
+
+
+@contextlib.contextmanager
+def lock(key: str) -> Generator[None]:
+    """Holds the lock of a key; waits while another process makes the entry."""
+    folder = cache_folder()
+    try:
+        make_folder(folder)
+        file = open_to_write(folder / f"{key}.lock", "a")
+    except OSError as error:
+        raise UserError(
+            f"{folder} cannot be written: {error.strerror}; set XDG_CACHE_HOME to another folder, "
+            "or round the weights: --config.model.calibration=none"
+        ) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print("waiting for another process, which calibrates the same model", flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def complete_entry(folder: Path, tokens: np.ndarray, record: Mapping[str, Any]) -> None:
+    """Adds the text and calibration.json to the checkpoint of a new entry.
+
+    Args:
+        folder: folder that holds the checkpoint and is not in its place yet.
+        tokens: int32 [B, T] windows of the text.
+        record: what the model was made from.
+    """
+    np.save(folder / TOKENS, tokens, allow_pickle=False)
+    digests = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with open_to_read(file) as stream:
+            digests.append(hashlib.file_digest(stream, "sha256").hexdigest())
+    digest = hashlib.sha256("\n".join(digests).encode()).hexdigest()
+    write_json(folder / _RECORD, {**record, "digest": digest})
+
+
+def read_tokens(path: Path) -> np.ndarray:
+    """Reads the windows of a text.
+
+    Raises:
+        UserError: the file cannot be read, or holds something else.
+    """
+    try:
+        if path.stat().st_size > _LARGEST_TOKENS_FILE:
+            raise UserError(f"{path}: it is over {_LARGEST_TOKENS_FILE} bytes, and no text is")
+        return np.load(io.BytesIO(read_bytes(path)), allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise UserError(f"{path}: cannot read the text of the calibration: {error}") from error

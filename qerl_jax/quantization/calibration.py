@@ -1,0 +1,205 @@
+"""Calibrates a model for NVFP4: GPTQ layer after layer, on the inputs that the layers will see.
+
+The device holds one layer at a time and the activations of the whole text, so that models are
+calibrated that would not fit in 16 bits. The inputs of a projection come from the projections that
+are quantized already, so that it also makes up for their errors.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
+from qerl_jax.policy.attention import rotary_angles
+from qerl_jax.policy.config import ModelConfig
+from qerl_jax.policy.lora import FUSED, member_bounds, projection_shapes
+from qerl_jax.policy.quant import QuantTensor, check_inputs, dequantize, quantize_on_device
+from qerl_jax.quantization.gptq import SAME_PROGRAM, block_scales, gptq, pack_codes
+from qerl_jax.quantization.rounding import PackedLayer
+from qerl_jax.weights import names
+from qerl_jax.weights.checkpoint import Checkpoint
+from qerl_jax.weights.load import DTYPES, each_layer, read_layer
+
+_ROWS = range(4, 9)  # text windows that run through a layer together
+_DAMPING = (0.01, 0.1, 1.0)  # one after the other, until the moments have a factor
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationOptions:
+    """What GPTQ does beside rounding columns one after the other.
+
+    Attributes:
+        grow: whether scales of blocks may grow, see `gptq.block_scales`.
+        orders: whether columns are taken by descending energy, see `gptq.gptq`.
+        damping: what is added to the diagonal of the moments, relative to its mean.
+        reports_errors: whether the errors of outputs are measured, also those of rounding, which
+            takes a few more products.
+    """
+
+    grow: bool = True
+    orders: bool = True
+    damping: float = _DAMPING[0]
+    reports_errors: bool = False
+
+
+def calibrated_layers(
+    checkpoint: Checkpoint,
+    tokens: np.ndarray,
+    options: CalibrationOptions = CalibrationOptions(),
+) -> Iterator[PackedLayer]:
+    """Quantizes the layers of a checkpoint to NVFP4 by GPTQ.
+
+    Args:
+        checkpoint: the model, with weights that are not packed.
+        tokens: int32 [B, T] token ids, one window of the text in each row. Of more than eight
+            windows as many are used as fill equal batches.
+        options: what GPTQ does.
+
+    Yields:
+        The layers in order. With `reports_errors` they have the errors of the outputs on the text,
+        and those of rounding the projection, whose inputs come from the same calibrated layers.
+
+    Raises:
+        UserError: the inputs of a projection fill no whole blocks, a weight is not finite, or the
+            moments of a projection's inputs are not.
+    """
+    config = checkpoint.config
+    for shape in projection_shapes(config).values():
+        check_inputs(shape, "nvfp4")
+    rows = _batch_rows(len(tokens))
+    tokens = tokens[: len(tokens) // rows * rows]
+    dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    embedding = checkpoint.read(names.EMBED, DTYPES["bfloat16"])
+    x = jnp.asarray(embedding[tokens], dtype).reshape(-1, rows, tokens.shape[1], config.embed_dim)
+    del embedding
+    read = functools.partial(read_layer, checkpoint, dtype=DTYPES["bfloat16"])
+    for number, dense in enumerate(each_layer(read, config.num_layers, label="calibrating")):
+        layer = {name: _on_device(name, array, dtype) for name, array in dense.items()}
+        arrays, errors, rounded_errors = dict(dense), {}, {}
+        for fused, members in FUSED.items():
+            hessian = _moments(layer, x, name=fused, config=config)
+            try:
+                packed = _quantize(layer[fused], hessian, options)
+            except UserError as error:
+                where = f"layer {number}, {'/'.join(members)}"
+                raise UserError(f"{checkpoint.path}: {where}: {error}") from error
+            if options.reports_errors:
+                bounds = member_bounds(fused, config)
+                ratios = _output_errors(layer[fused], packed, hessian, bounds)
+                errors |= dict(zip(members, ratios, strict=True))
+                rounded = quantize_on_device(jnp.split(layer[fused], bounds), format="nvfp4")
+                ratios = _output_errors(layer[fused], rounded, hessian, bounds)
+                rounded_errors |= dict(zip(members, ratios, strict=True))
+            layer[fused] = dequantize(packed, dtype)
+            arrays[fused] = packed
+            del hessian  # The moments of the next projection need the memory.
+        x = _outputs(layer, x, config=config)
+        yield PackedLayer(jax.device_get(arrays), errors, rounded_errors)
+
+
+def _batch_rows(windows: int) -> int:
+    """Returns how many windows form a batch, so that batches of equal size leave few windows out.
+
+    Args:
+        windows: number of windows, at least 1.
+    """
+    sizes = range(min(windows, _ROWS[0]), _ROWS[-1] + 1)
+    return max(sizes, key=lambda rows: (windows // rows * rows, rows))
+
+
+def _on_device(name: str, array: np.ndarray, dtype: jnp.dtype) -> jax.Array:
+    return jnp.asarray(array) if name.endswith("norm") else jnp.asarray(array, dtype)
+
+
+def _quantize(weight: jax.Array, hessian: jax.Array, options: CalibrationOptions) -> QuantTensor:
+    """Returns a fused weight in NVFP4."""
+    wide = weight.astype(jnp.float32)
+    if not (jnp.isfinite(jnp.abs(wide).max()) and jnp.isfinite(jnp.trace(hessian))):
+        raise UserError("the weights, or the activations in front of them, are not finite")
+    scales, divisor = block_scales(wide, jnp.diagonal(hessian), grow=options.grow)
+    for damping in (options.damping, *(more for more in _DAMPING if more > options.damping)):
+        codes, is_finite = gptq(wide, hessian, scales, divisor, damping, orders=options.orders)
+        if is_finite:
+            break
+    else:
+        raise UserError("the inputs have moments without a Cholesky factor")
+    rows = jnp.full(len(wide), divisor)
+    return QuantTensor(packed=pack_codes(codes), scales=scales, global_scale=rows)
+
+
+def _output_errors(
+    weight: jax.Array, packed: QuantTensor, hessian: jax.Array, bounds: list[int]
+) -> list[float]:
+    """Returns the relative error of the outputs of each member of a fused weight."""
+    squares = jax.device_get(_output_squares(weight, packed, hessian))
+    parts = [np.split(rows, bounds) for rows in squares]
+    return [float(np.sqrt(a.sum() / max(b.sum(), 1e-30))) for a, b in zip(*parts, strict=True)]
+
+
+@functools.partial(jax.jit, compiler_options=SAME_PROGRAM)
+def _output_squares(
+    weight: jax.Array, packed: QuantTensor, hessian: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the mean squares [N] of the errors of each output, and of the output."""
+    wide = weight.astype(jnp.float32)
+
+    def squares(rows: jax.Array) -> jax.Array:
+        # The error is small where columns make up for each other: in float32 throughout.
+        outputs = jnp.matmul(rows, hessian, precision=jax.lax.Precision.HIGHEST)
+        return jnp.sum(outputs * rows, axis=1)
+
+    return squares(wide - dequantize(packed, jnp.float32)), squares(wide)
+
+
+@functools.partial(jax.jit, static_argnames=("name", "config"), compiler_options=SAME_PROGRAM)
+def _moments(layer: dict, x: jax.Array, *, name: str, config: ModelConfig) -> jax.Array:
+    """Returns the mean of x x^T, float32 [K, K], over the inputs of a projection.
+
+    Args:
+        layer: the layer, in which the projections before this one are quantized.
+        x: inputs [batches, B, T, D] of the layer.
+        name: name of the fused projection.
+        config: the architecture.
+    """
+
+    def add(total: jax.Array, batch: jax.Array) -> tuple[jax.Array, None]:
+        _, inputs = _run(layer, batch, config)
+        rows = inputs[name].reshape(-1, inputs[name].shape[-1])
+        product = jax.lax.dot_general(
+            rows,
+            rows,
+            (((0,), (0,)), ((), ())),
+            precision=_precision(rows.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        return total + product, None
+
+    width = layer[name].shape[1]
+    total, _ = jax.lax.scan(add, jnp.zeros((width, width), jnp.float32), x)
+    return total / (x.size // x.shape[-1])
+
+
+def _precision(dtype: jnp.dtype) -> jax.lax.Precision:
+    """Products of bfloat16 numbers are exact in float32 already; those of float32 need not be."""
+    return jax.lax.Precision.DEFAULT if dtype == jnp.bfloat16 else jax.lax.Precision.HIGHEST
+
+
+@functools.partial(
+    jax.jit, static_argnames="config", donate_argnames="x", compiler_options=SAME_PROGRAM
+)
+def _outputs(layer: dict, x: jax.Array, *, config: ModelConfig) -> jax.Array:
+    """Returns the outputs [batches, B, T, D] of a layer."""
+    return jax.lax.map(lambda batch: _run(layer, batch, config)[0], x)
+
+
+def _run(layer: dict, x: jax.Array, config: ModelConfig) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Returns the outputs of a layer, and the inputs of its projections by name."""
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
+    angles = rotary_angles(positions, config)
+    return transformer.layer_with_inputs(layer, x, lengths, angles, config=config)

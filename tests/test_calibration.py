@@ -1,0 +1,186 @@
+"""Calibration of whole models: errors of outputs, files, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from tiny_checkpoints import VOCAB, model_config, random_tensors, write_folder
+
+from qerl_jax.errors import UserError
+from qerl_jax.policy import transformer
+from qerl_jax.policy.attention import rotary_angles
+from qerl_jax.policy.lora import FUSED, PROJECTIONS, member_bounds
+from qerl_jax.policy.quant import QuantTensor, dequantize, quantize_nvfp4
+from qerl_jax.quantization.calibration import CalibrationOptions, _batch_rows, calibrated_layers
+from qerl_jax.quantization.rounding import fill_packed, round_layers
+from qerl_jax.system.staging import staged_folder
+from qerl_jax.weights.checkpoint import open_checkpoint
+from qerl_jax.weights.load import load
+
+MODELS = ["qwen2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama"))]
+
+
+def write_model(folder, model_type="qwen2", change=None, **shape):
+    """Writes a model whose activations are correlated and have outliers."""
+    config = model_config(model_type, **({"embed_dim": 64, "mlp_dim": 96} | shape))
+    rng = np.random.default_rng(1)
+    tensors = {}
+    for name, tensor in random_tensors(config).items():
+        values = tensor.astype(np.float32)
+        if name.endswith("_proj.weight"):
+            values /= values.shape[1] ** 0.5
+        elif "layernorm" in name:
+            values = 0.2 + 0.1 * np.abs(values)
+            values[rng.choice(len(values), 4, replace=False)] *= 20
+        elif "norm" in name:
+            values = 1 + 0.1 * values
+        tensors[name] = values.astype(ml_dtypes.bfloat16)
+    if change is not None:
+        change(tensors)
+    return open_checkpoint(str(write_folder(folder, config, tensors)))
+
+
+def windows(seed=0, rows=12):
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, 24), np.int32)
+
+
+def layers_of(checkpoint, tokens, **options):
+    return list(calibrated_layers(checkpoint, tokens, CalibrationOptions(**options)))
+
+
+def write(folder, checkpoint, layers):
+    with staged_folder(folder) as new:
+        fill_packed(new, checkpoint, layers)
+    return load(str(folder), dtype="float32")
+
+
+def assert_equal_layers(some, others):
+    assert len(some) == len(others)
+    for one, other in zip(some, others, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one.arrays, other.arrays)
+
+
+def logits(params, ids, config):
+    lengths = jnp.full(len(ids), ids.shape[1], jnp.int32)
+    return np.asarray(transformer.forward(params, None, jnp.asarray(ids), lengths, config=config))
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_a_model_is_closer_to_its_original_than_a_rounded_one(tmp_path, model_type):
+    checkpoint = write_model(tmp_path / "model", model_type)
+    layers = layers_of(checkpoint, windows())
+    assert [layer.errors for layer in layers] == [{}, {}]
+    model = write(tmp_path / "calibrated", checkpoint, layers)
+    loaded = zip(model.params["layers"], layers, strict=True)
+    for ours, layer in loaded:
+        jax.tree.map(np.testing.assert_array_equal, ours, layer.arrays)
+    rounded = write(tmp_path / "rounded", checkpoint, round_layers(checkpoint))
+    exact = load(str(tmp_path / "model"), format="bf16", dtype="float32")
+    ids = windows(seed=1)
+    expected = logits(exact.params, ids, exact.config)
+    errors = [
+        np.square(logits(m.params, ids, m.config) - expected).mean() for m in (model, rounded)
+    ]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def inputs_of(layer, x, config):
+    """Inputs of the projections of a layer, and its output, with dense weights."""
+    dense = {
+        name: dequantize(leaf, jnp.float32) if isinstance(leaf, QuantTensor) else jnp.asarray(leaf)
+        for name, leaf in layer.items()
+    }
+    lengths = jnp.full(len(x), x.shape[1], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+    angles = rotary_angles(positions, config)
+    return transformer.layer_with_inputs(dense, x, lengths, angles, config=config)
+
+
+def relative_errors(weight, packed, x, bounds):
+    outputs, other = (
+        x @ np.asarray(w, np.float64).T for w in (weight, dequantize(packed, jnp.float32))
+    )
+    parts = zip(np.split(outputs, bounds, axis=1), np.split(other, bounds, axis=1), strict=True)
+    return [np.linalg.norm(b - a) / np.linalg.norm(a) for a, b in parts]
+
+
+def test_errors_are_those_of_outputs_behind_the_calibrated_layers(tmp_path):
+    checkpoint = write_model(tmp_path / "model")
+    config, tokens = checkpoint.config, windows()
+    layers = layers_of(checkpoint, tokens, reports_errors=True)
+    exact = load(str(tmp_path / "model"), format="bf16", dtype="float32").params
+    x = exact["embed_tokens"][tokens]
+    for layer, dense in zip(layers, exact["layers"], strict=True):
+        x, inputs = inputs_of(layer.arrays, x, config)
+        expected, rounded = {}, {}
+        for fused, members in FUSED.items():
+            rows = np.asarray(inputs[fused], np.float64).reshape(-1, inputs[fused].shape[-1])
+            bounds = member_bounds(fused, config)
+            nearest = quantize_nvfp4(np.split(np.asarray(dense[fused]), bounds))
+            for errors, packed in ((expected, layer.arrays[fused]), (rounded, nearest)):
+                found = relative_errors(dense[fused], packed, rows, bounds)
+                errors |= dict(zip(members, found, strict=True))
+        assert layer.errors == pytest.approx(expected, rel=1e-3)
+        assert layer.rounded_errors == pytest.approx(rounded, rel=1e-3)
+        assert tuple(layer.errors) == PROJECTIONS
+        assert all(0 < layer.errors[name] < 0.9 * rounded[name] for name in PROJECTIONS)
+
+
+def test_the_same_text_gives_the_same_bytes(tmp_path):
+    checkpoint = write_model(tmp_path / "model")
+    first = layers_of(checkpoint, windows())
+    assert_equal_layers(first, layers_of(checkpoint, windows(), reports_errors=True))
+    for options in ({"grow": False}, {"orders": False}, {"damping": 0.1}):
+        other = layers_of(checkpoint, windows(), **options)
+        codes = (layers[0].arrays["down_proj"].packed for layers in (first, other))
+        assert not np.array_equal(*codes), options
+    with pytest.raises(AssertionError):
+        assert_equal_layers(first, layers_of(checkpoint, windows(seed=1)))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 24), (3, 8)])
+def test_any_text_will_do(tmp_path, shape):
+    checkpoint = write_model(tmp_path / "model")
+    tokens = windows()[: shape[0], : shape[1]]
+    layers = layers_of(checkpoint, tokens, reports_errors=True)
+    for layer in layers:
+        for name in PROJECTIONS:
+            assert np.isfinite(layer.errors[name])
+            assert layer.errors[name] < layer.rounded_errors[name]
+
+
+def test_batches_leave_few_windows_out():
+    assert [_batch_rows(count) for count in (1, 3, 7, 8, 160)] == [1, 3, 7, 8, 8]
+    for count in range(1, 200):
+        rows = _batch_rows(count)
+        assert 1 <= rows <= 8
+        assert count // rows * rows >= count - min(3, count // 8)
+
+
+def not_finite(name):
+    def change(tensors):
+        tensors[name].reshape(-1)[3] = np.inf
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", "layer 1, gate_proj/up_proj"),
+        ("model.layers.0.self_attn.o_proj.weight", "layer 0, o_proj"),
+        ("model.layers.1.input_layernorm.weight", "layer 1, q_proj/k_proj/v_proj"),
+    ],
+)
+def test_what_is_not_finite_is_named(tmp_path, name, named):
+    checkpoint = write_model(tmp_path / "model", change=not_finite(name))
+    with pytest.raises(UserError, match=rf"{named}: the weights, or the .* are not finite") as e:
+        layers_of(checkpoint, windows())
+    assert "\n" not in str(e.value)
+
+
+def test_blocks_that_are_not_whole_are_refused(tmp_path):
+    checkpoint = write_model(tmp_path / "model", mlp_dim=40)
+    with pytest.raises(UserError, match=r"a multiple of 16 inputs .*\(64, 40\)"):
+        layers_of(checkpoint, windows())
