@@ -156,7 +156,9 @@ def exploration_sentence(runs: Runs, results: pathlib.Path) -> str:
 
 def _raises(entropy: Difference) -> str:
     """What a difference of the entropy says of the weights."""
-    verb = "raises" if entropy.low > 0 else "lowers" if entropy.high < 0 else "does not change"
+    verb = "does not measurably change"
+    if entropy.low > 0 or entropy.high < 0:
+        verb = "raises" if entropy.low > 0 else "lowers"
     return f"{verb} it ({difference_text(entropy, '+.3f')} nats)"
 
 

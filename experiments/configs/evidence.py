@@ -81,6 +81,7 @@ _RATES, _FULL_RATES = (5e-5, 1e-4, 2e-4), (5e-7, 1e-6, 2e-6)
 # Learning rates of the arms, the best of each arm's grid in benchmarks/results/gsm8k.json.
 LEARNING_RATES = dict.fromkeys(ARMS, 5e-5) | {
     "bf16-lora-aqn": 1e-4,
+    "nvfp4-lora": 1e-4,
     "nvfp4-rounded-lora": 1e-4,
     "nvfp4-rounded-lora-aqn-kl0.01-decay": 1e-4,
     "bf16-full": 1e-6,

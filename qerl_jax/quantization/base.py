@@ -32,7 +32,7 @@ from qerl_jax.weights.load import LoadedModel, Place, load
 
 FACT = "calibration"  # in config.json of a run: the digest of its base
 # Sampling, compiling and writing; and quantizing, on an H100 (benchmarks/results/calibration.json).
-_SECONDS, _SECONDS_PER_WEIGHT = 40, 5e-9
+_SECONDS, _SECONDS_PER_WEIGHT = 75, 3.3e-9
 _VERSION = 1  # of what a base is made of; another one makes each base again
 
 
