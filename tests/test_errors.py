@@ -18,8 +18,8 @@ from qerl_jax.commands import cli
 from qerl_jax.commands import train as train_command
 from qerl_jax.config.experiments import installed_file
 from qerl_jax.evaluation.tasks import TaskOverrides, make_tasks
+from qerl_jax.training.base import _announce
 from qerl_jax.training.loop import train
-from qerl_jax.training.setup import _load_model
 
 CONFIG = installed_file("grpo_gsm8k")
 CHANGES = {"steps": 3, "eval.every": 0, "aqn.kl_every": 0}
@@ -138,7 +138,7 @@ def test_the_home_folder_is_expanded_in_every_path(fails, tiny, tmp_path, monkey
     [("qwen2.5-1.5b-paper", True), ("qwen2.5-coder-1.5b-trl", True), ("qwen3-0.6b-paper", False)],
 )
 def test_a_large_preset_on_a_cpu_is_said(tiny, preset, warned, capsys):
-    _load_model(tiny.config({"preset": preset, "model.format": "bf16"}), None)
+    _announce(tiny.config({"preset": preset}))
     err = capsys.readouterr().err
     assert (err.count("\n") == 1 and "on a CPU" in err and "--extra cuda" in err) == warned
 
