@@ -47,7 +47,7 @@ def score(
     finished: Sequence[bool] | np.ndarray,
     *,
     columns: Sequence[Mapping[str, Any]] | None = None,
-    time_limit: float,
+    time_limit: float = 5.0,
     on_wait: Callable[[], None] | None = None,
 ) -> Scores:
     """Scores B completions with every reward.

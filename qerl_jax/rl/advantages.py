@@ -140,7 +140,7 @@ def custom_advantages(
 
     Args:
         function: import path 'package.module:function'.
-        rewards: [P, G] weighted sums of the rewards; NaN where there is none.
+        rewards: [P, G] weighted sums of the rewards; NaN without a reward.
         parts: [P, G] values of each reward by name, without its weight; NaN where it is missing.
 
     Returns:
