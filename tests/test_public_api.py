@@ -13,10 +13,20 @@ import bytecode
 import numpy as np
 import pytest
 import tiny_run
+from tiny_model import random_lora, tiny_policy
 
 import qerl_jax
+from qerl_jax.config.resume import differences
 from qerl_jax.errors import UserError
+from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rewards.table import table_of
+from qerl_jax.rl.train_step import (
+    OptimizerConfig,
+    custom_optimizer_digest,
+    init_state,
+    make_optimizer,
+)
+from qerl_jax.run.folder import config_dict, flatten
 
 ROOT = Path(__file__).resolve().parents[1]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -312,3 +322,33 @@ def test_an_installation_has_no_other_package(tmp_path):
         assert (done.returncode, done.stderr) == (0, ""), command
         assert command in done.stdout
         assert "python -m" not in done.stdout
+
+
+def test_a_run_without_the_name_of_its_optimizer_goes_on(tiny):
+    """Runs of earlier versions lack the field."""
+    config = tiny.config()
+    current = flatten(config_dict(config))
+    saved = {name: value for name, value in current.items() if name != "optimizer.name"}
+    assert differences(saved, current, config) == ({}, {})
+    changed = current | {"optimizer.name": "m:sgd"}
+    assert differences(saved, changed, config)[1] == {"optimizer.name": '"adamw" -> "m:sgd"'}
+
+
+def test_an_edited_optimizer_is_another_program(tmp_path, monkeypatch):
+    """Programs are cached by their keys, and an import path says nothing of its code."""
+    monkeypatch.syspath_prepend(tmp_path)
+    config, _ = tiny_policy("llama", num_layers=1)
+    trainable = Trainable(lora=random_lora(config), params={})
+
+    def digest(module, text):
+        (tmp_path / f"{module}.py").write_text(text)
+        importlib.invalidate_caches()
+        numbers = (1e-3, "constant", 0.1, 0, 10, 0.9, 0.9, 1e-8, 0.0, 1.0)
+        options = OptimizerConfig(*numbers, f"{module}:sgd")
+        optimizer = make_optimizer(options)
+        return custom_optimizer_digest(options, optimizer, init_state(trainable, optimizer))
+
+    first = digest("method_a", METHODS)
+    assert first == digest("method_b", METHODS)
+    edited = METHODS.replace("optax.sgd(learning_rate)", "optax.sgd(learning_rate, momentum=0.9)")
+    assert first != digest("method_c", edited)
