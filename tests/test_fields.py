@@ -75,6 +75,7 @@ IMPLEMENTED = {
     "rl.kl_grad": KL_GRADS,
     "rl.advantage": ADVANTAGES,
     "rl.advantage_scale": SCALES,
+    "optimizer.name": ("adamw",),
     "optimizer.schedule": choices_in_error(lambda: optimizer("x")),
     "train.parameters": PARAMETERS,
 }

@@ -81,6 +81,7 @@ MODES = {
     "constant": {"steps": 3, "aqn.stages": 3, "aqn.schedule": "constant", "eval.every": 0},
     "gdpo": QUIET | {"rl.advantage": "gdpo"},
     "sapo": QUIET | SAPO,
+    "momentum": QUIET | {"optimizer.name": "tiny_run:momentum"},
     "full": QUIET | {"train.parameters": "full", "optimizer.learning_rate": 1e-3},
     "kl": KL | {"steps": 3, "aqn.stages": 3, "eval.every": 0},
     "late profile": QUIET | {"steps": 1, "profile.start": 2, "profile.stop": 2},
@@ -131,6 +132,10 @@ OTHERS = {
     "rl.overlong_penalty": 0.5,
     "train.micro_batch_rows": 3,
     "optimizer.final_fraction": 0.9,
+    "optimizer.b1": 0.5,
+    "optimizer.b2": 0.5,
+    "optimizer.eps": 1e-3,
+    "optimizer.weight_decay": 0.5,
     "eval.problems": 3,
     "eval.max_new_tokens": 1,
 }

@@ -9,9 +9,10 @@ import sys
 
 import pytest
 
-from qerl_jax.commands import show as command
+import qerl_jax.show.runs
 from qerl_jax.errors import UserError, visible
 from qerl_jax.show.html import page, write_page
+from qerl_jax.show.runs import read_steps_option
 from qerl_jax.show.terminal import show
 from qerl_jax.show.text import width, wrap
 from qerl_jax.show.view import open_views, read_condition
@@ -58,7 +59,7 @@ def printed(*folders, step="", where=(), **options):
     views = open_views(map(str, folders))
     conditions = [read_condition(text, views) for text in where]
     lines = []
-    show(views, lines.append, steps=command._steps(step), conditions=conditions, **options)
+    show(views, lines.append, steps=read_steps_option(step), conditions=conditions, **options)
     return "\n".join(lines)
 
 
@@ -102,7 +103,7 @@ def test_steps_conditions_and_limits_choose_completions(tmp_path):
         with pytest.raises(UserError, match="write a name, a comparison and a number"):
             printed(run, where=[condition])
     with pytest.raises(UserError, match="write a step, a range"):
-        command._steps("1:x")
+        read_steps_option("1:x")
 
 
 def test_two_runs_are_side_by_side(tmp_path):
@@ -266,7 +267,10 @@ def test_a_page_replaces_only_a_page(tmp_path):
 def test_the_command(tmp_path):
     run = write_run(tmp_path / "run", steps=400, completion="日\x1b " * 20)
     arguments = [sys.executable, "-m", "experiments.show", str(run), "--step=all"]
-    options = {"capture_output": True, "cwd": command.__file__.rpartition("/qerl_jax/")[0]}
+    options = {
+        "capture_output": True,
+        "cwd": qerl_jax.show.runs.__file__.rpartition("/qerl_jax/")[0],
+    }
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     done = subprocess.run(arguments, env=ascii_only, **options)
     assert (done.returncode, done.stderr) == (0, b"")

@@ -10,6 +10,7 @@ import time
 import jax
 import ml_dtypes
 import numpy as np
+import optax
 import tiny_checkpoints
 
 from qerl_jax.config.experiments.grpo_gsm8k import get_config
@@ -70,6 +71,11 @@ def write_model(folder, *, model_type="llama", **changes):
     tiny_checkpoints.write_folder(folder, config, tensors)
     tiny_checkpoints.write_tokenizer(folder, chat_template=TEMPLATE)
     return folder
+
+
+def momentum(learning_rate):
+    """An optimizer for optimizer.name."""
+    return optax.sgd(learning_rate, momentum=0.9)
 
 
 def write_problems(path, *, count=24):

@@ -42,6 +42,7 @@ from qerl_jax.config.recipes import RECIPES
 from qerl_jax.data.mixture import name_sources
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.from_config import name_rewards
+from qerl_jax.system.command import name_commands
 from qerl_jax.system.device_memory import take_memory
 from qerl_jax.system.import_path import allow_working_directory
 from qerl_jax.system.signals import StoppedError
@@ -78,7 +79,7 @@ def main(
             installed command lacks.
     """
     if description:
-        sys.modules["__main__"].__doc__ = description
+        sys.modules["__main__"].__doc__ = name_commands(description)
     sys.excepthook = _print_traceback
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -145,7 +146,8 @@ def _config_message(error: Exception) -> str:
         text = str(error).strip().splitlines()[-1].strip()
         return f"cannot read the config: {text.removeprefix(_EARLIER_FAILURE)}"
     if isinstance(error, AttributeError) and error.name == "get_config":
-        return "the config file has no get_config(): experiments/grpo_gsm8k.py has one"
+        example = "qerl_jax/config/experiments/grpo_gsm8k.py"
+        return f"the config file has no get_config(): {example} has one"
     if isinstance(error, AttributeError | KeyError):
         return f"the config has no such field: {_key_message(error)}"
     if isinstance(error, flags.Error):
@@ -172,9 +174,6 @@ def run_command(
     """
     _silence_libraries()
     sys.excepthook = _print_traceback
-    name = os.path.basename(sys.argv[0])
-    if name.startswith("qerl-"):  # an installed command
-        parser.prog = name
     with _one_line_errors():
         _check_arguments(sys.argv[1:] if argv is None else argv)
         arguments = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """Shows runs: their curves so far, and prompts, completions and rewards step by step.
 
-    uv run python -m experiments.show RUN                                # the last step
-    uv run python -m experiments.show RUN --step=1:20 --where='correctness<1'
-    uv run python -m experiments.show RUN OTHER_RUN --step=10            # side by side
-    uv run python -m experiments.show RUN OTHER_RUN --html=runs.html     # a page for a browser
+    qerl-show RUN                                # the last step
+    qerl-show RUN --step=1:20 --where='correctness<1'
+    qerl-show RUN OTHER_RUN --step=10            # side by side
+    qerl-show RUN OTHER_RUN --html=runs.html     # a page for a browser
 
 It only reads, so a run may train meanwhile. A step shows the completions that the run logged:
 --config.log.completions=N logs more in a new run, or when a run goes on. --where compares a number
@@ -14,18 +14,16 @@ chosen in the browser.
 """
 
 import argparse
-import re
-import shutil
-import sys
 
 from qerl_jax.commands import cli
+from qerl_jax.system.command import command_name, name_commands
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.show",
-        description=__doc__,
+        prog=command_name("show"),
+        description=name_commands(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -51,53 +49,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Shows."""
-    from qerl_jax.errors import check_limits
-    from qerl_jax.show.html import write_page
-    from qerl_jax.show.terminal import show
-    from qerl_jax.show.view import open_views, read_condition
+    from qerl_jax.show.runs import show_runs
 
-    check_limits({"--completions": (arguments.completions, 0)})
-    steps = _steps(arguments.step)
-    views = open_views(arguments.runs)
-    conditions = [read_condition(text, views) for text in arguments.where]
-    if arguments.html:
-        path = write_page(
-            arguments.html,
-            views,
-            conditions=conditions,
-            steps=steps,
-            limit=arguments.completions,
-        )
+    if path := show_runs(**vars(arguments)):
         print(f"{path}: complete; open it in a browser")
-        return
-    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
-    show(
-        views,
-        lambda line: print(line.encode(encoding or "ascii", "replace").decode(encoding or "ascii")),
-        steps=steps,
-        conditions=conditions,
-        limit=arguments.completions,
-        columns=shutil.get_terminal_size().columns,
-        unicode=encoding == "utf8",
-    )
-
-
-def _steps(text: str) -> tuple[int, int] | None:
-    """The first and the last step of --step; None where it is not given."""
-    from qerl_jax.errors import UserError
-    from qerl_jax.show.view import LAST_STEP
-
-    if not text:
-        return None
-    if text == "all":
-        return 0, LAST_STEP
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text, re.ASCII)
-    if not match:
-        raise UserError(f"--step={text}: write a step, a range such as 1:20, or all")
-    first, last = int(match[1]), int(match[2] or match[1])
-    if last < first:
-        raise UserError(f"--step={text}: the range ends before it begins, write {last}:{first}")
-    return first, last
 
 
 def main() -> None:

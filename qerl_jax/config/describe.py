@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.config.fields import FIELDS, Field, LinkedDefault, ModelDefault, Section, row_of
 from qerl_jax.errors import UserError
+from qerl_jax.system.command import name_commands
 
 _TABLES = ("data.options", "data.chat_template_args")
 _COLUMNS = 100
@@ -70,7 +71,7 @@ def explain(name: str, config: ConfigDict) -> str:
         raise UserError(
             f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
         )
-    return "\n".join(_explain_row(row, config) for row in rows)
+    return name_commands("\n".join(_explain_row(row, config) for row in rows))
 
 
 def _explain_row(row: Section | Field, config: ConfigDict) -> str:

@@ -160,6 +160,8 @@ _SAPO = Condition(
 _DYNAMIC_SAMPLING = Condition("rl.dynamic_sampling=true", lambda c: c.rl.dynamic_sampling)
 _EVALUATION = Condition("evaluations: eval.every above 0", lambda c: c.eval.every > 0)
 _TRACKER = Condition("log.wandb or log.trackio", lambda c: c.log.wandb or c.log.trackio)
+_ADAMW = Condition("optimizer.name='adamw'", lambda c: c.optimizer.name == "adamw")
+
 # Where `train.micro_batch_rows` sets the denominators of the loss.
 SPLIT_LOSS = Condition(
     "rl.loss='bnpo' or rl.aggregation='micro_batch', whose denominators it sets; the memory of an "
@@ -409,7 +411,7 @@ FIELDS: tuple[Section | Field, ...] = (
         "rollout.max_rows",
         0,
         "Largest decode batch in rows; other rows wait. 0: as many as the memory holds, see "
-        "`python -m experiments.plan`.",
+        "`qerl-plan`.",
         limits=(0,),
         resume="memory",
     ),
@@ -614,7 +616,7 @@ FIELDS: tuple[Section | Field, ...] = (
         "clipped as a weight, where clip_low=1.0 sets no lower bound; 'sapo': a sigmoid of the "
         "ratio in place of the clip; 'opsm': grpo with off_policy_delta=0.5; or "
         "'package.module:function', a function of JAX, f(ratio, advantages, logprobs, mask), that "
-        "returns the loss of each token.",
+        "returns the loss of each token; with an argument `rows` it also gets the row of each.",
         choices=(
             *("grpo", "dapo", "bnpo", "dr_grpo", "gspo", "gspo_token", "cispo", "sapo", "opsm"),
         ),
@@ -697,8 +699,11 @@ FIELDS: tuple[Section | Field, ...] = (
         "rl.advantage",
         "grpo",
         "'grpo': of the weighted sum of the rewards; 'gdpo' (arXiv 2601.05242): each reward is "
-        "normalized within its group, then summed, then normalized over the batch.",
+        "normalized within its group, then summed, then normalized over the batch; or "
+        "'package.module:function', a custom function of (rewards, parts): the weighted sums "
+        "[P, G], and each reward by name, NaN where missing. It is tried before training.",
         choices=("grpo", "gdpo"),
+        function=True,
     ),
     Field(
         "rl.advantage_scale",
@@ -713,8 +718,11 @@ FIELDS: tuple[Section | Field, ...] = (
         "added to the standard deviation",
         limits=(0,),
         read_if=Condition(
-            "rl.advantage_scale other than 'none', or rl.advantage='gdpo'",
-            lambda c: c.rl.advantage_scale != "none" or c.rl.advantage == "gdpo",
+            "rl.advantage='gdpo', or 'grpo' with rl.advantage_scale other than 'none'",
+            lambda c: (
+                c.rl.advantage == "gdpo"
+                or (c.rl.advantage == "grpo" and c.rl.advantage_scale != "none")
+            ),
         ),
     ),
     Field(
@@ -758,7 +766,16 @@ FIELDS: tuple[Section | Field, ...] = (
         read_if=Condition("rl.overlong_buffer above 0", lambda c: c.rl.overlong_buffer > 0),
     ),
     #
-    Section("optimizer", "AdamW"),
+    Section("optimizer"),
+    Field(
+        "optimizer.name",
+        "adamw",
+        "'adamw', or 'package.module:function', a custom function that makes an optimizer of optax "
+        "from a function of the update's number that is its learning rate. The memory plan counts "
+        "two moments of each parameter.",
+        choices=("adamw",),
+        function=True,
+    ),
     Field("optimizer.learning_rate", 1e-5, "Largest learning rate.", limits=(0,)),
     Field(
         "optimizer.schedule",
@@ -778,20 +795,34 @@ FIELDS: tuple[Section | Field, ...] = (
         ),
     ),
     Field("optimizer.warmup_steps", 0, "steps of a linear warm-up", limits=(0,)),
-    Field("optimizer.b1", 0.9, "Decay rate of the first moment.", limits=(0, 0.999999)),
-    Field("optimizer.b2", 0.99, "Decay rate of the second moment.", limits=(0, 0.999999)),
+    Field(
+        "optimizer.b1",
+        0.9,
+        "Decay rate of the first moment.",
+        limits=(0, 0.999999),
+        read_if=_ADAMW,
+    ),
+    Field(
+        "optimizer.b2",
+        0.99,
+        "Decay rate of the second moment.",
+        limits=(0, 0.999999),
+        read_if=_ADAMW,
+    ),
     # A's first gradient is 0, of which Adam would make 0 / 0 without it.
     Field(
         "optimizer.eps",
         1e-8,
         "Constant that is added to the root of the second moment.",
         limits=(1e-30,),
+        read_if=_ADAMW,
     ),
     Field(
         "optimizer.weight_decay",
         0.1,
         "Decay of the weights, multiplied by the learning rate.",
         limits=(0,),
+        read_if=_ADAMW,
     ),
     Field(
         "optimizer.max_grad_norm",

@@ -7,6 +7,20 @@ from ml_collections import ConfigDict
 
 from qerl_jax.config.fields import row_of
 
+# Fields that runs of earlier versions lack, with the value that stands for what these runs did.
+_EARLIER = {"optimizer.name": "adamw"}
+
+
+def with_later_fields(saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a saved config with those that are of a later version.
+
+    Args:
+        saved: fields of the saved config by flattened name.
+        current: fields of the new config.
+    """
+    later = {name: value for name, value in _EARLIER.items() if name in current}
+    return later | saved
+
 
 def is_place(field: str) -> bool:
     """Whether a field, such as 'data.path', says where the weights or the problems lie."""
@@ -42,6 +56,7 @@ def differences(
         The fields that move only memory or time, and all other fields that may not change, each
         with a text such as '8 -> 4'.
     """
+    saved = with_later_fields(saved, current)
     memory_changes: dict[str, str] = {}
     other_changes: dict[str, str] = {}
     for field in sorted(saved.keys() | current.keys()):

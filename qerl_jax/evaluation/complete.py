@@ -48,7 +48,7 @@ def generate(
 
 def complete(
     model: LoadedModel,
-    questions: Sequence[str],
+    questions: str | Sequence[str],
     *,
     sampling: SamplingConfig,
     lora: Lora | None = None,
@@ -62,7 +62,7 @@ def complete(
 
     Args:
         model: the model.
-        questions: P messages of a user.
+        questions: P messages of a user; a text alone is one message.
         sampling: distribution and length of the completions; a temperature of 0 is greedy.
         lora: adapter of the policy, or None.
         system: the system message; with '' the template decides.
@@ -75,10 +75,17 @@ def complete(
         G completions for each of P questions.
 
     Raises:
-        UserError: there is no question, the model has no chat template, or a prompt is too long.
+        UserError: there is no question, a question is no text, the model has no chat template, or
+            a prompt is too long.
     """
+    questions = [questions] if isinstance(questions, str) else list(questions)
     if not questions:
         raise UserError("there is no question to complete")
+    for number, question in enumerate(questions):
+        if not isinstance(question, str):
+            raise UserError(
+                f"question {number} is {question!r:.60}, not a text: pass a list of texts"
+            )
     start = [{"role": "system", "content": system}] if system else []
     texts = [
         model.tokenizer.apply_chat_template(

@@ -56,6 +56,9 @@ class LoadedPolicy:
     adapter_sha256: str | None
     run: dict[str, Any] | None
 
+    def __repr__(self) -> str:
+        return f"LoadedPolicy({self.model!r}, adapter={str(self.adapter or '')!r})"
+
     @property
     def policy(self) -> Policy:
         """The arrays of the policy."""

@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from qerl_jax.errors import first_line, visible
+from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.rewards.calls import LISTS, Call, call_of
 from qerl_jax.rewards.functions import LARGEST, Reward
 from qerl_jax.rewards.scores import Completion, Scores
+from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.rewards.url import RewardError
 
 _TICK = 0.1  # seconds between two looks at whether the wait for a reward shall end
@@ -38,7 +39,7 @@ class _OutOfTimeError(BaseException):
 
 
 def score(
-    rewards: Mapping[str, tuple[Reward, float]],
+    rewards: Rewards,
     prompts: Sequence[str],
     completions: Sequence[str],
     answers: Sequence[str],
@@ -46,7 +47,7 @@ def score(
     finished: Sequence[bool] | np.ndarray,
     *,
     columns: Sequence[Mapping[str, Any]] | None = None,
-    time_limit: float,
+    time_limit: float = 5.0,
     on_wait: Callable[[], None] | None = None,
 ) -> Scores:
     """Scores B completions with every reward.
@@ -56,7 +57,7 @@ def score(
     missing without a report.
 
     Args:
-        rewards: reward functions and their weights, by name.
+        rewards: reward functions and their weights, by name, or as `table_of` takes them.
         prompts: B prompts as text.
         completions: B completions as text.
         answers: B reference answers.
@@ -68,7 +69,27 @@ def score(
 
     Returns:
         The rewards of each completion.
+
+    Raises:
+        UserError: the lists have unequal lengths, or a reward is no function.
     """
+    rewards = table_of(rewards)
+    lists = {
+        "prompts": prompts,
+        "completions": completions,
+        "answers": answers,
+        "num_tokens": num_tokens,
+        "finished": finished,
+        **({} if columns is None else {"columns": columns}),
+    }
+    counts = {name: len(values) for name, values in lists.items()}
+    if text := next((name for name, values in lists.items() if isinstance(values, str)), ""):
+        raise UserError(f"{text} is a text, not a list: pass a list with one item per completion")
+    if len(set(counts.values())) > 1:
+        raise UserError(
+            f"lists of unequal length: {', '.join(f'{n} {name}' for name, n in counts.items())}; "
+            "each needs one item per completion"
+        )
     lengths, flags = np.asarray(num_tokens).tolist(), np.asarray(finished).tolist()
     rows = [{}] * len(prompts) if columns is None else columns
     records = zip(prompts, completions, answers, lengths, flags, rows, strict=True)

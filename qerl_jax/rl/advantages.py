@@ -1,10 +1,12 @@
 """Group-relative advantages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from qerl_jax.errors import UserError
+from qerl_jax.system.import_path import import_function, user_errors
 
 SCALES = ("group", "batch", "none")
 ADVANTAGES = ("grpo", "gdpo")
@@ -32,11 +34,11 @@ def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 
         float32 [P, G] advantages; every token of a completion shares its value.
 
     Raises:
-        UserError: the scale is unknown.
+        UserError: the scale is unknown, or the rewards are not groups of one size.
     """
     if scale not in SCALES:
         raise UserError(f"unknown advantage scale {scale!r}: choose from {', '.join(SCALES)}")
-    rewards = np.asarray(rewards, np.float64)
+    rewards = _groups(rewards)
     is_present = np.isfinite(rewards)
     count = is_present.sum(axis=1, keepdims=True)
     rewards = np.where(is_present, rewards, 0.0)
@@ -50,6 +52,24 @@ def group_advantages(rewards: np.ndarray, *, scale: str = "group", eps: float = 
         std = rewards[is_present].std(ddof=1) if is_present.sum() > 1 else 0.0
         advantages = advantages / ((std + eps) or 1.0)
     return np.where(differ(rewards, is_present), advantages, 0.0).astype(np.float32)
+
+
+def _groups(rewards: Any) -> np.ndarray:
+    """Returns rewards as float64 [P, G]; refuses a flat list, and groups of unequal length."""
+    try:
+        array = np.asarray(rewards, np.float64)
+    except ValueError as error:
+        lengths = sorted({np.size(group) for group in rewards})
+        raise UserError(
+            f"the groups of rewards have {', '.join(map(str, lengths))} rewards: all groups need "
+            "the same number"
+        ) from error
+    if array.ndim != 2:
+        raise UserError(
+            f"the rewards have the shape {array.shape}: [P, G] is needed, P groups of G rewards, "
+            "such as scores.total.reshape(-1, group_size)"
+        )
+    return array
 
 
 def differ(rewards: np.ndarray, is_present: np.ndarray) -> np.ndarray:
@@ -109,3 +129,58 @@ def gdpo_advantages(
     std = present_sums.std(ddof=1) if len(present_sums) > 1 else 0.0
     advantages = (sums - (present_sums.mean() if len(present_sums) else 0.0)) / ((std + eps) or 1.0)
     return np.where(has_reward & differ(sums, has_reward), advantages, 0.0).astype(np.float32)
+
+
+def custom_advantages(
+    function: str, rewards: np.ndarray, parts: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Returns the advantage of each completion, computed by a user function on the host.
+
+    The function is called once per step, as `f(rewards, parts)`.
+
+    Args:
+        function: import path 'package.module:function'.
+        rewards: [P, G] weighted sums of the rewards; NaN without a reward.
+        parts: [P, G] values of each reward by name, without its weight; NaN where it is missing.
+
+    Returns:
+        float32 [P, G] advantages; 0 where there is no reward.
+
+    Raises:
+        UserError: the function cannot be imported, raises, returns another shape, or returns an
+            advantage that is not finite for a completion with a reward.
+    """
+    compute = import_function(function, what="advantage")
+    usage = "it is called as f(rewards, parts) and returns an array like the rewards, [P, G]"
+    with user_errors(f"advantage {function!r}", usage):
+        copies = {name: np.array(part, np.float64) for name, part in parts.items()}
+        advantages = np.asarray(compute(np.array(rewards, np.float64), copies), np.float32)
+    if advantages.shape != rewards.shape:
+        raise UserError(
+            f"advantage {function!r}: it returned the shape {advantages.shape}, [P, G] is "
+            f"{rewards.shape}: return an array like the rewards"
+        )
+    advantages = np.where(np.isfinite(rewards), advantages, np.float32(0))
+    if not np.isfinite(advantages).all():
+        raise UserError(
+            f"advantage {function!r}: an advantage of a completion with a reward is not finite"
+        )
+    return advantages
+
+
+def check_custom_advantages(
+    function: str, *, groups: int, group_size: int, names: Sequence[str]
+) -> None:
+    """Calls a user function on rewards of 0 and 1, so that a mistake is an error before training.
+
+    Args:
+        function: import path 'package.module:function'.
+        groups: P of the run.
+        group_size: G of the run.
+        names: names of the rewards.
+
+    Raises:
+        UserError: as in `custom_advantages`.
+    """
+    rewards = np.arange(groups * group_size).reshape(groups, group_size) % 2.0
+    custom_advantages(function, rewards, dict.fromkeys(names, rewards))

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from qerl_jax.errors import UserError
-from qerl_jax.system.import_path import import_function, names_function, user_errors
+from qerl_jax.system.import_path import import_function, names_function, source_of, user_errors
 
 # The named losses differ in these fields of LossConfig only.
 LOSSES: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ Metrics = dict[str, jax.Array | tuple[jax.Array, jax.Array]]
 
 _USAGE = (
     "it is called as f(ratio, advantages, logprobs, mask) with arrays of one shape, under jax.jit, "
-    "and returns the loss of each token"
+    "and rows=ROWS if it has an argument of that name, and returns the loss of each token"
 )
 
 
@@ -331,7 +331,7 @@ def policy_loss(
                              L = -min(r A, c(r) A)                 'clipped_ratio'
                              L = -stop_gradient(c(r)) A new        'clipped_weight'
                              L = -sigmoid(g (r - 1)) 4 / g A       'soft_gate'
-                             L = f(r, A, new, mask)                a user function
+                             L = f(r, A, new, mask[, rows])        a user function
 
     where g is sapo_temperature_pos if A > 0, else sapo_temperature_neg. M is 0 for a row that
     off_policy_delta masks, else 1.
@@ -370,7 +370,7 @@ def policy_loss(
     log_ratio = _log_ratio(logprobs, old_logprobs, in_loss, tokens.rows, config.ratio)
     ratio = _exp(log_ratio)
     count = _count_tokens(in_loss)
-    loss, metrics = _token_loss(logprobs, ratio, tokens.advantages, in_loss, config=config)
+    loss, metrics = _token_loss(logprobs, ratio, tokens, in_loss, config=config)
     if config.off_policy_delta is not None and rollout_logprobs is not None:
         keep = off_policy_mask(
             logprobs,
@@ -521,7 +521,7 @@ def zero_metrics(shapes: Metrics) -> Metrics:
 def _token_loss(
     logprobs: jax.Array,
     ratio: jax.Array,
-    advantages: jax.Array,
+    tokens: LossTokens,
     in_loss: jax.Array,
     *,
     config: LossConfig,
@@ -531,7 +531,7 @@ def _token_loss(
     Args:
         logprobs: float32 [M] log-probabilities of the tokens, 0 outside the mask.
         ratio: float32 [M] probability ratios.
-        advantages: [M] advantages.
+        tokens: the tokens, of which the advantages and the rows are read.
         in_loss: bool [M] mask.
         config: definition of the loss.
 
@@ -541,12 +541,12 @@ def _token_loss(
     Raises:
         UserError: a user function fails, or returns another shape.
     """
-    advantages = advantages.astype(jnp.float32)
+    advantages = tokens.advantages.astype(jnp.float32)
     if config.objective == "soft_gate":
         loss = _gated_loss(ratio, advantages, config)
         return loss, _ratio_metrics(ratio, in_loss)
     if names_function(config.objective):
-        loss = custom_loss(config.objective, ratio, advantages, logprobs, in_loss)
+        loss = custom_loss(config.objective, ratio, advantages, logprobs, in_loss, tokens.rows)
         return masked(loss, in_loss), _ratio_metrics(ratio, in_loss)
     return _clipped_loss(logprobs, ratio, advantages, in_loss, config=config)
 
@@ -557,6 +557,7 @@ def custom_loss(
     advantages: jax.Array,
     logprobs: jax.Array,
     in_loss: jax.Array,
+    rows: jax.Array,
 ) -> jax.Array:
     """Returns the losses of tokens [M], computed by a user function of JAX.
 
@@ -566,13 +567,17 @@ def custom_loss(
         advantages: float32 [M] advantages.
         logprobs: float32 [M] log-probabilities of the policy that is trained.
         in_loss: bool [M] mask; the function gets it as float32.
+        rows: int32 [M] row of each token, ascending; a row is complete. The function gets it by
+            name, if it has an argument `rows`.
 
     Raises:
         UserError: the function cannot be imported, raises, or returns another shape.
     """
     compute = import_function(function, what="loss")
     with user_errors(f"loss {function!r}", _USAGE):
-        loss = jnp.asarray(compute(ratio, advantages, logprobs, in_loss.astype(jnp.float32)))
+        named = {"rows": rows} if "rows" in inspect.signature(compute).parameters else {}
+        mask = in_loss.astype(jnp.float32)
+        loss = jnp.asarray(compute(ratio, advantages, logprobs, mask, **named))
     if loss.shape != ratio.shape:
         raise UserError(
             f"loss {function!r}: it returned the shape {loss.shape} for {ratio.shape[0]} tokens; "
@@ -587,8 +592,14 @@ def check_custom_loss(function: str) -> None:
     Raises:
         UserError: as in `custom_loss`.
     """
-    values, in_loss = (jax.ShapeDtypeStruct((4,), dtype) for dtype in (np.float32, np.bool_))
-    jax.eval_shape(lambda *a: custom_loss(function, *a), values, values, values, in_loss)
+    values, in_loss, rows = _shapes_of_tokens(4)
+    jax.eval_shape(lambda *a: custom_loss(function, *a), values, values, values, in_loss, rows)
+
+
+def _shapes_of_tokens(tokens: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The shapes of what a user function gets: values, mask and rows of tokens."""
+    dtypes = (np.float32, np.bool_, np.int32)
+    return tuple(jax.ShapeDtypeStruct((tokens,), dtype) for dtype in dtypes)
 
 
 def custom_loss_digest(function: str, tokens: int = 4096) -> str:
@@ -606,18 +617,17 @@ def custom_loss_digest(function: str, tokens: int = 4096) -> str:
         UserError: as in `custom_loss`.
     """
 
-    def with_gradient(ratio, advantages, logprobs, in_loss, cotangent):
+    def with_gradient(ratio, advantages, logprobs, in_loss, rows, cotangent):
         loss, pull_back = jax.vjp(
-            lambda *a: custom_loss(function, a[0], advantages, a[1], in_loss), ratio, logprobs
+            lambda *a: custom_loss(function, a[0], advantages, a[1], in_loss, rows),
+            ratio,
+            logprobs,
         )
         return loss, pull_back(cotangent)
 
-    values, in_loss = (jax.ShapeDtypeStruct((tokens,), dtype) for dtype in (np.float32, np.bool_))
-    lowered = jax.jit(with_gradient).lower(values, values, values, in_loss, values)
-    try:
-        source = inspect.getsource(import_function(function, what="loss"))
-    except (OSError, TypeError):  # A callable object, or a function without a file.
-        source = ""
+    values, in_loss, rows = _shapes_of_tokens(tokens)
+    lowered = jax.jit(with_gradient).lower(values, values, values, in_loss, rows, values)
+    source = source_of(import_function(function, what="loss"))
     return hashlib.sha256(f"{source}\0{lowered.as_text()}".encode()).hexdigest()
 
 

@@ -20,7 +20,13 @@ from qerl_jax.policy.policy import Policy
 from qerl_jax.rl import data_parallel, train_step
 from qerl_jax.rl.losses import custom_loss_digest
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
-from qerl_jax.rl.train_step import OptimizerConfig, TrainState, UpdateConfig, make_optimizer
+from qerl_jax.rl.train_step import (
+    OptimizerConfig,
+    TrainState,
+    UpdateConfig,
+    custom_optimizer_digest,
+    make_optimizer,
+)
 from qerl_jax.system.import_path import names_function
 
 
@@ -120,6 +126,9 @@ def operations(
     keys = {name: (name, *identity) for name in arguments}
     # The others do not depend on it, so that runs of several learning rates share them.
     keys["apply_gradient"] += (optimizer,)
+    if names_function(optimizer.name):
+        transformation = make_optimizer(optimizer)
+        keys["apply_gradient"] += (custom_optimizer_digest(optimizer, transformation, state),)
     return table | {
         name: jitted[name]._replace(arguments=arguments[name], key=keys[name]) for name in arguments
     }

@@ -10,6 +10,8 @@ These functions are compiled, each once for a run, because all buffers have one 
 
 import dataclasses
 import functools
+import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,6 +35,7 @@ from qerl_jax.rl.losses import (
     zero_metrics,
 )
 from qerl_jax.rl.packing import PackedBuffer, empty_buffer
+from qerl_jax.system.import_path import import_function, names_function, source_of, user_errors
 
 _ANY_SIZE = 128  # positions of a buffer whose metrics are never computed
 
@@ -101,6 +104,8 @@ class OptimizerConfig:
         weight_decay: decoupled weight decay, multiplied by the learning rate; norms and biases do
             not decay.
         max_grad_norm: largest global gradient norm; larger gradients are scaled down to it.
+        name: 'adamw', or the import path 'package.module:function' of a user function, which makes
+            the optimizer after the clip, as in `make_optimizer`.
     """
 
     learning_rate: float
@@ -113,16 +118,21 @@ class OptimizerConfig:
     eps: float
     weight_decay: float
     max_grad_norm: float
+    name: str = "adamw"
 
 
 @functools.cache
 def make_optimizer(optimizer_config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns AdamW, preceded by a clip of the global gradient norm.
+    """Returns AdamW or the optimizer of a user, preceded by a clip of the global gradient norm.
 
-    For equal options it is the same object, so that runs of a process share traced updates.
+    A user function is called as `f(learning_rate)` with a function from the number of the update,
+    a traced scalar from 0 on, to its learning rate. It returns an optax.GradientTransformation
+    whose updates are added to the parameters. For equal options the optimizer is the same object,
+    so that runs of a process share traced updates.
 
     Raises:
-        UserError: the schedule is unknown.
+        UserError: the schedule or the name is unknown; a user function cannot be imported, raises,
+            or returns something else.
     """
     rate, warmup = optimizer_config.learning_rate, optimizer_config.warmup_updates
     steps = max(1, optimizer_config.total_updates - warmup)
@@ -146,6 +156,14 @@ def make_optimizer(optimizer_config: OptimizerConfig) -> optax.GradientTransform
         warm = (count + 1) / (warmup + 1)
         return jnp.where(count < warmup, rate * warm, decay(count - warmup))
 
+    if names_function(optimizer_config.name):
+        clip = optax.clip_by_global_norm(optimizer_config.max_grad_norm)
+        return optax.chain(clip, _custom_optimizer(optimizer_config.name, rate_of_update))
+    if optimizer_config.name != "adamw":
+        raise UserError(
+            f"unknown optimizer.name {optimizer_config.name!r}: choose adamw, or name a function, "
+            "package.module:function"
+        )
     return optax.chain(
         optax.clip_by_global_norm(optimizer_config.max_grad_norm),
         optax.adamw(
@@ -157,6 +175,46 @@ def make_optimizer(optimizer_config: OptimizerConfig) -> optax.GradientTransform
             mask=_is_matrix,
         ),
     )
+
+
+def _custom_optimizer(
+    function: str, rate: Callable[[jax.Array], jax.Array]
+) -> optax.GradientTransformation:
+    """Returns the optimizer that a user function makes, after a try on one matrix and one norm."""
+    make = import_function(function, what="optimizer")
+    usage = (
+        "it is called as f(learning_rate) with a function from the number of the update to its "
+        "learning rate, and returns an optax.GradientTransformation"
+    )
+    with user_errors(f"optimizer {function!r}", usage):
+        optimizer = make(rate)
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise TypeError(f"it returned a {type(optimizer).__name__}")
+        tree = {"matrix": jnp.ones((4, 4)), "norm": jnp.ones(4)}
+
+        def update(tree: dict) -> Any:
+            return optimizer.update(tree, optimizer.init(tree), tree)[0]
+
+        shapes = jax.tree.map(jnp.shape, jax.eval_shape(update, tree))
+        if shapes != jax.tree.map(jnp.shape, tree):
+            raise TypeError("its updates have other shapes than the parameters")
+    return optimizer
+
+
+def custom_optimizer_digest(
+    config: OptimizerConfig, optimizer: optax.GradientTransformation, state: TrainState
+) -> str:
+    """Returns a digest of what the optimizer of a user computes, for the names of programs.
+
+    Args:
+        config: options of the optimizer, whose name is an import path.
+        optimizer: the optimizer.
+        state: the state of a run, or its shapes.
+    """
+    trainable: Any = state.trainable
+    lowered = jax.jit(optimizer.update).lower(trainable, state.opt_state, trainable)
+    source = source_of(import_function(config.name, what="optimizer"))
+    return hashlib.sha256(f"{source}\0{lowered.as_text()}".encode()).hexdigest()
 
 
 def _is_matrix(tree):

@@ -226,12 +226,15 @@ def find_runs(parent: Path, pattern: str, config: ConfigDict) -> list[Path]:
         pattern: pattern of the names of the run folders, as for `Path.glob`.
         config: the resolved config.
     """
-    fixed_fields = _fixed_fields(flatten(config_dict(config)), config)
+    current = flatten(config_dict(config))
+    fixed_fields = _fixed_fields(current, config)
     runs = ((path, _read_run(RunFolder(path).config)) for path in sorted(parent.glob(pattern)))
     return [
         path
         for path, saved_run in runs
-        if saved_run and _fixed_fields(flatten(saved_run["config"]), config) == fixed_fields
+        if saved_run
+        and _fixed_fields(resume.with_later_fields(flatten(saved_run["config"]), current), config)
+        == fixed_fields
     ]
 
 

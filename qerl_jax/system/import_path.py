@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Generator
@@ -66,6 +67,14 @@ def path_of(function: Callable[..., Any]) -> str:
     if not isinstance(module, str) or not isinstance(name, str) or module == "__main__":
         return ""
     return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is function else ""
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """Returns the source of a function; '' of a callable object, or without a file."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ml_collections import ConfigDict
 from qerl_jax.compile.count import count_compilations
 from qerl_jax.compile.operation import MissingProgramError, Programs
 from qerl_jax.compile.run_cache import keep_programs
+from qerl_jax.data.problem_list import with_problems
 from qerl_jax.errors import UserError, memory_errors
 from qerl_jax.evaluation.greedy import greedy_accuracy
 from qerl_jax.memory.report import out_of_memory
@@ -33,6 +34,7 @@ from qerl_jax.processes.launch import connect
 from qerl_jax.rewards.calls import announce_hosts
 from qerl_jax.rewards.from_config import PYTHON_REWARDS, reward_entries, rewards_of
 from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.run.checkpoints import Checkpoints
 from qerl_jax.run.folder import OpenRun, config_digest, record_fact
 from qerl_jax.run.metrics import MetricsLog
@@ -69,7 +71,8 @@ def train(
     config: ConfigDict,
     *,
     workdir: str | Path | None = None,
-    rewards: Mapping[str, tuple[Reward, float]] | None = None,
+    problems: Iterable[Mapping[str, Any]] | None = None,
+    rewards: Rewards | None = None,
     trust: bool = False,
 ) -> Path:
     """Trains or resumes a run, or says that the run is finished.
@@ -77,8 +80,11 @@ def train(
     Args:
         config: the resolved config, see `qerl_jax/config/build.py`.
         workdir: the run folder; None names it after the config.
-        rewards: function and weight by name, instead of the rewards that the config names. The
-            run folder keeps their names, weights and import paths.
+        problems: training problems, dicts as `data.problem_list.with_problems` takes them, instead
+            of those that the config names. Some are held out for evaluations.
+        rewards: functions, or functions and weights by name, as `rewards.table.table_of` takes
+            them, instead of the rewards that the config names. The run folder keeps their names,
+            weights and import paths.
         trust: whether the compiled programs of a run of another person, which this command resumes,
             are executed; the folder becomes the user's own. The rewards are those of the config in
             any case.
@@ -94,8 +100,10 @@ def train(
             first step, or no completion of a step has a reward. The last whole step is saved.
         StoppedError: SIGTERM or SIGINT arrived; the last whole step is saved.
     """
+    config = with_problems(config, problems)
     validate(config)
-    python_rewards, rewards = reward_entries(rewards), rewards_of(config, rewards)
+    table = None if rewards is None else table_of(rewards)
+    python_rewards, rewards = reward_entries(table), rewards_of(config, table)
     with (
         connect(devices=config.mesh.data * config.mesh.tensor) as processes,
         memory_errors("the weights do not fit beside what else it holds: free it"),

@@ -8,18 +8,20 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from ml_collections import ConfigDict
 
 from qerl_jax.compile.operation import Programs
 from qerl_jax.data.order import Cursor
+from qerl_jax.data.problem_list import with_problems
 from qerl_jax.errors import UserError
 from qerl_jax.policy.sharding import shard
 from qerl_jax.policy.trainable import Trainable
 from qerl_jax.rewards.calls import announce_hosts
 from qerl_jax.rewards.from_config import rewards_of
-from qerl_jax.rewards.functions import Reward
+from qerl_jax.rewards.table import Rewards, table_of
 from qerl_jax.rl.train_step import init_state
 from qerl_jax.training.compile import compile_programs
 from qerl_jax.training.initial_policy import first_trainable
@@ -42,6 +44,10 @@ class Session:
     progress: Progress
     programs: Programs
 
+    def __repr__(self) -> str:
+        steps = f"step {self.progress.step} of {self.setup.config.steps}"
+        return f"Session({self.setup.model!r}, {steps})"
+
     @property
     def trainable(self) -> Trainable:
         """The trained parameters; `trainable.lora` is the adapter."""
@@ -49,28 +55,34 @@ class Session:
 
 
 def open_session(
-    config: ConfigDict, *, rewards: Mapping[str, tuple[Reward, float]] | None = None
+    config: ConfigDict,
+    *,
+    problems: Iterable[Mapping[str, Any]] | None = None,
+    rewards: Rewards | None = None,
 ) -> Session:
     """Loads the model and the problems of a config, and compiles the programs of its steps.
 
     Args:
         config: the resolved config, see `qerl_jax/config/build.py`. Nothing is evaluated,
             saved or logged; problems are held out as in a run.
-        rewards: function and weight by name, instead of the rewards that the config names.
+        problems: training problems, instead of those that the config names, as in `loop.train`.
+        rewards: functions, or functions and weights by name, instead of the rewards that the config
+            names, as in `loop.train`.
 
     Raises:
         UserError: the config asks for something that cannot be done, or for a beginning from
             another run.
     """
+    config = with_problems(config, problems)
     validate(config)
     if config.init_from:
         raise UserError(
             f"init_from={config.init_from}: a session has no run folder to begin from another run; "
             "pass its adapter as lora.init, or use qerl_jax.train"
         )
-    rewards = rewards_of(config, rewards)
-    announce_hosts(reward for reward, _ in rewards.values())
-    setup = prepare(config, rewards, schedule_steps=config.steps)
+    table = rewards_of(config, None if rewards is None else table_of(rewards))
+    announce_hosts(reward for reward, _ in table.values())
+    setup = prepare(config, table, schedule_steps=config.steps)
     trainable = first_trainable(config, setup.model, setup.method.lora_config, setup.key)
     state = shard(init_state(trainable, setup.method.optimizer), setup.mesh)
     setup, programs = compile_programs(setup, state, trains=True, evaluates=False)

@@ -28,6 +28,7 @@ from qerl_jax.policy.sharding import abstract_on, bytes_per_device, make_mesh, s
 from qerl_jax.processes.group import ALONE, Processes
 from qerl_jax.rewards.functions import Reward, overlong_penalty
 from qerl_jax.rewards.score import Scoring
+from qerl_jax.rl.advantages import check_custom_advantages
 from qerl_jax.rl.losses import LossConfig, check_custom_weights, loss_config
 from qerl_jax.rl.train_step import (
     OptimizerConfig,
@@ -137,6 +138,13 @@ def check_method(
     if names_function(config.rl.aggregation):
         rows = config.rollout.prompts_per_step * config.rollout.group_size
         check_custom_weights(config.rl.aggregation, rows)
+    if names_function(config.rl.advantage):
+        check_custom_advantages(
+            config.rl.advantage,
+            groups=config.rollout.prompts_per_step,
+            group_size=config.rollout.group_size,
+            names=list(rewards),
+        )
     if config.lora.init and config.train.parameters != "full":
         read_peft_config(config.lora.init)
     if names_function(config.aqn.schedule):
@@ -405,6 +413,7 @@ def temperature_schedule(
 def _optimizer_config(config: ConfigDict, schedule_steps: int) -> OptimizerConfig:
     updates = config.rl.updates_per_rollout
     return OptimizerConfig(
+        name=config.optimizer.name,
         learning_rate=config.optimizer.learning_rate,
         schedule=config.optimizer.schedule,
         final_fraction=config.optimizer.final_fraction,

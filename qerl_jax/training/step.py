@@ -36,12 +36,13 @@ from qerl_jax.policy.lora import LoraConfig
 from qerl_jax.policy.policy import Policy
 from qerl_jax.policy.trainable import Trainable, current_policy
 from qerl_jax.rewards.scores import Scores
-from qerl_jax.rl.advantages import gdpo_advantages, group_advantages
+from qerl_jax.rl.advantages import custom_advantages, gdpo_advantages, group_advantages
 from qerl_jax.rl.batch import TrainBatch, make_batch
 from qerl_jax.rl.data_parallel import deal_buffers
 from qerl_jax.rl.losses import LossConfig
 from qerl_jax.rl.packing import PackedBuffer, pack, packing_metrics, rows_that_teach
 from qerl_jax.rl.train_step import OptimizerConfig, TrainState, UpdateConfig
+from qerl_jax.system.import_path import names_function
 from qerl_jax.training.collect import CollectConfig, collect
 from qerl_jax.training.experience import Experience, Peers
 
@@ -242,6 +243,9 @@ def _advantages(setup: StepSetup, scores: Scores) -> np.ndarray:
         parts = {name: part.reshape(-1, group_size) for name, part in scores.parts.items()}
         return gdpo_advantages(parts, setup.collect.weights, eps=rl.advantage_eps).reshape(-1)
     total = scores.total.reshape(-1, group_size)
+    if names_function(rl.advantage):
+        parts = {name: part.reshape(-1, group_size) for name, part in scores.parts.items()}
+        return custom_advantages(rl.advantage, total, parts).reshape(-1)
     return group_advantages(total, scale=rl.advantage_scale, eps=rl.advantage_eps).reshape(-1)
 
 

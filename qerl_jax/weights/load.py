@@ -73,6 +73,12 @@ class LoadedModel:
     fingerprint: str
     calibrated: pathlib.Path | None = None
 
+    def __repr__(self) -> str:
+        count = sum(map(math.prod, names.expected_shapes(self.config).values()))
+        form = f"{self.format}, calibrated" if self.calibrated else self.format
+        layers = f"{self.config.num_layers} layers"
+        return f"LoadedModel({self.source!r}, {form}, {count / 1e6:,.0f}M parameters, {layers})"
+
 
 def load(
     source: str,

@@ -1,0 +1,72 @@
+"""Problems that a program passes as a list, written to a file that a run can read again."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from qerl_jax.errors import UserError, check_unicode, first_line
+from qerl_jax.system.atomic import write_atomic
+from qerl_jax.system.safe_files import make_folder
+
+_DIGITS = 24
+
+
+def with_problems(config: ConfigDict, problems: Iterable[Mapping[str, Any]] | None) -> ConfigDict:
+    """Returns a config whose training problems are those of a list.
+
+    They are written to a file of the cache that is named after their content, so that a resumed
+    run, an evaluation and an export read the same problems.
+
+    Args:
+        config: the resolved config, which stays as it is.
+        problems: a dict for each problem, with `question` (a text or a list of chat messages), and
+            `answer` if a reward compares with one; other columns reach the rewards by name. None
+            returns the config.
+
+    Raises:
+        UserError: the list is empty, or an entry is no dict, or not what JSON can hold.
+    """
+    if problems is None:
+        return config
+    if isinstance(problems, str | bytes | Mapping):
+        raise UserError(
+            f"problems is {problems!r:.60}: pass a list of dicts with question and answer, or a "
+            "file as config.data.path"
+        )
+    lines = [_line(number, problem) for number, problem in enumerate(problems)]
+    if not lines:
+        raise UserError("the list of problems is empty")
+    text = "".join(lines)
+    path = _folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]}.jsonl"
+    if not path.exists():
+        make_folder(path.parent)
+        write_atomic(path, text)
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        config.data.mixture = ConfigDict()
+        config.data.path = str(path)
+    return config
+
+
+def _folder() -> Path:
+    """The folder of all lists, `$XDG_CACHE_HOME/qerl_jax/problems`."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home, "qerl_jax", "problems")
+
+
+def _line(number: int, problem: Any) -> str:
+    if not isinstance(problem, Mapping):
+        raise UserError(f"problem {number} is {problem!r:.60}, not a dict with question and answer")
+    try:
+        line = json.dumps(dict(problem), ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"problem {number}: a column is not what JSON can hold: {first_line(error)}"
+        ) from error
+    check_unicode(line, f"problem {number}")
+    return line + "\n"
