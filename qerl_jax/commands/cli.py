@@ -35,7 +35,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from qerl_jax.config import models
-from qerl_jax.config.describe import describe_config, explain
+from qerl_jax.config.describe import SECTIONS, describe_config, explain, similar_fields
 from qerl_jax.config.experiments import NAMES, config_file, is_installed
 from qerl_jax.config.overrides import check_overrides
 from qerl_jax.config.recipes import RECIPES
@@ -84,7 +84,7 @@ def main(
     def parse(argv: Sequence[str]) -> list[str]:
         try:
             _check_arguments(argv[1:])
-            with config_errors():
+            with config_errors(argv):
                 rest = _parse_flags(argv, default_config, module=run.__module__, trains=trains)
                 if trains:
                     overrides = config_flags.get_override_values(flags.FLAGS["config"])
@@ -123,17 +123,21 @@ def main(
 
 
 @contextlib.contextmanager
-def config_errors() -> Generator[None]:
-    """Turns the exceptions of a bad config file or flag into a UserError."""
+def config_errors(argv: Sequence[str] = ()) -> Generator[None]:
+    """Turns the exceptions of a bad config file or flag into a UserError.
+
+    Args:
+        argv: the command line, whose flags of fields the message of an absent field names in full.
+    """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        raise UserError(_config_message(error)) from error
+        raise UserError(_config_message(error, argv)) from error
 
 
-def _config_message(error: Exception) -> str:
+def _config_message(error: Exception, argv: Sequence[str]) -> str:
     text = f"{type(error).__name__}: {first_line(error)}"
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {text}"
@@ -147,11 +151,38 @@ def _config_message(error: Exception) -> str:
     if isinstance(error, AttributeError) and error.name == "get_config":
         return "the config file has no get_config(): experiments/grpo_gsm8k.py has one"
     if isinstance(error, AttributeError | KeyError):
-        return f"the config has no such field: {_key_message(error)}"
+        key = _key_message(error)
+        return f"the config has no such field: {key}{_field_hint(key, argv)}"
+    if isinstance(error, flags.UnrecognizedFlagError):
+        return f"{error}{_flag_hint(error)}"
     if isinstance(error, flags.Error):
         # absl's error for a boolean flag ends with a tuple, its arguments.
         return re.sub(r"\('(Non-boolean argument to boolean flag)', .*\)$", r"\1", str(error))
     raise error
+
+
+def _field_hint(key: str, argv: Sequence[str]) -> str:
+    """Returns the end of a sentence that names fields in place of an absent one."""
+    name = key.strip("'\"")
+    if "Did you mean" in key or not re.fullmatch(r"\w+", name):
+        return ""
+    matches = (re.match(r"--?config\.([^=]+)", argument) for argument in argv)
+    absent = next((m[1] for m in matches if m and name in m[1].split(".")), name)
+    names = similar_fields(absent)
+    hint = f"; did you mean --config.{' or --config.'.join(names)}?" if names else ";"
+    section = absent.rpartition(".")[0]
+    known = section and section in SECTIONS
+    return f"{hint} --explain={section if known else 'all'} lists the fields"
+
+
+def _flag_hint(error: flags.UnrecognizedFlagError) -> str:
+    """Returns the end of a sentence that names the flag of a field, such as --config.steps."""
+    names = similar_fields(error.flagname)
+    if not names or "Did you mean" in str(error):
+        return ""
+    _, equals, value = str(error.flagvalue or "").partition("=")
+    options = " or ".join(f"--config.{name}={value if equals else 'VALUE'}" for name in names)
+    return f"; a field of the config is set like {options}"
 
 
 def run_command(
