@@ -93,7 +93,10 @@ def test_flags_reach_the_experiment_before_jax_is_imported(command):
         ("--config.rl.clip_high=much", ["clip_high=much"]),
         ("--config.rl.kl_grad=k3", ["rl.kl_grad", "rl.kl_coef"]),
         ("--config.stepz.of=1", ["'stepz'"]),
-        ("--config.rl.kc=1", ["'kc'", "mean --config.rl.kl_coef?", "--explain=rl lists the fields"]),
+        (
+            "--config.rl.kc=1",
+            ["'kc'", "mean --config.rl.kl_coef?", "--explain=rl lists the fields"],
+        ),
         ("--config.optimizer.lr=1", ["mean --config.optimizer.learning_rate? --explain=optimizer"]),
         ("--steps=3", ["'steps'; a field of the config is set like --config.steps=3\n"]),
         ("--lr", ["'lr'; a field", "--config.optimizer.learning_rate=VALUE\n"]),

@@ -1,5 +1,6 @@
 """Shows runs: their curves so far, and prompts, completions and rewards step by step.
 
+    uv run python -m experiments.show runs                               # a line for each run
     uv run python -m experiments.show RUN                                # the last step
     uv run python -m experiments.show RUN --step=1:20 --where='correctness<1'
     uv run python -m experiments.show RUN OTHER_RUN --step=10            # side by side
@@ -29,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("runs", metavar="RUN", nargs="+", help="run folder")
+    add("runs", metavar="RUN", nargs="+", help="run folder, or a folder of runs")
     add("--step", default="", help="N, FROM:TO or all (default: the last; with --html all)")
     add(
         "--where",
@@ -53,12 +54,24 @@ def run(arguments: argparse.Namespace) -> None:
     """Shows."""
     from qerl_jax.errors import check_limits
     from qerl_jax.show.html import write_page
+    from qerl_jax.show.listing import list_runs, runs_in
     from qerl_jax.show.terminal import show
     from qerl_jax.show.view import open_views, read_condition
 
     check_limits({"--completions": (arguments.completions, 0)})
     steps = _steps(arguments.step)
-    views = open_views(arguments.runs)
+    folders = {path: runs_in(path) for path in arguments.runs}
+    runs = [run for path in arguments.runs for run in folders[path] or [path]]
+    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
+
+    def write(line: str) -> None:
+        print(line.encode(encoding or "ascii", "replace").decode(encoding or "ascii"))
+
+    if any(folders.values()) and not (arguments.html or arguments.step or arguments.where):
+        for line in list_runs(runs):
+            write(line)
+        return
+    views = open_views(runs)
     conditions = [read_condition(text, views) for text in arguments.where]
     if arguments.html:
         path = write_page(
@@ -70,10 +83,9 @@ def run(arguments: argparse.Namespace) -> None:
         )
         print(f"{path}: complete; open it in a browser")
         return
-    encoding = (sys.stdout.encoding or "").lower().replace("-", "")
     show(
         views,
-        lambda line: print(line.encode(encoding or "ascii", "replace").decode(encoding or "ascii")),
+        write,
         steps=steps,
         conditions=conditions,
         limit=arguments.completions,
