@@ -5,7 +5,8 @@ Experiments that train take
     --config=FILE.py[:PRESET]     config file (default: the experiment's own)
     --config=NAME[:PRESET]        a config that is installed, such as grpo_gsm8k:qwen2.5-7b
     --config.aqn.form=relative    any field of the config; a field that the run ignores is an error
-    --workdir=DIR                 run folder (default: named after the config)
+    --workdir=DIR                 run folder (default: named after the config); without --config
+                                  the run in it goes on with the config that it saved
     --print_config                print the resolved config, one field per line, and exit
     --explain=rl.clip_high        explain a field, a section or all, and exit
     --dry_run                     also count the data, render a prompt and plan the memory, and exit
@@ -42,8 +43,11 @@ from qerl_jax.config.recipes import RECIPES
 from qerl_jax.data.mixture import name_sources
 from qerl_jax.errors import UserError, check_unicode, first_line, visible
 from qerl_jax.rewards.from_config import name_rewards
+from qerl_jax.system.command import name_commands
 from qerl_jax.system.device_memory import take_memory
 from qerl_jax.system.import_path import allow_working_directory
+from qerl_jax.system.live_line import waiting
+from qerl_jax.system.paths import user_path
 from qerl_jax.system.signals import StoppedError
 
 _PRESETS = (
@@ -53,6 +57,7 @@ _PRESETS = (
 )
 # The module names under which ml_collections imports the file of --config, and `sweep` its file.
 _CONFIG_MODULES = "config_config", "sweep_config"
+_SAVED = "\0saved:"  # begins what stands for the config of a run, which no file is named
 _FULL = errno.ENOSPC, errno.EDQUOT  # a full disk, and a full quota of the user
 # What the second error for an unreadable config file begins with.
 _EARLIER_FAILURE = "Configuration is not available because of an earlier failure to load: "
@@ -78,7 +83,7 @@ def main(
             installed command lacks.
     """
     if description:
-        sys.modules["__main__"].__doc__ = description
+        sys.modules["__main__"].__doc__ = name_commands(description)
     sys.excepthook = _print_traceback
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -107,19 +112,30 @@ def main(
         with _one_line_errors():
             if flags.FLAGS.explain is not None:
                 print(explain(flags.FLAGS.explain, flags.FLAGS.config), end="")
+            elif trains and (flags.FLAGS.print_config or flags.FLAGS.dry_run):
+                _tell(flags.FLAGS.config, flags.FLAGS.workdir)
             elif flags.FLAGS.print_config:
                 print(describe_config(flags.FLAGS.config), end="")
-            elif trains and flags.FLAGS.dry_run:
-                from qerl_jax.training.dry_run import dry_run
-
-                take_memory(flags.FLAGS.config.mesh.tensor)
-                dry_run(flags.FLAGS.config, workdir=flags.FLAGS.workdir)
             elif trains and flags.FLAGS.trust:
                 run(flags.FLAGS.config, flags.FLAGS.workdir, trust=True)
             else:
                 run(flags.FLAGS.config, flags.FLAGS.workdir)
 
     app.run(execute, flags_parser=parse)
+
+
+def _tell(config: ConfigDict, workdir: str | None) -> None:
+    """Prints what --print_config or --dry_run asks for, and refuses what the run would refuse."""
+    from qerl_jax.training.dry_run import check_start, dry_run
+
+    if flags.FLAGS.print_config:
+        check_start(config, workdir=workdir)
+        print(describe_config(config), end="")
+        return
+    take_memory(config.mesh.tensor)
+    flag = flags.FLAGS["config"]
+    preset = flag.parser.parse(config_flags.get_config_filename(flag))
+    dry_run(config, workdir=workdir, preset=preset)
 
 
 @contextlib.contextmanager
@@ -149,7 +165,8 @@ def _config_message(error: Exception, argv: Sequence[str]) -> str:
         text = str(error).strip().splitlines()[-1].strip()
         return f"cannot read the config: {text.removeprefix(_EARLIER_FAILURE)}"
     if isinstance(error, AttributeError) and error.name == "get_config":
-        return "the config file has no get_config(): experiments/grpo_gsm8k.py has one"
+        example = "qerl_jax/config/experiments/grpo_gsm8k.py"
+        return f"the config file has no get_config(): {example} has one"
     if isinstance(error, AttributeError | KeyError):
         key = _key_message(error)
         return f"the config has no such field: {key}{_field_hint(key, argv)}"
@@ -203,14 +220,16 @@ def run_command(
     """
     _silence_libraries()
     sys.excepthook = _print_traceback
-    name = os.path.basename(sys.argv[0])
-    if name.startswith("qerl-"):  # an installed command
-        parser.prog = name
     with _one_line_errors():
         _check_arguments(sys.argv[1:] if argv is None else argv)
         arguments = parser.parse_args(argv)
         take_memory(tensor_of(arguments))
         run(arguments)
+
+
+def importing() -> contextlib.AbstractContextManager[Any]:
+    """Says that JAX and the package are imported, which takes long on a slow file system."""
+    return waiting("importing JAX and the package")
 
 
 def _silence_libraries() -> None:
@@ -275,7 +294,7 @@ def _parse_flags(
         f"{_PRESETS}",
     )
     take_names(flags.FLAGS["config"], argv)
-    flags.FLAGS.set_default("config", default_config)
+    flags.FLAGS.set_default("config", (trains and _saved_run(argv)) or default_config)
     run_folder = "run folder (default: runs/EXPERIMENT-PRESET-HASH)"
     other_folder = "folder to write, for a command that writes one; see above"
     flags.DEFINE_string("workdir", None, run_folder if trains else other_folder)
@@ -301,6 +320,31 @@ def _parse_flags(
     return rest
 
 
+def _saved_run(argv: Sequence[str]) -> str:
+    """Returns what stands for the config of a run that --workdir names without --config, or ''."""
+    workdir = ""
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        if re.match(r"--?config(=|$)", argument):
+            return ""
+        if match := re.fullmatch(r"--?workdir(?:=(.*))?", argument, re.DOTALL):
+            workdir = following if match[1] is None else match[1]
+    if not workdir or not (user_path(workdir) / "config.json").is_file():
+        return ""
+    from qerl_jax.run.saved_config import is_saved_run
+
+    if not is_saved_run(user_path(workdir)):
+        return ""
+    trust = any(re.fullmatch(r"--?trust(=(t|true|1))?", one, re.IGNORECASE) for one in argv)
+    return f"{_SAVED}{int(trust)}:{workdir}"
+
+
+def _read_saved(argument: str) -> ConfigDict:
+    from qerl_jax.run.saved_config import saved_config
+
+    trust, _, workdir = argument.removeprefix(_SAVED).partition(":")
+    return saved_config(user_path(workdir), trust=trust == "1")
+
+
 def take_names(config_flag: flags.Flag, argv: Sequence[str]) -> None:
     """Lets the flag of a config file take rewards and sources that the file does not name.
 
@@ -320,6 +364,8 @@ class _ConfigParser(flags.ArgumentParser):
 
     def parse(self, argument: str) -> Any:
         """Returns the config of a file, FILE.py or FILE.py:PRESET."""
+        if argument.startswith(_SAVED):
+            return _read_saved(argument)
         if not is_installed(argument):
             allow_working_directory()  # The file may import what lies there.
         config = self._parser.parse(argument)

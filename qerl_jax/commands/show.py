@@ -1,10 +1,10 @@
 """Shows runs: their curves so far, and prompts, completions and rewards step by step.
 
-    uv run python -m experiments.show runs                               # a line for each run
-    uv run python -m experiments.show RUN                                # the last step
-    uv run python -m experiments.show RUN --step=1:20 --where='correctness<1'
-    uv run python -m experiments.show RUN OTHER_RUN --step=10            # side by side
-    uv run python -m experiments.show RUN OTHER_RUN --html=runs.html     # a page for a browser
+    qerl-show runs                               # a line for each run
+    qerl-show RUN                                # the last step
+    qerl-show RUN --step=1:20 --where='correctness<1'
+    qerl-show RUN OTHER_RUN --step=10            # side by side
+    qerl-show RUN OTHER_RUN --html=runs.html     # a page for a browser
 
 It only reads, so a run may train meanwhile. A step shows the completions that the run logged:
 --config.log.completions=N logs more in a new run, or when a run goes on. --where compares a number
@@ -20,13 +20,14 @@ import shutil
 import sys
 
 from qerl_jax.commands import cli
+from qerl_jax.system.command import command_name, name_commands
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The arguments of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m experiments.show",
-        description=__doc__,
+        prog=command_name("show"),
+        description=name_commands(__doc__),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

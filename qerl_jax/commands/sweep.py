@@ -1,6 +1,6 @@
 r"""Trains every run of a sweep, one or several at a time, and makes one table and one picture.
 
-    uv run python -m experiments.sweep --config=aqn_ablation
+    qerl-sweep --config=aqn_ablation
 
     --config=FILE.py[:PRESET]     config file with `get_config()` and `get_sweep()`
     --config.steps=10             field of the config, for all runs
@@ -11,7 +11,7 @@ r"""Trains every run of a sweep, one or several at a time, and makes one table a
 
 As a job array of SLURM, whose elements share the folder:
 
-    sbatch --array=1-8 --gres=gpu:1 --wrap="uv run --extra cuda python -m experiments.sweep \
+    sbatch --array=1-8 --gres=gpu:1 --wrap="qerl-sweep \
         --config=aqn_ablation:qwen2.5-3b --only=\$SLURM_ARRAY_TASK_ID/8"
 
 The same command continues where it was stopped: finished runs are skipped, an interrupted run is

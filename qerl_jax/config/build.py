@@ -8,8 +8,7 @@ MODEL selects the weights. RECIPE selects noise, loss, advantages and optimizer:
 default), 'reference_code', 'trl', 'verl', or the paper's recipe with another loss, 'dr_grpo',
 'gspo', 'cispo'. The sizes (prompts, groups, lengths, rank, steps) stay the experiment's; so do the
 learning rate and the first sigma of the stand-in. Only 'first_run' changes sizes: it is the paper's
-recipe with 100 steps and 1,024 new tokens. `python -m experiments.plan` says what a run takes of a
-card's memory.
+recipe with 100 steps and 1,024 new tokens. `qerl-plan` says what a run takes of a card's memory.
 
 `fields.py` has every field with its default.
 """
@@ -56,7 +55,7 @@ def build(
             f"unknown preset {preset!r}: write MODEL or MODEL,RECIPE with a model from "
             f"{', '.join(MODELS)} and a recipe from {', '.join(RECIPES)}"
         )
-    config = _defaults(model)
+    config = defaults(model)
     config.experiment = experiment
     config.preset = f"{model}-{recipe}"
     config.rewards.update({name: dict(reward) for name, reward in rewards.items()})
@@ -67,8 +66,12 @@ def build(
     return config.lock()
 
 
-def _defaults(model: str) -> ConfigDict:
-    """Every field with its default."""
+def defaults(model: str = STAND_IN) -> ConfigDict:
+    """Returns a config of every field with its default.
+
+    Args:
+        model: the model, which some defaults follow.
+    """
     config = ConfigDict()
     for row in FIELDS:
         *sections, name = row.name.split(".")

@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 
 from qerl_jax.config.fields import FIELDS, Field, LinkedDefault, ModelDefault, Section, row_of
 from qerl_jax.errors import UserError
+from qerl_jax.system.command import name_commands
 
 _TABLES = ("data.options", "data.chat_template_args")
 _COLUMNS = 100
@@ -30,6 +31,26 @@ def describe_config(config: ConfigDict) -> str:
     """
     fields = sorted(_fields(config.to_dict(), ""))
     return "".join(f"{name} = {as_flag(name, value)}\n" for name, value in fields)
+
+
+def describe_changes(config: ConfigDict, preset: ConfigDict) -> str:
+    """The fields in which a config differs from its preset, as lines `name = value`.
+
+    Args:
+        config: the resolved config.
+        preset: the config without what the command line sets.
+    """
+    before = dict(_fields(preset.to_dict(), ""))
+    fields = sorted(_fields(config.to_dict(), ""))
+    lines = [
+        f"{name} = {as_flag(name, value)}"
+        + (f" (preset: {as_flag(name, before[name])})" if name in before else "")
+        for name, value in fields
+        if name not in before or before[name] != value
+    ]
+    same = len(fields) - len(lines)
+    lines.append(f"{same} fields as in the preset, which --print_config prints")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def as_flag(field: str, value: Any) -> str:
@@ -71,7 +92,7 @@ def explain(name: str, config: ConfigDict) -> str:
         raise UserError(
             f"--explain={name}: there is no such field; {hint}--explain=all lists all fields"
         )
-    return "\n".join(_explain_row(row, config) for row in rows)
+    return name_commands("\n".join(_explain_row(row, config) for row in rows))
 
 
 def similar_fields(name: str) -> list[str]:

@@ -409,7 +409,7 @@ FIELDS: tuple[Section | Field, ...] = (
         "rollout.max_rows",
         0,
         "Largest decode batch in rows; other rows wait. 0: as many as the memory holds, see "
-        "`python -m experiments.plan`.",
+        "`qerl-plan`.",
         limits=(0,),
         resume="memory",
     ),

@@ -41,7 +41,7 @@ from qerl_jax.run.ownership import trusts
 from qerl_jax.run.statistics import paired_difference
 from qerl_jax.system.atomic import write_atomic
 from qerl_jax.system.jsonl import read_jsonl
-from qerl_jax.system.live_line import LiveLine
+from qerl_jax.system.live_line import LiveLine, waiting
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_tree, open_to_write
 from qerl_jax.system.signals import StoppedError, stop_signals
@@ -229,7 +229,7 @@ def _complete(
     ):
         sampler = _sampler(job, engine)
         if problems:
-            sampler = _compile(job, sampler, live, received)
+            sampler = _compile(job, sampler, received)
         for first in range(0, len(problems), size):
             began, num_before = time.perf_counter(), len(sample_ids & rows.keys())
             watch = _watch(live, job.task.name, num_before, len(sample_ids), received)
@@ -305,20 +305,21 @@ def _watch(
     return on_progress
 
 
-def _compile(job: _Job, sampler: Sampler, live: LiveLine, received: list[int]) -> Sampler:
+def _compile(job: _Job, sampler: Sampler, received: list[int]) -> Sampler:
     """Compiles the programs of a task, or loads them from the cache."""
     began = time.perf_counter()
-
-    def on_progress(count: int, total: int) -> None:
-        if received:
-            raise StoppedError(received[0])
-        live.update(f"{job.task.name} programs {count}/{total}")
-
     policy, size = job.policy.policy, sampler.engine.num_prompts
-    sampler = sampler.compiled(_key(job), policy, num_prompts=size, on_progress=on_progress)
+    label = visible(f"{job.task.name}: compiling programs")
+    with waiting(label) as say:
+
+        def on_progress(count: int, total: int) -> None:
+            if received:
+                raise StoppedError(received[0])
+            say(f"{label}, {count}/{total} ready")
+
+        sampler = sampler.compiled(_key(job), policy, num_prompts=size, on_progress=on_progress)
     executables = sampler.executables
     assert executables is not None
-    live.clear()
     print(
         f"{job.task.name} compiled {len(executables.compiled)} of {len(executables)} programs in "
         f"{time.perf_counter() - began:.0f} s",

@@ -35,6 +35,7 @@ from qerl_jax.rewards.functions import Reward
 from qerl_jax.run.checkpoints import read_latest_meta
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.run.saved_fields import require
+from qerl_jax.system.command import command_name
 
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 RUN = "run"
@@ -278,7 +279,8 @@ def _make_task(
         from_python = reward.get("function") == ""
         reason = " that can be imported, the run's was given in Python" if from_python else ""
         raise UserError(
-            f"{name}: it has no scorer{reason}; experiments.evaluate takes --judge=MODULE:FUNCTION"
+            f"{name}: it has no scorer{reason}; {command_name('evaluate')} takes "
+            "--judge=MODULE:FUNCTION"
         )
     # Without a scorer, the answers decide.
     scorers = [reader(settings["scorer"])] if "scorer" in settings else None

@@ -12,6 +12,7 @@ from qerl_jax.rewards.url import without_keys
 from qerl_jax.run.provenance import without_folders
 from qerl_jax.run.saved_fields import require
 from qerl_jax.run.statistics import wilson_interval
+from qerl_jax.system.command import command_name
 
 FORMAT_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "nf4": "NF4", "bf16": "bf16"}
 
@@ -139,7 +140,7 @@ def serve_lines(card: Card) -> list[str]:
     base, lines = card.served_base, []
     if not base:
         base = f"{card.folder}-base"
-        lines.append(shlex.join(["python", "-m", "experiments.quantize", card.source, base]))
+        lines.append(f"{command_name('quantize')} {shlex.join([card.source, base])}")
     rank = str(vllm_rank(card.rank))
     serve = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", rank]
     # The sampling of the base, such as a repetition penalty, is not that of the scores.

@@ -25,6 +25,7 @@ from qerl_jax.rollout.config import EngineConfig, SamplingConfig
 from qerl_jax.rollout.sampler import Sampler
 from qerl_jax.rollout.shapes import dequantize_mode
 from qerl_jax.run.saved_fields import require
+from qerl_jax.system.command import command_name
 from qerl_jax.system.live_line import LiveLine
 from qerl_jax.weights.chat_template import template_date
 from qerl_jax.weights.load import LoadedModel
@@ -115,9 +116,7 @@ def open_held_out_set(
         if limit is not None:
             raise
         print(
-            visible(
-                f"not scored: {error}; python -m experiments.evaluate scores on other problems"
-            ),
+            visible(f"not scored: {error}; {command_name('evaluate')} scores on other problems"),
             flush=True,
         )
         return None

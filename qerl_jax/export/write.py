@@ -44,6 +44,7 @@ from qerl_jax.policy.lora import FUSED
 from qerl_jax.policy.quant import QuantTensor
 from qerl_jax.run.folder import RunFolder
 from qerl_jax.system import json_file
+from qerl_jax.system.command import command_name
 from qerl_jax.system.paths import user_path
 from qerl_jax.system.safe_files import check_folder, check_inside
 from qerl_jax.system.staging import check_free, scratch_of, staged_folder
@@ -221,7 +222,7 @@ def _check_policy(config: ExportConfig, policy: LoadedPolicy) -> None:
     if policy.lora is None and not trains_all:
         raise UserError(
             f"{config.source}: there is no adapter to export; to write a model in NVFP4, use "
-            "python -m experiments.quantize MODEL FOLDER"
+            f"{command_name('quantize')} MODEL FOLDER"
         )
     if trains_all and config.format == "peft":
         raise UserError(
@@ -394,7 +395,7 @@ def _evaluate_command(config: ExportConfig, out: Path, base_out: Path | None) ->
         flags += [f"--base={base}"]
     flags += [f"--judge={config.judge}"] if config.judge else []
     flags += [f"--limit={config.score_problems}"] if config.score_problems else []
-    return shlex.join(["python", "-m", "experiments.evaluate", run, *flags])
+    return f"{command_name('evaluate')} {shlex.join([str(run), *flags])}"
 
 
 def _served_base(config: ExportConfig, served: str, base_out: Path | None) -> str:

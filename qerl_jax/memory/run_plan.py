@@ -1,7 +1,7 @@
 """The memory of a run by arithmetic: what fits is known before anything is loaded or compiled.
 
 A run decides by this plan how many rows decode together and how large the buffers of an update are;
-`experiments.plan` prints it for any card. It depends on the config, the architecture and the memory
+`qerl-plan` prints it for any card. It depends on the config, the architecture and the memory
 alone, so a resumed run makes the same choices.
 """
 

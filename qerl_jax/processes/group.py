@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from orbax.checkpoint import multihost
 
 from qerl_jax.errors import UserError, first_line, visible
 from qerl_jax.system.signals import StoppedError
@@ -57,7 +56,11 @@ class Processes:
         """
         self.index, self.count, self._address = index, count, address
         self.names = [f"process {number}" for number in range(count)]
-        self._client: Any = multihost.get_jax_distributed_client() if count > 1 else None
+        self._client: Any = None
+        if count > 1:
+            from orbax.checkpoint import multihost  # Its import takes seconds.
+
+            self._client = multihost.get_jax_distributed_client()
         self._exchanges = 0  # number of the next exchange
         self.received: Sequence[int] = ()
         self._signal = 0  # that another process has received

@@ -26,6 +26,7 @@ from qerl_jax.quantization.rounding import fill_packed
 from qerl_jax.quantization.text import TextConfig, check_tokens, choose_prompts, sample_windows
 from qerl_jax.rollout.config import EngineConfig
 from qerl_jax.run.provenance import versions
+from qerl_jax.system.live_line import waiting
 from qerl_jax.system.staging import staged_folder
 from qerl_jax.weights.checkpoint import Checkpoint, open_checkpoint
 from qerl_jax.weights.load import LoadedModel, Place, load
@@ -123,7 +124,8 @@ def calibrated_base(
             dequantize=plan.dequantize,
             compact="once",
         )
-        return sample_windows(model, chosen, text, engine)
+        with waiting(f"sampling completions of {len(chosen)} prompts for the calibration"):
+            return sample_windows(model, chosen, text, engine)
 
     return _entry(checkpoint, facts, sample)
 

@@ -20,12 +20,18 @@ from typing import Any
 
 import jax
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
 from qerl_jax.errors import UserError, visible
 from qerl_jax.system.safe_files import check_tree, remove_tree
 
 _MARGIN_BYTES = 64 * 2**20
+
+
+def _orbax() -> Any:
+    """Orbax, whose import takes seconds, where something is saved or restored."""
+    from orbax.checkpoint import v1
+
+    return v1
 
 
 class Checkpoints:
@@ -53,10 +59,9 @@ class Checkpoints:
         for scratch in self._folder.glob("*.orbax-checkpoint-tmp") if _is_first() else ():
             remove_tree(scratch)
         with _write_from_first_process():
-            self._checkpointer = ocp.training.Checkpointer(
+            self._checkpointer = _orbax().training.Checkpointer(
                 str(self._folder),
-                # pyrefly: ignore[bad-argument-type]  Orbax's annotation names another class.
-                preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+                preservation_policy=_orbax().training.preservation_policies.LatestN(keep),
             )
 
     def __enter__(self) -> "Checkpoints":
@@ -198,7 +203,7 @@ def read_latest_meta(folder: str | Path) -> dict[str, Any]:
         # An incomplete or damaged checkpoint raises exceptions without a common class.
         with contextlib.suppress(Exception), _one_process_context():
             check_tree(path)
-            custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
+            custom: Any = _orbax().metadata(str(path.resolve())).custom_metadata
             return custom["meta"]
     return {}
 
@@ -245,8 +250,8 @@ def _read(path: Path, abstract: Any) -> tuple[Any, dict[str, Any]]:
     """Reads the state and the meta object of a checkpoint, or raises any exception."""
     check_tree(path)  # Orbax would wait for a pipe.
     with _one_process_context():
-        custom: Any = ocp.metadata(str(path.resolve())).custom_metadata
-        state = ocp.load(str(path.resolve()), abstract)
+        custom: Any = _orbax().metadata(str(path.resolve())).custom_metadata
+        state = _orbax().load(str(path.resolve()), abstract)
     if _crc32(state) != custom["crc32"]:
         raise ValueError("its arrays do not match their checksum")
     return state, custom["meta"]
@@ -270,8 +275,8 @@ def _write_from_first_process() -> contextlib.AbstractContextManager[Any]:
     """Lets Orbax write what all processes hold from the first one, and not a part from each."""
     if jax.process_count() == 1:
         return contextlib.nullcontext()
-    saving = ocp.options.ArrayOptions.Saving(use_replica_parallel=False)
-    return ocp.Context(array_options=ocp.options.ArrayOptions(saving=saving))
+    saving = _orbax().options.ArrayOptions.Saving(use_replica_parallel=False)
+    return _orbax().Context(array_options=_orbax().options.ArrayOptions(saving=saving))
 
 
 def _one_process_context() -> contextlib.AbstractContextManager[Any]:
@@ -279,8 +284,9 @@ def _one_process_context() -> contextlib.AbstractContextManager[Any]:
     if jax.process_count() == 1:
         return contextlib.nullcontext()
     process = jax.process_index()
-    options = ocp.options.MultiprocessingOptions(primary_host=process, active_processes={process})
-    return ocp.Context(multiprocessing_options=options)
+    multiprocessing = _orbax().options.MultiprocessingOptions
+    options = multiprocessing(primary_host=process, active_processes={process})
+    return _orbax().Context(multiprocessing_options=options)
 
 
 def _one_copy(leaf: Any) -> Any:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from qerl_jax.compile.program_cache import SHARED
 from qerl_jax.errors import UserError, visible
 from qerl_jax.run.folder import lock_holder
 from qerl_jax.system.device_memory import number_of_gpus
@@ -98,6 +97,8 @@ def environment_of(folder: Path) -> dict[str, str]:
     """
     # A program is specific to its CPU, so each machine has programs of its own.
     shared = str((folder / f"programs-{platform.node()}").resolve())
+    from qerl_jax.compile.program_cache import SHARED  # It imports JAX, which --help does not need.
+
     return {SHARED: shared, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"} | dict(os.environ)
 
 

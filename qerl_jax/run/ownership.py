@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from qerl_jax.compile import program_cache
 from qerl_jax.system.atomic import write_json
 from qerl_jax.system.user_key import is_signed, sign
 
@@ -75,6 +74,8 @@ def adopt(folder: Path) -> None:
         if not is_own(folder):
             content = json.loads((folder / "config.json").read_bytes())
             write_config(folder / "config.json", content)
+        from qerl_jax.compile import program_cache  # It imports JAX, which few commands need.
+
         program_cache.sign_entries(folder / "programs")
 
 
