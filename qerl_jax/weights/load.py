@@ -108,6 +108,34 @@ def load(
     Raises:
         UserError: the source cannot be found or read, is incomplete or is not supported.
     """
+    checkpoint, format = _open(source, format, dtype)
+    params = read_params(
+        checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, place=place
+    )
+    return _with_params(checkpoint, format, params)
+
+
+def describe(source: str, *, format: str, dtype: str) -> LoadedModel:
+    """Returns what `load` returns, with the shape of the embedding as the only parameter.
+
+    No weights are read but the first bytes of each tensor, for the fingerprint.
+
+    Args:
+        source: as in `load`.
+        format: as in `load`.
+        dtype: as in `load`.
+
+    Raises:
+        UserError: as in `load`, except for what the weights hold.
+    """
+    checkpoint, format = _open(source, format, dtype)
+    shape = checkpoint.config.vocab_size, checkpoint.config.embed_dim
+    params = {"embed_tokens": jax.ShapeDtypeStruct(shape, DTYPES[dtype])}
+    return _with_params(checkpoint, format, params)
+
+
+def _open(source: str, format: str, dtype: str) -> tuple[Checkpoint, str]:
+    """Opens a source; returns the format of its projections too, which is never 'stored'."""
     if format not in (*FORMATS, "stored"):
         raise UserError(f"format {format!r}: must be one of {', '.join(FORMATS)}")
     if dtype not in DTYPES:
@@ -122,15 +150,17 @@ def load(
         raise UserError(
             f"{path}: holds NVFP4 weights; load it in nvfp4 (in a run: --config.model.format=nvfp4)"
         )
-    params = read_params(
-        checkpoint, format=format, dtype=DTYPES[dtype], on_progress=on_progress, place=place
-    )
+    return checkpoint, format
+
+
+def _with_params(checkpoint: Checkpoint, format: str, params: dict) -> LoadedModel:
+    assert checkpoint.tokenizer is not None, "it is opened with one"
     return LoadedModel(
         config=checkpoint.config,
         params=params,
         tokenizer=checkpoint.tokenizer,
         source=checkpoint.source,
-        path=path,
+        path=checkpoint.path,
         format=format,
         packed=bool(checkpoint.packed),
         fingerprint=_fingerprint(checkpoint.tensors),
