@@ -119,7 +119,7 @@ def waiting(
     def show() -> None:
         while not ends.wait(_QUIET_SECONDS if stream.isatty() else every):
             line = f"{current[0]}, {time.monotonic() - began:.0f} s"
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            with contextlib.suppress(OSError, ValueError):  # The stream is closed.
                 if stream.isatty():
                     live.update(line)
                 else:

@@ -1,4 +1,4 @@
-"""The features of the processor, by which programs that were compiled for it are told apart."""
+"""The features of the processor, which distinguish the programs that are compiled for it."""
 
 import functools
 import hashlib
